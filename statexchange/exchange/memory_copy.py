@@ -61,13 +61,13 @@ from statexchange.sharding.shards import Box, intersect
 from statexchange.storage import files
 from statexchange.storage.atomic import write_new
 from statexchange.storage.build import Build, WrittenFile
-from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.files import WINDOW_BYTES, digest
 from statexchange.storage.location import OpenedPath, open_path, read_with_retry
 from statexchange.storage.memory_directory import HEADERS, HostCopy, MemoryDirectory, headers_to_bytes
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.save_directory import MANIFEST, SaveManifest, rank_of_file, read_manifest
 from statexchange.storage.steps import identity_of_saves, make_identity, read_saves, step_name
+from statexchange.storage.store import ByteRange
 from statexchange.storage.tensorfile import DigestedTensors, read_header_bytes
 
 __all__ = ["COPY_ERRORS", "MemoryCopies", "memory_copies"]

@@ -25,7 +25,6 @@ from statexchange.processes import collector_paused
 from statexchange.sharding.shards import Box, full_box, intersect
 from statexchange.state.describe import LocalTensor
 from statexchange.state.types import Leaf
-from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.regions import (
     READ_AHEAD_BYTES,
     BoxDigest,
@@ -36,7 +35,7 @@ from statexchange.storage.regions import (
     to_global,
     windows,
 )
-from statexchange.storage.store import StoredFile
+from statexchange.storage.store import ByteRange, StoredFile
 from statexchange.tensors import (
     ITEMSIZE,
     TensorLike,

@@ -36,7 +36,7 @@ from statexchange.storage.save_directory import (
     MANIFEST,
     SaveManifest,
     is_stray,
-    rank_file_name,
+    rank_file_names,
     rank_metadata,
     removable_files,
 )
@@ -138,7 +138,7 @@ def open_target(request: SaveRequest, comm: Communicator, building: contextlib.E
         if request.before is not None:
             request.before()
         check = removable_files if request.writing.overwrite else None
-        names = [*_file_names(comm), MANIFEST]
+        names = [*rank_file_names(comm.world_size), MANIFEST]
         build = location(request.path).open_build(secrets.token_hex(16), names, check=check, is_own=is_stray)
         return building.enter_context(build)
 
@@ -182,7 +182,7 @@ def write_rank_file(
             shards = [shard_data(local, staging, progress) for local in described.tensors.values()]
         try:
             member = location(request.path).join_build(start.key, MANIFEST)
-            return member.write_tensors(_file_names(comm)[comm.rank], shards, metadata), member.folder
+            return member.write_tensors(rank_file_names(comm.world_size)[comm.rank], shards, metadata), member.folder
         except NotFoundError as error:
             raise _unseen(error, comm.rank, 0, request.path, comm, start.folder) from error
 
@@ -204,16 +204,12 @@ def publish(
 
 def _check_seen(build: Build, written: Sequence[_Written], comm: Communicator) -> None:
     """Raise NotFoundError unless root's host sees what each rank has written. Root only."""
-    names = _file_names(comm)
+    names = rank_file_names(comm.world_size)
     try:
         build.add_all({name: part.version for name, part in zip(names, written, strict=True)})
     except NotFoundError as error:
         rank = names.index(os.path.basename(str(error.path)))
         raise _unseen(error, 0, rank, build.path, comm, os.path.dirname(written[rank].folder)) from error
-
-
-def _file_names(comm: Communicator) -> list[str]:
-    return [rank_file_name(rank, comm.world_size) for rank in range(comm.world_size)]
 
 
 def _unseen(error: NotFoundError, rank: int, writer: int, path: str, comm: Communicator, folder: str) -> NotFoundError:

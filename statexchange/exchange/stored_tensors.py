@@ -12,7 +12,7 @@ from statexchange.sharding.options import Replicas
 from statexchange.sharding.plan import HolderLabel, holders_text, prove_cover
 from statexchange.sharding.shards import Box, Shard
 from statexchange.state.entries import SavedTensor
-from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.store import ByteRange
 
 __all__ = ["StoredTensor", "StoredTensors", "differing_text"]
 

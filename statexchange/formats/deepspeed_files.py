@@ -30,8 +30,7 @@ from statexchange.formats.zero import FlatRun, Shapes
 from statexchange.sharding.flat_runs import boxes_of_run
 from statexchange.sharding.shards import Box, Shard, full_box, shape_from_json
 from statexchange.storage.budget import Budget
-from statexchange.storage.byte_range import ByteRange
-from statexchange.storage.store import Store, StoredFile
+from statexchange.storage.store import ByteRange, Store, StoredFile
 from statexchange.tensors import ITEMSIZE
 
 __all__ = ["UNIVERSAL", "DeepSpeedFile", "FileNames", "FlatBuffer", "number_of", "parse_shapes"]

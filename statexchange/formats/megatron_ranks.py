@@ -37,9 +37,8 @@ from statexchange.formats.torch_archive import strides_of
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.megatron import division_of, gate_sibling, is_expert
 from statexchange.sharding.shards import Box, Shard, c_strides, linear_offset
-from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import Store
+from statexchange.storage.store import ByteRange, Store
 from statexchange.tensors import ITEMSIZE
 
 __all__ = ["is_rank", "is_rank_file", "matches", "read", "read_one"]

@@ -21,7 +21,7 @@ from statexchange.formats.source import Source, SourceTensor
 from statexchange.sharding.copies import replica_error
 from statexchange.sharding.plan import HolderLabel, prove_cover
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, is_inside
-from statexchange.storage.byte_range import ByteRange
+from statexchange.storage.store import ByteRange
 from statexchange.tensors import ITEMSIZE, PACKED, TorchTensor
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from statexchange.formats.source import (
 )
 from statexchange.sharding.rules import Layout, Part, place_parts, renumber_names
 from statexchange.sharding.shards import Box, Shard, c_strides, full_box
-from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.location import OpenedPath
+from statexchange.storage.store import ByteRange
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, read_header
 from statexchange.storage.workspace import is_rank_file
 from statexchange.tensors import ITEMSIZE

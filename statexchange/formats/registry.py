@@ -138,7 +138,8 @@ def open_with(
 ) -> Source:
     """Open a path and read a section of its source with `read`; retry if the path was replaced meanwhile."""
     path = resolve_path(path, "a source")
-    check_section(section)
+    if section != ALL:
+        check_section(section)
 
     def read_once(opened: OpenedPath) -> Source:
         try:
@@ -311,17 +312,21 @@ def _check_not_repeated(source: Source) -> None:
 
     A tensor with strides of 0, or tensors that share a storage, may have any number of elements in a small file.
     """
-    files = {(shard_file.path, shard_file.nbytes) for shard_file in source.files}
-    limit = _BASE_BYTES + _MAX_REPETITION * sum(nbytes for _, nbytes in files)
+    sizes = {}  # by path: a file may hold the tensors of several ranks
+    for shard_file in source.files:
+        sizes[shard_file.file.path] = shard_file.file.size
+    limit = _BASE_BYTES + _MAX_REPETITION * sum(sizes.values())
     total = 0
-    for shard_file, tensor in source.shards():
-        total += sum(byte_range.nbytes for byte_range in tensor.byte_ranges)
-        if total > limit:
-            text = (
-                f"refused: its tensors would be {total} bytes, more than {_MAX_REPETITION} times its files' bytes, "
-                "because they are expanded or share a storage: save them with .contiguous()"
-            )
-            raise UnsupportedError(text, name=tensor.shard.name, path=shard_file.path)
+    for shard_file in source.files:
+        for tensor in shard_file.tensors.values():
+            for byte_range in tensor.byte_ranges:
+                total += byte_range.nbytes
+            if total > limit:
+                text = (
+                    f"refused: its tensors would be {total} bytes, more than {_MAX_REPETITION} times its files' bytes, "
+                    "because they are expanded or share a storage: save them with .contiguous()"
+                )
+                raise UnsupportedError(text, name=tensor.shard.name, path=shard_file.path)
 
 
 def read_opened(
@@ -398,7 +403,8 @@ def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: boo
     """Return a section of what a format's `read` returns; with `strict`, raise the first problem that affects it."""
     source = read(opened, strict=strict and section == ALL)
     try:
-        source = select_section(source, section)
+        if section != ALL:
+            source = select_section(source, section)
     except InvalidArgumentError:
         if source.problems and strict:  # the section may be in what is missing
             raise source.problems[0] from None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError
 from statexchange.formats.source import ShardFile, Source
-from statexchange.formats.workspace import shard_file
 from statexchange.storage.claim import claim_of
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.save_directory import (
@@ -45,12 +44,13 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     configs: dict[int, str] = {}
     per_rank: set[str] = set()
     optimizers: dict[str, frozenset[str]] = {}
-    for rank, name in enumerate(manifest.files):
+    names = manifest.files
+    for rank, name in enumerate(names):
         if opened.file not in (None, name):
             continue
         try:
-            file = open_rank_file(opened.store, manifest, rank)
-            files.append(shard_file(file))
+            file = open_rank_file(opened.store, manifest, rank, name)
+            files.append(ShardFile.of_rank(file))
             configs[rank] = file.config
             paths, classes = _owners(file)
             per_rank.update(paths)
@@ -62,7 +62,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             raise
         except StateExchangeError as error:
             problems.append(error)
-    if opened.file is not None and opened.file not in manifest.files:
+    if opened.file is not None and opened.file not in names:
         raise CorruptError(f"{MANIFEST} beside this file does not list it: it is of another save", path=opened.path)
     if problems and strict:
         raise problems[0]
@@ -74,7 +74,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         step=manifest.step,
         created=manifest.created,
         metrics=manifest.metrics,
-        world_size=manifest.world_size,
+        world_size=len(names),
         configs=configs,
         per_rank=frozenset(per_rank),
         optimizers=optimizers,

@@ -22,11 +22,10 @@ from statexchange.sharding.paths import Path, note_on_wrappers, wrapper_rules
 from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.budget import Budget
-from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import Store, StoredFile
-from statexchange.storage.tensorfile import Header
+from statexchange.storage.store import ByteRange, Store, StoredFile
+from statexchange.storage.tensorfile import Header, RankFile
 from statexchange.tensors import PACKED
 
 if TYPE_CHECKING:
@@ -260,6 +259,17 @@ class ShardFile:
     file: StoredFile
     tensors: Mapping[str, SourceTensor]
     aliases: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of_rank(cls, file: RankFile) -> ShardFile:
+        """Return the file that a rank wrote for a save or a workspace; raise CorruptError for broken aliases."""
+        tensors: dict[str, SourceTensor] = {}
+        for name, shard in file.shards.items():
+            tensors[name] = SourceTensor(shard, file.byte_ranges[name])
+        aliases = file.metadata.get("aliases", {})
+        if not isinstance(aliases, dict) or set(map(type, aliases.values())) - {str}:
+            raise CorruptError("broken aliases", path=file.path)
+        return cls(int(file.metadata["rank"]), file.file, tensors, aliases)
 
     @property
     def path(self) -> str:

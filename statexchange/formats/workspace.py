@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from statexchange.errors import (
@@ -15,12 +15,10 @@ from statexchange.errors import (
     StateExchangeError,
     StorageError,
 )
-from statexchange.formats.source import ShardFile, Source, SourceTensor
-from statexchange.storage.byte_range import ByteRange
+from statexchange.formats.source import ShardFile, Source
 from statexchange.storage.location import OpenedPath, open_path
 from statexchange.storage.steps import step_of
 from statexchange.storage.store import Store
-from statexchange.storage.tensorfile import RankFile
 from statexchange.storage.workspace import (
     DROPPED,
     MANIFEST,
@@ -33,7 +31,7 @@ from statexchange.storage.workspace import (
     is_run_name,
 )
 
-__all__ = ["matches", "position", "read", "shard_file"]
+__all__ = ["matches", "position", "read"]
 
 _SHOWN_RANKS = 20
 
@@ -148,7 +146,7 @@ def _read(
     for receipt in names:
         try:
             file = view.open(receipt)
-            shard_files.append(shard_file(file))
+            shard_files.append(ShardFile.of_rank(file))
             configs[shard_files[-1].rank] = file.config
         except NotFoundError as error:
             absent.append(receipt)
@@ -240,17 +238,3 @@ def _missing_ranks(
     if len(parsed) > first.world_size or any(name.world_size != first.world_size for name in parsed):
         return [CorruptError("files of two attempts are in one round: remove the older ones", path=round_path)]
     return []
-
-
-def shard_file(file: RankFile) -> ShardFile:
-    """Return a rank's file with the byte range and digest of each box; raise CorruptError for broken aliases."""
-    tensors = {}
-    for name, shard in file.shards.items():
-        byte_ranges = []
-        for (begin, nbytes), digest in zip(file.byte_ranges(name), file.digests[name], strict=True):
-            byte_ranges.append(ByteRange(file.file, begin, nbytes, digest))
-        tensors[name] = SourceTensor(shard, tuple(byte_ranges))
-    aliases: Mapping[str, str] = file.metadata.get("aliases", {})
-    if not isinstance(aliases, dict) or any(not isinstance(name, str) for name in aliases.values()):
-        raise CorruptError("broken aliases", path=file.path)
-    return ShardFile(int(file.metadata["rank"]), file.file, tensors, aliases)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from statexchange.formats.source import ShardFile, Source
-    from statexchange.storage.byte_range import ByteRange
+    from statexchange.storage.store import ByteRange
 
 __all__ = ["Overlap", "Region", "TensorFacts", "element_box", "group_box", "names_of", "tensor_facts"]
 

@@ -21,7 +21,7 @@ from statexchange.sharding.shards import Box, c_strides, full_box
 from statexchange.tensors import ITEMSIZE, PACKED, array_over, element_shape, nonfinite
 
 if TYPE_CHECKING:
-    from statexchange.storage.byte_range import ByteRange
+    from statexchange.storage.store import ByteRange
 
 __all__ = ["CHECKS", "Check", "FileTails", "TensorChecks", "ValueFinding"]
 

@@ -6,7 +6,7 @@ import functools
 import math
 import operator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.errors import excerpt
 from statexchange.tensors import ITEMSIZE
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_DIMS",
+    "MAX_SIZE",
     "Box",
     "Shard",
     "c_contiguous",
@@ -24,13 +25,14 @@ __all__ = [
     "intersect",
     "is_inside",
     "linear_offset",
+    "numel_of",
     "region_text",
     "shape_from_json",
     "sizes_from_json",
 ]
 
 MAX_DIMS = 64
-_MAX_SIZE = 1 << 48
+MAX_SIZE = 1 << 48
 
 
 class Box(NamedTuple):
@@ -57,38 +59,50 @@ class Box(NamedTuple):
         return [list(self.offsets), list(self.shape)]
 
     @classmethod
-    def from_json(cls, raw: Any) -> Box:
+    def from_json(cls, raw: object) -> Box:
         """Return the box that `to_json` encoded; raise ValueError for anything else."""
-        if not isinstance(raw, list | tuple) or len(raw) != 2:
-            raise ValueError(f"not a box: {excerpt(raw)}")
-        offsets, shape = sizes_from_json(raw[0]), sizes_from_json(raw[1])
-        if len(offsets) != len(shape):
-            raise ValueError(f"not a box: {excerpt(raw)}")
-        return cls(offsets, shape)
+        if isinstance(raw, list | tuple) and len(raw) == 2:
+            offsets, shape = raw
+            are_lists = isinstance(offsets, list | tuple) and isinstance(shape, list | tuple)
+            if are_lists and len(offsets) == len(shape) <= MAX_DIMS:
+                # One loop over both, without a call: plans have millions of boxes.
+                for size in (*offsets, *shape):
+                    if type(size) is not int or not 0 <= size <= MAX_SIZE:
+                        break
+                else:
+                    return cls(tuple(offsets), tuple(shape))
+        raise ValueError(f"not a box: {excerpt(raw)}")
 
 
-def sizes_from_json(raw: Any) -> tuple[int, ...]:
+def sizes_from_json(raw: object) -> tuple[int, ...]:
     """Return a shape or offsets, a list of integers from 0 to 2**48; raise ValueError for anything else."""
     if isinstance(raw, list | tuple) and len(raw) <= MAX_DIMS:
-        for size in raw:  # plans have millions of sizes, and a generator expression takes twice as long
-            if type(size) is not int or not 0 <= size <= _MAX_SIZE:
+        # A generator expression would take twice as long.
+        for size in raw:
+            if type(size) is not int or not 0 <= size <= MAX_SIZE:
                 break
         else:
             return tuple(raw)
     raise ValueError(f"not a list of sizes: {excerpt(raw)}")
 
 
-def shape_from_json(raw: Any) -> tuple[int, ...]:
+def shape_from_json(raw: object) -> tuple[int, ...]:
     """Return the shape of a whole tensor; raise ValueError for 2**63 elements or more, not counting empty dims."""
     shape = sizes_from_json(raw)
-    _check_numel(shape)
+    numel_of(shape)
     return shape
 
 
-@functools.lru_cache(1024)
-def _check_numel(shape: tuple[int, ...]) -> None:
-    if math.prod(size for size in shape if size) >= 1 << 63:
+@functools.lru_cache(1024)  # a model has many tensors of few shapes
+def numel_of(shape: tuple[int, ...]) -> int:
+    """Return the number of elements of a whole tensor; raise ValueError as `shape_from_json` does."""
+    numel = 1
+    for size in shape:
+        # Strides count an empty dim as one element, and torch computes them in 64 bits.
+        numel *= size or 1
+    if numel >= 1 << 63:
         raise ValueError(f"no tensor has a shape of {len(shape)} dims that is so large")
+    return 0 if 0 in shape else numel
 
 
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -110,21 +124,17 @@ def c_contiguous(box: Box, shape: Sequence[int]) -> bool:
     return not cut_dims or all(size == 1 for size in box.shape[: cut_dims[-1]])
 
 
-def full_box(shape: Sequence[int]) -> Box:
+@functools.lru_cache(1024)
+def full_box(shape: tuple[int, ...]) -> Box:
     """Return the box that covers a whole tensor of `shape`."""
-    return _full_box(tuple(shape))
-
-
-@functools.lru_cache(1024)  # a model has many tensors of few shapes
-def _full_box(shape: tuple[int, ...]) -> Box:
-    return Box((0,) * len(shape), shape)
+    return Box((0,) * len(shape), tuple(shape))  # a torch.Size is equal to the tuple, and found for it
 
 
 def is_inside(box: Box, shape: Sequence[int]) -> bool:
     """Whether a box lies in a tensor of `shape`, and has as many dims."""
     if len(box.shape) != len(shape):
         return False
-    for begin, length, size in zip(box.offsets, box.shape, shape, strict=True):  # plans have millions of boxes
+    for begin, length, size in zip(box.offsets, box.shape, shape, strict=True):
         if begin < 0 or length < 0 or begin + length > size:
             return False
     return True
@@ -132,13 +142,17 @@ def is_inside(box: Box, shape: Sequence[int]) -> bool:
 
 def intersect(box: Box, other: Box) -> Box | None:
     """Return the block that two boxes share; None if they share no element."""
+    # Parts of a tensor are often equal or the whole: then nothing is computed.
     if box == other:
-        return box if box.numel else None
-    lows = tuple(max(pair) for pair in zip(box.offsets, other.offsets, strict=True))
-    highs = tuple(min(pair) for pair in zip(box.ends, other.ends, strict=True))
-    if any(low >= high for low, high in zip(lows, highs, strict=True)):
-        return None
-    return Box(lows, tuple(high - low for low, high in zip(lows, highs, strict=True)))
+        return None if 0 in box.shape else box
+    offsets, shape = [], []
+    for low, size, other_low, other_size in zip(box.offsets, box.shape, other.offsets, other.shape, strict=True):
+        begin, end = max(low, other_low), min(low + size, other_low + other_size)
+        if begin >= end:
+            return None
+        offsets.append(begin)
+        shape.append(end - begin)
+    return Box(tuple(offsets), tuple(shape))
 
 
 def region_text(offsets: Sequence[int], ends: Sequence[int]) -> str:
@@ -160,11 +174,12 @@ class Shard:
     boxes: tuple[Box, ...]
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEMSIZE:
+        if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE:
             raise ValueError(f"unknown dtype {excerpt(self.dtype)}")
-        _check_numel(self.global_shape)
+        numel_of(self.global_shape)
         whole = full_box(self.global_shape)
         for box in self.boxes:
+            # Most shards of replicated models are whole tensors; negative sizes would equal themselves.
             if box == whole and min(box.shape, default=0) >= 0:
                 continue
             if not is_inside(box, self.global_shape):

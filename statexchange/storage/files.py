@@ -42,7 +42,6 @@ __all__ = [
     "Buffer",
     "Mount",
     "audit",
-    "bytes_of",
     "check_private",
     "check_room",
     "check_size",
@@ -460,21 +459,17 @@ def digest(*parts: Buffer) -> str:
     return str(hasher.hexdigest())
 
 
-def bytes_of(size: int, read_into: Callable[[memoryview], None]) -> bytes:
-    """Return `size` bytes that `read_into` fills in, without a second copy in memory."""
-    data = io.BytesIO(bytes(size))
-    with data.getbuffer() as buffer:
-        read_into(buffer)
-    return data.getvalue()
-
-
 def read_small(name: str, dir_fd: int, path: str, limit: int = 64 << 20) -> bytes:
     """Return all bytes of a file in an open directory; raise CorruptError if it has more than `limit`."""
     fd = open_file(name, dir_fd, path)
     try:
         size = fstat_of(fd, path).st_size
         check_size(size, limit, path)
-        return bytes_of(size, lambda buffer: pread_into(fd, buffer, 0, path))
+        # A BytesIO gives its bytes away without a second copy in memory.
+        data = io.BytesIO(bytes(size))
+        with data.getbuffer() as buffer:
+            pread_into(fd, buffer, 0, path)
+        return data.getvalue()
     finally:
         os.close(fd)
 

@@ -145,8 +145,8 @@ def unseal(sealed: object) -> dict[str, Any]:
     """Return the record in what `seal` has returned; raise ValueError or KeyError for anything else."""
     if not isinstance(sealed, dict):
         raise ValueError("it is not an object")
-    record = {key: value for key, value in sealed.items() if key != "digest"}
-    if sealed["digest"] != _digest_of(record):
+    record = dict(sealed)
+    if record.pop("digest") != _digest_of(record):
         raise ValueError("it differs from its own digest")
     return record
 

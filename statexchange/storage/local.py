@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, Protocol
 
 try:
@@ -90,22 +91,15 @@ class _Pinned(Protocol):
         """Return a new descriptor of the same file or directory."""
 
 
-class _HeldDescriptors:
-    """The number of descriptors that all opened paths of this process hold, and their limit."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    @property
-    def limit(self) -> int:
-        """A quarter of the descriptors that the process may open, at most 256."""
-        if resource is None:
-            return 64
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        return max(_LEAST_HELD, min(256, soft // 4))
+_num_held = 0  # descriptors that all opened paths of this process hold
 
 
-_held = _HeldDescriptors()
+def _held_limit() -> int:
+    """Return how many descriptors they may hold: a quarter of those that the process may open, at most 256."""
+    if resource is None:
+        return 64
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(_LEAST_HELD, min(256, soft // 4))
 
 
 class _Descriptors:
@@ -124,66 +118,60 @@ class _Descriptors:
         self._numbers = itertools.count()
         self._owned: set[int] = set()  # all open descriptors, which the finalizer closes
         self._finalizer = weakref.finalize(self, _close_all, self._owned)
+        self.is_open = True
         # The identity of each file that was opened, by its path below the opened directory.
         self.identities: dict[str, tuple[int, int, int, int]] = {}
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it has not been closed."""
-        return self._finalizer.alive
-
-    def check_open(self, path: str) -> None:
-        """Raise InvalidArgumentError after `close`: a closed descriptor's number may belong to another file."""
-        if not self.is_open:
-            raise InvalidArgumentError("this checkpoint has been closed: open it again", path=path)
-
     def hold(self, fd: int, path: str) -> None:
-        """Take ownership of a descriptor that stays open until `close`."""
+        """Take ownership of a descriptor, which stays open until `close`."""
+        global _num_held
         with self._lock:
-            self._take(fd, path)
+            if not self.is_open:
+                os.close(fd)
+                raise _closed(path)
+            self._owned.add(fd)
+            _num_held += 1
 
     def pin(self, fd: int, path: str) -> int:
         """Take ownership of a descriptor that may be closed and reopened; return the number of its file."""
         with self._lock:
+            self.hold(fd, path)
             number = next(self._numbers)
-            self._take(fd, path)
             self._keep(number, fd)
             return number
 
-    def _take(self, fd: int, path: str) -> None:
-        try:
-            self.check_open(path)
-        except InvalidArgumentError:
-            os.close(fd)
-            raise
-        self._owned.add(fd)
-        _held.count += 1
-
     def _keep(self, number: int, fd: int) -> None:
+        """Keep a new descriptor, and close others if there are too many."""
+        global _num_held
         self._pinned[number] = fd
-        while len(self._pinned) > _LEAST_HELD and _held.count > _held.limit:
+        while len(self._pinned) > _LEAST_HELD and _num_held > _held_limit():
             idle = [other for other in self._pinned if other != number and not self._borrow_counts.get(other)]
             if not idle:
                 return
             idle_fd = self._pinned.pop(idle[0])  # the least recently used
             self._owned.discard(idle_fd)
-            _held.count -= 1
+            _num_held -= 1
             os.close(idle_fd)
 
     def borrow(self, pinned: _Pinned) -> int:
         """Return the descriptor of a file or directory; it stays open until `give_back`."""
+        number = pinned.number
         with self._lock:
-            self.check_open(pinned.path)
-            fd = self._pinned.pop(pinned.number, -1)
-            self._borrow_counts[pinned.number] = self._borrow_counts.get(pinned.number, 0) + 1
+            if not self.is_open:
+                raise _closed(pinned.path)
+            # Counted first: reopening a file may close what is idle.
+            self._borrow_counts[number] = self._borrow_counts.get(number, 0) + 1
+            fd = self._pinned.pop(number, -1)
+            if fd >= 0:
+                self._pinned[number] = fd  # the last one now
+                return fd
             try:
-                if fd < 0:
-                    fd = pinned.reopened()
-                    self._take(fd, pinned.path)
+                fd = pinned.reopened()
+                self.hold(fd, pinned.path)
             except BaseException:
                 self.give_back(pinned)
                 raise
-            self._keep(pinned.number, fd)
+            self._keep(number, fd)
             return fd
 
     def give_back(self, pinned: _Pinned) -> None:
@@ -196,12 +184,19 @@ class _Descriptors:
     def close(self) -> None:
         """Close all descriptors."""
         with self._lock:
+            self.is_open = False
             self._pinned.clear()
             self._finalizer()
 
 
+def _closed(path: str) -> InvalidArgumentError:
+    """Return the error of a use after `close`: a closed descriptor's number may belong to another file."""
+    return InvalidArgumentError("this checkpoint has been closed: open it again", path=path)
+
+
 def _close_all(fds: set[int]) -> None:
-    _held.count -= len(fds)
+    global _num_held
+    _num_held -= len(fds)
     while fds:
         os.close(fds.pop())
 
@@ -214,19 +209,19 @@ class LocalFile(StoredFile):
     """A file of a `LocalStore`, pinned by device, inode, size and modification time."""
 
     def __init__(self, store: LocalStore, name: str, descriptors: _Descriptors) -> None:
-        self.path = store.path_of(name)
+        self.path = path = store.path_of(name)
         self._store = store
         self._name = name
         self._descriptors = descriptors
-        fd = store.open_name(name)
+        fd = store.open_name(name, path)
         try:
             self._identity = _identity(os.fstat(fd))
         except OSError as error:
             os.close(fd)
-            raise read_error(error, "read the attributes", self.path) from error
+            raise read_error(error, "read the attributes", path) from error
         self.size = self._identity[2]
         self.modified = self._identity[3] / 1e9
-        self.number = descriptors.pin(fd, self.path)
+        self.number = descriptors.pin(fd, path)
         descriptors.identities.setdefault(store.below_root + name, self._identity)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -235,7 +230,7 @@ class LocalFile(StoredFile):
     def reopened(self) -> int:
         """Open the file again by name in the pinned directory; raise ReplacedError if it is another file."""
         try:
-            fd = self._store.open_name(self._name)
+            fd = self._store.open_name(self._name, self.path)
         except NotFoundError:
             raise ReplacedError("removed while it was read", path=self.path) from None
         try:
@@ -258,17 +253,12 @@ class LocalFile(StoredFile):
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from byte `offset`."""
-        with self._reading(offset + len(buffer)) as fd:
-            pread_into(fd, buffer, offset, self.path)
-
-    @contextlib.contextmanager
-    def _reading(self, end: int) -> Iterator[int]:
-        """Yield the descriptor, to read up to byte `end`."""
         fd = self._descriptors.borrow(self)
         try:
-            yield fd
+            pread_into(fd, buffer, offset, self.path)
         except CorruptError:
-            if end <= self.size:  # the file was long enough when it was opened
+            # The file was long enough when it was opened: another process has cut it since.
+            if offset + len(buffer) <= self.size:
                 raise self._replaced() from None
             raise
         finally:
@@ -351,7 +341,6 @@ class LocalStore(Store):
         self._descriptors = descriptors
         self.below_root: str = "" if parent is None else f"{parent.below_root}{os.path.basename(path)}/"
         self._follow = follow
-        self._is_shared: bool | None = None
         try:
             self._identity = _directory_identity(fd, path)
         except BaseException:
@@ -391,7 +380,8 @@ class LocalStore(Store):
     def descriptor(self) -> Iterator[int]:
         """Yield the descriptor of the directory, which stays open in the with block."""
         if self._parent is None:
-            self._descriptors.check_open(self.path)
+            if not self._descriptors.is_open:
+                raise _closed(self.path)
             yield self._fd
             return
         fd = self._descriptors.borrow(self)
@@ -400,12 +390,10 @@ class LocalStore(Store):
         finally:
             self._descriptors.give_back(self)
 
-    @property
+    @cached_property
     def is_shared(self) -> bool:
         """Whether other hosts may change this directory."""
-        if self._is_shared is None:
-            self._is_shared = mount_of(self.path).is_network
-        return self._is_shared
+        return mount_of(self.path).is_network
 
     def _list(self) -> dict[str, EntryKind]:
         audit("list", self.path)
@@ -413,17 +401,18 @@ class LocalStore(Store):
         try:
             with self.descriptor() as fd, os.scandir(fd) as entries:
                 for entry in entries:
-                    kinds[entry.name] = _kind_of(entry)
+                    # Nearly all entries are files, of which the kernel says so with their names.
+                    kinds[entry.name] = "file" if entry.is_file(follow_symlinks=False) else _kind_of(entry)
         except OSError as error:
             if isinstance(error, StateExchangeError):
                 raise
             raise read_error(error, "list directory", self.path) from error
         return kinds
 
-    def open_name(self, name: str) -> int:
-        """Return a new descriptor of a file in this directory."""
+    def open_name(self, name: str, path: str) -> int:
+        """Return a new descriptor of a file in this directory; `path` is its path for messages."""
         with self.descriptor() as fd:
-            return open_file(name, fd, self.path_of(name), follow=self._follow)
+            return open_file(name, fd, path, follow=self._follow)
 
     def link_target(self, name: str) -> str | None:
         """Return the path that a symbolic link holds; None for anything else."""
@@ -480,7 +469,9 @@ class LocalStore(Store):
 
         Do nothing after `close`, as a format closes what it cannot read.
         """
-        for name, opened in self._descriptors.identities.items() if self._descriptors.is_open else ():
+        if not self._descriptors.is_open:
+            return
+        for name, opened in self._descriptors.identities.items():
             if self.identity_of(name) not in (opened, None):
                 raise ReplacedError("replaced while the others were opened: read it again", path=self.path_of(name))
 
@@ -509,7 +500,7 @@ def _kind_of(entry: os.DirEntry[str]) -> EntryKind:
     if entry.is_dir(follow_symlinks=False):
         return "directory"
     if not entry.is_symlink():
-        return "file" if entry.is_file(follow_symlinks=False) else "other"
+        return "other"
     try:
         mode = entry.stat().st_mode
     except OSError:

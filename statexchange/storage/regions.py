@@ -23,8 +23,7 @@ from statexchange.tensors import ITEMSIZE, elements
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from statexchange.storage.byte_range import ByteRange
-    from statexchange.storage.store import StoredFile
+    from statexchange.storage.store import ByteRange, StoredFile
 
 __all__ = [
     "READ_AHEAD_BYTES",
@@ -53,7 +52,7 @@ def windows(shape: Sequence[int], itemsize: int, window_bytes: int = WINDOW_BYTE
     nbytes = math.prod(shape) * itemsize
     if nbytes <= window_bytes:
         if nbytes:
-            yield full_box(shape)
+            yield full_box(tuple(shape))
         return
     dim = 0
     while dim < len(shape) - 1 and math.prod(shape[dim + 1 :]) * itemsize > window_bytes:

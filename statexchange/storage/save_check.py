@@ -23,7 +23,6 @@ from statexchange.storage.save_directory import (
     MANIFEST,
     SaveManifest,
     open_rank_file,
-    rank_file_name,
     read_manifest,
 )
 from statexchange.storage.steps import is_saves_directory, saved_steps, step_name
@@ -156,8 +155,8 @@ def _look(
             text = f"there is no {MANIFEST} in this step's directory: it is no save any more"
             raise IncompleteError(text, path=opened.path) from None
         problems: list[_FileProblem] = []
-        for rank in range(manifest.world_size):
-            problem = _file_problem(opened.store, manifest, rank, checked, is_trusted=is_trusted)
+        for rank, name in enumerate(manifest.files):
+            problem = _file_problem(opened.store, manifest, rank, name, checked, is_trusted=is_trusted)
             if problem is not None:
                 problems.append(problem)
         if problems and not opened.is_current():
@@ -166,11 +165,16 @@ def _look(
 
 
 def _file_problem(
-    store: Store, manifest: SaveManifest, rank: int, checked: set[tuple[str | int, ...]], *, is_trusted: bool
+    store: Store,
+    manifest: SaveManifest,
+    rank: int,
+    name: str,
+    checked: set[tuple[str | int, ...]],
+    *,
+    is_trusted: bool,
 ) -> _FileProblem | None:
     """Return what is wrong with a rank's file; None if its size is that of the manifest and its header is whole."""
-    name, expected = rank_file_name(rank, manifest.world_size), manifest.nbytes[rank]
-    path = store.path_of(name)
+    expected, path = manifest.nbytes[rank], store.path_of(name)
     try:
         file = store.open(name)
         size, version = file.size, tuple(file.version)
@@ -180,7 +184,7 @@ def _file_problem(
             error = error_type(f"this rank's file {what[0]}", rank=rank, path=path, expected=expected, found=size)
             return _FileProblem(rank, what, error)
         if version not in checked and not is_trusted:
-            open_rank_file(store, manifest, rank)
+            open_rank_file(store, manifest, rank, name)
         checked.add(version)
     except NotFoundError:
         return _FileProblem(rank, _NO_FILE, IncompleteError("this rank's file is missing", rank=rank, path=path))

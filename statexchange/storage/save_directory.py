@@ -29,7 +29,7 @@ __all__ = [
     "is_of_a_save",
     "is_stray",
     "open_rank_file",
-    "rank_file_name",
+    "rank_file_names",
     "rank_metadata",
     "rank_of_file",
     "read_manifest",
@@ -48,9 +48,12 @@ def rank_of_file(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def rank_file_name(rank: int, world_size: int) -> str:
-    """Return the name of a rank's file."""
-    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+def rank_file_names(world_size: int) -> list[str]:
+    """Return the names of all ranks' files, in rank order."""
+    names = []
+    for rank in range(world_size):
+        names.append(f"rank-{rank:05d}-of-{world_size:05d}.safetensors")
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +84,14 @@ class SaveManifest:
     @property
     def files(self) -> list[str]:
         """Names of the ranks' files, in rank order."""
-        return [rank_file_name(rank, self.world_size) for rank in range(self.world_size)]
+        return rank_file_names(len(self.nbytes))
 
     def to_bytes(self) -> bytes:
         """Return the text of the file."""
-        metrics = {name: _number_to_json(value) for name, value in self.metrics.items()}
+        metrics = {}
+        for name, value in self.metrics.items():
+            # JSON has no such numbers, and our readers refuse Python's way to write them.
+            metrics[name] = value if math.isfinite(value) else str(value)
         record = {
             "schema": SCHEMA,
             "save": self.save,
@@ -106,31 +112,34 @@ class SaveManifest:
             if raw["schema"] != SCHEMA:
                 text = "this save was written by a newer version of statexchange: use that version to read it"
                 raise CorruptError(text, path=path, expected=SCHEMA, found=raw["schema"])
-            sizes = tuple(size for _, size in raw["files"])
-            step, metrics = raw["step"], {name: _number_from_json(value) for name, value in raw["metrics"].items()}
-            found = cls(raw["save"], raw["job"], _number_from_json(raw["created"]), sizes, step, metrics)
-            found._check([name for name, _ in raw["files"]])
+            names, sizes, metrics = [], [], {}
+            for name, size in raw["files"]:
+                names.append(name)
+                sizes.append(size)
+            for name, value in raw["metrics"].items():
+                metrics[name] = _number_from_json(value)
+            created = _number_from_json(raw["created"])
+            manifest = cls(raw["save"], raw["job"], created, tuple(sizes), raw["step"], metrics)
+            manifest._check(names)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, StateExchangeError):
                 raise
             what = f"it has no {error}" if isinstance(error, KeyError) else str(error)
             text = f"broken manifest of a save: {what}. It was changed after the save: restore it, or load another save"
             raise CorruptError(text, path=path) from None
-        return found
+        return manifest
 
     def _check(self, names: Sequence[str]) -> None:
         if not isinstance(self.save, str) or not _SAVE.fullmatch(self.save) or not isinstance(self.job, str):
             raise ValueError("it does not name its save and job")
         if self.step is not None and (type(self.step) is not int or self.step < 0):
             raise ValueError("its step is not a number")
-        if not self.nbytes or len(self.nbytes) > _MAX_RANKS or any(type(n) is not int or n < 0 for n in self.nbytes):
+        # The number of ranks bounds the work of a reader, before anything is made for each.
+        are_sizes = 0 < len(self.nbytes) <= _MAX_RANKS and {*map(type, self.nbytes)} == {int}
+        if not are_sizes or min(self.nbytes) < 0:
             raise ValueError("it does not list the size of each file")
-        if list(names) != self.files:
+        if names != self.files:
             raise ValueError("it does not list one file per rank")
-
-
-def _number_to_json(value: float) -> float | str:
-    return value if math.isfinite(value) else str(value)
 
 
 def _number_from_json(value: object) -> float:
@@ -192,16 +201,16 @@ def is_stray(store: Store, name: str) -> bool:
         return False
 
 
-def open_rank_file(store: Store, manifest: SaveManifest, rank: int) -> RankFile:
-    """Open a rank's file of a save; it is closed with the store.
+def open_rank_file(store: Store, manifest: SaveManifest, rank: int, name: str) -> RankFile:
+    """Open a rank's file of a save by its name; it is closed with the store.
 
     Raises:
         NotFoundError: the file is missing.
         CorruptError: its header, metadata or size is wrong, or it belongs to another save.
     """
-    expected: dict[str, str | int] = {"save": manifest.save, "rank": rank, "world_size": manifest.world_size}
+    expected: dict[str, str | int] = {"save": manifest.save, "rank": rank, "world_size": len(manifest.nbytes)}
     try:
-        file = store.open(rank_file_name(rank, manifest.world_size))
+        file = store.open(name)
     except NotFoundError as error:
         raise NotFoundError("this rank's file is missing", rank=rank, path=error.path) from None
     return RankFile(file, expected, manifest.nbytes[rank])

@@ -1,29 +1,33 @@
 """The store: a snapshot of a directory, local or at an fsspec URL, as of the time when it was opened.
 
-Every reader opens its path with `opened_path.open_path`. A store lists its directory once. It pins the directory and
+Every reader opens its path with `location.open_path`. A store lists its directory once. It pins the directory and
 each opened file: a local file by its descriptor and identity (device, inode, size, modification time), an object by its
 ETag or another version that its object store gives. Data is read from the pinned file, never by opening a path again
 with offsets that were found earlier. So the old content stays readable after a rename has replaced the directory. If
 a rename gives the name of one file to another one, that is found after the last open and the last read (`check_opened`,
 `check_current`): else some files could be of the old version and some of the new. A read that cannot return the pinned
-version any more raises ReplacedError, and the caller opens the path again (`opened_path.read_with_retry`).
+version any more raises ReplacedError, and the caller opens the path again (`location.read_with_retry`).
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 from urllib.parse import unquote
 
 from statexchange.errors import InvalidArgumentError, UnsafeError, excerpt, without_secrets
+from statexchange.sharding.shards import Box
 from statexchange.storage.budget import Budget
-from statexchange.storage.files import bytes_of, check_size
+from statexchange.storage.files import check_size
 
 __all__ = [
+    "ByteRange",
     "EntryKind",
     "FilteredStore",
     "Store",
@@ -39,7 +43,9 @@ _log = logging.getLogger(__name__)
 
 def strip_file_scheme(path: str) -> str:
     """Return ``/a/path`` for ``file:///a/path``; any other path unchanged."""
-    return unquote(path.removeprefix("file://")) if path.startswith("file:///") else path
+    if path.startswith("file:///"):
+        return unquote(path.removeprefix("file://"))
+    return path
 
 
 def absolute_path(path: str) -> str:
@@ -63,7 +69,10 @@ def resolve_path(path: object, what: str) -> str:
         InvalidArgumentError: `path` is something else, is empty, or contains a null character or what no file system
             can encode (a lone surrogate).
     """
-    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    text: object = None
+    if isinstance(path, (str, os.PathLike)):
+        text = os.fspath(path)
+    # A PathLike may return bytes.
     if not isinstance(text, str) or not text:
         raise InvalidArgumentError(f"{what} is a path or a URL, not {excerpt(path)}")
     without_scheme = strip_file_scheme(text)
@@ -75,28 +84,12 @@ def resolve_path(path: object, what: str) -> str:
     except UnicodeEncodeError as error:
         shown = excerpt(without_secrets(text))
         raise InvalidArgumentError(f"{what} is a path or a URL that {error.encoding} can encode, not {shown}") from None
-    return without_scheme if "://" in without_scheme else absolute_path(os.path.expanduser(without_scheme))
+    if "://" in without_scheme:
+        return without_scheme
+    return absolute_path(os.path.expanduser(without_scheme))
 
 
-class _Budgeted:
-    """A file or directory with a budget for the reading of its source (budget.py); by default one of its own."""
-
-    path: str
-    _budget: Budget | None = None
-
-    @property
-    def budget(self) -> Budget:
-        """The budget, which a directory shares with its subdirectories and files."""
-        if self._budget is None:
-            self._budget = Budget(self.path)
-        return self._budget
-
-    @budget.setter
-    def budget(self, budget: Budget) -> None:
-        self._budget = budget
-
-
-class StoredFile(_Budgeted, ABC):
+class StoredFile(ABC):
     """A file opened for reading and pinned: all reads return bytes of the same version, or raise. Thread-safe.
 
     Not collective.
@@ -113,6 +106,11 @@ class StoredFile(_Budgeted, ABC):
     is_remote: bool = False
     modified: float | None = None
 
+    @cached_property
+    def budget(self) -> Budget:
+        """The budget for reading its source (budget.py); a directory gives its own to its subdirectories and files."""
+        return Budget(self.path)
+
     @abstractmethod
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from byte `offset`.
@@ -122,10 +120,10 @@ class StoredFile(_Budgeted, ABC):
             ReplacedError: the file was replaced or changed since it was opened.
         """
 
-    def read_ahead(self, memory_bytes: int) -> None:
+    def read_ahead(self, memory_bytes: int) -> None:  # noqa: B027 (the kernel does it for a local file)
         """Read a remote file ahead where reads follow one another, and keep at most `memory_bytes` of it.
 
-        For a file of which most is read, part by part. A local file is read ahead by the kernel.
+        For a file of which most is read, part by part.
         """
 
     @abstractmethod
@@ -158,10 +156,14 @@ class StoredFile(_Budgeted, ABC):
     def read_all(self, limit: int = 64 << 20) -> bytes:
         """Return all bytes; raise CorruptError for a file of more than `limit` bytes."""
         check_size(self.size, limit, self.path)
-        return bytes_of(self.size, lambda buffer: self.read_into(buffer, 0))
+        # A BytesIO gives its bytes away without a second copy in memory, which a bytearray cannot.
+        data = io.BytesIO(bytes(self.size))
+        with data.getbuffer() as buffer:
+            self.read_into(buffer, 0)
+        return data.getvalue()
 
 
-class Store(_Budgeted, ABC):
+class Store(ABC):
     """A pinned directory, listed once. Not collective.
 
     Attributes:
@@ -173,10 +175,14 @@ class Store(_Budgeted, ABC):
     is_remote: bool = False
 
     @cached_property
+    def budget(self) -> Budget:
+        """The budget for reading its source (budget.py); a directory gives its own to its subdirectories and files."""
+        return Budget(self.path)
+
+    @cached_property
     def listing(self) -> Mapping[str, EntryKind]:
         """The kind of each entry by name, sorted. The directory is read once, at the first use."""
-        kinds = self._list()
-        return {name: kinds[name] for name in sorted(kinds)}
+        return dict(sorted(self._list().items()))
 
     @property
     def files(self) -> list[str]:
@@ -213,7 +219,7 @@ class Store(_Budgeted, ABC):
         """
         if name in ("", ".", "..") or "/" in name or os.sep in name:
             raise UnsafeError(f"refused: {excerpt(name)} is not the name of a file in this directory", path=self.path)
-        _log.debug("opening %s", self.path_of(name))
+        _log.debug("opening %s in %s", name, self.path)
         file = self._open(name)
         file.budget = self.budget
         return file
@@ -234,11 +240,8 @@ class Store(_Budgeted, ABC):
     def is_current(self) -> bool:
         """Whether the path still leads to this directory."""
 
-    def check_opened(self) -> None:
-        """Raise ReplacedError if another file has the name of one that was opened here or below.
-
-        At a URL all versions are those of one listing.
-        """
+    def check_opened(self) -> None:  # noqa: B027 (at a URL all versions are those of one listing)
+        """Raise ReplacedError if another file has the name of one that was opened here or below."""
 
     @abstractmethod
     def close(self) -> None:
@@ -290,3 +293,36 @@ class FilteredStore(Store):
 
     def close(self) -> None:
         """Do nothing: the store is closed by its owner."""
+
+
+class ByteRange(NamedTuple):
+    """The position of one box's bytes in a file, and their known digests.
+
+    Attributes:
+        file: the opened file.
+        begin: offset in the file, in bytes, of the box's first element.
+        nbytes: size of the box.
+        digest: digest of the box's bytes in C order; None if it is not known.
+        strides: stored elements from one index to the next in each dim; None if the box is one run in C order.
+        parts: blocks of the box, in the tensor's coordinates, with their known digests.
+        orders: for each dim in which the box has the stored elements in another order, their indices there, of which
+            only the differences count; None for other dims, and () if there is no such dim.
+    """
+
+    file: StoredFile
+    begin: int
+    nbytes: int
+    digest: str | None = None
+    strides: tuple[int, ...] | None = None
+    parts: tuple[tuple[Box, str], ...] = ()
+    orders: tuple[array[int] | None, ...] = ()
+
+    @property
+    def path(self) -> str:
+        """The file's path, for messages."""
+        return self.file.path
+
+    @property
+    def is_proven(self) -> bool:
+        """Whether digests cover all bytes of the box."""
+        return self.digest is not None or bool(self.parts)

@@ -12,15 +12,17 @@ import re
 import secrets
 import struct
 from dataclasses import dataclass, field
-from itertools import accumulate, islice
+from itertools import islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, TruncatedError, UnsafeError, excerpt
 from statexchange.processes import collector_paused
-from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
+from statexchange.sharding.shards import MAX_SIZE, Box, Shard, numel_of, sizes_from_json
 from statexchange.storage.atomic import write_new
 from statexchange.storage.files import WINDOW_BYTES, digest
 from statexchange.storage.json_text import parse_json, unseal
+from statexchange.storage.store import ByteRange
 from statexchange.tensors import ITEMSIZE, PACKED, element_shape, group_shape
 
 if TYPE_CHECKING:
@@ -39,7 +41,6 @@ __all__ = [
     "encode_header",
     "read_header",
     "read_header_bytes",
-    "storage_form",
     "write_tensor_file",
     "wrong_kind_of",
     "wrong_kind_of_bytes",
@@ -54,6 +55,7 @@ WORKSPACE_KEY = "statexchange"
 TORCH_SHARDING_KEY, _TORCH_VERSION_KEY, _TORCH_VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
 _PER_FILE_KEYS = (WORKSPACE_KEY, TORCH_SHARDING_KEY, _TORCH_VERSION_KEY)
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
+_CHANGED_IN_FILE = frozenset({"C128", *PACKED})  # dtypes whose shape, or name, is another in a file
 _DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -130,35 +132,31 @@ class ShardData:
         return (self.data[at : min(at + WINDOW_BYTES, end)] for at in range(begin, end, WINDOW_BYTES))
 
 
-def storage_form(dtype: str, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Return the dtype and shape as a file stores them, the shape in elements.
+def _refused_name(names: Iterable[str]) -> tuple[str, str] | None:
+    """Return the first name that no tensor of a file may have, with the reason; None if there is none."""
+    for name in names:
+        try:
+            nbytes = len(name.encode())
+        except UnicodeEncodeError:
+            return name, "it is not Unicode text"
+        if not nbytes:
+            return name, "it is empty"
+        if nbytes > _MAX_NAME_BYTES:
+            return name, f"it has {nbytes} bytes, and {_MAX_NAME_BYTES} are allowed"
+        if name == _METADATA_KEY:
+            return name, "safetensors reserves it for a file's metadata"
+        # A terminal would obey them, and they would break the lines of a log.
+        if _CONTROL.search(name):
+            return name, "it holds control characters"
+    return None
 
-    C128, which safetensors lacks, becomes pairs of F64.
-    """
-    return ("F64", (*shape, 2)) if dtype == "C128" else (dtype, element_shape(dtype, shape))
 
-
-def _check_name(name: str) -> None:
-    """Raise UnsafeError unless a name is text of 1 to 512 bytes without control characters, and not "__metadata__"."""
-    problem = _name_problem(name)
-    if problem is not None:
-        text = f"a tensor cannot be written under the name {excerpt(name, 60)}: {problem}; rename the tensor"
-        raise UnsafeError(text)
-
-
-def _name_problem(name: str) -> str | None:
-    """Return why a file may not have a tensor of this name; None if it may."""
-    try:
-        nbytes = len(name.encode())
-    except UnicodeEncodeError:
-        return "it is not Unicode text"
-    if not nbytes:
-        return "it is empty"
-    if nbytes > _MAX_NAME_BYTES:
-        return f"it has {nbytes} bytes, and {_MAX_NAME_BYTES} are allowed"
-    if name == _METADATA_KEY:
-        return "safetensors reserves it for a file's metadata"
-    return "it holds control characters" if _CONTROL.search(name) else None
+def _in_file(dtype: str, shape: Sequence[int]) -> tuple[str, Sequence[int]]:
+    """Return the dtype and shape as a file stores them, the shape in elements."""
+    # safetensors has no C128: such a number is stored as a pair of F64.
+    if dtype == "C128":
+        return "F64", (*shape, 2)
+    return dtype, element_shape(dtype, shape)
 
 
 def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
@@ -166,17 +164,24 @@ def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: M
 
     `tensors` are (name, dtype, shape) in the order of their bytes.
     """
-    entries: dict[str, Any] = {_METADATA_KEY: dict(metadata)}
+    refused = _refused_name([name for name, _, _ in tensors])
+    if refused is not None:
+        name, reason = refused
+        problem = f"a tensor cannot be written under the name {excerpt(name, 60)}: {reason}; rename the tensor"
+        raise UnsafeError(problem)
+    entries: dict[str, object] = {_METADATA_KEY: dict(metadata)}
     begin = 0
     for name, dtype, shape in tensors:
-        _check_name(name)
         if name in entries:
             raise InvalidArgumentError("two tensors of one file use this name", name=name)
         end = begin + math.prod(shape) * ITEMSIZE[dtype]
-        stored_dtype, stored_shape = storage_form(dtype, shape)
+        stored_dtype, stored_shape = dtype, shape
+        if dtype in _CHANGED_IN_FILE:
+            stored_dtype, stored_shape = _in_file(dtype, shape)
         entries[name] = {"dtype": stored_dtype, "shape": stored_shape, "data_offsets": [begin, end]}
         begin = end
     text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    # As safetensors does: the bytes of the tensors then begin where elements of 8 bytes may lie in a mapped file.
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise UnsafeError(f"the header would have {len(text)} bytes, and safetensors readers accept {MAX_HEADER_BYTES}")
@@ -191,22 +196,36 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
     """
     size, path = file.size, file.path
     text = read_header_bytes(file)
+    at = len(text)
     del text[:8]
-    length = len(text)
     if text[:1] != b"{":
         raise CorruptError("not a safetensors file: its header is not a JSON object", path=path)
     raw = parse_json(text, path, file.budget)
     assert isinstance(raw, dict)  # the text begins with a brace
     metadata = raw.pop(_METADATA_KEY, {})
-    if not isinstance(metadata, dict) or any(not isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or set(map(type, metadata.values())) - {str}:
         raise CorruptError("header metadata must map text to text", path=path)
-    entries = sorted(
-        (_entry(name, fields, 8 + length, path) for name, fields in raw.items()),
-        key=lambda entry: (entry.begin, entry.end),
-    )
-    _check_contiguous(entries, 8 + length, size if whole else None, path)
-    supported = {entry.name: entry for entry in entries if entry.is_supported}
-    unknown = {entry.name: entry for entry in entries if entry.name not in supported}
+    refused = _refused_name(raw)
+    if refused is not None:
+        raise CorruptError(f"a tensor is called {excerpt(refused[0], 60)}: {refused[1]}", path=path)
+    entries = []
+    for name, fields in raw.items():
+        entries.append(_entry(name, fields, at, path))
+    # Keys of a header may come in any order; only the offsets say where tensors lie.
+    entries.sort(key=attrgetter("begin", "end"))
+    supported: dict[str, Entry] = {}
+    unknown: dict[str, Entry] = {}
+    for entry in entries:
+        if entry.begin != at:
+            problem = "tensors overlap or leave a gap"
+            raise CorruptError(problem, path=path, name=entry.name, expected=at, found=entry.begin)
+        at = entry.end
+        of_kind = supported if entry.is_supported else unknown
+        of_kind[entry.name] = entry
+    if whole and size < at:
+        raise TruncatedError("file is truncated", path=path, expected=at, found=size)
+    if whole and size > at:
+        raise CorruptError("file has bytes after the last tensor", path=path, expected=at, found=size)
     return Header(supported, metadata, size, unknown)
 
 
@@ -251,52 +270,38 @@ def wrong_kind_of_bytes(start: bytes) -> str | None:
     return None
 
 
-def _entry(name: str, fields: Any, data_start: int, path: str) -> Entry:
-    problem = _name_problem(name)
-    if problem is not None:
-        raise CorruptError(f"a tensor is called {excerpt(name, 60)}: {problem}", path=path)
+def _entry(name: str, fields: object, data_start: int, path: str) -> Entry:
+    """Return the checked entry of one tensor: ``{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}``."""
     if not isinstance(fields, dict) or fields.keys() != _ENTRY_KEYS:
         raise CorruptError("header entry has missing or unknown fields", path=path, name=name)
     dtype = fields["dtype"]
     if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype) or dtype == "C128":
         raise CorruptError(f"unknown dtype {excerpt(dtype, 60)}", path=path, name=name)
     try:
-        shape, (begin, end) = shape_from_json(fields["shape"]), sizes_from_json(fields["data_offsets"])
-    except ValueError:
+        shape, (begin, end) = sizes_from_json(fields["shape"]), fields["data_offsets"]
+        numel = numel_of(shape)
+        if type(begin) is not int or type(end) is not int or not 0 <= begin <= MAX_SIZE or not 0 <= end <= MAX_SIZE:
+            raise ValueError
+    except (TypeError, ValueError):
         raise CorruptError("header entry has a bad shape or bad offsets", path=path, name=name) from None
-    if not _fits(end - begin, dtype, math.prod(shape)):
-        expected: int | str = "elements of a whole number of bits"
-        if dtype in ITEMSIZE:
-            expected = math.prod(shape) * ITEMSIZE[dtype] // PACKED.get(dtype, 1)
-        raise CorruptError(
-            "byte count does not fit the shape", path=path, name=name, expected=expected, found=end - begin
-        )
-    groups = group_shape(dtype, shape) if dtype in ITEMSIZE else None
-    return Entry(name, dtype, groups or shape, data_start + begin, data_start + end, groups is not None)
-
-
-def _fits(nbytes: int, dtype: str, numel: int) -> bool:
-    """Whether a tensor may have this many bytes: for an unknown dtype, a whole number of bits per element."""
-    if dtype in PACKED:
-        return nbytes * PACKED[dtype] == numel * ITEMSIZE[dtype]
-    if dtype in ITEMSIZE or not numel:
-        return nbytes == numel * ITEMSIZE.get(dtype, 0)
-    return nbytes >= 0 and 8 * nbytes % numel == 0
-
-
-def _check_contiguous(entries: Sequence[Entry], start: int, size: int | None, path: str) -> None:
-    """Raise CorruptError unless the tensors follow one another from `start` to `size`; None: to any size."""
-    at = start
-    for entry in entries:
-        if entry.begin != at:
-            raise CorruptError(
-                "tensors overlap or leave a gap", path=path, name=entry.name, expected=at, found=entry.begin
-            )
-        at = entry.end
-    if size is not None and size < at:
-        raise TruncatedError("file is truncated", path=path, expected=at, found=size)
-    if size is not None and size > at:
-        raise CorruptError("file has bytes after the last tensor", path=path, expected=at, found=size)
+    nbytes, itemsize, per_group = end - begin, ITEMSIZE.get(dtype), PACKED.get(dtype, 1)
+    expected: int | str = "elements of a whole number of bits"
+    if itemsize is not None:
+        expected = numel * itemsize // per_group
+        fits = nbytes * per_group == numel * itemsize
+    elif numel:
+        # Of a dtype that is not known, only this can be checked.
+        fits = nbytes >= 0 and 8 * nbytes % numel == 0
+    else:
+        fits = nbytes == 0
+    if not fits:
+        text = "byte count does not fit the shape"
+        raise CorruptError(text, path=path, name=name, expected=expected, found=nbytes)
+    begin, end = data_start + begin, data_start + end
+    if itemsize is None:
+        return Entry(name, dtype, shape, begin, end, is_supported=False)
+    groups = group_shape(dtype, shape) if dtype in PACKED else shape
+    return Entry(name, dtype, groups or shape, begin, end, groups is not None)
 
 
 def _header_metadata(shards: Sequence[Shard], no_digest: str, metadata: Mapping[str, Any]) -> dict[str, str]:
@@ -459,7 +464,7 @@ def _digested(shards: Sequence[ShardData], digests: list[str], *, after_use: boo
             digests.append(hasher.hexdigest())
 
 
-SCHEMA = 1  # of the metadata
+SCHEMA = 1  # of a rank's metadata
 
 
 class RankFile:
@@ -475,7 +480,7 @@ class RankFile:
         metadata: what the writer stored about the file, as a JSON object.
         config: the config as JSON text for `values.decode`.
         shards: the rank's shards by tensor name.
-        digests: for each shard, the digests of its boxes.
+        byte_ranges: for each shard, where its boxes lie, with their digests.
         store: what `close` closes; None if the file is closed with something else, such as a `WorkspaceView`.
     """
 
@@ -489,54 +494,74 @@ class RankFile:
             raise TruncatedError("file is truncated", path=path, rank=rank, expected=size, found=file.size)
         if size is not None and file.size > size:
             raise CorruptError("size differs from its receipt", path=path, rank=rank, expected=size, found=file.size)
-        self.header: Header = read_header(file)
-        metadata = self.header.workspace_metadata(path, file.budget)
+        header = read_header(file)
+        metadata = header.workspace_metadata(path, file.budget)
         if metadata is None:
             raise CorruptError("not a rank's file of statexchange", path=path)
-        if metadata.get("schema") != SCHEMA:
-            raise CorruptError(
-                "its metadata is of another version", path=path, expected=SCHEMA, found=metadata.get("schema")
-            )
-        _check_digest(metadata, path, rank)
+        schema = metadata.get("schema")
+        if schema != SCHEMA:
+            raise CorruptError("its metadata is of another version", path=path, expected=SCHEMA, found=schema)
+        tensors = metadata.pop("tensors", None)
+        # The digest covers all else: the tensors are compared with the header, and have digests. Files of older
+        # versions do not have it.
+        if "digest" in metadata:
+            try:
+                unseal(metadata)
+            except ValueError:
+                raise CorruptError("its metadata differs from its own digest", path=path, rank=rank) from None
         self.metadata = metadata
         self.config = metadata.get("config", "null")
         if not isinstance(self.config, str):
             raise CorruptError("its config is not text", path=path, rank=rank)
-        self.shards, self.digests = _shards(self.header, metadata, path)
+        self.shards: dict[str, Shard] = {}
+        self.byte_ranges: dict[str, tuple[ByteRange, ...]] = {}
+        self._add_shards(header, tensors)
         for key, value in expected.items():
             if metadata.get(key) != value:
-                raise CorruptError(
-                    f"its metadata names another {key}",
-                    path=path,
-                    rank=rank,
-                    expected=value,
-                    found=metadata.get(key),
-                )
+                text = f"its metadata names another {key}"
+                raise CorruptError(text, path=path, rank=rank, expected=value, found=metadata.get(key))
 
-    def byte_ranges(self, name: str) -> list[tuple[int, int]]:
-        """Return (first byte in the file, number of bytes) of each box of a tensor."""
-        shard = self.shards[name]
-        sizes = [box.numel * ITEMSIZE[shard.dtype] for box in shard.boxes]
-        return list(zip(accumulate(sizes, initial=self.header.entries[name].begin), sizes, strict=False))
+    def _add_shards(self, header: Header, tensors: object) -> None:
+        """Check the metadata's records of tensors against the header, and add their shards and byte ranges."""
+        path = self.path
+        for entry in header.unknown.values():
+            raise CorruptError(f"unknown dtype {entry.dtype}", path=path, name=entry.name)
+        if not isinstance(tensors, dict) or tensors.keys() != header.entries.keys():
+            raise CorruptError("metadata and header list different tensors", path=path)
+        for name, raw in tensors.items():
+            try:
+                boxes = tuple(map(Box.from_json, raw["boxes"]))
+                shard = Shard(name, raw["dtype"], sizes_from_json(raw["global_shape"]), boxes)
+                digests = tuple(map(str, raw["digests"]))
+            except (KeyError, TypeError, ValueError) as error:
+                raise CorruptError(f"broken metadata: {error}", path=path, name=name) from None
+            entry, itemsize = header.entries[name], ITEMSIZE[shard.dtype]
+            begin, byte_ranges = entry.begin, []
+            for box, expected in zip(boxes, digests, strict=False):
+                nbytes = math.prod(box.shape) * itemsize
+                byte_ranges.append(ByteRange(self.file, begin, nbytes, expected))
+                begin += nbytes
+            # Of several boxes, only the number of elements must fit: they lie one after another in one dim.
+            local_shape = boxes[0].shape if len(boxes) == 1 else shard.local_shape
+            stored: tuple[str, Sequence[int]] = shard.dtype, local_shape
+            if shard.dtype == "C128":
+                stored = _in_file(*stored)
+            if (entry.dtype, entry.shape) != stored or len(digests) != len(boxes):
+                raise CorruptError("metadata does not fit the header", path=path, name=name)
+            self.shards[name], self.byte_ranges[name] = shard, tuple(byte_ranges)
 
     def read(self, name: str) -> bytearray:
         """Return a tensor's bytes in a new buffer; raise CorruptError if a digest differs."""
-        entry = self.header.entries[name]
-        data = bytearray(entry.nbytes)
-        view = memoryview(data)
-        self.file.read_into(view, entry.begin)
-        for expected, (begin, nbytes) in zip(self.digests[name], self.byte_ranges(name), strict=True):
-            found = digest(view[begin - entry.begin :][:nbytes])
-            if found != expected:
+        data = bytearray(self.shards[name].nbytes)
+        rest = memoryview(data)
+        for stored in self.byte_ranges[name]:
+            box, rest = rest[: stored.nbytes], rest[stored.nbytes :]
+            self.file.read_into(box, stored.begin)
+            actual = digest(box)
+            if actual != stored.digest:
                 self.file.check_unchanged()  # a file that was changed while it was read is not corrupt
-                raise CorruptError(
-                    "bytes differ from their digest",
-                    path=self.path,
-                    name=name,
-                    rank=self.metadata["rank"],
-                    expected=expected,
-                    found=found,
-                )
+                text, rank = "bytes differ from their digest", self.metadata["rank"]
+                raise CorruptError(text, path=self.path, name=name, rank=rank, expected=stored.digest, found=actual)
         return data
 
     def close(self) -> None:
@@ -549,41 +574,3 @@ class RankFile:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _check_digest(metadata: dict[str, Any], path: str, rank: int) -> None:
-    """Raise CorruptError if metadata differs from its own digest, which files of older versions do not have.
-
-    It covers the config and all else but the tensors, which are compared with the header and have digests.
-    """
-    if "digest" not in metadata:
-        return
-    try:
-        unseal({key: value for key, value in metadata.items() if key != "tensors"})
-    except ValueError:
-        raise CorruptError("its metadata differs from its own digest", path=path, rank=rank) from None
-
-
-def _shards(header: Header, metadata: dict[str, Any], path: str) -> tuple[dict[str, Shard], dict[str, tuple[str, ...]]]:
-    """Return the shards of a file's tensors, and the digests of their boxes, by tensor name."""
-    tensors = metadata.get("tensors")
-    if header.unknown:
-        entry = next(iter(header.unknown.values()))
-        raise CorruptError(f"unknown dtype {entry.dtype}", path=path, name=entry.name)
-    if not isinstance(tensors, dict) or tensors.keys() != header.entries.keys():
-        raise CorruptError("metadata and header list different tensors", path=path)
-    shards, digests = {}, {}
-    for name, raw in tensors.items():
-        try:
-            boxes = tuple(Box.from_json(box) for box in raw["boxes"])
-            shard = Shard(name, raw["dtype"], sizes_from_json(raw["global_shape"]), boxes)
-            box_digests = tuple(str(text) for text in raw["digests"])
-            entry = header.entries[name]
-            stored = storage_form(entry.dtype, entry.shape)
-            fits = storage_form(shard.dtype, shard.local_shape) == stored
-        except (KeyError, TypeError, ValueError) as error:
-            raise CorruptError(f"broken metadata: {error}", path=path, name=name) from None
-        if not fits or len(box_digests) != len(boxes):
-            raise CorruptError("metadata does not fit the header", path=path, name=name)
-        shards[name], digests[name] = shard, box_digests
-    return shards, digests

@@ -16,9 +16,9 @@ from stored import stored_file
 
 from statexchange.errors import CorruptError, ReplacedError, StorageError
 from statexchange.sharding.shards import Box, c_contiguous, linear_offset
-from statexchange.storage.byte_range import ByteRange
 from statexchange.storage.location import open_path
 from statexchange.storage.regions import BoxReader, blocks, read_part, slices_within, windows, write_box
+from statexchange.storage.store import ByteRange
 
 shapes = st.lists(st.integers(1, 7), max_size=4).map(tuple)
 

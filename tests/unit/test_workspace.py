@@ -211,8 +211,8 @@ def test_a_round_is_read_as_it_was_written(workspace: Workspace) -> None:
         assert {name: bytes(file.read(name)) for name in file.shards} == {"w": b"abcd", "empty": b"", "scalar": b"x"}
         assert (file.config, file.metadata["rank"], file.metadata["aliases"]) == ('{"a":1}', 2, {"v": "w"})
         assert file.shards["w"].boxes == boxes
-        (first, second) = file.byte_ranges("w")
-        assert (first[1], second) == (3, (first[0] + 3, 1))
+        (first, second) = file.byte_ranges["w"]
+        assert (first.nbytes, second.begin, second.nbytes) == (3, first.begin + 3, 1)
     assert receipt.nbytes == os.stat(os.path.join(workspace.path, receipt.relative)).st_size
 
 
