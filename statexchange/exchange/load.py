@@ -54,7 +54,7 @@ def _load(request: LoadRequest, comm: Communicator, *, reads_again: bool = False
             if has_layout:
                 loaded.matching.renumbered = renumbered_names(comm, live, loaded.matching)
             with comm.phase("finding its tensors", timeout_s=timeout_s), located(source.path):
-                plan = match(state, live, loaded.matching.entries, loaded.matching)
+                plan = match(state, live, loaded.matching)
                 if loaded.tensors.own_rank is None:  # as many ranks as have saved get back what each had
                     check_whose_state(plan, loaded, live)
                 if plan.missing or loaded.converted.source.unreadable:

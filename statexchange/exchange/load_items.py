@@ -13,7 +13,7 @@ from statexchange.exchange.placing import place_parts
 from statexchange.exchange.reading import ReadItem
 from statexchange.sharding.options import FLOATS
 from statexchange.state.describe import Description, LocalTensor, local_tensors
-from statexchange.state.load_plan import LoadPlan
+from statexchange.state.install import LoadPlan
 from statexchange.state.matching import Matching
 from statexchange.tensors import check_writable, mark_changed, without_grad
 

@@ -11,7 +11,7 @@ from statexchange.exchange.stored_tensors import StoredTensors
 from statexchange.formats.source import Source
 from statexchange.state.entries import Entries, Entry, OpaqueValue, RankEntries, SavedTensor, flatten_tree
 from statexchange.state.flatten import LiveState, ObjectStates, types_in_objects
-from statexchange.state.name_filter import NameFilter
+from statexchange.state.matching import NameFilter
 from statexchange.state.types import Leaf
 from statexchange.storage.json_text import decode_stored
 

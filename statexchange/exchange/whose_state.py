@@ -10,7 +10,7 @@ from statexchange.exchange.stored_tensors import differing_text
 from statexchange.sharding.paths import paths_above
 from statexchange.sharding.rules import with_dots
 from statexchange.state.flatten import LiveState
-from statexchange.state.load_plan import LoadPlan
+from statexchange.state.install import LoadPlan
 from statexchange.units import format_number
 
 __all__ = ["check_whose_state"]

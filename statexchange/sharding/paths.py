@@ -20,6 +20,7 @@ __all__ = [
     "ListItem",
     "Path",
     "TupleItem",
+    "have_wrappers",
     "is_index",
     "joined",
     "module_prefix",
@@ -75,6 +76,11 @@ WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 _PARTS = rf"(?<![^.])(?:{'|'.join(sorted(WRAPPERS))})\."
 _ANY_PART = re.compile("|".join(sorted(WRAPPERS)))
 _MODULE = "module."
+
+
+def have_wrappers(names: Iterable[str]) -> bool:
+    """Whether a wrapper has put a part into one of these names; true of a few others, too."""
+    return _ANY_PART.search("\n".join(names)) is not None
 
 
 def without_wrappers(name: str) -> str:

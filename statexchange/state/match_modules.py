@@ -1,19 +1,15 @@
-"""Match the modules of a live state with the entries of a source."""
+"""Match the modules of a live state with the entries of a source: what comes before their names, and each name."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
 
 from statexchange.errors import InvalidArgumentError
 from statexchange.sharding.paths import joined, module_prefix, text_of
-from statexchange.state.allocation import Place, tensor_to_fill
-from statexchange.state.entries import ABSENT, Entries, OpaqueValue, SavedTensor
+from statexchange.state.entries import ABSENT, OpaqueValue, SavedTensor, is_empty_mapping
 from statexchange.state.flatten import LiveEntry, LiveState, load_object
-from statexchange.state.load_plan import Filler, LoadTarget, expect, name_of
-from statexchange.state.matching import Matching
+from statexchange.state.install import Filler, LoadTarget, Place, name_of, other_kind_error, tensor_to_fill
 from statexchange.state.modules import (
     has_loader,
     is_extra_state,
@@ -24,131 +20,172 @@ from statexchange.state.modules import (
     resizes,
 )
 from statexchange.state.tree import has_indices
+from statexchange.state.types import Leaf, Module, Path
 from statexchange.tensors import is_tensor
 
-__all__ = ["ModulePrefixes", "match_module", "prefixes_of_modules"]
+__all__ = ["ModuleMatcher"]
 
 
-@dataclass(slots=True)
-class ModulePrefixes:
-    """The prefixes of the names of modules in a source, by their paths, where that is not their path.
+class ModuleMatcher:
+    """Plans the modules of a state.
 
-    `shared` are the paths of lists of modules that share one namespace.
+    Attributes:
+        shared: the paths of lists of modules that share one namespace.
     """
 
-    by_path: dict[str, str] = field(default_factory=dict)
-    shared: set[str] = field(default_factory=set)
+    def __init__(self, live: LiveState, filler: Filler) -> None:
+        self.shared: set[str] = set()
+        self._filler = filler
+        self._matching = filler.matching
+        self._entries = filler.matching.entries
+        self._plan = filler.plan
+        self._prefixes: dict[str, str] = {}  # what comes before the names of each module in the source, by its path
+        self._find_prefixes(live)
 
-    def of(self, path: str) -> str:
-        """Return what comes before the names of the module at a path."""
-        return self.by_path.get(path, f"{path}." if path else "")
+    def _find_prefixes(self, live: LiveState) -> None:
+        """Find what comes before the names of modules.
 
-
-def prefixes_of_modules(live: LiveState, entries: Entries, has: Callable[[str], bool]) -> ModulePrefixes:
-    """Find what comes before the names of modules.
-
-    The modules of a list share one namespace, as the stages of a pipeline, or have their indices in names. "0.weight"
-    may be a name in one module or that of the first one's weight: what the source has more of counts. DistributedData-
-    Parallel's "module." is a prefix if all names of the source's module begin with it, and none of the live one's.
-    """
-    found = ModulePrefixes()
-    for keys, container in live.containers.items():
-        path = text_of(keys)
-        if has_indices(container) and len(container) > 0 and all(map(is_module, container)):
-            numbered = [(index, name) for index, module in enumerate(container) for name in live_items(module)[0]]
-            begin = f"{path}." if path else ""
-            with_index = sum(has(f"{begin}{index}.{name}") for index, name in numbered)
-            if with_index <= sum(has(f"{begin}{name}") for _, name in numbered) and numbered:
-                found.shared.add(path)
-                found.by_path |= {joined(path, index): begin for index in range(len(container))}
-    for entry in live.entries:
-        if entry.kind == "module" and entry.text not in found.by_path:
-            begin = found.of(entry.text)
-            below = [one.text[len(begin) :] for one in entries.below(entry.text) if one.text != entry.text]
-            added = module_prefix(below)
-            # A model's own attribute may be called `module`.
+        The modules of a list share one namespace, as the stages of a pipeline, or have their indices in names.
+        DistributedDataParallel's "module." is a prefix if all names of the source's module begin with it, and none of
+        the live one's.
+        """
+        # Lists first: a module in one has no prefix of its own.
+        for keys, container in live.containers.items():
+            if has_indices(container) and len(container) > 0 and all(map(is_module, container)):
+                path = text_of(keys)
+                begin = f"{path}." if path else ""
+                if self._share_names(container, begin):
+                    self.shared.add(path)
+                    for index in range(len(container)):
+                        self._prefixes[joined(path, index)] = begin
+        for entry in live.entries:
+            if entry.kind != "module" or entry.text in self._prefixes:
+                continue
+            begin = f"{entry.text}." if entry.text else ""
+            names = []
+            for below in self._entries.below(entry.text):
+                if below.text != entry.text:
+                    names.append(below.text[len(begin) :])
+            added = module_prefix(names)
+            # A model's own attribute may be called `module`: then its names begin so without a wrapper.
             if added and not any(name.startswith(added) for name in live_items(entry.value)[0]):
-                found.by_path[entry.text] = begin + added
-    return found
+                begin += added
+            self._prefixes[entry.text] = begin
 
+    def _share_names(self, modules: Iterable[Module], begin: str) -> bool:
+        """Whether the source has at least as many names of these modules without their indices as with them.
 
-def match_module(
-    entry: LiveEntry, prefix: str, entries: Entries, matching: Matching, filler: Filler, taken: set[str]
-) -> None:
-    """Plan a module: parameters and buffers are filled, and other entries go through its `load_state_dict`.
+        "0.weight" may be a name in one module, or that of the first one's weight.
+        """
+        has_names, balance = False, 0
+        for index, module in enumerate(modules):
+            for name in live_items(module)[0]:
+                has_names = True
+                balance += self._matching.stored(f"{begin}{name}", ()) is not None
+                balance -= self._matching.stored(f"{begin}{index}.{name}", ()) is not None
+        return has_names and balance >= 0
 
-    If that does more than copy, by hooks or loaders of modules inside, it is called with what was filled, too.
-    `prefix` comes before its names in the source. What the source has for it joins `taken`.
-    """
-    module, path, plan = entry.value, entry.text, filler.plan
-    live, rest = live_items(module)
-    wanted = _wanted([*live, *rest], prefix, path, matching, taken)
-    has_own_loader = has_loader(module, path)
-    buffers = resizable_buffers(module) if has_own_loader and matching.names.options.layout is None else {}
-    stored = {name: matching.stored(prefix + name, (*entry.keys, name)) for name in live if name in wanted}
-    loaded = {id(live[name]) for name, names in stored.items() if names is not None}
-    resized: dict[str, Any] = {}
-    for name, names in stored.items():
-        tensor, where = live[name], prefix + name
-        if names is None:
-            other = entries.at(where)
-            expect(other is None, "a tensor", None if other is None else other.leaf, where)
-            if id(tensor) not in loaded:  # a tied tensor is loaded under any of its names
-                plan.add_missing([where])
-            continue
-        taken.update([one.text for one in names])
-        plan.add_loaded(names)
-        new = _resized(tensor, names[0].leaf, filler, where, *buffers.get(id(tensor), (None, "")))
-        if new is None:
-            plan.targets.append(LoadTarget(name_of(names), tensor, where))
-        else:
-            resized[name] = new
-    extra = {}
-    for name in rest:
-        if name in wanted:
-            saved = entries.value(prefix + name, rest[name])
-            if saved is ABSENT or isinstance(saved, OpaqueValue):
-                plan.add_missing([prefix + name], stateful=False)
+    def match(self, entry: LiveEntry) -> bool:
+        """Plan a module; return False if the source has nothing where its names would be, and one is selected.
+
+        Parameters and buffers are filled, and other entries go through its `load_state_dict`. If that does more than
+        copy, by hooks or loaders of modules inside, it is called with what was filled, too.
+        """
+        module, path, prefix = entry.value, entry.text, self._prefixes[entry.text]
+        live, rest = live_items(module)
+        names = [*live, *rest]
+        if path and not self._entries.has_below(prefix.removesuffix(".")):
+            return not any(map(self._matching.names.options.wants, [joined(path, name) for name in names]))
+        # A module without tensors was saved as an empty mapping, or by others as nothing.
+        other = self._entries.at(path, entry.keys) if path else None
+        if other is not None:
+            if not is_empty_mapping(other.leaf):
+                raise other_kind_error("the tensors of a module", other.leaf, path)
+            self._plan.matched.add(path)
+        wanted = self._wanted(names, prefix, path)
+        has_own_loader = has_loader(module, path)
+        buffers = {}
+        # With a layout a live tensor may be a part of the saved one, and so of another shape.
+        if has_own_loader and self._matching.names.options.layout is None:
+            buffers = resizable_buffers(module)
+        wanted_live = {name: tensor for name, tensor in live.items() if name in wanted}
+        new_items, loaded = self._match_tensors(wanted_live, prefix, entry.keys, buffers)
+        for name, value in rest.items():
+            if name in wanted:
+                self._match_rest(name, value, prefix, new_items)
+        if new_items or (has_own_loader and loaded):
+            load = functools.partial(load_items, module, filled=live.keys() if has_own_loader else ())
+            self._plan.callbacks.append(functools.partial(load_object, module, load, new_items, path))
+        return True
+
+    def _wanted(self, names: Collection[str], prefix: str, path: str) -> Collection[str]:
+        """Return the names of a module that are loaded.
+
+        Patterns may have its names in the source, or those after its place in the state.
+        """
+        if not self._matching.names.selects:
+            return frozenset(names)
+        place = f"{path}." if path else ""
+        wanted: set[str] = set()
+        for name in names:
+            if self._matching.names.options.wants_object([prefix + name, place + name]):
+                wanted.add(name)
             else:
-                extra[name] = filler.fill(saved, prefix + name, Place(rest[name], is_filled=False))
-                taken.update(one.text for one in entries.below(prefix + name))
-                plan.add_loaded(entries.below(prefix + name))
-                if not is_extra_state(name):
-                    _check_like(rest[name], extra[name], prefix + name)
-    if extra or (has_own_loader and loaded):
-        load = functools.partial(load_items, module, filled=live.keys() if has_own_loader else ())
-        plan.callbacks.append(functools.partial(load_object, module, load, extra | resized, path))
+                # The state has a place for it: it is not unexpected.
+                self._plan.matched.add(prefix + name)
+        return wanted
 
+    def _match_tensors(
+        self, live: Mapping[str, Leaf], prefix: str, keys: Path, buffers: Mapping[int, tuple[Module, str]]
+    ) -> tuple[dict[str, Leaf], set[int]]:
+        """Plan tensors that are filled in place; return new ones of another size, by name, and the `id` of the others.
 
-def _wanted(names: Collection[str], prefix: str, path: str, matching: Matching, taken: set[str]) -> set[str]:
-    """Return the names of a module that are loaded.
+        Only `buffers`, by `id`, whose modules have loaders of their own, may change their size.
+        """
+        new_items: dict[str, Leaf] = {}
+        loaded: set[int] = set()
+        lacking: dict[str, Leaf] = {}
+        for name, tensor in live.items():
+            where = prefix + name
+            stored = self._matching.stored(where, (*keys, name))
+            if stored is None:
+                lacking[where] = tensor
+                continue
+            loaded.add(id(tensor))
+            self._plan.add_loaded(stored)
+            target = tensor
+            if id(tensor) in buffers:
+                target = self._resized(tensor, stored[0].leaf, where, *buffers[id(tensor)])
+                if target is not tensor:
+                    new_items[name] = target
+            self._plan.targets.append(LoadTarget(name_of(stored), target, where))
+        # Only now it is known which tensors are loaded under another of their names.
+        for where, tensor in lacking.items():
+            other = self._entries.at(where)
+            if other is not None:
+                raise other_kind_error("a tensor", other.leaf, where)
+            if id(tensor) not in loaded:
+                self._plan.add_missing([where])
+        return new_items, loaded
 
-    Patterns may have its names in the source, or those after its place in the state.
-    """
-    options, place = matching.names.options, f"{path}." if path else ""
-    if not matching.names.selects:
-        return {*names}
-    wanted = {name for name in names if options.wants_object([prefix + name, place + name])}
-    taken.update(prefix + name for name in names if name not in wanted)
-    return wanted
+    def _resized(self, live: Leaf, saved: SavedTensor, path: str, part: Module, name: str) -> Leaf:
+        """Return a new tensor of the saved shape, if the module `part` takes it for its buffer `name`; else `live`."""
+        new = tensor_to_fill(self._matching, saved, Place(live), path)
+        return new if new is not live and new.dtype == live.dtype and resizes(part, name, new) else live
 
-
-def _resized(live: Any, saved: SavedTensor, filler: Filler, path: str, part: Any, name: str) -> Any:
-    """Return a new tensor of the saved shape, if the module `part` takes it for its buffer `name`; else None."""
-    if part is None:
-        return None
-    new = tensor_to_fill(filler.matching, saved, Place(live), path)
-    if new is live or new.dtype != live.dtype or not resizes(part, name, new):
-        return None
-    filler.plan.targets.append(LoadTarget(saved.name, new, path))
-    return new
-
-
-def _check_like(own: Any, saved: Any, path: str) -> None:
-    """Raise InvalidArgumentError unless a tensor has the saved shape and dtype. For those that a module copies."""
-    if not is_tensor(own) or not is_tensor(saved):
-        return
-    expected, found = (tuple(saved.shape), saved.dtype), (tuple(own.shape), own.dtype)
-    if expected != found:
-        text = "the state's shape or dtype differs from the source's"
-        raise InvalidArgumentError(text, name=path, expected=expected, found=found)
+    def _match_rest(self, name: str, live: Leaf, prefix: str, new_items: dict[str, Leaf]) -> None:
+        """Plan an entry of a module's state dict that is no parameter or buffer; what is loaded joins `new_items`."""
+        where = prefix + name
+        saved = self._entries.value(where, live)
+        if saved is ABSENT or isinstance(saved, OpaqueValue):
+            self._plan.add_missing([where], stateful=False)
+            return
+        new = self._filler.fill(saved, where, Place(live, is_filled=False))
+        self._plan.add_loaded(self._entries.below(where))
+        # Extra state may be of any form. What else a module copies, as a quantized weight, it copies into what it has.
+        if not is_extra_state(name) and is_tensor(live) and is_tensor(new):
+            expected, present = (tuple(new.shape), new.dtype), (tuple(live.shape), live.dtype)
+            if expected != present:
+                text = "the state's shape or dtype differs from the source's"
+                raise InvalidArgumentError(text, name=where, expected=expected, found=present)
+        new_items[name] = new

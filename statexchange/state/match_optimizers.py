@@ -1,22 +1,45 @@
-"""Match the optimizers and schedulers of a live state with those of a source, parameter by parameter."""
+"""Match the optimizers and schedulers of a live state with those of a source, parameter by parameter.
+
+Each parameter gets the state that the source has for it, and each live group the hyperparameters that its parameters
+have in the source, in whatever groups they were::
+
+    source                                        live groups          what is loaded
+    groups ["a", "b"] lr 0.1, ["c"] lr 0.2        ["c"], ["a", "b"]    lr 0.2 and 0.1, the state of each parameter
+    groups ["a"] lr 0.1, ["b"] lr 0.2             ["a", "b"]           refused: one group cannot have both
+
+Only groups without parameters go by their order. A scheduler has values by the number of a group, so that it is loaded
+only if each parameter lies in the group of the same number on both sides.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-from statexchange.errors import InvalidArgumentError, StateExchangeError, type_text
+from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, type_text
 from statexchange.sharding.paths import joined
-from statexchange.state.entries import Entries, SavedTensor, are_equal
-from statexchange.state.flatten import LiveEntry, LiveState, ParameterName, parameter_names
-from statexchange.state.live_parameters import LiveParameters
-from statexchange.state.load_plan import Filler, expect
-from statexchange.state.matching import Matching
-from statexchange.state.optimizer_plan import OptimizerPlan, ParameterTensor, SavedParameter
-from statexchange.state.optimizers import class_name, hyperparameters, is_optimizer
-from statexchange.state.saved_optimizer import join_numbered, read_optimizer
-from statexchange.tensors import is_tensor
+from statexchange.state.entries import Entry, SavedTensor, are_equal, refuse_opaque
+from statexchange.state.flatten import LiveEntry, LiveState, ParameterName, load_object, parameter_names
+from statexchange.state.install import PLAIN, Filler, Place, other_kind_error
+from statexchange.state.optimizer_parameters import (
+    LiveParameters,
+    OtherKey,
+    SavedGroup,
+    SavedOptimizer,
+    join_numbered,
+    read_optimizer,
+)
+from statexchange.state.optimizers import (
+    class_name,
+    hyperparameters,
+    install_optimizer,
+    is_optimizer,
+    state_of_optimizer,
+)
+from statexchange.state.types import Leaf, Optimizer
+from statexchange.tensors import is_tensor, is_torch
 
 __all__ = ["OptimizerMatcher"]
 
@@ -24,163 +47,201 @@ __all__ = ["OptimizerMatcher"]
 _OF_SCHEDULERS = {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
 
 
+class _SavedParameter(NamedTuple):
+    """One live parameter in a source.
+
+    Attributes:
+        saved: the optimizer there.
+        label: its label there.
+        group_number: the number of its group.
+        group: its group.
+        entries: those of its state; none if the source has no state of it.
+    """
+
+    saved: SavedOptimizer
+    label: str
+    group_number: int
+    group: SavedGroup
+    entries: Sequence[Entry]
+
+    def state_keys(self) -> set[Leaf]:
+        """Return the first keys of its state."""
+        begin = joined(self.saved.path, f"state.{self.label}")
+        first_keys: set[Leaf] = set()
+        for entry in self.entries:
+            first_keys.update((entry.keys_below(begin) or ())[:1])
+        return first_keys
+
+
+class _ParameterTensor(NamedTuple):
+    """A tensor of a parameter's state that is loaded.
+
+    Attributes:
+        by_number: whether the source knows the parameter by its number.
+        saved: the source's tensor.
+        live: what the state has now in this place, or None.
+        label: the parameter's label.
+        parameters: all parameters of the optimizer, by label.
+        path: the path of the tensor in the state.
+    """
+
+    by_number: bool
+    saved: SavedTensor
+    live: Leaf
+    label: str
+    parameters: Mapping[str, Leaf]
+    path: str
+
+
 class OptimizerMatcher:
     """Plans the optimizers of a state, and then looks whether its schedulers fit them."""
 
-    def __init__(self, live: LiveState, entries: Entries, matching: Matching, filler: Filler, taken: set[str]) -> None:
+    def __init__(self, live: LiveState, filler: Filler) -> None:
         self._live = live
-        self._entries = entries
-        self._matching = matching
         self._filler = filler
-        self._taken = taken
+        self._matching = filler.matching
+        self._entries = filler.matching.entries
         self._names: Mapping[int, ParameterName] | None = None
         self._texts: dict[str, str] | None = None  # of the source's tensors, by their names
-        self._tensors: list[ParameterTensor] = []
+        self._tensors: list[_ParameterTensor] = []
         self._schedulers: list[LiveEntry] = []
         # By id of the list of groups, which an optimizer and its wrappers share; None if the source does not say.
         self._same_groups: dict[int, bool | None] = {}
 
     def match(self, entry: LiveEntry) -> None:
         """Plan one optimizer."""
-        optimizer, path, names = entry.value, entry.text, self._matching.names
+        optimizer, path, options = entry.value, entry.text, self._matching.names.options
+        is_wanted = not path or options.may_want(path)
         below = self._entries.below(path)
-        if not below or self._entries.by_key(path) is None:  # names alone are no optimizer's
-            if not path or names.options.may_want(path):
+        by_key = self._entries.by_key(path) if below else None
+        if by_key is None:  # names alone are no optimizer's
+            if is_wanted:
                 self._filler.plan.add_missing([path or "the optimizer"])
             return
-        self._taken.update([one.text for one in below])
-        if path and names.selects and not names.options.may_want(path):
-            self._compare_unloaded(optimizer, path)
+        for saved in below:
+            self._filler.plan.matched.add(saved.text)
+        if not is_wanted:
+            self._same_groups[id(optimizer.param_groups)] = self._same_groups_unloaded(optimizer, path, by_key)
             return
-        plan = self._matched(optimizer, path)
-        settings = [group.settings for saved in plan.saved for group in saved.groups]
-        _check_class(optimizer, self._matching.classes.get(path, ()), settings, path)
+        plan = self._matched(optimizer, path, by_key)
+        _check_class(optimizer, self._matching.classes.get(path, ()), plan.saved, path)
         self._same_groups[id(optimizer.param_groups)] = plan.has_same_groups()
         plan.add()
         self._tensors += plan.tensors
 
-    def _compare_unloaded(self, optimizer: Any, path: str) -> None:
-        """Find whether the groups of an optimizer that stays as it is are the source's: schedulers depend on that."""
+    def _same_groups_unloaded(self, optimizer: Optimizer, path: str, by_key: Mapping[Leaf, list[Entry]]) -> bool | None:
+        """Whether the groups of an optimizer that stays as it is are the source's: schedulers depend on that."""
         try:
-            self._same_groups[id(optimizer.param_groups)] = self._matched(optimizer, path).has_same_groups()
+            return self._matched(optimizer, path, by_key).has_same_groups()
         except InvalidArgumentError:  # its parameters or groups are others
-            self._same_groups[id(optimizer.param_groups)] = False
+            return False
         except StateExchangeError:  # it cannot be read: then nothing is known of its groups
-            self._same_groups[id(optimizer.param_groups)] = None
+            return None
 
-    def _matched(self, optimizer: Any, path: str) -> OptimizerPlan:
+    def _matched(self, optimizer: Optimizer, path: str, by_key: Mapping[Leaf, list[Entry]]) -> _OptimizerPlan:
         """Find what the source has for each parameter of an optimizer; the first rank that has it counts."""
         if self._names is None:
             self._names = parameter_names(self._live)
         live = LiveParameters(optimizer, self._names, path)
-        plan = OptimizerPlan(optimizer, path, live, self._filler, self._matching.names)
-        flat_names = {*live.in_modules, *live.in_state}
+        has_tree = self._matching.has_tree
+        plan = _OptimizerPlan(optimizer, path, live, self._filler)
         for rank, entries in self._entries.of_each_rank:
             if not entries.has_below(path):
                 continue
-            saved = read_optimizer(entries, rank, path, optimizer, flat_names)
+            of_rank = by_key if entries is self._entries else entries.by_key(path)
+            saved = read_optimizer(entries, rank, path, of_rank, live, has_tree=has_tree)
             if saved is None:
                 # Another rank's value of another kind does not count, but tensors of it are not dropped unsaid.
                 apart = self._entries.is_own or path in self._entries.conflicts or entries.at(path) is not None
                 if not (plan.saved and apart):
-                    expect(False, "an optimizer", entries.value(path, {}) if entries.by_key(path) else None, path)
+                    value = entries.value(path, {}) if of_rank else None
+                    raise other_kind_error("an optimizer", value, path)
             # Numbers are those of a rank's own parameters: this rank's, if it has some.
             elif not (plan.saved and saved.by_number and self._entries.is_own):
                 plan.saved.append(saved)
         param_names = join_numbered(plan.saved, path)
         for saved in plan.saved:
-            new_names = self._new_names(path, live.in_state)
-            labels = live.labels_of(saved, param_names, new_names, in_state=self._matching.has_tree)
+            names = self._names_in_state(param_names if saved.by_number else saved.labels, live)
+            labels = live.labels_of(saved, names, has_tree=has_tree)
             for number, group in enumerate(saved.groups):
                 for label in group.labels:
-                    if label in labels:
-                        self._add(plan, SavedParameter(saved, label, number), labels[label])
-                    else:
+                    if label not in labels:
                         plan.unexpected.setdefault(label)
+                        continue
+                    parameter = _SavedParameter(saved, label, number, group, saved.state.get(label, ()))
+                    first = plan.parameters.setdefault(labels[label], parameter)
+                    if first is not parameter:
+                        self._add_of_other_rank(plan, first, parameter, labels[label])
+                    elif parameter.entries:
+                        plan.with_state[labels[label]] = parameter
         return plan
 
-    def _add(self, plan: OptimizerPlan, parameter: SavedParameter, label: str) -> None:
-        """Add what a rank has for a live parameter, and note where it and a rank before it differ.
+    def _add_of_other_rank(
+        self, plan: _OptimizerPlan, first: _SavedParameter, parameter: _SavedParameter, label: str
+    ) -> None:
+        """Add what a further rank has for a live parameter, and note where it and the first rank differ.
 
         A rank without state of it, as one that updates other parameters, says nothing of its state.
         """
-        first = plan.parameters.setdefault(label, parameter)
-        if first is not parameter and self._entries.is_own:
+        if self._entries.is_own:
             return
-        with_state = plan.with_state.setdefault(label, parameter) if parameter.has_state else parameter
-        if first is parameter or self._matching.names.options.replicas == "root":
+        with_state = plan.with_state.setdefault(label, parameter) if parameter.entries else parameter
+        if self._matching.names.options.replicas == "root":
             return
-        rank, path, conflicts = parameter.saved.rank, first.saved.path, self._filler.plan.conflicts
+        rank, conflicts = parameter.saved.rank, self._filler.plan.conflicts
         if not are_equal(dict(first.group.settings), dict(parameter.group.settings)):
-            conflicts.setdefault(joined(path, "param_groups"), (first.saved.rank, rank))
-        if with_state.keys() != parameter.keys():
-            conflicts.setdefault(joined(path, f"state.{label}"), (with_state.saved.rank, rank))
+            conflicts.setdefault(joined(plan.path, "param_groups"), (first.saved.rank, rank))
+        if with_state.state_keys() != parameter.state_keys():
+            conflicts.setdefault(joined(plan.path, f"state.{label}"), (with_state.saved.rank, rank))
 
-    def _new_names(self, path: str, in_state: Collection[str]) -> Callable[[Sequence[str]], list[str]]:
-        """Return the function that gives the names of parameters in the source those in the state, `in_state`."""
+    def _names_in_state(self, labels: Sequence[str], live: LiveParameters) -> Sequence[str]:
+        """Return the state's names of parameters that the source calls by these."""
+        if not self._matching.has_tree:
+            of_tensors = self._names_of_tensors(labels)
+            if not live.in_state.keys().isdisjoint(of_tensors):  # else those of a wrapped model
+                return of_tensors
         names = self._matching.names
+        return list(map(names.name, labels)) if names.renames else labels
 
-        def new_name(label: str) -> str:
-            new = names.name(label)
-            if new != label or not names.renames:
-                return new
-            # Some patterns are for whole names: a name in a module is renamed as a part of the name of its state.
-            begin = joined(path, "state.")
-            whole = names.name(f"{begin}{label}.step")
-            is_inside = whole.startswith(begin) and whole.endswith(".step")
-            return whole[len(begin) : -len(".step")] if is_inside else label
-
-        def new_names(labels: Sequence[str]) -> list[str]:
-            of_tensors = None if self._matching.has_tree else self._names_of_tensors(labels)
-            if of_tensors is None or not any(name in in_state for name in of_tensors):  # as of a wrapped model
-                return list(map(new_name, labels))
-            return of_tensors
-
-        return new_names
-
-    def _names_of_tensors(self, labels: Sequence[str]) -> list[str] | None:
+    def _names_of_tensors(self, labels: Sequence[str]) -> list[str]:
         """Return the state's names of the tensors that the source calls so after one prefix, that of their module.
 
-        None if it has not all of them, or more than one module has.
+        [] if it has not all of them, or more than one module has.
         """
         if self._texts is None:
-            self._texts = {entry.name: entry.text for entry in self._entries if isinstance(entry.leaf, SavedTensor)}
-        new = self._texts
-        ends = [name.removesuffix(labels[0]) for name in new if f".{name}".endswith(f".{labels[0]}")] if labels else []
-        prefixes = [begin for begin in ends if all(begin + label in new for label in labels)]
-        return [new[prefixes[0] + label] for label in labels] if len(prefixes) == 1 else None
+            self._texts = {}
+            for entry in self._entries:
+                if isinstance(entry.leaf, SavedTensor):
+                    self._texts[entry.name] = entry.text
+        names: list[str] = []
+        for name in self._texts if labels else ():
+            if f".{name}".endswith(f".{labels[0]}"):
+                begin = name.removesuffix(labels[0])
+                of_module = [self._texts[begin + label] for label in labels if begin + label in self._texts]
+                if len(of_module) == len(labels):
+                    if names:
+                        return []
+                    names = of_module
+        return names
 
     def check_shapes(self) -> None:
         """Raise InvalidArgumentError for a tensor of a parameter's state that is another parameter's.
 
-        It fits if it is a scalar, or has the parameter's shape, one that torch broadcasts to it, that of all parameters
-        as one vector (LBFGS), or the shape that it has now. Any other shape is refused if it is another parameter's, or
-        has as many dims as the parameter. Where the parameter is loaded by its name, too, it has the source's shape,
-        and its state may have any.
+        Where the parameter is loaded by its name, too, it has the source's shape, and its state may have any.
         """
-        loaded = {id(target.live) for target in self._filler.plan.targets}
         if self._matching.names.options.layout is not None:  # plain live tensors may be parts of whole ones
             return
+        loaded = {id(target.live) for target in self._filler.plan.targets}
         for tensor in self._tensors:
             parameter = tensor.parameters[tensor.label]
-            if id(parameter) in loaded and not tensor.by_number:
-                continue
-            shape, expected = tensor.saved.shape, tuple(parameter.shape)
-            present = tuple(tensor.live.shape) if is_tensor(tensor.live) else expected
-            if shape in ((), expected, present):
-                continue
-            if shape == (sum(math.prod(one.shape) for one in tensor.parameters.values()),):
-                continue
-            if len(shape) == len(expected):
-                fits = all(size in (1, other) for size, other in zip(shape, expected, strict=True))
-            else:
-                fits = all(tuple(one.shape) != shape for one in tensor.parameters.values())
-            if not fits:
-                text = (
-                    f"this does not fit its parameter {tensor.label!r}: give the optimizer the parameters in the order "
-                    "of the job that saved it, build the model as it was saved, or leave this out by exclude"
+            if (tensor.by_number or id(parameter) not in loaded) and not _fits(tensor):
+                raise InvalidArgumentError(
+                    f"this does not fit its parameter {tensor.label!r}: give the optimizer the parameters in the "
+                    "order of the job that saved it, build the model as it was saved, or leave this out by exclude",
+                    name=tensor.path,
+                    expected=tuple(parameter.shape),
+                    found=tensor.saved.shape,
                 )
-                raise InvalidArgumentError(text, name=tensor.path, expected=expected, found=shape)
 
     def add_scheduler(self, entry: LiveEntry) -> None:
         """Note an object that is loaded, if it has an optimizer."""
@@ -205,7 +266,30 @@ class OptimizerMatcher:
             )
 
 
-def _check_class(optimizer: Any, classes: Collection[str], groups: Iterable[Mapping[str, Any]], path: str) -> None:
+def _fits(tensor: _ParameterTensor) -> bool:
+    """Whether a tensor may be state of its parameter, as far as shapes show that.
+
+    It fits if it is a scalar, or has the parameter's shape, one that torch broadcasts to it, that of all parameters as
+    one vector (LBFGS), or the shape that it has now. Any other shape is refused if it is another parameter's, or has as
+    many dims as the parameter.
+    """
+    shape, expected = tensor.saved.shape, tuple(tensor.parameters[tensor.label].shape)
+    if shape in ((), expected) or (is_tensor(tensor.live) and shape == tuple(tensor.live.shape)):
+        return True
+    num_elements, is_anothers = 0, False
+    for parameter in tensor.parameters.values():
+        num_elements += math.prod(parameter.shape)
+        is_anothers = is_anothers or tuple(parameter.shape) == shape
+    if shape == (num_elements,):
+        return True
+    if len(shape) != len(expected):
+        return not is_anothers
+    return all(size in (1, other) for size, other in zip(shape, expected, strict=True))
+
+
+def _check_class(
+    optimizer: Optimizer, classes: Collection[str], optimizers: Iterable[SavedOptimizer], path: str
+) -> None:
     """Raise InvalidArgumentError if the state of another class of optimizers was saved at `path`.
 
     An equal qualified name is enough. Else the name without the module must be equal, as a script is the module
@@ -215,14 +299,18 @@ def _check_class(optimizer: Any, classes: Collection[str], groups: Iterable[Mapp
     Args:
         optimizer: the live optimizer.
         classes: the qualified names that ranks have recorded; none if the source does not record them.
-        groups: the saved param groups.
+        optimizers: the optimizer as each rank saved it.
         path: the path of the optimizer in the state.
     """
     live = class_name(optimizer)
     if live in classes:
         return
-    live_names = _hyperparameter_names(optimizer.param_groups)
-    saved_names = _hyperparameter_names(groups)
+    saved_names: set[str] = set()
+    for saved in optimizers:
+        for group in saved.groups:
+            saved_names.update(group.settings)
+    live_names = {name for group in optimizer.param_groups for name in hyperparameters(group)} - _OF_SCHEDULERS
+    saved_names -= _OF_SCHEDULERS
     has_name = not classes or live.rpartition(".")[2] in {name.rpartition(".")[2] for name in classes}
     if has_name and (live_names <= saved_names or saved_names <= live_names):
         return
@@ -236,5 +324,259 @@ def _check_class(optimizer: Any, classes: Collection[str], groups: Iterable[Mapp
     )
 
 
-def _hyperparameter_names(groups: Iterable[Mapping[str, Any]]) -> set[str]:
-    return {name for group in groups for name in hyperparameters(group)} - _OF_SCHEDULERS
+class _OptimizerPlan:
+    """A live optimizer with what the source has for it.
+
+    Attributes:
+        path: its path.
+        saved: the optimizer as each rank saved it, in the order of their claim.
+        parameters: what the source has for each live parameter, by label: the first rank's that has it.
+        with_state: the same, of the first rank that has state of it.
+        unexpected: the source's names of parameters that the live optimizer lacks.
+        tensors: those of parameters' states that are loaded.
+    """
+
+    def __init__(self, optimizer: Optimizer, path: str, live: LiveParameters, filler: Filler) -> None:
+        self.path = path
+        self.saved: list[SavedOptimizer] = []
+        self.parameters: dict[str, _SavedParameter] = {}
+        self.with_state: dict[str, _SavedParameter] = {}
+        self.unexpected: dict[str, None] = {}
+        self.tensors: list[_ParameterTensor] = []
+        self._optimizer = optimizer
+        self._live = live
+        self._filler = filler
+        self._options = filler.matching.names.options
+        self._selects = filler.matching.names.selects
+        self._begin = f"{path}." if path else ""
+        self._states: dict[Leaf, Leaf] = {}  # the new states, by key
+        self._dropped: list[Leaf] = []  # keys whose state the source does not have, although it has the parameter
+        self._filled: dict[int, Leaf] = {}  # live hyperparameters by id
+
+    def has_same_groups(self) -> bool | None:
+        """Whether each parameter lies in the group of the same number on both sides.
+
+        None if the source has the same parameters and no groups.
+        """
+        for saved in self.saved:
+            if not saved.has_groups:
+                return False if self.unexpected or len(self.parameters) < len(self._live.by_label) else None
+            if len(saved.groups) != len(self._live.by_group):
+                return False
+        for number, of_group in enumerate(self._live.by_group):
+            for label in of_group:
+                parameter = self.parameters.get(label)
+                if parameter is None or parameter.group_number != number:
+                    return False
+        return True
+
+    def add(self) -> None:
+        """Add the optimizer to the plan of the load."""
+        plan, live = self._filler.plan, self._live
+        groups: list[dict[str, Leaf] | None] = []
+        empty = [group.settings for group in self.saved[0].groups if not group.labels]
+        rest = iter(empty if self._wants("param_groups") else ())
+        for index, group in enumerate(self._optimizer.param_groups):
+            of_group, path = live.by_group[index], f"{self._begin}param_groups.{index}"
+            settings = self._settings(of_group, path) if of_group else next(rest, None)
+            new = None if settings is None else self._group(group, settings, path)
+            groups.append(new)
+            self._add_states(of_group, new or group)
+        self._add_other_state()
+        for label in filter(self._wants_parameter, self.unexpected):
+            plan.unexpected.append(f"{self._begin}state.{label}")
+        name, num_empty = f"{self._begin}param_groups (without parameters)", live.by_group.count({})
+        if num_empty > len(empty) and self.saved[0].has_groups:
+            plan.add_missing([name], stateful=False)
+        elif num_empty < len(empty):
+            plan.unexpected.append(name)
+        if live.by_label and not live.are_named and not self.parameters and self.unexpected:
+            plan.nameless.add(self.path)
+        more = self._more()
+        if self._states or self._dropped or more or groups.count(None) < len(groups):
+            install = functools.partial(install_optimizer, self._optimizer, groups, self._states, self._dropped)
+            plan.callbacks.append(functools.partial(load_object, self._optimizer, install, more, self.path))
+
+    # What is loaded
+
+    def _wants(self, below: str) -> bool:
+        return not self._selects or self._options.wants(self._begin + below)
+
+    def _wants_parameter(self, label: str) -> bool:
+        return self._wants(f"state.{label}") or self._wants(f"param_groups.{label}")
+
+    def _wants_all(self, below: str, keys: Iterable[Leaf]) -> bool:
+        """Whether what has these keys is loaded: if anything in it is included, and nothing excluded."""
+        if not self._selects:
+            return True
+        names = [self._begin + below]
+        for key in keys:
+            names.append(f"{self._begin}{below}.{key}")
+        return self._options.wants_object(names)
+
+    def _wants_state(self, saved: _SavedParameter, label: str, live: Leaf) -> bool:
+        """Whether the state of a parameter is loaded."""
+        if not self._selects:
+            return True
+        keys = saved.state_keys()
+        if isinstance(live, Mapping):
+            keys.update(live)
+        return self._wants_all(f"state.{label}", keys)
+
+    # Hyperparameters
+
+    def _settings(self, of_group: Iterable[str], path: str) -> Mapping[str, Leaf] | None:
+        """Return the hyperparameters that the source has for a live group; None if that stays as it is.
+
+        Raises:
+            InvalidArgumentError: they differ between the parameters of the group.
+        """
+        first: tuple[str, SavedGroup] | None = None
+        for label in of_group:
+            saved = self.parameters.get(label)
+            if saved is None or not saved.group.settings:
+                continue
+            if self._selects and not self._wants_all(f"param_groups.{label}", saved.group.settings):
+                continue
+            if first is None:
+                first = label, saved.group
+            elif saved.group is not first[1] and not are_equal(dict(first[1].settings), dict(saved.group.settings)):
+                raise _differing(path, first, (label, saved.group))
+        return None if first is None else first[1].settings
+
+    def _group(self, live: Mapping[str, Leaf], settings: Mapping[str, Leaf], path: str) -> dict[str, Leaf]:
+        """Return the new hyperparameters of a group."""
+        self._filler.plan.loaded.add(f"{self._begin}param_groups")  # where ranks may differ
+        new = hyperparameters(live)
+        for key, value in settings.items():
+            if type(key) is not str:
+                refuse_opaque(key, path)
+            if isinstance(value, PLAIN):
+                new[key] = value
+                continue
+            present = new.get(key)
+            is_first = id(present) not in self._filled  # torch gives groups one tensor as the default lr
+            self._filled[id(present)] = present
+            new[key] = self._filler.fill(value, f"{path}.{key}", Place(present, is_filled=is_first))
+        return new
+
+    # State
+
+    def _add_states(self, of_group: Mapping[str, Leaf], settings: Mapping[str, Leaf]) -> None:
+        """Add the new states of the parameters of a group, which has these settings."""
+        plan = self._filler.plan
+        # torch keeps the count of steps on the CPU unless the optimizer is fused or capturable.
+        on_host = not (settings.get("fused") or settings.get("capturable"))
+        for label, parameter in of_group.items():
+            saved, live = self.with_state.get(label), self._optimizer.state.get(parameter)
+            if saved is None and label not in self.parameters:
+                if self._wants_parameter(label):
+                    path = f"{self._begin}state.{label}"
+                    plan.add_missing([path])
+                    plan.parameters.add(path)
+            elif not self._selects or self._wants_state(saved or self.parameters[label], label, live):
+                if saved is None:
+                    # The source has the parameter, which had made no step.
+                    self._dropped.append(parameter)
+                else:
+                    place = Place(live, parameter=parameter, parameter_name=label)
+                    self._states[parameter] = self._state_of(saved, place, on_host=on_host)
+
+    def _state_of(self, saved: _SavedParameter, place: Place, *, on_host: bool) -> Leaf:
+        """Return the new state of a parameter."""
+        label, live = place.parameter_name, place.live
+        path = f"{self._begin}state.{label}"
+        present = live if isinstance(live, Mapping) else {}
+        value = saved.saved.entries.built(
+            saved.entries, {} if live is None else live, f"{self._begin}state.{saved.label}"
+        )
+        for entry in saved.entries:
+            self._filler.plan.loaded.add(entry.text)
+        if not isinstance(value, Mapping):
+            return self._filler.fill(value, path, place)
+        new: dict[Leaf, Leaf] = {}
+        for key, item in value.items():
+            if type(key) is not str:
+                refuse_opaque(key, path)
+            where, live_item, is_step = f"{path}.{key}", present.get(key), key == "step"
+            if isinstance(item, PLAIN):
+                new[key] = item
+                continue
+            if isinstance(item, SavedTensor):
+                by_number, parameters = saved.saved.by_number, self._live.by_label
+                self.tensors.append(_ParameterTensor(by_number, item, live_item, label, parameters, where))
+            at = Place(live_item, True, place.parameter, label, is_step, is_step and on_host)
+            new[key] = self._filler.fill(item, where, at)
+        if live is None or type(live) is dict:
+            return new
+        return self._filler.in_types_of(live, new, path)
+
+    def _add_other_state(self) -> None:
+        """Plan the state that is not of a parameter."""
+        saved = self.saved[0]
+        labels = {*saved.labels}
+        live: dict[Leaf, Leaf] = {}
+        for live_key in self._optimizer.state:
+            if not is_torch(live_key):
+                live[str(live_key)] = live_key
+        for label, entries in saved.state.items():
+            key: Leaf = label.key if isinstance(label, OtherKey) else label
+            path = f"{self._begin}state.{key}"
+            if label in labels or not self._wants(f"state.{key}"):
+                continue
+            if not isinstance(label, OtherKey) and label not in live:
+                text = (
+                    "whether the key of this state was a text or something else is not known: give the state of the "
+                    "optimizer this key, or leave the optimizer out"
+                )
+                raise InvalidArgumentError(text, name=path)
+            key = live.get(key, key)
+            refuse_opaque(key, path)
+            self._states[key] = self._built(entries, Place(self._optimizer.state.get(key)), path)
+        if not self._selects and self.parameters.keys() >= self._live.by_label.keys():
+            for key in live.values():
+                if key not in self._states:
+                    self._dropped.append(key)
+
+    def _more(self) -> dict[str, Leaf]:
+        """Return the saved entries of a state dict beside ``state`` and ``param_groups``; others join the plan."""
+        saved, plan = self.saved[0].more, self._filler.plan
+        live = state_of_optimizer(self._optimizer, self.path)["more"]
+        more = {}
+        for key in filter(self._wants, live):
+            path = self._begin + key
+            if key in saved:
+                more[key] = self._built(saved[key], Place(live[key], is_filled=False), path)
+            else:
+                plan.add_missing([path], stateful=False)
+        for key in filter(self._wants, saved):
+            if key not in live:
+                plan.unexpected.append(self._begin + key)
+        return more
+
+    def _built(self, entries: Sequence[Entry], place: Place, path: str) -> Leaf:
+        """Return the value that entries of the first rank make at a path."""
+        value = self.saved[0].entries.built(entries, place.live, path)
+        for entry in entries:
+            self._filler.plan.loaded.add(entry.text)
+        return self._filler.fill(value, path, place)
+
+
+def _differing(path: str, first: tuple[str, SavedGroup], second: tuple[str, SavedGroup]) -> StateExchangeError:
+    """Return the error for a live group whose parameters have different hyperparameters in the source."""
+    settings, others = first[1].settings, second[1].settings
+    for key in (*settings, *others):
+        value, other = settings.get(key), others.get(key)
+        if not are_equal(value, other):
+            break
+    if isinstance(value, SavedTensor) and isinstance(other, SavedTensor):
+        text = (
+            f"the source has {key!r} as a tensor for each parameter, and whether those of one group are equal is not "
+            "known: save what the optimizer's state_dict() returns, or a number instead"
+        )
+        return UnsupportedError(text, name=path)
+    text = (
+        f"this param group of the state joins {first[0]!r} and {second[0]!r}, which were saved with different values "
+        f"of {key!r}: make the param groups of the job that saved them"
+    )
+    return InvalidArgumentError(text, name=path, expected=value, found=other)

@@ -11,11 +11,11 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.paths import without_wrappers
 from statexchange.state.modules import is_module, layers
+from statexchange.state.types import Leaf, Module
 
 __all__ = [
     "adapter_names",
@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 
-def model_files(state: Any) -> dict[str, bytes]:
+def model_files(state: Leaf) -> dict[str, bytes]:
     """Return the config files of a model of transformers or PEFT; {} for any other state.
 
     Not collective. The model may be wrapped (DistributedDataParallel, torch.compile), and sharded by FSDP2.
@@ -46,58 +46,72 @@ def model_files(state: Any) -> dict[str, bytes]:
     return files
 
 
-def model_config(state: Any) -> dict[str, Any] | None:
+def model_config(state: Leaf) -> dict[str, Leaf] | None:
     """Return the config of a model of transformers; None for any other state. Not collective."""
     model = pretrained_model(state)
-    return None if model is None else _config(model)
+    if model is None:
+        return None
+    return _config(model)
 
 
-def pretrained_model(state: Any) -> Any:
+def pretrained_model(state: Leaf) -> Leaf:
     """Return the model of transformers that a state is, without its wrappers; None for any other state."""
     model = _unwrapped(state)
-    return model if _is_pretrained(model) else None
+    if _is_pretrained(model):
+        return model
+    return None
 
 
-def with_own_classes(model: Any) -> Any:
+def with_own_classes(model: Leaf) -> Leaf:
     """Return a model of transformers without the classes of torch's by which fully_shard replaces those of models.
 
     transformers takes such a class for custom code. The result is a copy with the same tensors, unless no class was
     replaced; the model itself stays as it is.
     """
-    classes = {module: _own_class(module) if _is_pretrained(module) else type(module) for module in model.modules()}
-    if all(type(module) is own_class for module, own_class in classes.items()):
-        return model
-    copies: dict[Any, Any] = {}
-    for module, own_class in classes.items():
+    copies: dict[Leaf, Leaf] = {}
+    is_replaced = False
+    for module in model.modules():
+        own_class = _own_class(module) if _is_pretrained(module) else type(module)
+        is_replaced = is_replaced or own_class is not type(module)
         copies[module] = object.__new__(own_class)
         copies[module].__dict__.update(module.__dict__)
+    if not is_replaced:
+        return model
+    # Only now, as a module may be inside one that comes before it.
     for module, copied in copies.items():
         inside = module._modules  # noqa: SLF001 (named_children leaves out a module's second name)
         copied.__dict__["_modules"] = {name: copies.get(child) for name, child in inside.items()}
     return copies[model]
 
 
-def _config(model: Any) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(model.config.to_json_string())
+def _config(model: Leaf) -> dict[str, Leaf]:
+    config: dict[str, Leaf] = json.loads(model.config.to_json_string())
     return config
 
 
-def is_adapter_model(state: Any) -> bool:
+def is_adapter_model(state: Leaf) -> bool:
     """Whether a state is a model of PEFT, of which only the adapter is written."""
     return _is_instance(_unwrapped(state), "peft.peft_model", "PeftModel")
 
 
-def adapter_names(state: Any) -> dict[str, str]:
+def adapter_names(state: Leaf) -> dict[str, str]:
     """Return the names in a PEFT model, without wrappers, of the active adapter's parameters by those that PEFT loads.
 
     Not collective. PEFT gives the very parameters that it is given, which shows what it calls each.
     """
     parameters = dict(_unwrapped(state).named_parameters(remove_duplicate=False))
-    names = {id(parameter): without_wrappers(name) for name, parameter in parameters.items()}
-    return {name: names[id(one)] for name, one in adapter_state(state, parameters).items() if id(one) in names}
+    in_model: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        in_model[id(parameter)] = without_wrappers(name)
+    names: dict[str, str] = {}
+    for name, tensor in adapter_state(state, parameters).items():
+        # PEFT may add what is no parameter, as the embeddings that it saves.
+        if id(tensor) in in_model:
+            names[name] = in_model[id(tensor)]
+    return names
 
 
-def adapter_state(state: Any, tensors: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def adapter_state(state: Leaf, tensors: Mapping[str, Leaf] | None = None) -> dict[str, Leaf]:
     """Return the tensors of the active adapter of a PEFT model, by the names that PEFT loads.
 
     Not collective. Sharded parameters stay sharded. They are those of `tensors`, by their names in the model, if these
@@ -114,20 +128,20 @@ def adapter_state(state: Any, tensors: Mapping[str, Any] | None = None) -> dict[
     targets = getattr(model.peft_config[adapter], "target_modules", None)  # prompts have none
     # "auto", PEFT's default, may look for the base model's config on the network.
     saves_embeddings = not isinstance(targets, str) and bool(embeddings.intersection(targets or ()))
-    named: dict[str, Any] = peft.get_peft_model_state_dict(
+    named: dict[str, Leaf] = peft.get_peft_model_state_dict(
         model, tensors, adapter_name=adapter, save_embedding_layers=saves_embeddings
     )
     return named
 
 
-def _active_adapter(model: Any) -> str:
+def _active_adapter(model: Leaf) -> str:
     active: list[str] = model.active_adapters
     if len(active) == 1:
         return active[0]
     raise UnsupportedError(f"the adapters {', '.join(map(repr, active))} are active: activate one with set_adapter")
 
 
-def _adapter_files(model: Any) -> dict[str, bytes]:
+def _adapter_files(model: Leaf) -> dict[str, bytes]:
     config = copy.copy(model.peft_config[_active_adapter(model)])
     # As PEFT saves it: a loaded adapter is trained further only if the loader asks for that.
     config.inference_mode = True
@@ -141,20 +155,21 @@ def _adapter_files(model: Any) -> dict[str, bytes]:
     return _saved_files(config, auto_mapping_dict=mapping)
 
 
-def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
+def tokenizer_files(tokenizer: Leaf) -> dict[str, bytes]:
     """Return the files that a tokenizer or processor of transformers writes, by name. Not collective.
 
     Raises:
         InvalidArgumentError: the object has no `save_pretrained`.
     """
     if not hasattr(tokenizer, "save_pretrained") or is_module(tokenizer):
-        found = type_text(tokenizer)
-        raise InvalidArgumentError(f"tokenizer must be a tokenizer or processor of transformers, not {found}")
+        text = f"tokenizer must be a tokenizer or processor of transformers, not {type_text(tokenizer)}"
+        raise InvalidArgumentError(text)
     return _saved_files(tokenizer)
 
 
-def _saved_files(value: Any, **options: Any) -> dict[str, bytes]:
+def _saved_files(value: Leaf, **options: Leaf) -> dict[str, bytes]:
     """Return the files that `value.save_pretrained` writes, by their paths below its directory."""
+    # It writes nothing but files, and the names of some are known to the class alone.
     files: dict[str, bytes] = {}
     with tempfile.TemporaryDirectory() as directory:
         value.save_pretrained(directory, **options)
@@ -164,20 +179,23 @@ def _saved_files(value: Any, **options: Any) -> dict[str, bytes]:
     return files
 
 
-def _unwrapped(state: Any) -> Any:
-    return layers(state)[-1] if is_module(state) else state
+def _unwrapped(state: Leaf) -> Leaf:
+    if is_module(state):
+        return layers(state)[-1]
+    return state
 
 
-def _is_pretrained(value: Any) -> bool:
+def _is_pretrained(value: Leaf) -> bool:
     return _is_instance(value, "transformers.modeling_utils", "PreTrainedModel")
 
 
-def _is_instance(value: Any, module: str, name: str) -> bool:
+def _is_instance(value: Leaf, module: str, name: str) -> bool:
     """Whether a value is an instance of a module's class; False if the module has not been imported."""
-    found = getattr(sys.modules.get(module), name, None)
-    return found is not None and isinstance(value, found)
+    # Importing them takes seconds, and a value can only be theirs if somebody has imported them.
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
 
 
-def _own_class(module: Any) -> type:
+def _own_class(module: Module) -> type:
     """Return a module's class, or the one that fully_shard has replaced by a class of torch's."""
     return next(base for base in type(module).__mro__ if not base.__module__.startswith("torch.distributed."))

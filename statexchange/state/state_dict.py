@@ -1,4 +1,4 @@
-"""A training job's nested state as one tree of JSON values and named tensors; `load_plan` loads it again.
+"""A training job's nested state as one tree of JSON values and named tensors; `match` loads it again.
 
 In the tree a module is a mapping of its tensors by name, without the names that wrappers add. An optimizer's state is
 keyed by the names of its parameters, if they or their modules are in the state too; so it can be loaded on any number
