@@ -161,7 +161,7 @@ class OptimizerMatcher:
                 plan.saved.append(saved)
         param_names = join_numbered(plan.saved, path)
         for saved in plan.saved:
-            names = self._names_in_state(param_names if saved.by_number else saved.labels, live)
+            names = self._names_in_state(param_names if saved.by_number else saved.labels, path, live)
             labels = live.labels_of(saved, names, has_tree=has_tree)
             for number, group in enumerate(saved.groups):
                 for label in group.labels:
@@ -194,14 +194,25 @@ class OptimizerMatcher:
         if with_state.state_keys() != parameter.state_keys():
             conflicts.setdefault(joined(plan.path, f"state.{label}"), (with_state.saved.rank, rank))
 
-    def _names_in_state(self, labels: Sequence[str], live: LiveParameters) -> Sequence[str]:
+    def _names_in_state(self, labels: Sequence[str], path: str, live: LiveParameters) -> Sequence[str]:
         """Return the state's names of parameters that the source calls by these."""
         if not self._matching.has_tree:
             of_tensors = self._names_of_tensors(labels)
             if not live.in_state.keys().isdisjoint(of_tensors):  # else those of a wrapped model
                 return of_tensors
         names = self._matching.names
-        return list(map(names.name, labels)) if names.renames else labels
+        if not names.renames:
+            return labels
+        begin, end = joined(path, "state."), ".step"
+        new_names = []
+        for label in labels:
+            new = names.name(label)
+            # Some patterns are for whole names: a name in a module is renamed as a part of the name of its state.
+            whole = names.name(f"{begin}{label}{end}") if new == label else ""
+            if whole.startswith(begin) and whole.endswith(end):
+                new = whole[len(begin) : -len(end)]
+            new_names.append(new)
+        return new_names
 
     def _names_of_tensors(self, labels: Sequence[str]) -> list[str]:
         """Return the state's names of the tensors that the source calls so after one prefix, that of their module.
