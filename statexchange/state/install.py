@@ -39,7 +39,6 @@ from statexchange.units import format_number
 
 __all__ = [
     "PLAIN",
-    "Filler",
     "LoadPlan",
     "LoadTarget",
     "Place",
@@ -191,7 +190,12 @@ class LoadTarget(NamedTuple):
 class LoadPlan:
     """The steps that turn a live state into the saved one.
 
+    Example:
+        `fill` of the saved value ``{"exp_avg": SavedTensor("o.m"), "step": 3}``, beside a live dict without entries,
+        returns ``{"exp_avg": <a new tensor>, "step": 3}``, and the new tensor is a target of the plan.
+
     Attributes:
+        matching: the load.
         targets: the tensors to be read.
         callbacks: to be called, in order, once the tensors are read.
         missing: paths of the live state that the source lacks.
@@ -206,6 +210,7 @@ class LoadPlan:
         nameless: the paths of optimizers whose parameters have names in the source, and only numbers in the live state.
     """
 
+    matching: Matching
     targets: list[LoadTarget] = field(default_factory=list)
     callbacks: list[Callable[[], object]] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -236,27 +241,15 @@ class LoadPlan:
         if stateful:
             self.stateful.update(paths)
 
-
-class Filler:
-    """Puts tensors in place of each SavedTensor of a saved value, and lets the plan read them.
-
-    Example:
-        The saved value ``{"exp_avg": SavedTensor("o.m"), "step": 3}``, beside a live dict without entries, becomes
-        ``{"exp_avg": <a new tensor>, "step": 3}``, and the new tensor is a target of the plan.
-    """
-
-    def __init__(self, plan: LoadPlan, matching: Matching) -> None:
-        self.plan = plan
-        self.matching = matching
-
     def fill(self, saved: Leaf, path: str, place: Place = Place()) -> Leaf:  # noqa: B008 (immutable)
         """Return a saved value with tensors, in containers of the types of the live value, `place.live`."""
         if isinstance(saved, SavedTensor):
             live = tensor_to_fill(self.matching, saved, place, path)
-            self.plan.targets.append(LoadTarget(saved.name, live, path, place.parameter_name))
+            self.targets.append(LoadTarget(saved.name, live, path, place.parameter_name))
             return live
         if isinstance(saved, PLAIN):
             return saved
+        # The tree of a save is JSON: an OrderedDict of the live state was saved as a mapping like any other.
         with named(path):
             return with_types_of(place.live, self._with_tensors(saved, path, place))
 
@@ -272,9 +265,11 @@ class Filler:
         if items is None:
             refuse_opaque(saved, path)
             return saved
+        # An object that is a leaf may have items, too, but they are not places of the state.
         live_items = {} if is_leaf(place.live) else children(place.live) or {}
         new = {}
         for key, item in items.items():
+            # A key may be of a type that only the job that saved it had.
             if type(key) is not str:
                 refuse_opaque(key, path)
             if isinstance(item, PLAIN):
@@ -291,7 +286,7 @@ class Filler:
         # plan; later it would be one of a state that is half loaded.
         with named(path):
             check_change(container, change)
-        self.plan.callbacks.append(functools.partial(change, container))
+        self.callbacks.append(functools.partial(change, container))
 
 
 def name_of(stored: Sequence[Entry]) -> str | None:
@@ -305,6 +300,7 @@ def named(path: str) -> Iterator[None]:
     try:
         yield
     except UnsupportedError as error:
+        # An inner container has been named already.
         if error.name is not None:
             raise
         text = f"{error.message}: give a dict, list or tuple, or leave it out by exclude"

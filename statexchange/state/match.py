@@ -28,7 +28,7 @@ from statexchange.state.entries import (
     refuse_opaque,
 )
 from statexchange.state.flatten import LiveEntry, LiveState, is_leaf, load_object
-from statexchange.state.install import Filler, LoadPlan, LoadTarget, Place, name_of, named, other_kind_error
+from statexchange.state.install import LoadPlan, LoadTarget, Place, name_of, named, other_kind_error
 from statexchange.state.match_megatron import MegatronMatcher
 from statexchange.state.match_modules import ModuleMatcher
 from statexchange.state.match_optimizers import OptimizerMatcher
@@ -74,18 +74,17 @@ class _Matcher:
     """Matches the live entries one after the other, and writes the plan."""
 
     def __init__(self, live: LiveState, matching: Matching) -> None:
-        self.plan = LoadPlan()
+        self.plan = LoadPlan(matching)
         self._live = live
         self._entries = matching.entries
         self._matching = matching
         self._names = matching.names
         self._options = matching.names.options
-        self._filler = Filler(self.plan, matching)
         self._paths = _LivePaths(live)
         self._megatron: MegatronMatcher | None = None  # made for the first of its objects
-        self.values = _ValueMatcher(live, self._filler)
-        self.modules = ModuleMatcher(live, self._filler)
-        self.optimizers = OptimizerMatcher(live, self._filler)
+        self.values = _ValueMatcher(live, self.plan)
+        self.modules = ModuleMatcher(live, self.plan)
+        self.optimizers = OptimizerMatcher(live, self.plan)
 
     def match(self, entry: LiveEntry) -> None:
         """Match one live entry."""
@@ -101,7 +100,7 @@ class _Matcher:
             self._object(entry)
         elif entry.kind == "sharded":
             if self._megatron is None:
-                self._megatron = MegatronMatcher(self._filler)
+                self._megatron = MegatronMatcher(self.plan)
             self._megatron.match(entry)
         else:
             self._value(entry)
@@ -152,7 +151,7 @@ class _Matcher:
             )
             raise NotFoundError(text)
         self._take(below)
-        new = self._filler.fill(saved, path, Place(present, is_filled=False))
+        new = self.plan.fill(saved, path, Place(present, is_filled=False))
         self.optimizers.add_scheduler(entry)
         self.plan.callbacks.append(functools.partial(load_object, live, live.load_state_dict, new, path))
 
@@ -325,11 +324,11 @@ class _ValueMatcher:
     or left whole.
     """
 
-    def __init__(self, live: LiveState, filler: Filler) -> None:
+    def __init__(self, live: LiveState, plan: LoadPlan) -> None:
         self._live = live
-        self._filler = filler
-        self._names = filler.matching.names
-        self._has_tree = filler.matching.has_tree
+        self._plan = plan
+        self._names = plan.matching.names
+        self._has_tree = plan.matching.has_tree
         self._new_values: dict[Path, Leaf] = {}
 
     def add(self, entry: LiveEntry, saved: Leaf) -> bool:
@@ -340,17 +339,17 @@ class _ValueMatcher:
             selected = self._selected(saved, live, path)
         if selected is ABSENT:
             return False
-        self._filler.plan.num_values += 1
+        self._plan.num_values += 1
         self._new_values[entry.keys] = self._replacement(live, self._filled(selected, live, path), path)
         return True
 
     def _filled(self, saved: Leaf, live: Leaf, path: str) -> Leaf:
         """Return a plain value in containers of the live types; a live mapping itself is refilled with the entries."""
         if not isinstance(live, MutableMapping) or not isinstance(saved, Mapping) or is_dataclass(saved):
-            return self._filler.fill(saved, path, Place(live))
+            return self._plan.fill(saved, path, Place(live))
         filled = {}
         for key, item in saved.items():
-            filled[key] = self._filler.fill(item, joined(path, key), Place(live.get(key)))
+            filled[key] = self._plan.fill(item, joined(path, key), Place(live.get(key)))
         return filled
 
     def _selected(self, saved: Leaf, live: Leaf, path: str) -> Leaf:
@@ -389,7 +388,7 @@ class _ValueMatcher:
             elif not self._names.wants_whole((item, inner)):
                 selected[key] = item
             elif is_filled and not has_no_leaves(item):
-                self._filler.plan.add_missing([inner], stateful=False)
+                self._plan.add_missing([inner], stateful=False)
                 selected[key] = item
         for key, item in saved.items():
             if key in live:
@@ -403,13 +402,13 @@ class _ValueMatcher:
         """Return what replaces a plain value: `live` itself if it is equal, or if a callback refills it."""
         if isinstance(live, MutableMapping) and isinstance(new, Mapping):
             if not values.is_same(dict(live), dict(new)):
-                self._filler.change(live, functools.partial(refill, items=dict(new)), path)
+                self._plan.change(live, functools.partial(refill, items=dict(new)), path)
             return live
         # Equal bits, not equal values: -0.0 is another number than 0.0.
         if values.is_same(live, new):
             return live
         if type(new) is type(live) and is_mutable(live) and not isinstance(live, list):  # a dataclass
-            self._filler.change(live, functools.partial(with_children, changed=children(new) or {}), path)
+            self._plan.change(live, functools.partial(with_children, changed=children(new) or {}), path)
             return live
         # What has no text was not saved as a value: it may be anything, as a function.
         if children(live) is None and not values.has_text(live):
@@ -429,7 +428,7 @@ class _ValueMatcher:
         if not changed:
             return live
         if is_mutable(live):
-            self._filler.change(live, functools.partial(with_children, changed=changed), path)
+            self._plan.change(live, functools.partial(with_children, changed=changed), path)
             return live
         with named(path):
             return with_children(live, changed)

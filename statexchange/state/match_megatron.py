@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from statexchange.sharding.paths import joined
 from statexchange.state.entries import ABSENT, Entry, SavedTensor
 from statexchange.state.flatten import LiveEntry
-from statexchange.state.install import Filler, LoadTarget
+from statexchange.state.install import LoadPlan, LoadTarget
 from statexchange.state.megatron import MegatronTensor, leaves, sharded_kind
 from statexchange.state.types import Leaf
 
@@ -18,12 +18,13 @@ __all__ = ["MegatronMatcher"]
 class MegatronMatcher:
     """Plans the objects of Megatron-Core of a state, which has some."""
 
-    def __init__(self, filler: Filler) -> None:
-        self._entries = filler.matching.entries
-        self._options = filler.matching.names.options
-        self._filler = filler
+    def __init__(self, plan: LoadPlan) -> None:
+        self._entries = plan.matching.entries
+        self._options = plan.matching.names.options
+        self._plan = plan
         self._live: set[str] = set()  # keys of the live state
         self._saved: dict[str, str] = {}  # the source's names, by the names of the state
+        # Both names: a rename may have given a tensor another one, and keys are the source's own.
         for entry in self._entries:
             if isinstance(entry.leaf, SavedTensor):
                 self._saved.setdefault(entry.text, entry.leaf.name)
@@ -37,13 +38,14 @@ class MegatronMatcher:
         self._match(entry.value, entry.text)
 
     def _match(self, live: Leaf, path: str) -> None:
-        plan, kind = self._filler.plan, sharded_kind(live)
+        plan, kind = self._plan, sharded_kind(live)
         if kind == "tensor" and self._options.wants(live.key):
             if live.key in self._saved:
                 plan.targets.append(LoadTarget(self._saved[live.key], MegatronTensor(live), live.key))
             else:
                 plan.add_missing([live.key])
         elif kind == "factory":
+            # Built once: what is filled must be what is merged.
             built = live.build()
             is_whole = True
             for inner, part in leaves(built):
@@ -58,7 +60,7 @@ class MegatronMatcher:
             if saved is not ABSENT:
                 for entry in self._entries.below(path):
                     plan.matched.add(entry.text)
-                plan.callbacks.append(functools.partial(setattr, live, "data", self._filler.fill(saved, path)))
+                plan.callbacks.append(functools.partial(setattr, live, "data", self._plan.fill(saved, path)))
             elif live.data is not None:  # an object without data needs no saved one
                 plan.add_missing([path])
 

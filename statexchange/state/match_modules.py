@@ -9,7 +9,7 @@ from statexchange.errors import InvalidArgumentError
 from statexchange.sharding.paths import joined, module_prefix, text_of
 from statexchange.state.entries import ABSENT, OpaqueValue, SavedTensor, is_empty_mapping
 from statexchange.state.flatten import LiveEntry, LiveState, load_object
-from statexchange.state.install import Filler, LoadTarget, Place, name_of, other_kind_error, tensor_to_fill
+from statexchange.state.install import LoadPlan, LoadTarget, Place, name_of, other_kind_error, tensor_to_fill
 from statexchange.state.modules import (
     has_loader,
     is_extra_state,
@@ -33,12 +33,11 @@ class ModuleMatcher:
         shared: the paths of lists of modules that share one namespace.
     """
 
-    def __init__(self, live: LiveState, filler: Filler) -> None:
+    def __init__(self, live: LiveState, plan: LoadPlan) -> None:
         self.shared: set[str] = set()
-        self._filler = filler
-        self._matching = filler.matching
-        self._entries = filler.matching.entries
-        self._plan = filler.plan
+        self._plan = plan
+        self._matching = plan.matching
+        self._entries = plan.matching.entries
         self._prefixes: dict[str, str] = {}  # what comes before the names of each module in the source, by its path
         self._find_prefixes(live)
 
@@ -53,7 +52,7 @@ class ModuleMatcher:
         for keys, container in live.containers.items():
             if has_indices(container) and len(container) > 0 and all(map(is_module, container)):
                 path = text_of(keys)
-                begin = f"{path}." if path else ""
+                begin = joined(path, "")
                 if self._share_names(container, begin):
                     self.shared.add(path)
                     for index in range(len(container)):
@@ -61,7 +60,7 @@ class ModuleMatcher:
         for entry in live.entries:
             if entry.kind != "module" or entry.text in self._prefixes:
                 continue
-            begin = f"{entry.text}." if entry.text else ""
+            begin = joined(entry.text, "")
             names = []
             for below in self._entries.below(entry.text):
                 if below.text != entry.text:
@@ -95,9 +94,12 @@ class ModuleMatcher:
         live, rest = live_items(module)
         names = [*live, *rest]
         if path and not self._entries.has_below(prefix.removesuffix(".")):
-            return not any(map(self._matching.names.options.wants, [joined(path, name) for name in names]))
+            options = self._matching.names.options
+            return not any(options.wants(joined(path, name)) for name in names)
         # A module without tensors was saved as an empty mapping, or by others as nothing.
-        other = self._entries.at(path, entry.keys) if path else None
+        other = None
+        if path:
+            other = self._entries.at(path, entry.keys)
         if other is not None:
             if not is_empty_mapping(other.leaf):
                 raise other_kind_error("the tensors of a module", other.leaf, path)
@@ -114,7 +116,11 @@ class ModuleMatcher:
             if name in wanted:
                 self._match_rest(name, value, prefix, new_items)
         if new_items or (has_own_loader and loaded):
-            load = functools.partial(load_items, module, filled=live.keys() if has_own_loader else ())
+            # torch's own loader would only copy the filled tensors onto themselves.
+            filled: Collection[str] = ()
+            if has_own_loader:
+                filled = live.keys()
+            load = functools.partial(load_items, module, filled=filled)
             self._plan.callbacks.append(functools.partial(load_object, module, load, new_items, path))
         return True
 
@@ -125,7 +131,7 @@ class ModuleMatcher:
         """
         if not self._matching.names.selects:
             return frozenset(names)
-        place = f"{path}." if path else ""
+        place = joined(path, "")
         wanted: set[str] = set()
         for name in names:
             if self._matching.names.options.wants_object([prefix + name, place + name]):
@@ -171,7 +177,10 @@ class ModuleMatcher:
     def _resized(self, live: Leaf, saved: SavedTensor, path: str, part: Module, name: str) -> Leaf:
         """Return a new tensor of the saved shape, if the module `part` takes it for its buffer `name`; else `live`."""
         new = tensor_to_fill(self._matching, saved, Place(live), path)
-        return new if new is not live and new.dtype == live.dtype and resizes(part, name, new) else live
+        # Of another dtype it would be another buffer, and trying the loader on it costs a copy.
+        if new is not live and new.dtype == live.dtype and resizes(part, name, new):
+            return new
+        return live
 
     def _match_rest(self, name: str, live: Leaf, prefix: str, new_items: dict[str, Leaf]) -> None:
         """Plan an entry of a module's state dict that is no parameter or buffer; what is loaded joins `new_items`."""
@@ -180,7 +189,7 @@ class ModuleMatcher:
         if saved is ABSENT or isinstance(saved, OpaqueValue):
             self._plan.add_missing([where], stateful=False)
             return
-        new = self._filler.fill(saved, where, Place(live, is_filled=False))
+        new = self._plan.fill(saved, where, Place(live, is_filled=False))
         self._plan.add_loaded(self._entries.below(where))
         # Extra state may be of any form. What else a module copies, as a quantized weight, it copies into what it has.
         if not is_extra_state(name) and is_tensor(live) and is_tensor(new):

@@ -22,7 +22,7 @@ from statexchange.errors import InvalidArgumentError, StateExchangeError, Unsupp
 from statexchange.sharding.paths import joined
 from statexchange.state.entries import Entry, SavedTensor, are_equal, refuse_opaque
 from statexchange.state.flatten import LiveEntry, LiveState, ParameterName, load_object, parameter_names
-from statexchange.state.install import PLAIN, Filler, Place, other_kind_error
+from statexchange.state.install import PLAIN, LoadPlan, Place, other_kind_error
 from statexchange.state.optimizer_parameters import (
     LiveParameters,
     OtherKey,
@@ -96,11 +96,11 @@ class _ParameterTensor(NamedTuple):
 class OptimizerMatcher:
     """Plans the optimizers of a state, and then looks whether its schedulers fit them."""
 
-    def __init__(self, live: LiveState, filler: Filler) -> None:
+    def __init__(self, live: LiveState, plan: LoadPlan) -> None:
         self._live = live
-        self._filler = filler
-        self._matching = filler.matching
-        self._entries = filler.matching.entries
+        self._plan = plan
+        self._matching = plan.matching
+        self._entries = plan.matching.entries
         self._names: Mapping[int, ParameterName] | None = None
         self._texts: dict[str, str] | None = None  # of the source's tensors, by their names
         self._tensors: list[_ParameterTensor] = []
@@ -113,13 +113,17 @@ class OptimizerMatcher:
         optimizer, path, options = entry.value, entry.text, self._matching.names.options
         is_wanted = not path or options.may_want(path)
         below = self._entries.below(path)
-        by_key = self._entries.by_key(path) if below else None
-        if by_key is None:  # names alone are no optimizer's
+        by_key = None
+        if below:
+            by_key = self._entries.by_key(path)
+        # Names alone are no optimizer's: they do not say where a parameter's name ends.
+        if by_key is None:
             if is_wanted:
-                self._filler.plan.add_missing([path or "the optimizer"])
+                self._plan.add_missing([path or "the optimizer"])
             return
+        # Also what is not loaded: the state has a place for it.
         for saved in below:
-            self._filler.plan.matched.add(saved.text)
+            self._plan.matched.add(saved.text)
         if not is_wanted:
             self._same_groups[id(optimizer.param_groups)] = self._same_groups_unloaded(optimizer, path, by_key)
             return
@@ -144,24 +148,30 @@ class OptimizerMatcher:
             self._names = parameter_names(self._live)
         live = LiveParameters(optimizer, self._names, path)
         has_tree = self._matching.has_tree
-        plan = _OptimizerPlan(optimizer, path, live, self._filler)
+        plan = _OptimizerPlan(optimizer, path, live, self._plan)
         for rank, entries in self._entries.of_each_rank:
             if not entries.has_below(path):
                 continue
-            of_rank = by_key if entries is self._entries else entries.by_key(path)
+            of_rank: Mapping[Leaf, list[Entry]] | None = by_key
+            if entries is not self._entries:
+                of_rank = entries.by_key(path)
             saved = read_optimizer(entries, rank, path, of_rank, live, has_tree=has_tree)
             if saved is None:
                 # Another rank's value of another kind does not count, but tensors of it are not dropped unsaid.
                 apart = self._entries.is_own or path in self._entries.conflicts or entries.at(path) is not None
                 if not (plan.saved and apart):
-                    value = entries.value(path, {}) if of_rank else None
+                    value = None
+                    if of_rank:
+                        value = entries.value(path, {})
                     raise other_kind_error("an optimizer", value, path)
             # Numbers are those of a rank's own parameters: this rank's, if it has some.
             elif not (plan.saved and saved.by_number and self._entries.is_own):
                 plan.saved.append(saved)
         param_names = join_numbered(plan.saved, path)
         for saved in plan.saved:
-            names = self._names_in_state(param_names if saved.by_number else saved.labels, path, live)
+            # Numbers have no names but those of the groups, which any rank may have saved.
+            texts = param_names if saved.by_number else saved.labels
+            names = self._names_in_state(texts, path, live)
             labels = live.labels_of(saved, names, has_tree=has_tree)
             for number, group in enumerate(saved.groups):
                 for label in group.labels:
@@ -185,10 +195,12 @@ class OptimizerMatcher:
         """
         if self._entries.is_own:
             return
-        with_state = plan.with_state.setdefault(label, parameter) if parameter.entries else parameter
+        with_state = parameter
+        if parameter.entries:
+            with_state = plan.with_state.setdefault(label, parameter)
         if self._matching.names.options.replicas == "root":
             return
-        rank, conflicts = parameter.saved.rank, self._filler.plan.conflicts
+        rank, conflicts = parameter.saved.rank, self._plan.conflicts
         if not are_equal(dict(first.group.settings), dict(parameter.group.settings)):
             conflicts.setdefault(joined(plan.path, "param_groups"), (first.saved.rank, rank))
         if with_state.state_keys() != parameter.state_keys():
@@ -207,10 +219,11 @@ class OptimizerMatcher:
         new_names = []
         for label in labels:
             new = names.name(label)
-            # Some patterns are for whole names: a name in a module is renamed as a part of the name of its state.
-            whole = names.name(f"{begin}{label}{end}") if new == label else ""
-            if whole.startswith(begin) and whole.endswith(end):
-                new = whole[len(begin) : -len(end)]
+            if new == label:
+                # Some patterns are for whole names: a name in a module is renamed as a part of the name of its state.
+                whole = names.name(f"{begin}{label}{end}")
+                if whole.startswith(begin) and whole.endswith(end):
+                    new = whole[len(begin) : -len(end)]
             new_names.append(new)
         return new_names
 
@@ -225,11 +238,12 @@ class OptimizerMatcher:
                 if isinstance(entry.leaf, SavedTensor):
                     self._texts[entry.name] = entry.text
         names: list[str] = []
-        for name in self._texts if labels else ():
-            if f".{name}".endswith(f".{labels[0]}"):
+        for name in self._texts:
+            if labels and f".{name}".endswith(f".{labels[0]}"):
                 begin = name.removesuffix(labels[0])
-                of_module = [self._texts[begin + label] for label in labels if begin + label in self._texts]
-                if len(of_module) == len(labels):
+                of_module = [self._texts.get(begin + label, "") for label in labels]
+                if "" not in of_module:
+                    # Two modules have these names, and the source does not say which one the optimizer has.
                     if names:
                         return []
                     names = of_module
@@ -242,7 +256,8 @@ class OptimizerMatcher:
         """
         if self._matching.names.options.layout is not None:  # plain live tensors may be parts of whole ones
             return
-        loaded = {id(target.live) for target in self._filler.plan.targets}
+        # After all is matched: a model may come after its optimizer in the state.
+        loaded = {id(target.live) for target in self._plan.targets}
         for tensor in self._tensors:
             parameter = tensor.parameters[tensor.label]
             if (tensor.by_number or id(parameter) not in loaded) and not _fits(tensor):
@@ -264,6 +279,7 @@ class OptimizerMatcher:
 
         It has lists of values by the number of a group, and optimizers are loaded by parameter.
         """
+        # Only now: a scheduler may come before its optimizer in the state.
         for entry in self._schedulers:
             groups = entry.value.optimizer.param_groups
             # Of an optimizer that is not in the state nothing is known, and torch's own load_state_dict asks nothing.
@@ -320,9 +336,13 @@ def _check_class(
     for saved in optimizers:
         for group in saved.groups:
             saved_names.update(group.settings)
-    live_names = {name for group in optimizer.param_groups for name in hyperparameters(group)} - _OF_SCHEDULERS
+    live_names: set[str] = set()
+    for live_group in optimizer.param_groups:
+        live_names.update(hyperparameters(live_group))
     saved_names -= _OF_SCHEDULERS
-    has_name = not classes or live.rpartition(".")[2] in {name.rpartition(".")[2] for name in classes}
+    live_names -= _OF_SCHEDULERS
+    last_parts = {name.rpartition(".")[2] for name in classes}
+    has_name = not classes or live.rpartition(".")[2] in last_parts
     if has_name and (live_names <= saved_names or saved_names <= live_names):
         return
     lacking = ", ".join(sorted(saved_names - live_names))
@@ -347,7 +367,7 @@ class _OptimizerPlan:
         tensors: those of parameters' states that are loaded.
     """
 
-    def __init__(self, optimizer: Optimizer, path: str, live: LiveParameters, filler: Filler) -> None:
+    def __init__(self, optimizer: Optimizer, path: str, live: LiveParameters, plan: LoadPlan) -> None:
         self.path = path
         self.saved: list[SavedOptimizer] = []
         self.parameters: dict[str, _SavedParameter] = {}
@@ -356,10 +376,10 @@ class _OptimizerPlan:
         self.tensors: list[_ParameterTensor] = []
         self._optimizer = optimizer
         self._live = live
-        self._filler = filler
-        self._options = filler.matching.names.options
-        self._selects = filler.matching.names.selects
-        self._begin = f"{path}." if path else ""
+        self._plan = plan
+        self._options = plan.matching.names.options
+        self._selects = plan.matching.names.selects
+        self._begin = joined(path, "")
         self._states: dict[Leaf, Leaf] = {}  # the new states, by key
         self._dropped: list[Leaf] = []  # keys whose state the source does not have, although it has the parameter
         self._filled: dict[int, Leaf] = {}  # live hyperparameters by id
@@ -371,7 +391,9 @@ class _OptimizerPlan:
         """
         for saved in self.saved:
             if not saved.has_groups:
-                return False if self.unexpected or len(self.parameters) < len(self._live.by_label) else None
+                if self.unexpected or len(self.parameters) < len(self._live.by_label):
+                    return False
+                return None
             if len(saved.groups) != len(self._live.by_group):
                 return False
         for number, of_group in enumerate(self._live.by_group):
@@ -383,14 +405,17 @@ class _OptimizerPlan:
 
     def add(self) -> None:
         """Add the optimizer to the plan of the load."""
-        plan, live = self._filler.plan, self._live
+        plan, live = self._plan, self._live
         groups: list[dict[str, Leaf] | None] = []
         empty = [group.settings for group in self.saved[0].groups if not group.labels]
-        rest = iter(empty if self._wants("param_groups") else ())
+        rest = iter(empty)
         for index, group in enumerate(self._optimizer.param_groups):
             of_group, path = live.by_group[index], f"{self._begin}param_groups.{index}"
+            # A group without parameters has no names to go by: the order is all that is known.
             settings = self._settings(of_group, path) if of_group else next(rest, None)
-            new = None if settings is None else self._group(group, settings, path)
+            new = None
+            if settings is not None and (of_group or self._wants("param_groups")):
+                new = self._group(group, settings, path)
             groups.append(new)
             self._add_states(of_group, new or group)
         self._add_other_state()
@@ -453,11 +478,13 @@ class _OptimizerPlan:
                 first = label, saved.group
             elif saved.group is not first[1] and not are_equal(dict(first[1].settings), dict(saved.group.settings)):
                 raise _differing(path, first, (label, saved.group))
-        return None if first is None else first[1].settings
+        if first is None:
+            return None
+        return first[1].settings
 
     def _group(self, live: Mapping[str, Leaf], settings: Mapping[str, Leaf], path: str) -> dict[str, Leaf]:
         """Return the new hyperparameters of a group."""
-        self._filler.plan.loaded.add(f"{self._begin}param_groups")  # where ranks may differ
+        self._plan.loaded.add(f"{self._begin}param_groups")  # where ranks may differ
         new = hyperparameters(live)
         for key, value in settings.items():
             if type(key) is not str:
@@ -468,14 +495,14 @@ class _OptimizerPlan:
             present = new.get(key)
             is_first = id(present) not in self._filled  # torch gives groups one tensor as the default lr
             self._filled[id(present)] = present
-            new[key] = self._filler.fill(value, f"{path}.{key}", Place(present, is_filled=is_first))
+            new[key] = self._plan.fill(value, f"{path}.{key}", Place(present, is_filled=is_first))
         return new
 
     # State
 
     def _add_states(self, of_group: Mapping[str, Leaf], settings: Mapping[str, Leaf]) -> None:
         """Add the new states of the parameters of a group, which has these settings."""
-        plan = self._filler.plan
+        plan = self._plan
         # torch keeps the count of steps on the CPU unless the optimizer is fused or capturable.
         on_host = not (settings.get("fused") or settings.get("capturable"))
         for label, parameter in of_group.items():
@@ -497,14 +524,16 @@ class _OptimizerPlan:
         """Return the new state of a parameter."""
         label, live = place.parameter_name, place.live
         path = f"{self._begin}state.{label}"
-        present = live if isinstance(live, Mapping) else {}
+        present: Mapping[Leaf, Leaf] = {}
+        if isinstance(live, Mapping):
+            present = live
         value = saved.saved.entries.built(
             saved.entries, {} if live is None else live, f"{self._begin}state.{saved.label}"
         )
         for entry in saved.entries:
-            self._filler.plan.loaded.add(entry.text)
+            self._plan.loaded.add(entry.text)
         if not isinstance(value, Mapping):
-            return self._filler.fill(value, path, place)
+            return self._plan.fill(value, path, place)
         new: dict[Leaf, Leaf] = {}
         for key, item in value.items():
             if type(key) is not str:
@@ -517,10 +546,10 @@ class _OptimizerPlan:
                 by_number, parameters = saved.saved.by_number, self._live.by_label
                 self.tensors.append(_ParameterTensor(by_number, item, live_item, label, parameters, where))
             at = Place(live_item, True, place.parameter, label, is_step, is_step and on_host)
-            new[key] = self._filler.fill(item, where, at)
+            new[key] = self._plan.fill(item, where, at)
         if live is None or type(live) is dict:
             return new
-        return self._filler.in_types_of(live, new, path)
+        return self._plan.in_types_of(live, new, path)
 
     def _add_other_state(self) -> None:
         """Plan the state that is not of a parameter."""
@@ -551,7 +580,7 @@ class _OptimizerPlan:
 
     def _more(self) -> dict[str, Leaf]:
         """Return the saved entries of a state dict beside ``state`` and ``param_groups``; others join the plan."""
-        saved, plan = self.saved[0].more, self._filler.plan
+        saved, plan = self.saved[0].more, self._plan
         live = state_of_optimizer(self._optimizer, self.path)["more"]
         more = {}
         for key in filter(self._wants, live):
@@ -569,8 +598,8 @@ class _OptimizerPlan:
         """Return the value that entries of the first rank make at a path."""
         value = self.saved[0].entries.built(entries, place.live, path)
         for entry in entries:
-            self._filler.plan.loaded.add(entry.text)
-        return self._filler.fill(value, path, place)
+            self._plan.loaded.add(entry.text)
+        return self._plan.fill(value, path, place)
 
 
 def _differing(path: str, first: tuple[str, SavedGroup], second: tuple[str, SavedGroup]) -> StateExchangeError:

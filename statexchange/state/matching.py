@@ -53,8 +53,13 @@ class NameFilter:
 
     def name(self, name: str) -> str:
         """Return the state's name of an entry of the source."""
-        new = renamed(name, self.options.rename) if self.options.rename else name
-        return without_wrappers(new) if self._strips_wrappers else new
+        new = name
+        if self.options.rename:
+            new = renamed(name, self.options.rename)
+        if self._strips_wrappers:
+            # After the renames, whose patterns are for the names that the source has.
+            return without_wrappers(new)
+        return new
 
     def wants_any(self, value: Leaf, path: str) -> bool:
         """Whether anything in a value at a path is selected."""
@@ -77,7 +82,8 @@ class NameFilter:
             # A function expects whole names.
             if new == path and not callable(self.options.rename):
                 inside = self.name(f"{path}.")
-                new = inside[:-1] if inside.endswith(".") else new
+                if inside.endswith("."):
+                    new = inside[:-1]
             self._places[path] = new
         return self._places[path]
 
@@ -122,7 +128,9 @@ class NameFilter:
                 head = text[: -len(inside) - 1]
                 if self._strips_wrappers:
                     inside = without_wrappers(inside)
-                return joined(self.place(head), inside) if head else inside
+                if not head:
+                    return inside
+                return joined(self.place(head), inside)
         return self.name(text)
 
 
@@ -168,7 +176,7 @@ def _kept_keys(keys: Path, text: str) -> Path:
         if begin < 0 or text[begin:end] != part or (begin > 0 and text[begin - 1] != "."):
             break
         count, end = count + 1, begin - 1
-    return keys[len(keys) - count :] if count else ()
+    return keys[len(keys) - count :]
 
 
 def strips_wrappers(names: Collection[str], state: Leaf) -> bool:
@@ -228,7 +236,9 @@ class Matching:
 
     def stored(self, text: str, keys: Path) -> list[Entry] | None:
         """Return the entries that fill a live tensor, several if a layout splits it; None if the source lacks one."""
-        names = self._names_by_layout(text) if self.layout.rules else [text]
+        names = [text]
+        if self.layout.rules:
+            names = self._names_by_layout(text)
         entries = []
         for name in names:
             # A part has a name of the layout's making, of which the live keys say nothing.
@@ -246,7 +256,9 @@ class Matching:
 
     def parameter(self, name: str) -> SavedTensor | None:
         """Return the source's tensor of the parameter that has this name in the state; None if it has none."""
-        entry = self.entries.at(with_dots(name)) if name else None
+        entry = None
+        if name:
+            entry = self.entries.at(with_dots(name))
         if entry is not None and isinstance(entry.leaf, SavedTensor):
             return entry.leaf
         return None

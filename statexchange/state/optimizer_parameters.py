@@ -117,6 +117,7 @@ def read_optimizer(
             saved.more[key] = of_key
     if not by_key:
         return None
+    # The nested form has the keys "state" and "param_groups", and neither has a dot.
     if flat:
         _read_flattened(saved, flat, live)
     elif _GROUPS in by_key:
@@ -194,6 +195,7 @@ def _read_flattened(saved: SavedOptimizer, flat: Mapping[str, list[Entry]], live
     settings: dict[str, dict[str, Leaf]] = {}
     for key, of_key in flat.items():
         kind, _, rest = key.partition(".")
+        # Names and keys of state may have dots: only the live names show where one ends.
         label = _owner(rest, live)
         inner = rest[len(label) + 1 :]
         of_label = settings.setdefault(label, {})
@@ -328,6 +330,7 @@ class LiveParameters:
             if live is not None:
                 labels[label] = live
             elif name in labels_by_name:
+                # Its value is None: two parameters have this name.
                 twice.append(name)
         if twice:
             raise InvalidArgumentError(
@@ -379,6 +382,7 @@ class LiveParameters:
             return in_state
         # Parts that wrappers put into names do not count.
         bare = list(map(bare_name, names))
+        # The names that the user gave the groups come before those of modules.
         of_groups = names_of_groups(self.optimizer)
         lists = self._lists_of_names() if of_groups is None else [of_groups]
         matches: list[list[str]] = []

@@ -211,6 +211,7 @@ def _unpacked(entries: Leaf, live: Leaf) -> Leaf:
     """
     if not isinstance(entries, Mapping) or not isinstance(live, Mapping):
         return entries
+    # Only what is packed has a mapping where the live state has none.
     unpacked: dict[Leaf, Leaf] = {}
     for key, value in entries.items():
         if isinstance(value, Mapping) and key not in live:
@@ -312,7 +313,7 @@ def _load(optimizer: Optimizer, more: Mapping[str, Leaf]) -> None:
     for new_group, group in zip(groups, optimizer.param_groups, strict=True):
         new_groups.append(hyperparameters(_without_casts(new_group, group)))
     new_state = {key: _without_casts(entries, optimizer.state.get(key)) for key, entries in state.items()}
-    _install(optimizer, new_groups, new_state, [key for key in optimizer.state if key not in new_state])
+    _install(optimizer, new_groups, new_state, {*optimizer.state} - {*new_state})
 
 
 def _without_casts(new: Leaf, old: Leaf) -> Leaf:
@@ -320,7 +321,9 @@ def _without_casts(new: Leaf, old: Leaf) -> Leaf:
     if is_torch(new) and is_torch(old):
         # A loader may put the moments of a BF16 parameter into BF16, which would lose what was read.
         cast = old.detach().to(device=new.device, dtype=new.dtype)
-        return old if _are_alike(new.detach(), cast) else new
+        if _are_alike(new.detach(), cast):
+            return old
+        return new
     if isinstance(new, dict) and isinstance(old, Mapping):
         return {key: _without_casts(value, old.get(key)) for key, value in new.items()}
     if isinstance(new, list) and isinstance(old, list) and len(new) == len(old):
