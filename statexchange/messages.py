@@ -198,6 +198,7 @@ class _Record:
             try:
                 columns.append(column.decode(raw[name], size))
             except ValueError as error:
+                # With the names of all fields above it, as in "tensors: pieces: holder: not int: '0'".
                 raise ValueError(f"{name}: {error}") from None
         return list(self._build(*columns))
 
