@@ -1,7 +1,4 @@
-"""Collectives of typed records, which every rank checks as it reads them.
-
-All ranks decode the same messages, also their own, so that a record that cannot be read is an error on all of them.
-"""
+"""Collectives of typed records; every rank checks what it reads."""
 
 from __future__ import annotations
 
@@ -23,15 +20,21 @@ def from_all(
     """Return the values of all ranks in rank order; `kind`, `what` and `check` are as for `decode`. Collective."""
     if comm.world_size == 1:
         return [value]
-    sent = comm.all_gather_bytes(encoded(value, kind), operation=what)
-    return [decode(data, kind, what, rank, check) for rank, data in enumerate(sent)]
+    values = []
+    # A rank decodes its own value, too: what cannot be read is an error on all ranks, and none goes on alone.
+    for rank, data in enumerate(comm.all_gather_bytes(encoded(value, kind), operation=what)):
+        values.append(decode(data, kind, what, rank, check))
+    return values
 
 
 def from_root(comm: Communicator, value: T, kind: type[T] | UnionType, what: str, root: int = 0) -> T:
     """Return the value of `root` on all ranks; those of the others are ignored. Collective."""
     if comm.world_size == 1:
         return value
-    data = encoded(value, kind) if comm.rank == root else b""
+    data = b""
+    if comm.rank == root:
+        data = encoded(value, kind)
+    # Every backend has all_gather_bytes, which also finds ranks that are in another call.
     return decode(comm.all_gather_bytes(data, operation=what)[root], kind, what, root)
 
 
@@ -44,7 +47,9 @@ def agree(comm: Communicator, failure: Exception | None, phase: str, value: T | 
         comm.agree(failure, phase=phase)
         assert value is not None
         return [value]
-    note = None if value is None else encode(value, kind)
+    note: object = None
+    if value is not None:
+        note = encode(value, kind)
     values = []
     for rank, raw in enumerate(comm.agree(failure, phase=phase, note=note)):
         values.append(decode(raw, kind, f"its note on {phase}", rank))
