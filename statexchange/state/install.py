@@ -94,10 +94,13 @@ def tensor_to_fill(matching: Matching, saved: SavedTensor, place: Place, path: s
         shape = tuple(parameter.shape)  # a part, as the parameter is
     if not matching.knows_owners:
         _check_is_of_all_ranks(matching, saved, shape, parameter, path)
-    # A fused or capturable optimizer wants its counts of steps beside the parameters, all others on the CPU.
-    moves = place.is_step and not place.on_host
-    if place.is_filled and _fits(matching, saved, shape, live) and not (moves and live.device != parameter.device):
-        return live
+    if place.is_filled and (is_torch(live) or is_array(live)) and tuple(live.shape) == shape:
+        dtype = name_of_dtype(live.dtype) or ""
+        has_dtype = dtype == saved.dtype or matching.names.options.casts(saved.dtype, dtype)
+        # A fused or capturable optimizer wants its counts of steps beside the parameters, all others on the CPU.
+        moves = place.is_step and not place.on_host and live.device != parameter.device
+        if has_dtype and not moves:
+            return live
     like = parameter
     if is_torch(live) and not place.is_step:
         like = live
@@ -127,14 +130,6 @@ def _check_is_of_all_ranks(
             expected=expected,
             found=shape,
         )
-
-
-def _fits(matching: Matching, saved: SavedTensor, shape: tuple[int, ...], live: Leaf) -> bool:
-    """Whether a saved tensor can be read into the live one."""
-    if not (is_torch(live) or is_array(live)) or tuple(live.shape) != shape:
-        return False
-    dtype = name_of_dtype(live.dtype) or ""
-    return dtype == saved.dtype or matching.names.options.casts(saved.dtype, dtype)
 
 
 def _new_tensor(matching: Matching, saved: SavedTensor, shape: tuple[int, ...], place: Place, like: Leaf) -> Leaf:
