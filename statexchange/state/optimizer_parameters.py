@@ -357,7 +357,7 @@ class LiveParameters:
             if len(names) != len(labels):
                 text = f"the param groups of the source have {len(labels)} parameters, and {len(names)} param_names"
                 raise CorruptError(f"{text}: leave the optimizer out by exclude", name=self._path)
-            by_name = self._by_names(names)
+            by_name = self._by_names(names, saved.names or names)
             if by_name is not None:
                 return dict(zip(labels, by_name, strict=True))
         # Where no names help, the order counts, as in torch's own load_state_dict: groups of equal sizes are trusted.
@@ -371,8 +371,10 @@ class LiveParameters:
             raise InvalidArgumentError(text, name=self._path)
         return dict(zip(labels, self.by_label, strict=True))
 
-    def _by_names(self, names: Sequence[str]) -> list[str] | None:
+    def _by_names(self, names: Sequence[str], shown: Sequence[str]) -> list[str] | None:
         """Return the live label of each name; None if the live parameters have no names, or others altogether.
+
+        `shown` are the source's own names, for the error.
 
         Raises:
             InvalidArgumentError: the names are those of other parameters, or of two.
@@ -399,7 +401,7 @@ class LiveParameters:
             return matches[0]
         if are_others:
             return None
-        raise InvalidArgumentError(_other_names_text(lists[0], names, len(matches)), name=self._path)
+        raise InvalidArgumentError(_other_names_text(lists[0], shown, len(matches)), name=self._path)
 
     def _lists_of_names(self) -> list[list[str]]:
         """Return what the parameters are called in each module that has all, in their own modules, and in the state."""
