@@ -45,12 +45,14 @@ def items_to_read(
         targets = _targets(plan, loaded, comm.rank)
     if has_layout:
         targets = _placed(targets, loaded.matching, comm)
+    # A phase of its own, as ranks exchange their parts before it.
     with comm.phase("comparing the tensors", timeout_s=timeout_s):
         return [_item(target, loaded) for target in targets]
 
 
 def mark_targets(plan: LoadPlan, items: Sequence[ReadItem]) -> None:
     """Increment the versions of the live tensors, and of the parts that are written: autograd must see the change."""
+    # A DTensor has a version of its own beside that of its local part.
     changed = [target.live for target in plan.targets]
     for item in items:
         changed += item.local.tensors
@@ -60,13 +62,9 @@ def mark_targets(plan: LoadPlan, items: Sequence[ReadItem]) -> None:
 def _targets(plan: LoadPlan, loaded: LoadSource, rank: int) -> list[_Target]:
     """Describe the live tensors to fill; a layout's rule may split one into several."""
     matching, layout = loaded.matching, loaded.matching.layout
-    like = {}
-    for target in plan.targets if layout.rules else ():
-        if target.name is not None:
-            saved = loaded.tensors.by_name[target.name].saved
-            if matching.is_like_parameter(saved, target.parameter_name):
-                like[target.path] = target.parameter_name
-    layout.like = like
+    # Before any is described: a rule for a parameter is one for its moments, too.
+    if layout.rules:
+        layout.like = _like_parameters(plan, loaded)
     targets = []
     with without_grad():  # a part of a parameter is a view, for which autograd would keep a node
         for target in plan.targets:
@@ -75,9 +73,20 @@ def _targets(plan: LoadPlan, loaded: LoadSource, rank: int) -> list[_Target]:
             for local in local_tensors(target.path, target.live, rule, rank):
                 name = target.name
                 if name is None or local.shard.name != target.path:
-                    name = _name_of_part(local.shard.name, matching)
+                    name = matching.name_of_part(local.shard.name)
                 targets.append(_Target(name, target.path, local, is_padded))
     return targets
+
+
+def _like_parameters(plan: LoadPlan, loaded: LoadSource) -> dict[str, str]:
+    """Return the paths of the tensors that lie as their parameters do, with the names of these."""
+    like = {}
+    for target in plan.targets:
+        if target.name is not None:
+            saved = loaded.tensors.by_name[target.name].saved
+            if loaded.matching.is_like_parameter(saved, target.parameter_name):
+                like[target.path] = target.parameter_name
+    return like
 
 
 def _placed(targets: Sequence[_Target], matching: Matching, comm: Communicator) -> list[_Target]:
@@ -98,22 +107,13 @@ def _placed(targets: Sequence[_Target], matching: Matching, comm: Communicator) 
     return wholes
 
 
-def _name_of_part(name: str, matching: Matching) -> str:
-    """Return the source's name of a tensor that a layout's rule has made of a live one."""
-    name = matching.renumbered.get(name, name)
-    entry = matching.entries.at(name)
-    if entry is None:
-        return name
-    tensor: str = entry.leaf.name
-    return tensor
-
-
 def _item(target: _Target, loaded: LoadSource) -> ReadItem:
     """Return what is read for a target."""
     stored, local = loaded.tensors.by_name[target.name], target.local
     saved, shard = stored.saved, local.shard
     if saved.problem is not None:
         raise saved.problem
+    # Asking torch takes longer than copying a small tensor: only memory that looks odd is asked again.
     for part, memory in zip(local.tensors, local.memory, strict=True):
         if not memory.is_plain:
             check_writable(part, target.path)
@@ -137,7 +137,9 @@ def _other_shape(target: _Target, loaded: LoadSource, expected: tuple[int, ...])
     hint = "; build the state as it was saved, or leave this tensor out by exclude"
     # A plain tensor may be this rank's part of one that the job has cut itself.
     if len(shape) == len(expected) and target.local.placement is None and loaded.matching.loaded_by > 1:
-        dim = next(dim for dim in range(len(shape)) if shape[dim] != expected[dim])
+        dim = 0
+        while shape[dim] == expected[dim]:
+            dim += 1
         hint = f'; if each rank holds a part, say so with layout={{"{target.path}": Shard({dim})}}'
     text = f"the state's shape differs from the source's{hint}"
     return InvalidArgumentError(text, name=target.path, path=loaded.matching.path, expected=expected, found=shape)

@@ -68,17 +68,19 @@ def compare_names(comm: Communicator, request: LoadRequest, plan: LoadPlan, load
     """
     options, path = request.options, loaded.matching.path
     everywhere, is_empty = {*plan.unexpected}, plan.is_empty
-    unexpected_here = (plan.unexpected, is_empty)
-    for unexpected, is_empty_there in from_all(comm, unexpected_here, tuple[list[str], bool], "unexpected names"):
-        everywhere.intersection_update(unexpected)
-        is_empty &= is_empty_there
+    if comm.world_size > 1:
+        here = (plan.unexpected, is_empty)
+        for unexpected, is_empty_there in from_all(comm, here, tuple[list[str], bool], "unexpected names"):
+            everywhere.intersection_update(unexpected)
+            is_empty &= is_empty_there
     with comm.phase("comparing the names"):
         plan.unexpected = [name for name in plan.unexpected if name in everywhere]
         plan.unexpected += loaded.converted.without_rule
         differs = not plan.tolerated.issuperset([*plan.missing, *plan.unexpected])
         if differs and (options.strict or loads_nothing(plan)):
             raise names_error(request.state, plan, loaded)
-        if comm.rank == 0 and plan.missing and plan.unexpected:  # not strict
+        # Without `strict` the load goes on, maybe with a part of the model alone: root says why.
+        if comm.rank == 0 and plan.missing and plan.unexpected:
             advice = advice_on_missing(request.state)
             if advice:
                 _log.warning("%s: %d names are missing in the source; %s", path, len(plan.missing), advice)
