@@ -510,8 +510,9 @@ class _ValueBuilder(NamedTuple):
         Raises:
             InvalidArgumentError: `live` does not show them either, or the entries contradict each other.
         """
-        if path in {entry.text for entry in entries}:
-            return _only(entries, path).leaf
+        for entry in entries:
+            if entry.text == path:
+                return _only(entries, path).leaf
         live_items = children(live) or {}
         # By index also those of a namedtuple: torch's files have them so.
         if isinstance(live, tuple):

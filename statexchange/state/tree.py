@@ -221,7 +221,7 @@ def with_types_of(live: Leaf, decoded: Leaf) -> Leaf:
         if type(live) in (list, tuple):
             return type(live)(items)
         return _built_like(live, items)
-    if is_dataclass(live) and type(decoded) is type(live):
+    if type(decoded) is type(live) and dataclasses.is_dataclass(type(live)):
         fields, live_fields = children(decoded) or {}, children(live) or {}
         new = {name: with_types_of(live_fields.get(name), item) for name, item in fields.items()}
         return other_with(live, new)  # than `live`, for its attributes that are no fields
@@ -488,12 +488,21 @@ def parts(tree: Leaf) -> list[Leaf]:
             continue
         # The list keeps the object, so that no other one gets its id.
         entered.add(id(part))
-        reached += (children(part) or {}).values()
+        # Nearly all are plain ones, of whose items no mapping has to be made.
+        if type(part) in (list, tuple):
+            reached += part
+        elif type(part) is dict:
+            reached += part.values()
+        else:
+            reached += (children(part) or {}).values()
     return reached
 
 
 def contains(tree: Leaf, *types: type) -> bool:
     """Whether `tree`, or a value in it, is of one of these types. Not collective."""
-    # By type, of which there are few, where there may be very many values.
-    kinds = {*map(type, parts(tree))}
-    return bool([kind for kind in kinds if issubclass(kind, types)])
+    for part in parts(tree):
+        if isinstance(part, types):
+            break
+    else:
+        return False
+    return True
