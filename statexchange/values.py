@@ -102,6 +102,7 @@ def register_config(cls: type) -> type:
         >>> Config(8)
         Config(hidden_size=8)
     """
+    # Only these are decoded without a call of the class's own code.
     is_type = isinstance(cls, type)
     if not (is_type and (dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum) or hasattr(cls, "_fields"))):
         raise TypeError(f"{cls!r} is no dataclass, namedtuple or Enum")
@@ -247,6 +248,7 @@ class _Encoder:
             return {_TAG: kind.__name__, "value": text, **fold}
         if kind is dt.timedelta:
             return {_TAG: "timedelta", "value": [value.days, value.seconds, value.microseconds]}
+        # By name, as torch may not be installed.
         if kind.__module__ == "torch" and kind.__name__ in ("dtype", "Size", "device"):
             plain = list(value) if kind.__name__ == "Size" else str(value).removeprefix("torch.")
             return {_TAG: kind.__name__.lower(), "value": plain}
@@ -543,11 +545,15 @@ class _Decoder:
 
     def _size(self, raw: JsonObject) -> object:
         torch = sys.modules.get("torch")
-        return tuple(raw["value"]) if torch is None else torch.Size(raw["value"])
+        if torch is None:
+            return tuple(raw["value"])
+        return torch.Size(raw["value"])
 
     def _device(self, raw: JsonObject) -> object:
         torch = sys.modules.get("torch")
-        return str(raw["value"]) if torch is None else torch.device(str(raw["value"]))
+        if torch is None:
+            return str(raw["value"])
+        return torch.device(str(raw["value"]))
 
     def _dict(self, raw: JsonObject) -> dict[Value, Value]:
         keys, items = [], []
@@ -571,7 +577,10 @@ class _Decoder:
         torch = sys.modules.get("torch")
         name = str(raw["value"])
         dtype = getattr(torch, name, None)
-        return dtype if torch is not None and isinstance(dtype, torch.dtype) else f"torch.{name}"
+        # A text from a file may name anything of torch.
+        if torch is not None and isinstance(dtype, torch.dtype):
+            return dtype
+        return f"torch.{name}"
 
     def _kept(self, raw: JsonObject) -> object:
         raise ValueError(f"value refers to {raw['name']!r}, a tensor or object that is not here")

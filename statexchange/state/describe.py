@@ -120,6 +120,7 @@ def describe(
         for name, tensor in named:
             for local in local_tensors(name, tensor, rules.rule_for(name), rank):
                 new_name = local.shard.name
+                # A layout may give a tensor the name of another.
                 if new_name in tensors:
                     raise _used_twice(new_name)
                 tensors[new_name] = local

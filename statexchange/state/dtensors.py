@@ -133,7 +133,9 @@ def _compute_layout(tensor: DTensor, mesh: DeviceMesh, coordinate: Sequence[int]
         split = None
         if hasattr(placement, "dim"):
             # Counted from the last one, it would be another placement than that of a rank that counts from the first.
-            dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
+            dim = placement.dim
+            if dim < 0:
+                dim += len(shape)
             split = DimSplit(dim, getattr(placement, "split_factor", 1))
             is_split |= split.split_factor > 1
         splits.append(split)
@@ -146,8 +148,8 @@ def _compute_layout(tensor: DTensor, mesh: DeviceMesh, coordinate: Sequence[int]
     begins = None
     if is_split:
         # Several runs of rows. torch's one chunk does not show them: it begins with the first and has the size of all.
-        runs = local_boxes(shape, mesh_shape, coordinate, splits)
-        boxes, begins = tuple(box for box, _ in runs), tuple(begin for _, begin in runs)
+        runs = dict(local_boxes(shape, mesh_shape, coordinate, splits))
+        boxes, begins = tuple(runs), tuple(runs.values())
     else:
         chunks: Leaf = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
         boxes = tuple(map(_box, chunks))

@@ -210,7 +210,9 @@ def with_types_of(live: Leaf, decoded: Leaf) -> Leaf:
     if isinstance(live, Mapping) and isinstance(decoded, Mapping):
         entries = {key: with_types_of(live.get(key), item) for key, item in decoded.items()}
         # A plain dict needs no copy of the live one, which the first step of a job would make for each parameter.
-        return entries if type(live) is dict else _built_like(live, entries)
+        if type(live) is dict:
+            return entries
+        return _built_like(live, entries)
     if isinstance(live, list | tuple) and type(decoded) in (list, tuple):  # others, as torch.Size, have their type
         live_items = dict(enumerate(live))
         items = [with_types_of(live_items.get(index), item) for index, item in enumerate(decoded)]
@@ -333,7 +335,9 @@ def _nodes(value: Leaf, path: str, is_leaf: IsLeaf | None, above: dict[int, str]
 
 def path_to(path: str, step: str) -> str:
     """Return the path of a child to which a step leads from the container at `path`."""
-    return path + step if path else step.removeprefix(".")
+    if not path:
+        return step.removeprefix(".")
+    return path + step
 
 
 def step_form(container: Container) -> str:
@@ -358,10 +362,13 @@ def _steps(value: Container, path: str) -> list[tuple[str, Key, Leaf]]:
     """Return a container's children as (step of the path, key, child), those of a mapping sorted by step."""
     steps: list[tuple[str, Key, Leaf]] = []
     form = step_form(value)
+    is_mapping = isinstance(value, Mapping)
     for key, child in (children(value) or {}).items():
-        step = step_of(key, path) if isinstance(value, Mapping) else form.format(key)
+        step = form.format(key)
+        if is_mapping:
+            step = step_of(key, path)
         steps.append((step, key, child))
-    if not isinstance(value, Mapping):
+    if not is_mapping:
         return steps
     # By text, as keys of several types have no order, and ranks may have inserted them in different ones.
     steps.sort(key=operator.itemgetter(0))
