@@ -364,9 +364,8 @@ def _steps(value: Container, path: str) -> list[tuple[str, Key, Leaf]]:
     form = step_form(value)
     is_mapping = isinstance(value, Mapping)
     for key, child in (children(value) or {}).items():
-        step = form.format(key)
-        if is_mapping:
-            step = step_of(key, path)
+        # Python refuses to write some keys, as very large numbers, which `step_of` then names.
+        step = step_of(key, path) if is_mapping else form.format(key)
         steps.append((step, key, child))
     if not is_mapping:
         return steps
