@@ -102,6 +102,7 @@ def register_config(cls: type) -> type:
         >>> Config(8)
         Config(hidden_size=8)
     """
+    # Only these are decoded without a call of the class's own code.
     is_type = isinstance(cls, type)
     if not (is_type and (dataclasses.is_dataclass(cls) or issubclass(cls, enum.Enum) or hasattr(cls, "_fields"))):
         raise TypeError(f"{cls!r} is no dataclass, namedtuple or Enum")
@@ -147,18 +148,22 @@ class _Encoder:
         """Return `value` as JSON; `is_hashed` is whether it is in a key or in a set, or in a deque."""
         if self._depth > MAX_DEPTH:
             raise InvalidArgumentError(f"value at {path[:80]}... is nested deeper than {MAX_DEPTH}, or contains itself")
+        # Before all else: what is kept may be of a type that has a text, too.
         if self._leaf is not None:
             name = self._leaf(value, path)
             if name is not None:
                 return self._kept_leaf(name, value, path, is_hashed=is_hashed)
         kind = type(value)
         if kind is int and value.bit_length() > _MAX_INT_BITS:
+            # Python refuses to parse such a number, so that nothing could read it.
             what = f"an integer of {value.bit_length():,} bits"
             raise UnsupportedError(f"cannot write {what} as JSON, at {path or 'the top'}: give its hex()")
         if value is None or kind in (bool, int, str):
             return cast("Json", value)
+        if kind is float and math.isfinite(value):
+            return cast("Json", value)
         if kind is float:
-            return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+            return {_TAG: "float", "value": repr(value)}
         self._depth += 1
         raw = self._container(value, path, is_hashed=is_hashed)
         if raw is None:
@@ -169,7 +174,8 @@ class _Encoder:
         return raw
 
     def _kept_leaf(self, name: str, value: object, path: str, *, is_hashed: bool) -> Json:
-        if self._kept.setdefault(name, value) is not value:  # one would be lost
+        # Of two objects under one name one would be lost.
+        if self._kept.setdefault(name, value) is not value:
             raise InvalidArgumentError(f"two values are called {name!r}; the second lies at {path}")
         if is_hashed and not self._leaves_anywhere:
             raise UnsupportedError(
@@ -182,13 +188,16 @@ class _Encoder:
         """Return the JSON of a container or an enum; None for any other value."""
         kind = type(value)
         if isinstance(value, enum.Enum):
+            # A member of an IntEnum is an int as well, so that enums come first.
             member = self.value(value.value, f"{path}.value", is_hashed=is_hashed)
             if not _leads_back(value, member):
                 raise _refusal(kind, path)
             return {_TAG: "enum", "type": _type_name(kind), "value": member}
         if kind in (list, tuple):
             items = [self.value(item, f"{path}[{i}]", is_hashed=is_hashed) for i, item in enumerate(value)]
-            return items if kind is list else {_TAG: "tuple", "value": items}
+            if kind is list:
+                return items
+            return {_TAG: "tuple", "value": items}
         tag, entries = "", value
         if dataclasses.is_dataclass(kind):
             tag, entries = "dataclass", _fields(value, path)
@@ -197,6 +206,7 @@ class _Encoder:
         elif not isinstance(value, Mapping):
             return None
         elif _TAG in value or {*map(type, value)} - {str}:
+            # JSON has texts as keys alone, and one of them would look like a tag.
             pairs = []
             for key, item in value.items():
                 shown = excerpt(key)
@@ -204,7 +214,9 @@ class _Encoder:
                 pairs.append([raw_key, self.value(item, f"{path}[{shown}]", is_hashed=is_hashed)])
             return {_TAG: "dict", "value": pairs}
         raw = {key: self.value(item, f"{path}.{key}", is_hashed=is_hashed) for key, item in entries.items()}
-        return {_TAG: tag, "type": _type_name(kind), "value": raw} if tag else raw
+        if not tag:
+            return raw
+        return {_TAG: tag, "type": _type_name(kind), "value": raw}
 
     def _tagged(self, value: Value, path: str) -> Json:
         """Return the JSON object of a value of the standard library, numpy or torch; None for any other value."""
@@ -215,27 +227,32 @@ class _Encoder:
             return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
         if kind is io.BytesIO:
             return {_TAG: "bytesio", "value": base64.b64encode(value.getvalue()).decode(), "position": value.tell()}
-        if kind in (set, frozenset):  # sorted, so that equal sets have equal texts
+        if kind in (set, frozenset):
+            # Sorted, so that equal sets have equal texts.
             items = [self.value(item, f"{path}<item {excerpt(item)}>", is_hashed=True) for item in value]
             return {_TAG: kind.__name__, "value": sorted(items, key=json.dumps)}
         if kind is deque:
             items = [self.value(item, f"{path}[{i}]", is_hashed=True) for i, item in enumerate(value)]
             return {_TAG: "deque", "value": items, "maxlen": value.maxlen}
-        if isinstance(value, type(pathlib.PurePath())):  # not one of another system
+        # One of another system would come back as something else.
+        if isinstance(value, type(pathlib.PurePath())):
             return {_TAG: "path", "value": str(value)}
         if kind is dt.date:
             return {_TAG: "date", "value": value.isoformat()}
         if kind in (dt.datetime, dt.time):
             fold = {"fold": value.fold} if value.fold else {}
             text = value.isoformat()
+            # The text has the offset from UTC, and not the name of a time zone.
             if repr(kind.fromisoformat(text).replace(**fold)) != repr(value):
-                return None  # no text has the name of a time zone
+                return None
             return {_TAG: kind.__name__, "value": text, **fold}
         if kind is dt.timedelta:
             return {_TAG: "timedelta", "value": [value.days, value.seconds, value.microseconds]}
+        # By name, as torch may not be installed.
         if kind.__module__ == "torch" and kind.__name__ in ("dtype", "Size", "device"):
             plain = list(value) if kind.__name__ == "Size" else str(value).removeprefix("torch.")
             return {_TAG: kind.__name__.lower(), "value": plain}
+        # Without an import: there is no number of numpy where numpy was not imported.
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.generic):
             if value.dtype.kind in "US":
@@ -278,6 +295,7 @@ def is_same(value: object, other: object) -> bool:
         return False
     if type(value) in (bool, int, str, type(None)):
         return value == other
+    # By text, in which 0.0 and -0.0 differ, and NaN is itself.
     if type(value) is float:
         return repr(value) == repr(other)
     try:
@@ -344,7 +362,8 @@ def parts_of(value: object) -> list[object]:
     waiting, seen = [value], {id(value)}
     while waiting:
         value = waiting.pop()
-        parts.append(value)  # which keeps it, so that no other object gets its id
+        # The list keeps the object, so that no other one gets its id.
+        parts.append(value)
         children: Iterable[object] = ()
         if isinstance(value, enum.Enum):
             children = [value.value]
@@ -447,7 +466,8 @@ class _Decoder:
         """Return the value of one parsed JSON node."""
         if not isinstance(raw, list | dict):
             return raw
-        if self._depth > MAX_DEPTH:  # as in `encode`: code that walks the value may recurse
+        # As in `encode`: code that walks the value may recurse.
+        if self._depth > MAX_DEPTH:
             raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
         self._depth += 1
         built: Value
@@ -459,7 +479,8 @@ class _Decoder:
                 if isinstance(item, list | dict):
                     built[key] = self.value(item)
         elif raw[_TAG] == "leaf" and self._leaves is not None:
-            built = self._leaves[raw["name"]]  # not by a method: most values of a job's state are tensors
+            # Not by a method: most values of a job's state are tensors.
+            built = self._leaves[raw["name"]]
         else:
             build = self.BUILDERS.get(raw[_TAG])
             if build is None:
@@ -488,6 +509,7 @@ class _Decoder:
     def _number(self, raw: JsonObject) -> object:
         import numpy as np
 
+        # np.dtype() would compile a part of some texts.
         if raw["dtype"] not in _NUMBER_DTYPES:
             raise ValueError(f"{excerpt(raw['dtype'])} is not the dtype of a number")
         return np.dtype(raw["dtype"]).type(self.value(raw["value"]))
@@ -513,7 +535,9 @@ class _Decoder:
 
     def _time(self, raw: JsonObject) -> object:
         time = getattr(dt, raw[_TAG]).fromisoformat(raw["value"])
-        return time.replace(fold=raw["fold"]) if "fold" in raw else time
+        if "fold" in raw:
+            return time.replace(fold=raw["fold"])
+        return time
 
     def _timedelta(self, raw: JsonObject) -> dt.timedelta:
         days, seconds, microseconds = raw["value"]
@@ -521,25 +545,31 @@ class _Decoder:
 
     def _size(self, raw: JsonObject) -> object:
         torch = sys.modules.get("torch")
-        return tuple(raw["value"]) if torch is None else torch.Size(raw["value"])
+        if torch is None:
+            return tuple(raw["value"])
+        return torch.Size(raw["value"])
 
     def _device(self, raw: JsonObject) -> object:
         torch = sys.modules.get("torch")
-        return str(raw["value"]) if torch is None else torch.device(str(raw["value"]))
+        if torch is None:
+            return str(raw["value"])
+        return torch.device(str(raw["value"]))
 
     def _dict(self, raw: JsonObject) -> dict[Value, Value]:
         keys, items = [], []
         for key, item in raw["value"]:
             keys.append(self._hashable(key))
             items.append(self.value(item))
-        _check_hashes(keys)  # before they are inserted into the mapping
+        # Before they are inserted into the mapping.
+        _check_hashes(keys)
         return dict(zip(keys, items, strict=True))
 
     def _hashable(self, raw: Json) -> Hashable:
         key: Hashable = self.value(raw)
         try:
             hash(key)
-        except TypeError:  # the type is unknown here, so the value came as a dict
+        except TypeError:
+            # The type is unknown here, so that the value came as a dict.
             return json.dumps(raw, separators=(",", ":"))
         return key
 
@@ -547,7 +577,10 @@ class _Decoder:
         torch = sys.modules.get("torch")
         name = str(raw["value"])
         dtype = getattr(torch, name, None)
-        return dtype if torch is not None and isinstance(dtype, torch.dtype) else f"torch.{name}"
+        # A text from a file may name anything of torch.
+        if torch is not None and isinstance(dtype, torch.dtype):
+            return dtype
+        return f"torch.{name}"
 
     def _kept(self, raw: JsonObject) -> object:
         raise ValueError(f"value refers to {raw['name']!r}, a tensor or object that is not here")
@@ -559,7 +592,8 @@ class _Decoder:
             return self._of_unknown_type(raw, {"value": value})
         try:
             member = cls(value)
-            if member.value != value:  # some releases of Python drop unknown bits of a Flag
+            # Some releases of Python drop unknown bits of a Flag.
+            if member.value != value:
                 raise ValueError(f"{raw['type']} has no member of this value")
         except ValueError as error:
             return self._of_unknown_type(raw, {}, error)
@@ -596,6 +630,7 @@ class _Decoder:
             return self._of_unknown_type(raw, fields, problem)
         if is_tuple:
             return cls._make(whole[name] for name in names)
+        # Also of a frozen one, and without what its class does when a field is set.
         instance = object.__new__(cls)
         for name in names:
             object.__setattr__(instance, name, whole[name])

@@ -58,7 +58,9 @@ class LocalTensor:
 
     def renamed(self, name: str) -> LocalTensor:
         """Return the same tensor under another name."""
-        part = None if self.part is None else replace(self.part, name=name)
+        part = self.part
+        if part is not None:
+            part = replace(part, name=name)
         return replace(self, shard=replace(self.shard, name=name), part=part)
 
 
@@ -84,8 +86,11 @@ class Description:
         """Return this with tensors renamed as `names` maps; aliases and sources keep their names."""
         if not names:
             return self
-        new = {name: names.get(name, name) for name in self.tensors}
-        return replace(self, tensors={new[name]: local.renamed(new[name]) for name, local in self.tensors.items()})
+        renamed = {}
+        for name, local in self.tensors.items():
+            new = names.get(name, name)
+            renamed[new] = local.renamed(new)
+        return replace(self, tensors=renamed)
 
 
 def describe(
@@ -115,13 +120,14 @@ def describe(
         for name, tensor in named:
             for local in local_tensors(name, tensor, rules.rule_for(name), rank):
                 new_name = local.shard.name
+                # A layout may give a tensor the name of another.
                 if new_name in tensors:
                     raise _used_twice(new_name)
                 tensors[new_name] = local
                 if new_name != name:
                     sources[new_name] = name
                 memory = tuple(map(same_memory, local.tensors))
-                # None stands for memory that cannot be identified, such as that of an empty tensor.
+                # Tied tensors are written once. None stands for memory that cannot be identified, as of empty tensors.
                 if memory and None not in memory and seen.setdefault(memory, new_name) != new_name:
                     aliases[new_name] = seen[memory]
     return Description(tensors, aliases, tuple(sorted(rules.unused)), sources, tuple(extra_state))
@@ -147,7 +153,11 @@ def _named_tensors(
     for name, value in _items(state):
         if not isinstance(name, str):
             raise InvalidArgumentError(f"state has the key {name!r}: names must be text")
-        for path, leaf in leaves(value, name) if holds_sharded(value) else [(name, value)]:
+        named_leaves = [(name, value)]
+        # Only Megatron-Core's state dicts are nested. In any other a mapping is an error, which names the entry.
+        if holds_sharded(value):
+            named_leaves = leaves(value, name)
+        for path, leaf in named_leaves:
             if is_extra_state(path) and not (with_extra_state and is_tensor(leaf)):
                 extra_state.append(path)
             elif is_tensor(leaf):
@@ -166,6 +176,7 @@ def _named_tensors(
 def _items(state: State) -> list[tuple[object, Leaf]]:
     """Return the entries of all parts of a state."""
     items: list[tuple[object, Leaf]] = []
+    # Parts, as the stages of a pipeline, share one namespace; a name that two have is refused where it is described.
     for part in state if isinstance(state, list | tuple) else [state]:
         if is_module(part):
             items += _tensors_of(part)
@@ -210,9 +221,11 @@ def local_tensors(name: str, tensor: Leaf, rule: Rule | None = None, rank: int =
         InvalidArgumentError: the rule does not fit the tensor, or gives two parts one name.
     """
     tensor = wait_tensor(tensor)
+    # Asked of each tensor: a dtype that no file has, or a storage that was freed, is refused by the tensor's name.
     memory = memory_of(tensor, name)
     dtype, shape = memory.dtype, tuple(tensor.shape)
     if hasattr(tensor, "__create_chunk_list__"):
+        # A mesh already says where its parts lie. Only a reduction may be asked of it.
         if rule is not None and rule.is_explicit:
             raise InvalidArgumentError(
                 f"layout rule for {rule.pattern!r} matches a tensor that is sharded already", name=name
@@ -221,10 +234,13 @@ def local_tensors(name: str, tensor: Leaf, rule: Rule | None = None, rank: int =
     elif rule is None:
         return [LocalTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,), memory=(memory,))]
     else:
-        described = [_from_part(part, memory, tensor) for part in rule.parts(name, shape, rank)]
-        names = {local.shard.name for local in described}
-        if len(names) < len(described):
-            raise _used_twice(max(names))
+        described = []
+        names: set[str] = set()
+        for part in rule.parts(name, shape, rank):
+            if part.name in names:
+                raise _used_twice(part.name)
+            names.add(part.name)
+            described.append(_from_part(part, memory, tensor))
     if rule is not None and rule.reduce is not None:
         described = [replace(local, reduce=rule.reduce) for local in described]
     return described
@@ -235,6 +251,7 @@ def _from_part(part: Part, memory: TensorMemory, tensor: TensorLike) -> LocalTen
     boxes = part.local_boxes()
     tensors, memories = [tensor], [memory]
     if part.cuts:
+        # Views, so that what is read into them fills the tensor.
         tensors = [tensor[tuple(map(slice, box.offsets, box.ends))] for box in boxes]
         memories = [memory_of(cut, part.name) for cut in tensors]
     shard = Shard(part.name, memory.dtype, part.shape, boxes)

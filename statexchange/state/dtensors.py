@@ -9,38 +9,49 @@ import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from operator import add
-from typing import Any
+from typing import TYPE_CHECKING
 
 from statexchange.errors import UnsupportedError
 from statexchange.sharding.placements import DimSplit, local_boxes
 from statexchange.sharding.sharding_spec import Placement, coordinate_of
 from statexchange.sharding.shards import Box
+from statexchange.state.types import Leaf
 from statexchange.tensors import is_dtensor, wait_tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
 
 __all__ = ["chunks_of", "is_sharded", "new_dtensor"]
 
 
-def is_sharded(tensor: Any) -> bool:
+def is_sharded(tensor: Leaf) -> bool:
     """Whether this is a DTensor that a placement divides; of torch's placements, only those that do have a `dim`."""
     return is_dtensor(tensor) and any(hasattr(placement, "dim") for placement in tensor.placements)
 
 
-def new_dtensor(like: Any, shape: Sequence[int], dtype: Any, dims: Collection[int]) -> Any:
+def new_dtensor(like: DTensor, shape: Sequence[int], dtype: torch.dtype, dims: Collection[int]) -> DTensor:
     """Return a new DTensor on the mesh of `like`, sharded as `like` is in the dims `dims`, and replicated in others.
 
     Not collective.
     """
     from torch.distributed.tensor import Replicate, Shard, zeros
 
-    placements = [one if type(one) is Shard and one.dim in dims else Replicate() for one in like.placements]
+    placements = [*like.placements]
+    for axis, placement in enumerate(like.placements):
+        if type(placement) is not Shard or placement.dim not in dims:
+            placements[axis] = Replicate()
     return zeros(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements)
 
 
-def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]], Placement | None, str]:
+def chunks_of(name: str, tensor: Leaf, rank: int) -> tuple[list[tuple[Box, torch.Tensor]], Placement | None, str]:
     """Return the boxes that this rank holds, each with its memory; a DTensor's placement, and its mesh's ranks as text.
 
     Not collective. The placement is None unless the mesh has the ranks 0, 1, ... in order and `rank` holds exactly the
-    boxes that follow from the placement: then one record describes the boxes of all ranks.
+    boxes that follow from the placement: then one record describes the boxes of all ranks. Of a (4, 2) DTensor with
+    Shard(0) on two ranks the rank 1 holds the box at (2, 0) of shape (2, 2).
 
     Raises:
         UnsupportedError: a placement is Partial, or a mesh lists ranks out of order; the error names the tensor.
@@ -48,12 +59,11 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
     if getattr(tensor, "device_mesh", None) is None:
         from torch.distributed.checkpoint.metadata import MetadataIndex
 
-        chunks = list(tensor.__create_chunk_list__())
-        chunks_with_memory = []
-        for index, chunk in enumerate(chunks):
+        chunks = []
+        for index, chunk in enumerate(tensor.__create_chunk_list__()):
             memory = tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets, index))
-            chunks_with_memory.append((_box(chunk), memory))
-        return chunks_with_memory, None, ""
+            chunks.append((_box(chunk), memory))
+        return chunks, None, ""
     layout = _layout_of(tensor, rank)
     if layout.problem is not None:
         raise UnsupportedError(layout.problem, name=name)
@@ -62,13 +72,13 @@ def chunks_of(name: str, tensor: Any, rank: int) -> tuple[list[tuple[Box, Any]],
     local = _local_part(tensor)
     if layout.begins is None:
         return [(box, local) for box in layout.boxes], layout.placement, layout.mesh
-    found = []
+    parts = []
     for box, begin in zip(layout.boxes, layout.begins, strict=True):
-        found.append((box, local[tuple(map(slice, begin, map(add, begin, box.shape)))]))
-    return found, layout.placement, layout.mesh
+        parts.append((box, local[tuple(map(slice, begin, map(add, begin, box.shape)))]))
+    return parts, layout.placement, layout.mesh
 
 
-def _local_part(tensor: Any) -> Any:
+def _local_part(tensor: DTensor) -> torch.Tensor:
     # Outside of autograd's graph: `to_local` would take most of the time to add a node to it, and torch refuses to
     # slice the local part of a parameter there once it was filled.
     import torch
@@ -76,10 +86,11 @@ def _local_part(tensor: Any) -> Any:
     if torch.is_grad_enabled():
         with torch.no_grad():
             return _local_part(tensor)
-    return wait_tensor(tensor.to_local()).detach()
+    local: torch.Tensor = wait_tensor(tensor.to_local()).detach()
+    return local
 
 
-def _box(chunk: Any) -> Box:
+def _box(chunk: ChunkStorageMetadata) -> Box:
     return Box(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes)))
 
 
@@ -98,56 +109,65 @@ class _LocalLayout:
 
 
 # A cache, by mesh: most of a model's tensors share shape and placements, and torch is slow to compute chunks.
-_layouts: weakref.WeakKeyDictionary[Any, dict[Any, _LocalLayout]] = weakref.WeakKeyDictionary()
+_layouts: weakref.WeakKeyDictionary[DeviceMesh, dict[object, _LocalLayout]] = weakref.WeakKeyDictionary()
 
 
-def _layout_of(tensor: Any, rank: int) -> _LocalLayout:
+def _layout_of(tensor: DTensor, rank: int) -> _LocalLayout:
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
-    key = (tensor.placements, tuple(tensor.shape), rank, None if coordinate is None else tuple(coordinate))
+    # One mesh object may serve several ranks, which are threads.
+    key = (tensor.placements, tuple(tensor.shape), rank, str(coordinate))
     of_mesh = _layouts.setdefault(mesh, {})
     if key not in of_mesh:
         of_mesh[key] = replace(_compute_layout(tensor, mesh, coordinate, rank), mesh=str(mesh.mesh.tolist()))
     return of_mesh[key]
 
 
-def _compute_layout(tensor: Any, mesh: Any, coordinate: Any, rank: int) -> _LocalLayout:
+def _compute_layout(tensor: DTensor, mesh: DeviceMesh, coordinate: Sequence[int] | None, rank: int) -> _LocalLayout:
+    shape, mesh_shape = tuple(tensor.shape), tuple(mesh.mesh.shape)
+    splits: list[DimSplit | None] = []
+    is_split = False
     for placement in tensor.placements:
         if placement.is_partial():
             return _LocalLayout(problem=f"placement {placement} holds an unfinished sum; redistribute it first")
-    ranks = mesh.mesh
-    shape, mesh_shape = tuple(tensor.shape), tuple(ranks.shape)
-    splits: list[DimSplit | None] = []
-    for placement in tensor.placements:
-        if not hasattr(placement, "dim"):
-            splits.append(None)
-            continue
-        dim = placement.dim + len(shape) if placement.dim < 0 else placement.dim
-        splits.append(DimSplit(dim, getattr(placement, "split_factor", 1)))
+        split = None
+        if hasattr(placement, "dim"):
+            # Counted from the last one, it would be another placement than that of a rank that counts from the first.
+            dim = placement.dim
+            if dim < 0:
+                dim += len(shape)
+            split = DimSplit(dim, getattr(placement, "split_factor", 1))
+            is_split |= split.split_factor > 1
+        splits.append(split)
     if coordinate is None:  # this rank is not in the tensor's mesh
-        return _LocalLayout(placement=_placement_of(ranks, shape, splits, (), rank))
+        return _LocalLayout(placement=_placement_of(mesh, shape, splits, (), rank))
     for axis, split in enumerate(splits):
-        if split is not None and bool((ranks.diff(dim=axis) <= 0).any()):
+        if split is not None and bool((mesh.mesh.diff(dim=axis) <= 0).any()):
             problem = "its mesh lists ranks out of order: torch's functions then disagree about which rank holds what"
             return _LocalLayout(problem=problem)
-    if any(split is not None and split.split_factor > 1 for split in splits):
+    begins = None
+    if is_split:
         # Several runs of rows. torch's one chunk does not show them: it begins with the first and has the size of all.
-        runs = local_boxes(shape, mesh_shape, coordinate, splits)
-        boxes = tuple(box for box, _ in runs)
-        return _LocalLayout(boxes, tuple(begin for _, begin in runs), _placement_of(ranks, shape, splits, boxes, rank))
-    boxes = tuple(map(_box, tensor.__create_chunk_list__()))
-    return _LocalLayout(boxes, None, _placement_of(ranks, shape, splits, boxes, rank))
+        runs = dict(local_boxes(shape, mesh_shape, coordinate, splits))
+        boxes, begins = tuple(runs), tuple(runs.values())
+    else:
+        chunks: Leaf = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
+        boxes = tuple(map(_box, chunks))
+    return _LocalLayout(boxes, begins, _placement_of(mesh, shape, splits, boxes, rank))
 
 
 def _placement_of(
-    ranks: Any, shape: tuple[int, ...], splits: list[DimSplit | None], boxes: tuple[Box, ...], rank: int
-) -> Any:
+    mesh: DeviceMesh, shape: tuple[int, ...], splits: list[DimSplit | None], boxes: tuple[Box, ...], rank: int
+) -> Placement | None:
     """Return a DTensor's placement if its mesh has ranks 0, 1, ... and `boxes` are those that it implies for `rank`."""
-    mesh_shape = tuple(ranks.shape)
+    ranks, mesh_shape = mesh.mesh, tuple(mesh.mesh.shape)
     if ranks.flatten().tolist() != list(range(ranks.numel())) or rank >= ranks.numel() or len(boxes) > 1:
         return None
     try:
-        found = [box for box, _ in local_boxes(shape, mesh_shape, coordinate_of(rank, mesh_shape), splits)]
+        implied = local_boxes(shape, mesh_shape, coordinate_of(rank, mesh_shape), splits)
     except ValueError:
         return None
-    return Placement(mesh_shape, tuple(splits)) if found == [box for box in boxes if box.numel] else None
+    # torch has an empty chunk where the rules have no box.
+    if [box for box, _ in implied] != [box for box in boxes if box.numel]:
+        return None
+    return Placement(mesh_shape, tuple(splits))

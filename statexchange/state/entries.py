@@ -111,6 +111,7 @@ def are_equal(first: Leaf, second: Leaf) -> bool:
         return bool(first.name == second.name)
     if isinstance(first, UnknownValue | OpaqueValue):
         return bool(first.text == second.text)
+    # By items, as the text of a mapping shows the order of its keys, in which ranks may differ.
     items, others = children(first), children(second)
     if items is None or others is None:
         return values.is_same(first, second)
@@ -121,6 +122,7 @@ def are_equal(first: Leaf, second: Leaf) -> bool:
 
 def refuse_opaque(value: Leaf, path: str) -> None:
     """Raise UnsupportedError for a value that the live state cannot have, or one with such a value in it."""
+    # Most are, and each hyperparameter of each parameter comes here.
     if isinstance(value, str | int | float):
         return
     for part in values.parts_of(value):
@@ -164,7 +166,7 @@ class Entry(NamedTuple):
         entry are not known.
         """
         # The keys are the last ones of the path, so that their texts are counted from its end.
-        rest = len(self.text) - len(path) - 1 if path else len(self.text)
+        rest = len(self.text) - len(path) - bool(path)
         count, length = 0, -1
         while length < rest and count < len(self.keys):
             count += 1
@@ -198,20 +200,22 @@ def flatten_tree(tree: Leaf, rank_entries: RankEntries, base: Entry | None = Non
     Mappings are entered, and lists that have a tensor or a mapping in them. Any other list is one plain value, so that
     ``{"a": {"b": [1, 2]}, "l": [{"c": 3}]}`` makes ``a.b``, with the leaf ``[1, 2]``, and ``l.0.c``.
     """
-    begin = ((), "") if base is None else (base.keys, base.text)
+    at = base or Entry("", (), tree, "")
     # A stack and no recursion: a job's state has a leaf for each tensor, and a call of Python costs more than the rest.
-    waiting: list[tuple[Leaf, tuple[Key, ...], str, bool]] = [(tree, *begin, False)]
+    waiting: list[tuple[Leaf, tuple[Key, ...], str, bool]] = [(tree, at.keys, at.text, False)]
     while waiting:
         value, keys, text, in_list = waiting.pop()
-        name = text if base is None else base.name
         items: dict[Leaf, Leaf] = {}
         if type(value) is dict:
             items = value
-        elif isinstance(value, SavedTensor):
-            name = value.name if base is None else name
-        elif value is not None and not isinstance(value, str | int | float):
+        elif value is not None and not isinstance(value, SavedTensor | str | int | float):
             items = _entered(value)
         if not items:
+            name = text
+            if base is not None:
+                name = base.name
+            elif isinstance(value, SavedTensor):
+                name = value.name
             rank_entries.entries.append(Entry(text, keys, value, name))
             continue
         kind: object = "mapping"
@@ -220,9 +224,11 @@ def flatten_tree(tree: Leaf, rank_entries: RankEntries, base: Entry | None = Non
             if type(value) not in (list, tuple):
                 rank_entries.templates[text] = value
         elif in_list and not contains(value, SavedTensor):
+            # Ranks may each have some entries of a mapping. An item of a list is one thing, of one rank.
             kind = frozenset(value)
         rank_entries.containers[text] = (keys, kind)
         below = f"{text}." if text else ""
+        # The last one first, as the stack returns the first one first.
         for key, item in reversed(items.items()):
             waiting.append((item, (*keys, key), f"{below}{key}", in_list))
 
@@ -232,10 +238,11 @@ def _entered(value: Leaf) -> dict[Leaf, Leaf]:
     if not contains(value, SavedTensor, Mapping):
         return {}
     items = children(value) or {}
+    # A key 0 of a mapping has the text of the index 0: the type of the key tells them apart.
     if type(value) is list:
-        return {ListItem(index): item for index, item in items.items()}
+        return dict(zip(map(ListItem, items), value, strict=True))
     if type(value) is tuple:
-        return {TupleItem(index): item for index, item in items.items()}
+        return dict(zip(map(TupleItem, items), value, strict=True))
     return items
 
 
@@ -280,10 +287,10 @@ class Entries:
         for path, (keys, kind) in of_rank.containers.items():
             rank, first_keys, first_kind = self._containers.setdefault(path, (of_rank.rank, keys, kind))
             entry = self._by_text.get(path)
+            if entry is None and rank == of_rank.rank:
+                continue
             if entry is not None and is_empty_mapping(entry.leaf) and kind == "mapping":
                 del self._by_text[path]
-            elif entry is None and rank == of_rank.rank:
-                continue
             elif entry is not None or first_kind != kind or not _are_same_keys(first_keys, keys):
                 self.conflicts.setdefault(path, (self._holders.get(path, rank), of_rank.rank))
                 others.add(path)
@@ -297,11 +304,11 @@ class Entries:
         present = {*self._by_text}
         for entry in of_rank.entries:
             text = entry.text
+            # What two ranks have in different containers cannot be joined: the first rank's counts.
             if others and not others.isdisjoint(("", *paths_above(text))):
                 continue
             rank, _, kind = self._containers.get(text, (of_rank.rank, (), None))
-            if rank != of_rank.rank:
-                # A rank before has a container here.
+            if rank != of_rank.rank:  # which has a container here
                 if not (is_empty_mapping(entry.leaf) and kind == "mapping"):
                     self.conflicts.setdefault(text, (rank, of_rank.rank))
             elif text not in self._by_text:
@@ -319,7 +326,9 @@ class Entries:
     @functools.cached_property
     def first(self) -> Entries:
         """The entries of the first rank."""
-        return self if len(self.ranks) == 1 else Entries(self.ranks[:1], keys_are_texts=self.keys_are_texts)
+        if len(self.ranks) == 1:
+            return self
+        return Entries(self.ranks[:1], keys_are_texts=self.keys_are_texts)
 
     @functools.cached_property
     def of_each_rank(self) -> list[tuple[int, Entries]]:
@@ -359,7 +368,10 @@ class Entries:
                 texts.insert(0, path)
         if not self._alike:
             return list(map(self._by_text.__getitem__, texts))
-        return [entry for text in texts for entry in self._alike.get(text, [self._by_text[text]])]
+        below: list[Entry] = []
+        for text in texts:
+            below += self._alike.get(text) or [self._by_text[text]]
+        return below
 
     def value(
         self, path: str, live: Leaf, is_here: Callable[[Entry], bool] | None = None, *, is_whole: bool = True
@@ -373,11 +385,16 @@ class Entries:
         Raises:
             InvalidArgumentError: the keys or containers of the source are not known, and `live` does not show them.
         """
-        entries = self.first if self.is_own and self.first.has_below(path) else self
+        entries = self
+        if self.is_own and self.first.has_below(path):
+            # A rank that gets its own value again takes no items of others into it.
+            entries = self.first
         below = entries.below(path)
         if is_here is not None:
             below = list(filter(is_here, below))
-        return entries.built(below, live, path, is_whole=is_whole) if below else ABSENT
+        if not below:
+            return ABSENT
+        return entries.built(below, live, path, is_whole=is_whole)
 
     def built(self, entries: Sequence[Entry], live: Leaf, path: str, *, is_whole: bool = True) -> Leaf:
         """Return the value that entries at and below a path make, as `value` does."""
@@ -385,7 +402,7 @@ class Entries:
             return entries[0].leaf
         if not self.keys_are_texts and path not in self.templates:
             # Most are leaves of one mapping, under texts: a parameter's state, of which there are very many.
-            begin = len(path) + 1 if path else 0
+            begin = len(path) + bool(path)
             mapping: dict[Leaf, Leaf] = {}
             for entry in entries:
                 if not entry.keys or entry.keys[-1] != entry.text[begin:]:
@@ -416,15 +433,17 @@ def _first_keys(entries: Iterable[Entry], path: str) -> list[Key]:
 
     ABSENT stands for one that the source does not know.
     """
-    begin = len(path) + 1 if path else 0
+    begin = len(path) + bool(path)  # after the dot
     first_keys = []
     for entry in entries:
-        key = ABSENT
+        key: Key = ABSENT
+        # Where the text of a key begins, from the last one on; one that begins before `begin` is across the path's end.
         at = len(entry.text) + 1
         for known_key in reversed(entry.keys):
             at -= len(str(known_key)) + 1
+            if at == begin:
+                key = known_key
             if at <= begin:
-                key = known_key if at == begin else ABSENT
                 break
         first_keys.append(key)
     return first_keys
@@ -452,6 +471,7 @@ def _only(entries: Sequence[Entry], path: str, keys: tuple[Key, ...] | None = No
         InvalidArgumentError: they are different values.
     """
     same = [entry for entry in entries if entry.keys == keys] or entries
+    # Entries below the path come, too, where a leaf and the items of a mapping have one text: that is never one value.
     for entry in same:
         if entry.text != path or not (entry is same[0] or are_equal(entry.leaf, same[0].leaf)):
             text = (
@@ -490,16 +510,20 @@ class _ValueBuilder(NamedTuple):
         Raises:
             InvalidArgumentError: `live` does not show them either, or the entries contradict each other.
         """
-        if path in {entry.text for entry in entries}:
-            return _only(entries, path).leaf
+        for entry in entries:
+            if entry.text == path:
+                return _only(entries, path).leaf
         live_items = children(live) or {}
-        if isinstance(live, tuple):  # torch's files have the items of a namedtuple by index
-            live_items = {TupleItem(index): item for index, item in enumerate(live)}
+        # By index also those of a namedtuple: torch's files have them so.
+        if isinstance(live, tuple):
+            live_items = dict(zip(map(TupleItem, range(len(live))), live, strict=True))
         items = {}
         for key, of_key in self._by_key(entries, live_items, live, path).items():
             inner = joined(path, key)
-            is_leaf = len(of_key) == 1 and of_key[0].text == inner
-            items[key] = of_key[0].leaf if is_leaf else self.value(of_key, live_items.get(key), inner)
+            if len(of_key) == 1 and of_key[0].text == inner:
+                items[key] = of_key[0].leaf
+            else:
+                items[key] = self.value(of_key, live_items.get(key), inner)
         if self.keys_are_texts:
             items |= self._empty(live_items, items, live, path)
         return self._container(items, live, path)
@@ -512,7 +536,7 @@ class _ValueBuilder(NamedTuple):
         by_text: dict[str, list[Key]] = {}
         for live_key in live_items:
             by_text.setdefault(str(live_key), []).append(live_key)
-        begin = len(path) + 1 if path else 0
+        begin = len(path) + bool(path)
         for entry, first_key in zip(entries, _first_keys(entries, path), strict=True):
             key = first_key
             if key is ABSENT:  # a name alone, or one that was renamed
@@ -526,6 +550,7 @@ class _ValueBuilder(NamedTuple):
         """Return the live state's key for one of the source, which may have been a number; else the source's own."""
         if isinstance(key, int):
             return key
+        # A DCP writes the number 1 and the text "1" as the same key. The live state may show which one it was.
         alike = by_text.get(str(key), ())
         if len(alike) == 1 and not isinstance(live, list | tuple):
             return alike[0]
@@ -541,8 +566,11 @@ class _ValueBuilder(NamedTuple):
         for key, item in live_items.items():
             if key in items:
                 continue
-            if has_no_leaves(item):
-                empty[ListItem(key) if isinstance(live, list) else key] = item
+            # A flattened state has no entry for an empty mapping, so that an empty live one is what was saved.
+            if has_no_leaves(item) and isinstance(live, list):
+                empty[ListItem(key)] = item
+            elif has_no_leaves(item):
+                empty[key] = item
             elif self.is_whole and contains(item, Mapping):
                 text = (
                     "the source has nothing here, as torch leaves out empty mappings: empty that of the state, or "
@@ -556,7 +584,9 @@ class _ValueBuilder(NamedTuple):
         are_indices, is_tuple = True, isinstance(live, tuple)
         for key in items:
             if isinstance(key, _UnknownKey):
-                has = "None" if live is None else type_text(live)
+                has = type_text(live)
+                if live is None:
+                    has = "None"
                 text = (
                     f"the source has an entry {key.text!r} here, and what kind of key that is is not known; the state "
                     f"has {has} to put it into: make it as it was saved, or leave it out by exclude"
@@ -573,8 +603,11 @@ class _ValueBuilder(NamedTuple):
         if sorted(items) != [*range(len(items))]:
             text = "the source lacks an item of this list: make it as it was saved, or leave it out by exclude"
             raise InvalidArgumentError(text, name=path)
+        # Entries come in the order of the source, in which a DCP has the index 10 before the index 2.
         ordered = [items[index] for index in range(len(items))]
-        return tuple(ordered) if is_tuple else ordered
+        if is_tuple:
+            return tuple(ordered)
+        return ordered
 
     def _check_length(self, items: Mapping[Leaf, Leaf], live: Leaf, path: str) -> None:
         """Raise InvalidArgumentError for a list of which a DCP may have left out the last items: empty mappings."""
@@ -608,7 +641,9 @@ def _key_of_name(rest: str, by_text: Mapping[str, Sequence[Key]]) -> Key:
         text = text.rpartition(".")[0]
     if len(by_text.get(text, ())) == 1:
         return by_text[text][0]
-    return rest if _is_certain(rest) else _UnknownKey(rest)
+    if _is_certain(rest):
+        return rest
+    return _UnknownKey(rest)
 
 
 def _is_certain(text: str) -> bool:

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
 from statexchange.sharding.options import LoadOptions
-from statexchange.sharding.paths import Path, joined
+from statexchange.sharding.paths import Key, Path, joined
 from statexchange.state.megatron import sharded_kind
 from statexchange.state.modules import is_module, live_items, module_items
 from statexchange.state.optimizers import is_optimizer, state_of_optimizer
@@ -194,6 +194,7 @@ def is_per_rank(value: object) -> bool:
     """
     if not is_stateful(value):
         return False
+    # By identity: a Mock, or a class that makes up attributes, does not say so.
     if getattr(value, "per_rank", False) is True:
         return True
     return any(base.__module__.startswith("torchdata.") for base in type(value).__mro__)
@@ -303,12 +304,12 @@ def parameter_names(live: LiveState) -> dict[int, ParameterName]:
         # puts back the sharded ones, which are those that optimizers know.
         items = module_items(entry.value, keep_vars=True)
         parameters = {*map(id, entry.value.parameters())}
-        form = f"{path}." if path else ""
-        text_form = f"{entry.text}." if entry.text else ""
+        begin, text_begin = joined(path, ""), joined(entry.text, "")
         for name, item in items.items():
+            # Buffers, and copies that some modules make of their parameters, are no optimizer's.
             if id(item) not in parameters:
                 continue
-            new = ParameterName(form + name, (form + name,), ((path, name),), (text_form + name,))
+            new = ParameterName(begin + name, (begin + name,), ((path, name),), (text_begin + name,))
             first = names.setdefault(id(item), new)
             # A parameter that is tied inside a module has the first of its names there.
             if path not in dict(first.in_modules):
@@ -329,7 +330,7 @@ def places(live: LiveState) -> list[tuple[str, LiveEntry]]:
     placed = []
     for entry in live.entries:
         path = ""
-        order: list[tuple[str, int]] = []
+        order: list[tuple[str, Key | int]] = []
         for depth, key in enumerate(entry.keys):
             container = live.containers[entry.keys[:depth]]
             # At one depth below one path all keys are of one container: either steps are compared, or positions.
@@ -338,8 +339,11 @@ def places(live: LiveState) -> list[tuple[str, LiveEntry]]:
                 order.append((step, 0))
             else:
                 step = step_form(container).format(key)
-                # A list may have very many items.
-                order.append(("", key if isinstance(key, int) else [*(children(container) or {})].index(key)))
+                # A list may have very many items, in which a search would take long.
+                position = key
+                if not isinstance(key, int):
+                    position = [*(children(container) or {})].index(key)
+                order.append(("", position))
             path = path_to(path, step)
         placed.append((order, path, entry))
     placed.sort(key=operator.itemgetter(0))

@@ -100,6 +100,7 @@ class MegatronTensor:
                 "parameters (fully_reshardable, as Megatron-Core calls it)",
                 name=self.name,
             )
+        # As after `without_data`, of a state dict that is only a template.
         if shard.data is None:
             raise InvalidArgumentError("this ShardedTensor has no data", name=self.name)
         for attribute, expected, found in (

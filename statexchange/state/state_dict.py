@@ -90,6 +90,7 @@ def owners_of(live: LiveState, names: Mapping[int, str], has_rule: Callable[[str
     per_rank: list[str] = []
     optimizers: dict[str, str] = {}
     for entry in live.entries:
+        # Of a module or an optimizer, too, a job may say so.
         if is_per_rank(entry.value):
             per_rank.append(entry.text)
         if entry.kind == "optimizer":
@@ -112,6 +113,7 @@ def _parts_of_rank(
     """
     of_rank = []
     for label, parameter in named_parameters(optimizer, names).items():
+        # Of a whole parameter each rank has all of the state.
         if not is_sharded(parameter) and not has_rule(label):
             continue
         whole = ((), tuple(parameter.shape))
@@ -140,6 +142,7 @@ def note_on_stale_optimizers(live: LiveState, names: Mapping[int, str]) -> tuple
                 stale.append(path)
     if not stale:
         return ()
+    # By shape, as nothing else of the parameters that were replaced is left.
     shapes = Counter(tuple(parameter.shape) for key, parameter in optimized.items() if key not in names)
     modules = []
     for path, entry in placed:
@@ -181,6 +184,7 @@ def _plain(value: Leaf, path: str, context: _Context, depth: int = 0, owner: Lea
     kind, name = kind_of(value), path.removeprefix(".")
     if kind == "tensor":
         return value
+    # Also in the state of another object: Megatron-Core's own state dicts are made of them.
     if kind == "sharded":
         return _plain_sharded(value, path, context, depth + 1, owner)
     if kind == "value":
@@ -197,6 +201,7 @@ def _plain(value: Leaf, path: str, context: _Context, depth: int = 0, owner: Lea
         state = optimizer_tree(value, context.names, name)
     else:
         state = state_of_object(value, name, "leave it out of the state")
+        # A load could not tell a list of an object's state from one of the job.
         if not isinstance(state, Mapping):
             text = f"state_dict() of {type_text(value)} returned {type_text(state)}: only a mapping can be loaded again"
             raise UnsupportedError(text, name=name)
@@ -213,10 +218,12 @@ def _plain_container(value: Leaf, path: str, context: _Context, depth: int, owne
     if is_of_fields and isinstance(value, Mapping):
         text = f"{type_text(value)} here is both a mapping and a dataclass, whose entries may differ: give a dict of it"
         raise UnsupportedError(text, name=name)
+    # As a whole it comes back in its type. With tensors in it it is entered, and loaded field by field.
     if is_of_fields and not contains_state(value):
         return value
     new = {}
     for key, item in items.items():
+        # What Megatron-Core itself does not save. Left out of a list, it would change the indices of others.
         if not (isinstance(value, Mapping) and sharded_kind(item) == "local"):
             new[key] = _plain(item, f"{path}.{key}", context, depth, owner)
     if isinstance(value, list):

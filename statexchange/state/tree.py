@@ -210,7 +210,9 @@ def with_types_of(live: Leaf, decoded: Leaf) -> Leaf:
     if isinstance(live, Mapping) and isinstance(decoded, Mapping):
         entries = {key: with_types_of(live.get(key), item) for key, item in decoded.items()}
         # A plain dict needs no copy of the live one, which the first step of a job would make for each parameter.
-        return entries if type(live) is dict else _built_like(live, entries)
+        if type(live) is dict:
+            return entries
+        return _built_like(live, entries)
     if isinstance(live, list | tuple) and type(decoded) in (list, tuple):  # others, as torch.Size, have their type
         live_items = dict(enumerate(live))
         items = [with_types_of(live_items.get(index), item) for index, item in enumerate(decoded)]
@@ -221,7 +223,7 @@ def with_types_of(live: Leaf, decoded: Leaf) -> Leaf:
         if type(live) in (list, tuple):
             return type(live)(items)
         return _built_like(live, items)
-    if is_dataclass(live) and type(decoded) is type(live):
+    if type(decoded) is type(live) and dataclasses.is_dataclass(type(live)):
         fields, live_fields = children(decoded) or {}, children(live) or {}
         new = {name: with_types_of(live_fields.get(name), item) for name, item in fields.items()}
         return other_with(live, new)  # than `live`, for its attributes that are no fields
@@ -333,7 +335,9 @@ def _nodes(value: Leaf, path: str, is_leaf: IsLeaf | None, above: dict[int, str]
 
 def path_to(path: str, step: str) -> str:
     """Return the path of a child to which a step leads from the container at `path`."""
-    return path + step if path else step.removeprefix(".")
+    if not path:
+        return step.removeprefix(".")
+    return path + step
 
 
 def step_form(container: Container) -> str:
@@ -358,10 +362,12 @@ def _steps(value: Container, path: str) -> list[tuple[str, Key, Leaf]]:
     """Return a container's children as (step of the path, key, child), those of a mapping sorted by step."""
     steps: list[tuple[str, Key, Leaf]] = []
     form = step_form(value)
+    is_mapping = isinstance(value, Mapping)
     for key, child in (children(value) or {}).items():
-        step = step_of(key, path) if isinstance(value, Mapping) else form.format(key)
+        # Python refuses to write some keys, as very large numbers, which `step_of` then names.
+        step = step_of(key, path) if is_mapping else form.format(key)
         steps.append((step, key, child))
-    if not isinstance(value, Mapping):
+    if not is_mapping:
         return steps
     # By text, as keys of several types have no order, and ranks may have inserted them in different ones.
     steps.sort(key=operator.itemgetter(0))
@@ -488,12 +494,21 @@ def parts(tree: Leaf) -> list[Leaf]:
             continue
         # The list keeps the object, so that no other one gets its id.
         entered.add(id(part))
-        reached += (children(part) or {}).values()
+        # Nearly all are plain ones, of whose items no mapping has to be made.
+        if type(part) in (list, tuple):
+            reached += part
+        elif type(part) is dict:
+            reached += part.values()
+        else:
+            reached += (children(part) or {}).values()
     return reached
 
 
 def contains(tree: Leaf, *types: type) -> bool:
     """Whether `tree`, or a value in it, is of one of these types. Not collective."""
-    # By type, of which there are few, where there may be very many values.
-    kinds = {*map(type, parts(tree))}
-    return bool([kind for kind in kinds if issubclass(kind, types)])
+    for part in parts(tree):
+        if isinstance(part, types):
+            break
+    else:
+        return False
+    return True
