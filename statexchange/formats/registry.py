@@ -23,14 +23,13 @@ from statexchange.errors import (
     UnsafeError,
     UnsupportedError,
     excerpt,
-    without_secrets,
 )
 from statexchange.formats import directories
 from statexchange.formats.model_files import CONFIG, is_weights, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
 from statexchange.formats.source import WEIGHTS, Source, Weights, abbreviated_names
-from statexchange.storage.location import OpenedPath, open_path, read_with_retry
+from statexchange.storage.location import Attempts, OpenedPath, open_path, read_with_retry
 from statexchange.storage.steps import is_saves_directory, list_steps, step_name, step_of, steps_text
 from statexchange.storage.store import resolve_path
 from statexchange.units import format_number
@@ -141,31 +140,48 @@ def open_with(
     if section != ALL:
         check_section(section)
 
-    def read_once(opened: OpenedPath) -> Source:
-        try:
-            source = read(opened, strict=strict, section=section)
-        except StateExchangeError as error:
-            # Files of two versions contradict each other: then ReplacedError is raised, and they are read again.
-            opened.store.check_opened()
-            if wants is None or not isinstance(error, IncompleteError | CorruptError | UnsafeError):
-                raise
-            source = _without_problems(read(opened, strict=False, section=section), wants, error)
-        source.opened.store.check_opened()
-        _check_not_repeated(source)
-        if source.problems and not opened.is_current():
-            raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
-        shown, num_problems = without_secrets(os.fspath(path)), len(source.problems)
-        _log.debug("opened %s as %s: %d files, %d problems", shown, source.kind, len(source.files), num_problems)
-        return source
-
+    attempts = Attempts(path)
     try:
-        return read_with_retry(path, read_once)
+        while True:
+            opened = attempts.open()
+            try:
+                return _read_once(opened, read, strict=strict, section=section, wants=wants)
+            except BaseException as error:
+                if not attempts.goes_on(opened, error):
+                    raise
     except NotFoundError as error:
         raise _absent_step(path) or error from None
     except InvalidArgumentError as error:
         if section not in (None, "model"):
             raise
         raise directories.error_without_model(path) or error from None
+
+
+def _read_once(
+    opened: OpenedPath,
+    read: Callable[..., Source],
+    *,
+    strict: bool,
+    section: str | None,
+    wants: Callable[[str], bool] | None,
+) -> Source:
+    """Return a section of the source at an opened path; raise ReplacedError if its files are of two versions."""
+    try:
+        source = read(opened, strict=strict, section=section)
+    except StateExchangeError as error:
+        # Files of two versions contradict each other: then ReplacedError is raised, and they are read again.
+        opened.store.check_opened()
+        if wants is None or not isinstance(error, IncompleteError | CorruptError | UnsafeError):
+            raise
+        source = _without_problems(read(opened, strict=False, section=section), wants, error)
+    source.opened.store.check_opened()
+    _check_not_repeated(source)
+    if source.problems and not opened.is_current():
+        raise ReplacedError("replaced while it was read", path=opened.path) from source.problems[0]
+    _log.debug(
+        "opened %s as %s: %d files, %d problems", opened.path, source.kind, len(source.files), len(source.problems)
+    )
+    return source
 
 
 def _without_problems(source: Source, wants: Callable[[str], bool], error: StateExchangeError) -> Source:

@@ -25,10 +25,13 @@ def matches(opened: OpenedPath) -> bool:
     Rank files match without the manifest too, as in an unfinished copy: else each would be read as a checkpoint of its
     own, and its part of the tensors would be taken for all.
     """
-    ranks = [name for name in opened.names if rank_of_file(name) is not None]
-    if opened.store.listing.get(MANIFEST) == "file":
-        return opened.file is None or bool(ranks)
-    return bool(ranks) and is_of_a_save(opened.store, ranks[0])
+    has_manifest = opened.store.listing.get(MANIFEST) == "file"
+    if has_manifest and opened.file is None:
+        return True
+    for name in opened.names:
+        if rank_of_file(name) is not None:
+            return has_manifest or is_of_a_save(opened.store, name)
+    return False
 
 
 def read(opened: OpenedPath, *, strict: bool = True) -> Source:

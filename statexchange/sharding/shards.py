@@ -188,7 +188,10 @@ class Shard:
     @property
     def nbytes(self) -> int:
         """The bytes of all boxes."""
-        return sum(box.numel for box in self.boxes) * ITEMSIZE[self.dtype]
+        numel = 0
+        for box in self.boxes:
+            numel += math.prod(box.shape)
+        return numel * ITEMSIZE[self.dtype]
 
     @property
     def local_shape(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from statexchange.errors import (
@@ -312,7 +313,9 @@ class FsspecStore(Store):
         """Make `open(name)` return this file, whose URL may have a query after the name."""
         self._opened[name] = file
 
-    def _list(self) -> dict[str, EntryKind]:
+    @cached_property
+    def listing(self) -> Mapping[str, EntryKind]:
+        """The kind of each entry by name, sorted."""
         with storage_errors("list", self._url):
             self._system.invalidate_cache()
             entries = self._system.ls(self._path, detail=True)
@@ -322,12 +325,16 @@ class FsspecStore(Store):
             if name:
                 self._infos[name] = info
                 kinds[name] = "directory" if info.get("type") == "directory" else "file"
-        return kinds
+        return dict(sorted(kinds.items()))
 
-    def _open(self, name: str) -> FsspecFile:
+    def open(self, name: str) -> FsspecFile:
         """Pin the version of an object."""
-        if name in self._opened:
-            return self._opened[name]
+        self.check_name(name)
+        file = self._opened.get(name) or self._pinned(name)
+        file.budget = self.budget
+        return file
+
+    def _pinned(self, name: str) -> FsspecFile:
         info = self._infos.get(name)
         url = f"{self._url}/{name}"
         if info is None or not any(info.get(key) is not None for key in _TAGS):

@@ -16,7 +16,7 @@ import stat
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -210,6 +210,7 @@ class LocalFile(StoredFile):
 
     def __init__(self, store: LocalStore, name: str, descriptors: _Descriptors) -> None:
         self.path = path = store.path_of(name)
+        self.budget = store.budget
         self._store = store
         self._name = name
         self._descriptors = descriptors
@@ -316,7 +317,6 @@ class LocalFile(StoredFile):
 def _unpickled_file(store: LocalStore, name: str, identity: tuple[int, int, int, int]) -> LocalFile:
     """Open the file of a pickled `LocalFile`; raise ReplacedError if another file has its name now."""
     file = store.open(name)
-    assert isinstance(file, LocalFile)
     file.check_is(identity)
     return file
 
@@ -395,7 +395,9 @@ class LocalStore(Store):
         """Whether other hosts may change this directory."""
         return mount_of(self.path).is_network
 
-    def _list(self) -> dict[str, EntryKind]:
+    @cached_property
+    def listing(self) -> Mapping[str, EntryKind]:
+        """The kind of each entry by name, sorted."""
         audit("list", self.path)
         kinds: dict[str, EntryKind] = {}
         try:
@@ -407,7 +409,7 @@ class LocalStore(Store):
             if isinstance(error, StateExchangeError):
                 raise
             raise read_error(error, "list directory", self.path) from error
-        return kinds
+        return dict(sorted(kinds.items()))
 
     def open_name(self, name: str, path: str) -> int:
         """Return a new descriptor of a file in this directory; `path` is its path for messages."""
@@ -419,8 +421,9 @@ class LocalStore(Store):
         with self.descriptor() as fd:
             return _link_target(name, fd)
 
-    def _open(self, name: str) -> LocalFile:
+    def open(self, name: str) -> LocalFile:
         """Open and pin a file."""
+        self.check_name(name)
         return LocalFile(self, name, self._descriptors)
 
     def below(self, name: str, *, private: bool = False) -> LocalStore:

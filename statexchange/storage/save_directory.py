@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, NotFoundError, ReplacedError, StateExchangeError, UnsafeError
-from statexchange.storage.json_text import parse_json, seal, unseal
+from statexchange.storage.json_text import parse_json, read_json, seal, unseal
 from statexchange.storage.tensorfile import SCHEMA, RankFile, read_header
 
 if TYPE_CHECKING:
@@ -106,7 +106,11 @@ class SaveManifest:
     @classmethod
     def parse(cls, data: bytes, path: str, budget: Budget) -> SaveManifest:
         """Return the manifest that `to_bytes` encoded; raise CorruptError for anything else."""
-        parsed = parse_json(data, path, budget)
+        return cls.from_json(parse_json(data, path, budget), path)
+
+    @classmethod
+    def from_json(cls, parsed: object, path: str) -> SaveManifest:
+        """Return the manifest from the text that `parse` takes, parsed."""
         try:
             raw = unseal(parsed)
             if raw["schema"] != SCHEMA:
@@ -152,7 +156,8 @@ def _number_from_json(value: object) -> float:
 
 def read_manifest(store: Store) -> SaveManifest:
     """Return the manifest in a directory; raise NotFoundError without one."""
-    return SaveManifest.parse(store.read_small(MANIFEST), store.path_of(MANIFEST), store.budget)
+    file = store.open(MANIFEST)
+    return SaveManifest.from_json(read_json(file), file.path)
 
 
 def removable_files(store: Store) -> list[str]:

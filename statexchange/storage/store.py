@@ -179,10 +179,10 @@ class Store(ABC):
         """The budget for reading its source (budget.py); a directory gives its own to its subdirectories and files."""
         return Budget(self.path)
 
-    @cached_property
+    @property
+    @abstractmethod
     def listing(self) -> Mapping[str, EntryKind]:
         """The kind of each entry by name, sorted. The directory is read once, at the first use."""
-        return dict(sorted(self._list().items()))
 
     @property
     def files(self) -> list[str]:
@@ -204,29 +204,22 @@ class Store(ABC):
         return f"{self.path.rstrip('/')}/{name}"
 
     @abstractmethod
-    def _list(self) -> dict[str, EntryKind]:
-        """Read the directory."""
-
     def open(self, name: str) -> StoredFile:
-        """Open and pin a file of this directory.
+        """Open and pin a file of this directory, and give it the budget.
 
-        `name` may come from a file, such as an index, and must not lead out of the directory.
+        `name` may come from a file, such as an index, and must not lead out of the directory (`check_name`).
 
         Raises:
             NotFoundError: there is no such file.
             UnsafeError: it is not a regular file, or `name` is a path.
             StorageError: it cannot be opened.
         """
+
+    def check_name(self, name: str) -> None:
+        """Raise UnsafeError unless `name` is that of a file in this directory, and no path."""
         if name in ("", ".", "..") or "/" in name or os.sep in name:
             raise UnsafeError(f"refused: {excerpt(name)} is not the name of a file in this directory", path=self.path)
         _log.debug("opening %s in %s", name, self.path)
-        file = self._open(name)
-        file.budget = self.budget
-        return file
-
-    @abstractmethod
-    def _open(self, name: str) -> StoredFile:
-        """Open and pin the file `name`, which is not a path."""
 
     @abstractmethod
     def below(self, name: str, *, private: bool = False) -> Store:
@@ -269,10 +262,13 @@ class FilteredStore(Store):
         self._store = store
         self._is_listed = is_listed
 
-    def _list(self) -> dict[str, EntryKind]:
+    @cached_property
+    def listing(self) -> Mapping[str, EntryKind]:
+        """The kind of each entry that is listed."""
         return {name: kind for name, kind in self._store.listing.items() if self._is_listed(name)}
 
-    def _open(self, name: str) -> StoredFile:
+    def open(self, name: str) -> StoredFile:
+        """Open and pin a file, whether it is listed or not."""
         return self._store.open(name)
 
     def link_target(self, name: str) -> str | None:

@@ -304,7 +304,7 @@ def _entry(name: str, fields: object, data_start: int, path: str) -> Entry:
     return Entry(name, dtype, groups or shape, begin, end, groups is not None)
 
 
-def _header_metadata(shards: Sequence[Shard], no_digest: str, metadata: Mapping[str, Any]) -> dict[str, str]:
+def _header_metadata(shards: Sequence[Shard], no_digest: str, metadata: Mapping[str, object]) -> dict[str, str]:
     """Return the text metadata of a file: the workspace's, "format", and torch's sharding keys.
 
     `no_digest` stands in the place of each digest.
@@ -312,14 +312,19 @@ def _header_metadata(shards: Sequence[Shard], no_digest: str, metadata: Mapping[
     tensors = {}
     torch_sharding = {}
     for shard in shards:
+        boxes = shard.boxes
+        # JSON has tuples as lists, so that a box is written as `Box.to_json` returns it.
         tensors[shard.name] = {
             "dtype": shard.dtype,
-            "global_shape": list(shard.global_shape),
-            "boxes": [box.to_json() for box in shard.boxes],
-            "digests": [no_digest] * len(shard.boxes),
+            "global_shape": shard.global_shape,
+            "boxes": boxes,
+            "digests": [no_digest] * len(boxes),
         }
-        if len(shard.boxes) == 1:
-            torch_sharding[shard.name] = {"saved_offsets": _saved_offsets(shard)}
+        if len(boxes) == 1:
+            offsets = boxes[0].offsets
+            if shard.dtype == "C128":
+                offsets = (*offsets, 0)  # in the file a number is a pair, in a dim of its own
+            torch_sharding[shard.name] = {"saved_offsets": offsets}
     return {
         WORKSPACE_KEY: json.dumps({**metadata, "tensors": tensors}, separators=(",", ":")),
         "format": "pt",
@@ -328,17 +333,12 @@ def _header_metadata(shards: Sequence[Shard], no_digest: str, metadata: Mapping[
     }
 
 
-def _saved_offsets(shard: Shard) -> list[int]:
-    """Return a shard's offsets with as many dims as the tensor has in the file."""
-    return [*shard.boxes[0].offsets, *((0,) if shard.dtype == "C128" else ())]
-
-
 def write_tensor_file(
     dir_fd: int,
     name: str,
     path: str,
     shards: Sequence[ShardData],
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
     *,
     durable: bool,
     mode: int = 0o600,
@@ -350,19 +350,18 @@ def write_tensor_file(
     ordered = _in_file_order(shards)
     header = _RankHeader(ordered, metadata)
     digests: list[str] = []
-    nbytes = header.nbytes + sum(data.shard.nbytes for data in ordered)
     write_new(
         dir_fd,
         name,
         _digested(ordered, digests),
-        nbytes=nbytes,
+        nbytes=header.file_nbytes,
         path=path,
         durable=durable,
         mode=mode,
         begin=header.nbytes,
         header=lambda: header.with_digests(digests),
     )
-    return nbytes, _by_name(ordered, digests)
+    return header.file_nbytes, _by_name(ordered, digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,15 +381,14 @@ class DigestedTensors:
     _digests: tuple[str, ...]
 
     @classmethod
-    def of(cls, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> DigestedTensors:
+    def of(cls, shards: Sequence[ShardData], metadata: Mapping[str, object]) -> DigestedTensors:
         """Read the tensors once, for their digests."""
         ordered = _in_file_order(shards)
         digests: list[str] = []
         for _ in _digested(ordered, digests):
             pass
-        header = _RankHeader(ordered, metadata).with_digests(digests)
-        nbytes = len(header) + sum(data.shard.nbytes for data in ordered)
-        return cls(header, nbytes, tuple(ordered), tuple(digests))
+        header = _RankHeader(ordered, metadata)
+        return cls(header.with_digests(digests), header.file_nbytes, tuple(ordered), tuple(digests))
 
     @property
     def digests(self) -> dict[str, list[str]]:
@@ -406,9 +404,9 @@ class DigestedTensors:
         digests: list[str] = []
         # Each part is digested after its use, so that a change before or during the use is found.
         yield from _digested(self._shards, digests, after_use=True)
-        names = (data.shard.name for data in self._shards for _ in data.shard.boxes)
-        for name, expected, found in zip(names, self._digests, digests, strict=True):
-            if found != expected:
+        actual = _by_name(self._shards, digests)
+        for name, expected in self.digests.items():
+            if actual[name] != expected:
                 text = "changed while it was saved: do not write into the state during a save, or use background=True"
                 raise CorruptError(text, name=name)
 
@@ -427,13 +425,18 @@ def _by_name(shards: Sequence[ShardData], digests: Sequence[str]) -> dict[str, l
 class _RankHeader:
     """The header of a rank's file, encoded before the digests are known: they all have the same length."""
 
-    def __init__(self, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> None:
+    def __init__(self, shards: Sequence[ShardData], metadata: Mapping[str, object]) -> None:
         no_digest = secrets.token_hex(16)  # as long as a digest; random, so that no name and no value contains it
-        described = [data.shard for data in shards]
+        described, entries, nbytes = [], [], 0
         with collector_paused():
-            entries = [(shard.name, shard.dtype, shard.local_shape) for shard in described]
+            for data in shards:
+                shard = data.shard
+                described.append(shard)
+                entries.append((shard.name, shard.dtype, shard.local_shape))
+                nbytes += shard.nbytes
             header = encode_header(entries, _header_metadata(described, no_digest, metadata))
         self.nbytes = len(header)
+        self.file_nbytes = len(header) + nbytes
         self._between_digests = header.split(no_digest.encode())
 
     def with_digests(self, digests: Sequence[str]) -> bytes:

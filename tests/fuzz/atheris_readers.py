@@ -328,11 +328,13 @@ def _memory_stores(base: type[Any], file_base: type[Any], absent: type[Exception
             self._files = files
             self.path = path
 
-        def _list(self) -> dict[str, str]:
+        @property
+        def listing(self) -> dict[str, str]:
             tops = {name.partition("/")[0] for name in self._files}
-            return {top: "file" if top in self._files else "directory" for top in tops}
+            return {top: "file" if top in self._files else "directory" for top in sorted(tops)}
 
-        def _open(self, name: str) -> File:
+        def open(self, name: str) -> File:
+            self.check_name(name)
             if name not in self._files:
                 raise absent("no such file", path=name)
             return File(self.path_of(name), self._files[name])
