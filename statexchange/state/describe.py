@@ -21,7 +21,6 @@ from statexchange.tensors import (
     is_tensor,
     memory_of,
     same_memory,
-    wait_tensor,
     without_grad,
 )
 
@@ -209,9 +208,8 @@ def local_tensors(name: str, tensor: Leaf, rule: Rule | None = None, rank: int =
         UnsupportedError: the tensor is sparse, quantised, meta, or has a Partial placement; the error names it.
         InvalidArgumentError: the rule does not fit the tensor, or gives two parts one name.
     """
-    tensor = wait_tensor(tensor)
     memory = memory_of(tensor, name)
-    dtype, shape = memory.dtype, tuple(tensor.shape)
+    tensor, dtype, shape = memory.tensor, memory.dtype, tuple(memory.tensor.shape)
     if hasattr(tensor, "__create_chunk_list__"):
         if rule is not None and rule.is_explicit:
             raise InvalidArgumentError(
