@@ -515,19 +515,19 @@ def check_dense(tensor: TensorLike, name: str | None = None) -> tuple[int, int]:
     return address, address + nbytes
 
 
-def check_writable(tensor: Any, name: str | None = None) -> None:
+def check_writable(tensor: TensorLike, name: str | None = None) -> None:
     """Raise InvalidArgumentError or UnsupportedError unless a dense tensor is writable and no two elements overlap."""
+    import numpy as np
+
     shape: tuple[int, ...] = tuple(tensor.shape)
-    if is_array(tensor):
+    if isinstance(tensor, np.ndarray):
         if not tensor.flags.writeable:
             raise InvalidArgumentError("this array is read-only and cannot be filled", name=name)
         if tensor.flags.contiguous:
             return
         overlaps = _overlaps((*shape, tensor.itemsize), (*tensor.strides, 1))
     else:
-        import torch
-
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        if tensor.is_inference() and not sys.modules["torch"].is_inference_mode_enabled():
             raise UnsupportedError("an inference tensor cannot be changed outside torch.inference_mode()", name=name)
         if tensor.is_contiguous():
             return
