@@ -219,9 +219,9 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
     """Return a tensor over `data` (a uint8 numpy array or bytearray), sharing its memory."""
     import numpy as np
 
-    array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
     if as_numpy:
-        return array_over(array, dtype, shape)
+        return array_over(data, dtype, shape)
+    array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
     with needing_torch("reading a torch tensor"):
         import torch
 

@@ -475,11 +475,8 @@ class Communicator:
         Example:
             >>> sx.init("single").barrier(tag="before the epoch")
         """
-        refusal = _refusal_of(timeout_s)
-        if refusal is not None:
-            self._session.refuse("barrier", refusal)
-        call = Call(f"barrier {tag!r}" if tag else "a barrier")
-        self._session.all_gather_bytes(call, b"", None, timeout_s)
+        operation = f"barrier {tag!r}" if tag else "a barrier"
+        self.all_gather_bytes(b"", timeout_s=timeout_s, operation=operation)
 
     # Values
 
