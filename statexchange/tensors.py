@@ -219,9 +219,9 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
     """Return a tensor over `data` (a uint8 numpy array or bytearray), sharing its memory."""
     import numpy as np
 
-    array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
     if as_numpy:
-        return array_over(array, dtype, shape)
+        return array_over(data, dtype, shape)
+    array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
     with needing_torch("reading a torch tensor"):
         import torch
 
@@ -419,6 +419,7 @@ class TensorMemory(NamedTuple):
     """The memory of a live tensor. It is looked at once: asking torch takes longer than copying a small tensor.
 
     Attributes:
+        tensor: the tensor; what a collective had still to fill has arrived.
         dtype: the safetensors name of the dtype.
         device: "cpu", or the device as torch writes it.
         begin: the address of the first byte.
@@ -427,6 +428,7 @@ class TensorMemory(NamedTuple):
         is_plain: whether `check_writable` has no objection.
     """
 
+    tensor: TensorLike
     dtype: str
     device: str = ""
     begin: int = 0
@@ -446,6 +448,8 @@ def memory_of(tensor: TensorLike, name: str) -> TensorMemory:
 
     if type(tensor).__module__.startswith("torch.distributed._shard"):
         raise UnsupportedError("torch's old ShardedTensor cannot be represented: use DTensor", name=name)
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        tensor = wait_tensor(tensor)
     dtype = name_of_dtype(tensor.dtype)
     is_whole = isinstance(tensor, np.ndarray) or not hasattr(tensor, "__create_chunk_list__")
     begin, end = check_dense(tensor, name) if is_whole else (0, 0)
@@ -454,15 +458,15 @@ def memory_of(tensor: TensorLike, name: str) -> TensorMemory:
     if dtype in PACKED and not len(tensor.shape):
         raise UnsupportedError(f"a tensor of {tensor.dtype} without dims cannot be represented", name=name)
     if not is_whole:
-        return TensorMemory(dtype)
+        return TensorMemory(tensor, dtype)
     if isinstance(tensor, np.ndarray):
         flags = tensor.flags
-        return TensorMemory(dtype, "cpu", begin, end, flags.c_contiguous, flags.writeable and flags.contiguous)
+        return TensorMemory(tensor, dtype, "cpu", begin, end, flags.c_contiguous, flags.writeable and flags.contiguous)
     is_contiguous = tensor.is_contiguous()
     # A view that conjugates or negates shows other values than the bits in memory.
     is_run = is_contiguous and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
     device = "cpu" if tensor.is_cpu else str(tensor.device)
-    return TensorMemory(dtype, device, begin, end, is_run, is_contiguous and not tensor.is_inference())
+    return TensorMemory(tensor, dtype, device, begin, end, is_run, is_contiguous and not tensor.is_inference())
 
 
 def check_dense(tensor: TensorLike, name: str | None = None) -> tuple[int, int]:
@@ -511,19 +515,19 @@ def check_dense(tensor: TensorLike, name: str | None = None) -> tuple[int, int]:
     return address, address + nbytes
 
 
-def check_writable(tensor: Any, name: str | None = None) -> None:
+def check_writable(tensor: TensorLike, name: str | None = None) -> None:
     """Raise InvalidArgumentError or UnsupportedError unless a dense tensor is writable and no two elements overlap."""
+    import numpy as np
+
     shape: tuple[int, ...] = tuple(tensor.shape)
-    if is_array(tensor):
+    if isinstance(tensor, np.ndarray):
         if not tensor.flags.writeable:
             raise InvalidArgumentError("this array is read-only and cannot be filled", name=name)
         if tensor.flags.contiguous:
             return
         overlaps = _overlaps((*shape, tensor.itemsize), (*tensor.strides, 1))
     else:
-        import torch
-
-        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        if tensor.is_inference() and not sys.modules["torch"].is_inference_mode_enabled():
             raise UnsupportedError("an inference tensor cannot be changed outside torch.inference_mode()", name=name)
         if tensor.is_contiguous():
             return
@@ -616,7 +620,7 @@ def overlap_groups(tensors: Iterable[TensorLike]) -> list[list[int]]:
     memories = []
     for tensor in tensors:
         is_on_host = getattr(tensor, "is_cpu", True)  # arrays have no such attribute
-        memories.append(TensorMemory("", "cpu" if is_on_host else str(tensor.device), *check_dense(tensor)))
+        memories.append(TensorMemory(tensor, "", "cpu" if is_on_host else str(tensor.device), *check_dense(tensor)))
     return overlapping(memories)
 
 

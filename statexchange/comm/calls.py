@@ -162,16 +162,7 @@ class Call:
     @property
     def fingerprint(self) -> int:
         """A hash of description and caller, of 64 bits."""
-        return _fingerprint_of(self._compared)
-
-    @property
-    def fingerprint_bytes(self) -> bytes:
-        """The fingerprint as 8 bytes."""
-        return text_hash(self._compared)
-
-    @property
-    def _compared(self) -> str:
-        return self.text if not self.caller else f"{self.text} by caller {self.caller}"
+        return _fingerprint_of(self.text, self.caller)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -181,8 +172,9 @@ def text_hash(text: str) -> bytes:
 
 
 @functools.lru_cache(maxsize=4096)
-def _fingerprint_of(text: str) -> int:
-    return int.from_bytes(text_hash(text), "little")
+def _fingerprint_of(text: str, caller: int) -> int:
+    compared = f"{text} by caller {caller}" if caller else text
+    return int.from_bytes(text_hash(compared), "little")
 
 
 _detail: ContextVar[Callable[[], str] | None] = ContextVar("statexchange_site_detail", default=None)
@@ -246,7 +238,7 @@ class Callers:
         self._count = 0
         self._threads: dict[int, threading.Thread] = {}  # by their number, those that have not ended
         # Numbers that ranks have not compared yet, from the start 0: autograd's threads may use it uncounted.
-        self._newcomers: set[int] = {0} if self._has_peers else set()
+        self.newcomers: set[int] = {0} if self._has_peers else set()
 
     def disown(self) -> None:
         """Replace the lock in a forked child, as a thread of the parent may have held it."""
@@ -274,7 +266,7 @@ class Callers:
             self._count += 1
             if self._has_peers:
                 if number > 0:
-                    self._newcomers.add(number)
+                    self.newcomers.add(number)
                 self._threads = {n: thread for n, thread in self._threads.items() if thread.is_alive()}
                 self._threads[number] = threading.current_thread()
         return number
@@ -300,13 +292,9 @@ class Callers:
         """Whether a second thread has called."""
         return self._count > 1
 
-    def is_new(self, number: int) -> bool:
-        """Whether `number` has not been compared with the other ranks' callers yet."""
-        return bool(self._newcomers) and number in self._newcomers
-
     def confirm(self, number: int) -> None:
         """Note that `number` is the same thread on all ranks."""
-        self._newcomers.discard(number)
+        self.newcomers.discard(number)
 
     def name_of(self, number: int) -> str | None:
         """Return the name of a caller's thread, if it runs."""

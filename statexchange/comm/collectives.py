@@ -1,28 +1,43 @@
-"""The collectives on tensors: check arguments, make them contiguous, and write results back.
+"""The calls on tensors: check arguments, make them contiguous, and write results back.
 
-Each function here has three steps. It prepares this rank's arguments; if they are wrong, all ranks raise the error,
+Each collective here has three steps. It prepares this rank's arguments; if they are wrong, all ranks raise the error,
 since others may have called with good ones (`_prepared`). It builds a `Call`, whose description the ranks compare. And
 it gives the session a body, which runs once the ranks have compared their calls, maybe in another thread.
+
+`send` and `recv` concern two ranks, which compare what they are about to do before any data moves, by three messages
+with tags 0, 1 and 2: the sender's note goes to the receiver, the receiver's note to the sender, then the data. A note
+is the hash of a dtype and shape, and a text for errors. If the hashes differ, or a rank has refused its arguments, both
+ranks raise, and the data is not sent.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+import numpy as np
 import torch
 
 from statexchange.comm.backends.backend import Backend, Between
 from statexchange.comm.backends.reduction import Reduction
-from statexchange.comm.calls import Call, text_hash
-from statexchange.comm.flat_tensor import FlatTensor, flat_for
+from statexchange.comm.calls import Call, call_site, text_hash
 from statexchange.comm.session import Route
 from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work
-from statexchange.errors import InvalidArgumentError, type_text
-from statexchange.tensors import TensorKindT, TensorLike, TensorT, as_numpy
+from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, type_text
+from statexchange.tensors import (
+    TensorKindT,
+    TensorLike,
+    TensorT,
+    as_numpy,
+    as_torch,
+    check_dense,
+    check_writable,
+    is_dtensor,
+)
 
 __all__ = [
     "all_gather",
@@ -32,14 +47,104 @@ __all__ = [
     "broadcast",
     "empty",
     "gather",
+    "recv",
     "reduce",
     "reduce_scatter",
     "scatter",
+    "send",
     "through_leaders",
 ]
 
 T = TypeVar("T")
 _SHOWN = 300  # characters of a list of tensors in a message
+_OFFER, _ANSWER, _DATA = 0, 1, 2  # tags: of the sender's note, the receiver's note, and the data
+_NOTE_BYTES = 320
+
+
+class FlatTensor(Generic[TensorT]):
+    """A caller's tensor or array, and `data`: its elements as one contiguous dimension on the backend's device.
+
+    `data` is the caller's own memory where that is possible; else `write_back` copies it there.
+    """
+
+    def __init__(self, given: TensorT, device: str, *, written: bool) -> None:
+        self.given = given
+        self.tensor = tensor = _tensor_of(given, written=written)
+        is_on_device = tensor.is_cpu if device == "cpu" else tensor.device.type == device
+        self._is_callers_memory = is_on_device and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
+        if self._is_callers_memory:
+            # torch calls at most one element contiguous whatever its stride, but then refuses to view it as bytes.
+            is_flat = tensor.dim() == 1 and tensor.stride(0) == 1
+            self.data = tensor if is_flat else tensor.as_strided((tensor.numel(),), (1,))
+            return
+        moved = tensor if is_on_device else tensor.to(device)
+        self.data = moved.resolve_conj().resolve_neg().contiguous().view(-1)
+
+    @property
+    def text(self) -> str:
+        """Dtype and shape as text."""
+        return _text_of(self.tensor.dtype, self.tensor.shape)
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """`data` as uint8."""
+        return self.data.view(torch.uint8)
+
+    def write_back(self) -> TensorT:
+        """Write `data` to what the caller gave, and return that."""
+        if not self._is_callers_memory:
+            self.tensor.copy_(self.data.view(self.tensor.shape))
+        if isinstance(self.given, np.ndarray):
+            array = as_numpy(self.tensor)
+            if not np.may_share_memory(self.given, array):
+                self.given[...] = array
+        return self.given
+
+    def start_from(self, given: FlatTensor[Any]) -> torch.Tensor:
+        """Return the tensor to reduce in place: for `out` a copy of `given`, as a failed call must not change `out`."""
+        return self.data if given is self else given.data.clone()
+
+    def finish_with(self, result: torch.Tensor) -> TensorT:
+        """Write `result` to what the caller gave, and return that."""
+        if result is not self.data:
+            self.data.copy_(result)
+        return self.write_back()
+
+    @property
+    def kind(self) -> str:
+        """The kind of results for this caller: "array", or tensors of "cpu" or "cuda"."""
+        return "array" if isinstance(self.given, np.ndarray) else self.tensor.device.type
+
+
+def _flat_for(route: Route, given: TensorT, *, written: bool) -> tuple[FlatTensor[TensorT], Backend]:
+    """Return what a caller gave as a flat tensor, and the backend that will move it."""
+    backend = route.backend_of(given)
+    return FlatTensor(given, backend.device_type, written=written), backend
+
+
+@functools.lru_cache(maxsize=4096)
+def _text_of(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype)[6:]}{list(shape)}"
+
+
+def _tensor_of(given: object, *, written: bool) -> torch.Tensor:
+    if not isinstance(given, torch.Tensor):
+        if isinstance(given, np.ndarray):
+            return _tensor_of_array(given, written=written)
+        raise UnsupportedError(f"expected a torch tensor or numpy array, not {type(given).__name__}")
+    if type(given) is not torch.Tensor and is_dtensor(given):
+        raise UnsupportedError("a DTensor has parts on other ranks: give its to_local()")
+    check_dense(given)
+    if written:
+        check_writable(given)
+    return given.detach() if given.requires_grad else given
+
+
+def _tensor_of_array(array: np.ndarray[Any, Any], *, written: bool) -> torch.Tensor:
+    if written:
+        check_writable(array)
+    plain = np.ascontiguousarray(array).reshape(array.shape)
+    return cast("torch.Tensor", as_torch(plain if plain.flags.writeable else plain.copy()))
 
 
 def _prepared(route: Route, verb: str, prepare: Callable[[], T]) -> T:
@@ -51,10 +156,8 @@ def _prepared(route: Route, verb: str, prepare: Callable[[], T]) -> T:
         route.session.refuse(verb, refusal)
 
 
-def _target(given: FlatTensor[TensorT], out: TensorT | None) -> FlatTensor[TensorT]:
-    """Return where the result goes: into `out`, which must be like `given`, or into `given`."""
-    if out is None:
-        return given
+def _target(given: FlatTensor[TensorT], out: TensorT) -> FlatTensor[TensorT]:
+    """Return where the result goes: into `out`, which must be like `given`."""
     target = FlatTensor(out, given.data.device.type, written=True)
     if target.text != given.text:
         raise InvalidArgumentError(
@@ -76,10 +179,11 @@ def all_reduce(
     route: Route, tensor: TensorT, op: object, out: TensorT | None, scale: float, async_op: bool
 ) -> TensorT | Work[TensorT]:
     """See `Communicator.all_reduce`. Collective."""
-    route.session.raise_if_dead()
+    if route.session.dead is not None:
+        route.session.raise_if_dead()
     try:
-        given, backend = flat_for(route, tensor, written=out is None)
-        target = _target(given, out)
+        given, backend = _flat_for(route, tensor, written=out is None)
+        target = given if out is None else _target(given, out)
         reduction = Reduction.of(op, given.data.dtype, scale, backend)
     except Exception as refusal:  # noqa: BLE001 (as `_prepared`, whose call would slow down small tensors)
         route.session.refuse("all_reduce", refusal)
@@ -109,7 +213,7 @@ def all_reduce_multiple(
         given = list(tensors)
         groups: dict[object, _ReducedTogether] = {}
         for i, tensor in enumerate(given):
-            flat, backend = flat_for(route, tensor, written=True)
+            flat, backend = _flat_for(route, tensor, written=True)
             key = (flat.data.dtype, flat.data.device) if contiguous else i
             reduction = Reduction.of(op, flat.data.dtype, scale, backend)
             groups.setdefault(key, _ReducedTogether(reduction, backend, [])).flats.append(flat)
@@ -152,8 +256,8 @@ def reduce(
 
     def prepare() -> tuple[FlatTensor[TensorT], FlatTensor[TensorT], Reduction, Backend]:
         route.session.check_root(root)
-        given, backend = flat_for(route, tensor, written=is_root and out is None)
-        target = _target(given, out) if is_root else given
+        given, backend = _flat_for(route, tensor, written=is_root and out is None)
+        target = _target(given, out) if is_root and out is not None else given
         return given, target, Reduction.of(op, given.data.dtype, 1.0, backend), backend
 
     given, target, reduction, backend = _prepared(route, "reduce", prepare)
@@ -193,8 +297,8 @@ def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, asy
 
     def prepare() -> tuple[FlatTensor[TensorT], FlatTensor[TensorT], Backend]:
         route.session.check_root(root)
-        given, backend = flat_for(route, tensor, written=out is None and not is_root)
-        return given, _target(given, out), backend
+        given, backend = _flat_for(route, tensor, written=out is None and not is_root)
+        return given, given if out is None else _target(given, out), backend
 
     given, target, backend = _prepared(route, "broadcast", prepare)
 
@@ -210,7 +314,7 @@ def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, asy
 
 def all_gather(route: Route, tensor: TensorKindT, async_op: bool) -> list[TensorKindT] | Work[list[TensorKindT]]:
     """See `Communicator.all_gather`. Collective."""
-    given, backend = _prepared(route, "all_gather", lambda: flat_for(route, tensor, written=False))
+    given, backend = _prepared(route, "all_gather", lambda: _flat_for(route, tensor, written=False))
 
     def body(wait: Wait) -> list[TensorKindT]:
         gathered = given.data.new_empty(route.world_size * given.data.numel())
@@ -231,7 +335,7 @@ def gather(route: Route, tensor: TensorKindT, root: int, async_op: bool) -> list
 
     def prepare() -> tuple[FlatTensor[TensorKindT], Backend]:
         route.session.check_root(root)
-        return flat_for(route, tensor, written=False)
+        return _flat_for(route, tensor, written=False)
 
     given, backend = _prepared(route, "gather", prepare)
 
@@ -340,7 +444,7 @@ def reduce_scatter(route: Route, tensor: TensorKindT, op: object, async_op: bool
     """See `Communicator.reduce_scatter`. Collective."""
 
     def prepare() -> tuple[FlatTensor[TensorKindT], Reduction, Backend]:
-        flat, backend = flat_for(route, tensor, written=False)
+        flat, backend = _flat_for(route, tensor, written=False)
         whole = flat.tensor.shape
         if not whole or whole[0] % route.world_size:
             raise InvalidArgumentError(f"dimension 0 of {flat.text} cannot be cut into {route.world_size} parts")
@@ -377,3 +481,75 @@ def empty(route: Route, shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
         return memory[:nbytes].view(dtype).view(tuple(shape))
 
     return route.collective(Call(f"empty {str(dtype)[6:]}{list(shape)}"), backend, body, async_op=False)
+
+
+def send(route: Route, tensor: TensorT, dst: int, async_op: bool) -> TensorT | Work[TensorT]:
+    """See `Communicator.send`. Not collective."""
+    return _transfer(route, tensor, dst, "send", async_op)
+
+
+def recv(route: Route, tensor: TensorT, src: int, async_op: bool) -> TensorT | Work[TensorT]:
+    """See `Communicator.recv`. Not collective."""
+    return _transfer(route, tensor, src, "recv", async_op)
+
+
+def _transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool) -> TensorT | Work[TensorT]:
+    route.session.raise_if_dead()
+    if not hasattr(peer, "__index__") or not 0 <= peer < route.world_size or peer == route.rank:
+        raise InvalidArgumentError(
+            f"cannot {verb}: rank {peer!r} is no other rank of {route.world_size}", rank=route.rank
+        )
+    refusal: Exception | None = None
+    flat: FlatTensor[TensorT] | None = None
+    backend = route.backend_for("cpu")
+    try:
+        flat, backend = _flat_for(route, tensor, written=verb == "recv")
+        text = flat.text
+    except Exception as error:  # noqa: BLE001 (whatever it is, the peer must not wait)
+        refusal, text = error, f"refused: {error}"
+    note = f"rank {route.rank} called {verb} {text} {'to' if verb == 'send' else 'from'} {peer} at {call_site()}"
+
+    def body(wait: Wait) -> TensorT:
+        exchange_notes = _send_note_first if verb == "send" else _receive_note_first
+        different_note = exchange_notes(backend, peer, text, note, wait)
+        if refusal is not None:
+            raise refusal
+        if different_note is not None:
+            raise MismatchError(f"ranks are in different calls: {note}; {different_note}")
+        assert flat is not None
+        if verb == "send":
+            backend.send(flat.bytes, peer, _DATA, wait)
+            return tensor
+        backend.recv(flat.bytes, peer, _DATA, wait)
+        return flat.write_back()
+
+    return route.session.deliver(backend, verb, peer, f"{verb} {text}", body, async_op)
+
+
+def _send_note_first(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
+    """Send the sender's note and receive the receiver's; return that if it differs, else None."""
+    backend.send(_note(text, note), peer, _OFFER, wait)
+    answer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
+    backend.recv(answer, peer, _ANSWER, wait)
+    return _text_if_different(text, answer)
+
+
+def _receive_note_first(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
+    """Receive the sender's note and send the receiver's; return the sender's if it differs, else None."""
+    offer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
+    backend.recv(offer, peer, _OFFER, wait)
+    backend.send(_note(text, note), peer, _ANSWER, wait)
+    return _text_if_different(text, offer)
+
+
+def _note(text: str, note: str) -> torch.Tensor:
+    shown = note.encode()[: _NOTE_BYTES - 8].ljust(_NOTE_BYTES - 8, b"\0")
+    return torch.frombuffer(bytearray(text_hash(text) + shown), dtype=torch.uint8)
+
+
+def _text_if_different(text: str, note: torch.Tensor) -> str | None:
+    """Return the peer's text for errors; None if its hash is that of `text`."""
+    received = bytes(note.numpy().data)
+    if received[:8] == text_hash(text):
+        return None
+    return received[8:].rstrip(b"\0").decode(errors="replace")

@@ -54,14 +54,6 @@ def _collectives() -> ModuleType:
     return collectives
 
 
-@functools.cache
-def _point_to_point() -> ModuleType:
-    """Import `send` and `recv` on first use, like `_collectives`."""
-    with needing_torch("send and recv"):
-        from statexchange.comm import point_to_point
-    return point_to_point
-
-
 class _Groups:
     """The groups made from one communicator, by their ranks, and a lock for each."""
 
@@ -483,11 +475,8 @@ class Communicator:
         Example:
             >>> sx.init("single").barrier(tag="before the epoch")
         """
-        refusal = _refusal_of(timeout_s)
-        if refusal is not None:
-            self._session.refuse("barrier", refusal)
-        call = Call(f"barrier {tag!r}" if tag else "a barrier")
-        self._session.all_gather_bytes(call, b"", None, timeout_s)
+        operation = f"barrier {tag!r}" if tag else "a barrier"
+        self.all_gather_bytes(b"", timeout_s=timeout_s, operation=operation)
 
     # Values
 
@@ -1029,7 +1018,7 @@ class Communicator:
             Traceback (most recent call last):
             statexchange.errors.InvalidArgumentError: cannot send: rank 1 is no other rank of 1...
         """
-        result: TensorT | Work[TensorT] = _point_to_point().send(self._route, tensor, dst, async_op)
+        result: TensorT | Work[TensorT] = _collectives().send(self._route, tensor, dst, async_op)
         return result
 
     @overload
@@ -1062,7 +1051,7 @@ class Communicator:
             Traceback (most recent call last):
             statexchange.errors.InvalidArgumentError: cannot recv: rank 1 is no other rank of 1...
         """
-        result: TensorT | Work[TensorT] = _point_to_point().recv(self._route, tensor, src, async_op)
+        result: TensorT | Work[TensorT] = _collectives().recv(self._route, tensor, src, async_op)
         return result
 
     def wait_all(self) -> None:

@@ -242,7 +242,7 @@ class Session:
         """Gather bytes inside a call; raise DifferentCallsError, on all ranks, if calls differ. Collective."""
         if self.page is not None:
             return self.page.all_gather_bytes(payload, root, call.fingerprint, wait)
-        fingerprint = call.fingerprint_bytes
+        fingerprint = call.fingerprint.to_bytes(8, "little")
         answers = self.transport.all_gather_bytes(fingerprint + payload, wait)
         if any(answer[:8] != fingerprint for answer in answers):
             raise DifferentCallsError
@@ -265,9 +265,11 @@ class Session:
 
     def _begin(self, call: Call, timeout_s: float | None = None) -> Wait:
         """Begin a call: return its Wait. On a thread's first call, compare the ranks' callers before."""
-        self.raise_if_dead()
+        if self.dead is not None:
+            self.raise_if_dead()
         wait = self.wait_for(call, timeout_s)
-        if self.callers.is_new(call.caller):
+        newcomers = self.callers.newcomers
+        if newcomers and call.caller in newcomers:
             self._check_caller(call, wait)
         return wait
 

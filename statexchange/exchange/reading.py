@@ -70,11 +70,10 @@ class ReadItem(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """One box of an item, and the live tensor that is its memory."""
+    """One box of an item, and its memory."""
 
     item: ReadItem
     box: Box
-    tensor: TensorLike
     memory: TensorMemory
 
     @property
@@ -86,9 +85,8 @@ class _Part(NamedTuple):
 def _parts_of(items: Sequence[ReadItem]) -> list[_Part]:
     parts = []
     for item in items:
-        local = item.local
-        for box, tensor, memory in zip(local.shard.boxes, local.tensors, local.memory, strict=True):
-            parts.append(_Part(item, box, tensor, memory))
+        for box, memory in zip(item.local.shard.boxes, item.local.memory, strict=True):
+            parts.append(_Part(item, box, memory))
     return parts
 
 
@@ -120,7 +118,7 @@ def _first_tensors(parts: Sequence[_Part]) -> dict[WantedBox, TensorLike]:
     """Return the first live tensor of each box that this rank needs."""
     tensors: dict[WantedBox, TensorLike] = {}
     for part in parts:
-        tensor = part.tensor
+        tensor = part.memory.tensor
         if not isinstance(tensor, np.ndarray):
             tensor = tensor.detach()
         tensors.setdefault(part.wanted, tensor)
@@ -295,7 +293,7 @@ class _Reading:
 
     def _add(self, part: _Part) -> None:
         """Note how a part will be read."""
-        item, target, tensor, memory = part
+        item, target, memory = part
         is_in_place = memory.is_run and memory.dtype == item.stored
         # `prove_cover` has found that no two stored boxes overlap, so one that equals the target is all it needs.
         whole = item.boxes.get(target)
@@ -318,7 +316,7 @@ class _Reading:
             if run is None or run.nbytes > limits.piece:
                 needed.append(block)
                 continue
-            data = run_bytes(tensor)[run.in_memory : run.in_memory + run.nbytes]
+            data = run_bytes(memory.tensor)[run.in_memory : run.in_memory + run.nbytes]
             digest = stored.digest if region == box and not stored.parts else None
             pieces.append(_Piece(run.in_file, data, block, item, digest))
         if needed:
@@ -353,13 +351,13 @@ class _Reading:
 
     def _read_alone(self, target: _Target) -> None:
         """Read a part window by window, each stored box in it by itself."""
-        item, whole, tensor, memory = target.part
+        item, whole, memory = target.part
         dtype = item.stored
         digests = [block.digest(dtype) for block in target.needed]
         # It is read into, and not into a buffer: from now on its old values may be gone.
         self._is_invalid = memory.is_run and memory.dtype == dtype
         self._staging = self._staging or Staging()
-        for window, data in self._staging.targets(tensor, dtype):
+        for window, data in self._staging.targets(memory.tensor, dtype):
             placed = to_global(window, whole)
             for (stored, box, region), digest in zip(target.needed, digests, strict=True):
                 inside = intersect(region, placed)
@@ -383,7 +381,7 @@ class _Reading:
         if self._is_invalid and self._staging is not None:
             item = target.part.item
             self._changed.add(id(item))
-            for _, memory in self._staging.targets(target.part.tensor, item.stored):
+            for _, memory in self._staging.targets(target.part.memory.tensor, item.stored):
                 np.frombuffer(memory, np.uint8).fill(1 if item.stored == "BOOL" else 0xFF)
 
     def _count(self, nbytes: int) -> None:
@@ -429,22 +427,22 @@ def _check_same_values(group: Sequence[_Part], comm: Communicator) -> None:
 
 def _is_same(part: _Part, other: _Part) -> bool:
     """Whether two parts are the same memory, filled from the same stored bytes."""
-    is_tied = same_memory(part.tensor) == same_memory(other.tensor)
+    is_tied = same_memory(part.memory.tensor) == same_memory(other.memory.tensor)
     item, other_item = part.item, other.item
     return is_tied and part.box == other.box and (item.stored, item.boxes) == (other_item.stored, other_item.boxes)
 
 
 def _has_its_values(part: _Part, comm: Communicator) -> bool:
     """Whether the memory has the bits that the source has for this part."""
-    item, box, tensor, memory = part
-    shape = tuple(tensor.shape)
+    item, box, memory = part
+    tensor, shape = memory.tensor, tuple(memory.tensor.shape)
     for window in windows(shape, ITEMSIZE[memory.dtype], _COMPARED_BYTES):
         read: TensorLike
         if isinstance(tensor, np.ndarray):
             read = np.empty(window.shape, tensor.dtype)
         else:
             read = tensor.new_empty(window.shape)
-        again = _Part(item, to_global(window, box), read, memory_of(read, item.name))
+        again = _Part(item, to_global(window, box), memory_of(read, item.name))
         _Reading(comm).run([again])
         if not _are_same_bits(tensor, slices_within(window, full_box(shape)), read):
             return False

@@ -21,7 +21,6 @@ from statexchange.tensors import (
     is_tensor,
     memory_of,
     same_memory,
-    wait_tensor,
     without_grad,
 )
 
@@ -220,10 +219,9 @@ def local_tensors(name: str, tensor: Leaf, rule: Rule | None = None, rank: int =
         UnsupportedError: the tensor is sparse, quantised, meta, or has a Partial placement; the error names it.
         InvalidArgumentError: the rule does not fit the tensor, or gives two parts one name.
     """
-    tensor = wait_tensor(tensor)
     # Asked of each tensor: a dtype that no file has, or a storage that was freed, is refused by the tensor's name.
     memory = memory_of(tensor, name)
-    dtype, shape = memory.dtype, tuple(tensor.shape)
+    tensor, dtype, shape = memory.tensor, memory.dtype, tuple(memory.tensor.shape)
     if hasattr(tensor, "__create_chunk_list__"):
         # A mesh already says where its parts lie. Only a reduction may be asked of it.
         if rule is not None and rule.is_explicit:

@@ -91,7 +91,7 @@ class SharedMemoryBackend(Backend):
         self._turn = 0
         self._windows: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         self._typed: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._small_views: dict[tuple[torch.dtype, int], tuple[list[torch.Tensor], ...]] = {}
+        self._small_views: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}
         self._regions: dict[int, _Region] = {}
         self._idents: dict[int, list[str]] = {}  # of all ranks' arenas, by the number of the `empty` call
         self._opened = 0
@@ -310,7 +310,7 @@ class SharedMemoryBackend(Backend):
             if len(self._small_views) >= _MAX_KEPT_VIEWS:
                 self._small_views.clear()
             with torch.inference_mode(False):  # see _tensor_over
-                views = tuple([window[:n] for window in windows] for windows in typed)
+                views = [[window[:n] for window in windows] for windows in typed]
             self._small_views[dtype, n] = views
         self._turn ^= 1
         return views[self._turn]
