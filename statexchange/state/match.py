@@ -376,12 +376,19 @@ class _ValueMatcher:
         return saved if self._names.wants_whole(*inside) else ABSENT
 
     def _selected_fields(self, saved: Leaf, live: Leaf, path: str) -> Leaf:
-        live_items, items = children(live) or {}, children(saved) or {}
-        kept = {}
-        for key, item in items.items():
-            if key in live_items and self._selected(item, live_items[key], joined(path, key)) is ABSENT:
-                kept[key] = live_items[key]
-        return ABSENT if len(kept) == len(items) else other_with(saved, kept)
+        live_items, changed, loads = children(live) or {}, {}, False
+        for key, item in (children(saved) or {}).items():
+            new = item
+            if key in live_items:
+                new = self._selected(item, live_items[key], joined(path, key))
+            if new is ABSENT:
+                changed[key] = live_items[key]
+                continue
+            loads = True
+            # A mapping in a field may be taken in part.
+            if new is not item:
+                changed[key] = new
+        return other_with(saved, changed) if loads else ABSENT
 
     def _selected_entries(self, saved: Mapping[Leaf, Leaf], live: Mapping[Leaf, Leaf], path: str) -> Leaf:
         selected: dict[Leaf, Leaf] = {}
