@@ -660,7 +660,7 @@ def test_a_frozen_dataclass_keeps_what_is_no_field(tmp_path: Path) -> None:
 
 
 @dataclasses.dataclass
-class Progress:
+class Counts:
     counts: dict[str, int]
     epoch: int
 
@@ -668,15 +668,15 @@ class Progress:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"exclude": "p.counts.x"}, Progress({"x": 10, "y": 2}, 3)),
-        ({"include": ["p.counts.x", "n"]}, Progress({"x": 1, "y": 20}, 30)),
-        ({"exclude": "p.counts"}, Progress({"x": 10, "y": 20}, 3)),
+        ({"exclude": "p.counts.x"}, Counts({"x": 10, "y": 2}, 3)),
+        ({"include": ["p.counts.x", "n"]}, Counts({"x": 1, "y": 20}, 30)),
+        ({"exclude": "p.counts"}, Counts({"x": 10, "y": 20}, 3)),
     ],
     ids=["one entry left", "one entry taken", "the mapping left"],
 )
-def test_patterns_reach_a_mapping_in_a_dataclass(options: Any, expected: Progress, tmp_path: Path) -> None:
-    path = write_save({"p": Progress({"x": 1, "y": 2}, 3), "n": 1}, tmp_path)
-    state: dict[str, Any] = {"p": Progress({"x": 10, "y": 20}, 30), "n": 0}
+def test_patterns_reach_a_mapping_in_a_dataclass(options: Any, expected: Counts, tmp_path: Path) -> None:
+    path = write_save({"p": Counts({"x": 1, "y": 2}, 3), "n": 1}, tmp_path)
+    state: dict[str, Any] = {"p": Counts({"x": 10, "y": 20}, 30), "n": 0}
     sx.load_checkpoint(state, path, **options)
     assert state == {"p": expected, "n": 1}
 
