@@ -28,9 +28,14 @@ _log = logging.getLogger(__name__)
 def load_now(request: LoadRequest, comm: Communicator) -> LoadReport:
     """Load as `load_checkpoint` does. Collective."""
     try:
-        return _load(request, comm)
+        report = _load(request, comm)
     except ReplacedError:  # raised on all ranks: the new version is loaded instead, once
-        return _load(request, comm, reads_again=True)
+        report = _load(request, comm, reads_again=True)
+    if comm.rank == 0:
+        _log.info("loaded %s", report)
+        for note in report.notes:
+            _log.warning("loaded from %s: %s", report.path, note)
+    return report
 
 
 def _load(request: LoadRequest, comm: Communicator, *, reads_again: bool = False) -> LoadReport:
@@ -64,6 +69,7 @@ def _load(request: LoadRequest, comm: Communicator, *, reads_again: bool = False
             compare_names(comm, request, plan, loaded)
         if request.before_reading is not None:
             request.before_reading(items)
+        # An object store is asked once per host; files are in the page cache after their first reader.
         readers = assign_readers(items, comm) if source.opened.store.is_remote else {}
         with comm.phase("reading", timeout_s=timeout_s):
             mark_targets(plan, items)
@@ -77,9 +83,4 @@ def _load(request: LoadRequest, comm: Communicator, *, reads_again: bool = False
             notes += notes_on_overflows(comm, overflows)
     seconds = time.perf_counter() - request.began
     missing, unexpected = tuple(plan.missing), tuple(plan.unexpected)
-    report = LoadReport(source.path, len(plan.targets), nbytes, missing, unexpected, seconds, source.step, notes)
-    if comm.rank == 0:
-        _log.info("loaded %s", report)
-        for note in notes:
-            _log.warning("loaded from %s: %s", report.path, note)
-    return report
+    return LoadReport(source.path, len(plan.targets), nbytes, missing, unexpected, seconds, source.step, notes)

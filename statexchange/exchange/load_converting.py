@@ -82,7 +82,10 @@ def _to_names_in_memory(request: LoadRequest, source: Source, names: NameFilter)
     conversion = saved_names(request.state)
     if conversion is None:
         return ConvertedSource(source, names)
-    shapes = {name: tuple(value.shape) for name, value in module_items(request.state).items() if is_tensor(value)}
+    shapes = {}
+    for name, value in module_items(request.state).items():
+        if is_tensor(value):
+            shapes[name] = tuple(value.shape)
     # transformers knows the names after `rename`.
     renamed = source.renamed(names.name)
     plan, lacking = conversion.plan_to_load(shapes, tensors_of(renamed), request.options)

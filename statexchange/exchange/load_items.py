@@ -51,6 +51,7 @@ def items_to_read(
 
 def mark_targets(plan: LoadPlan, items: Sequence[ReadItem]) -> None:
     """Increment the versions of the live tensors, and of the parts that are written: autograd must see the change."""
+    # A DTensor has a version of its own beside that of its local part.
     changed = [target.live for target in plan.targets]
     for item in items:
         changed += item.local.tensors
@@ -60,13 +61,9 @@ def mark_targets(plan: LoadPlan, items: Sequence[ReadItem]) -> None:
 def _targets(plan: LoadPlan, loaded: LoadSource, rank: int) -> list[_Target]:
     """Describe the live tensors to fill; a layout's rule may split one into several."""
     matching, layout = loaded.matching, loaded.matching.layout
-    like = {}
-    for target in plan.targets if layout.rules else ():
-        if target.name is not None:
-            saved = loaded.tensors.by_name[target.name].saved
-            if matching.is_like_parameter(saved, target.parameter_name):
-                like[target.path] = target.parameter_name
-    layout.like = like
+    # Before any is described: a rule for a parameter is one for its moments, too.
+    if layout.rules:
+        layout.like = _like_parameters(plan, loaded)
     targets = []
     with without_grad():  # a part of a parameter is a view, for which autograd would keep a node
         for target in plan.targets:
@@ -75,9 +72,20 @@ def _targets(plan: LoadPlan, loaded: LoadSource, rank: int) -> list[_Target]:
             for local in local_tensors(target.path, target.live, rule, rank):
                 name = target.name
                 if name is None or local.shard.name != target.path:
-                    name = _name_of_part(local.shard.name, matching)
+                    name = matching.name_of_part(local.shard.name)
                 targets.append(_Target(name, target.path, local, is_padded))
     return targets
+
+
+def _like_parameters(plan: LoadPlan, loaded: LoadSource) -> dict[str, str]:
+    """Return the paths of the tensors that lie as their parameters do, with the names of these."""
+    like = {}
+    for target in plan.targets:
+        if target.name is not None:
+            saved = loaded.tensors.by_name[target.name].saved
+            if loaded.matching.is_like_parameter(saved, target.parameter_name):
+                like[target.path] = target.parameter_name
+    return like
 
 
 def _placed(targets: Sequence[_Target], matching: Matching, comm: Communicator) -> list[_Target]:
@@ -98,22 +106,13 @@ def _placed(targets: Sequence[_Target], matching: Matching, comm: Communicator) 
     return wholes
 
 
-def _name_of_part(name: str, matching: Matching) -> str:
-    """Return the source's name of a tensor that a layout's rule has made of a live one."""
-    name = matching.renumbered.get(name, name)
-    entry = matching.entries.at(name)
-    if entry is None:
-        return name
-    tensor: str = entry.leaf.name
-    return tensor
-
-
 def _item(target: _Target, loaded: LoadSource) -> ReadItem:
     """Return what is read for a target."""
     stored, local = loaded.tensors.by_name[target.name], target.local
     saved, shard = stored.saved, local.shard
     if saved.problem is not None:
         raise saved.problem
+    # Asking torch takes longer than copying a small tensor: only memory that looks odd is asked again.
     for part, memory in zip(local.tensors, local.memory, strict=True):
         if not memory.is_plain:
             check_writable(part, target.path)

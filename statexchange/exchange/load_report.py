@@ -96,6 +96,7 @@ def notes_on_lost_ties(plan: LoadPlan, aliases: Mapping[str, str]) -> tuple[str,
         # Only what trains will differ: other copies stay equal.
         if target.name is not None and getattr(target.live, "requires_grad", False):
             paths.setdefault(aliases.get(target.name, target.name), {}).setdefault(id(target.live), target.path)
+    # A tensor under two paths of which each is the same live tensor is still tied.
     lost = [" and ".join(of_tensor.values()) for of_tensor in paths.values() if len(of_tensor) > 1]
     if not lost:
         return ()

@@ -10,7 +10,7 @@ from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, NotFoundError, StateExchangeError
 from statexchange.exchange.load_converting import ConvertedSource, converted_for_load
 from statexchange.exchange.load_report import LoadRequest
-from statexchange.exchange.source_entries import has_tree, source_entries
+from statexchange.exchange.source_entries import source_entries
 from statexchange.exchange.stored_tensors import StoredTensors
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
@@ -57,6 +57,7 @@ def open_for_state(request: LoadRequest, comm: Communicator) -> Source:
             raise
         text = f"{error.message} on {comm.hosts[comm.rank]}; all hosts must see the source"
         raise NotFoundError(text, rank=comm.rank, path=error.path) from error
+    # A mapping says by its keys what it wants of a job's state; a module wants the model.
     if section is None or not is_module(request.state) or source.kind not in _KEYED_KINDS:
         return source
     return _model_of_job(request, source)
@@ -66,6 +67,7 @@ def _model_of_job(request: LoadRequest, source: Source) -> Source:
     """Return the model's section alone if the source is a job's state, unless the module has its prefix in names."""
     for section in sections_of(source):
         if section.name == "model" and section.prefix:
+            # A wrapper of the user's own may have the model under that very name.
             names = module_items(request.state, keep_vars=True).keys()
             if section.names.isdisjoint(names):
                 return select_section(source, section.name)
@@ -84,13 +86,14 @@ def source_content(request: LoadRequest, source: Source, live: LiveState, comm: 
     if request.conversion is not None or is_module(state):
         converted = converted_for_load(request, source, names)
     source, names = converted.source, converted.names
+    # From here on the source is the converted one; the opened one only holds the files.
     tensors = StoredTensors(source, options.replicas, comm, converted.aliases)
     objects = ObjectStates()
     matching = Matching(
         names=names,
         entries=source_entries(source, tensors, names, state, live, objects),
         objects=objects,
-        has_tree=has_tree(source, tensors),
+        has_tree=tensors.has_tree,
         classes={names.place(path): classes for path, classes in source.optimizers.items()},
         path=source.path,
         saved_by=source.world_size,

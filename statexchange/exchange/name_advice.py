@@ -33,6 +33,7 @@ def names_error(state: Leaf, plan: LoadPlan, loaded: LoadSource) -> StateExchang
     """Return an error that lists all missing and unexpected names, as torch does."""
     missing = [name for name in plan.missing if name not in plan.tolerated]
     what, general = "the names differ", "strict=False loads what both have"
+    # With something in common, strict=False would do; with nothing, it would hide the mistake.
     if not plan.targets and not plan.num_values:
         what, general = "the source has no name of the state", ""
     elif loads_nothing(plan):  # an error without `strict`, too
@@ -73,7 +74,10 @@ def _hint(state: Leaf, plan: LoadPlan, loaded: LoadSource) -> str:
             "give the state what has these parameters, too, under the same name; exclude leaves it as it is"
         )
     missing = _missing_tensors(state, plan)
-    tensors = {entry.text for entry in loaded.matching.entries if isinstance(entry.leaf, SavedTensor)}
+    tensors = set()
+    for entry in loaded.matching.entries:
+        if isinstance(entry.leaf, SavedTensor):
+            tensors.add(entry.text)
     free = tensors - plan.loaded
     advice = ""
     if not plan.targets:
@@ -93,9 +97,10 @@ def _missing_tensors(state: Leaf, plan: LoadPlan) -> list[str]:
     """Return the names of the tensors that are missing; what is missing whole has several."""
     missing = []
     for name in plan.missing:
-        if name in plan.parameters:  # parameters of optimizers have the names of their tensors in the state
+        # Parameters of optimizers have the names of their tensors in the state, which are missing themselves.
+        if name in plan.parameters:
             continue
-        inside: Sequence[str] = ()
+        inside: list[str] = []
         if isinstance(state, Mapping) and name in state:
             inside = _names_in(state[name])
         missing += [f"{name}.{inner}" for inner in inside] or [name]
@@ -105,6 +110,7 @@ def _missing_tensors(state: Leaf, plan: LoadPlan) -> list[str]:
 def _below_a_prefix(missing: Sequence[str], tensors: Collection[str]) -> str:
     """Return advice if the source has all that is missing under one key, first of all under "model"."""
     prefixes = set()
+    # The first missing name decides which keys come into question: a model has thousands, and jobs have many keys.
     for name in tensors:
         prefix, dot, rest = name.partition(".")
         if dot and missing and rest == missing[0] and prefix not in WRAPPERS:
@@ -117,13 +123,18 @@ def _below_a_prefix(missing: Sequence[str], tensors: Collection[str]) -> str:
 
 def _without_a_prefix(state: Leaf, plan: LoadPlan, missing: Sequence[str], free: set[str]) -> str:
     """Return advice if the source has what is missing under a key of the state without that key."""
-    for prefix in dict.fromkeys(name.split(".", 1)[0] for name in missing if "." in name):
-        if free.issuperset(name[len(prefix) + 1 :] for name in missing if name.startswith(f"{prefix}.")):
+    inside: dict[str, set[str]] = {}
+    for name in missing:
+        prefix, dot, rest = name.partition(".")
+        if dot:
+            inside.setdefault(prefix, set()).add(rest)
+    for prefix, names in inside.items():
+        if names <= free:
             advice = f'rename=[("^", "{prefix}.")] gives them this name'
             if isinstance(state, Mapping) and prefix in state:
                 advice = f'give state["{prefix}"]'
-            elif plan.targets:  # it would move names that fit
-                continue
+            elif plan.targets:
+                continue  # a rename of all names would move those that fit
             return f'the source has them without "{prefix}": {advice}'
     return ""
 

@@ -78,7 +78,8 @@ def compare_names(comm: Communicator, request: LoadRequest, plan: LoadPlan, load
         differs = not plan.tolerated.issuperset([*plan.missing, *plan.unexpected])
         if differs and (options.strict or loads_nothing(plan)):
             raise names_error(request.state, plan, loaded)
-        if comm.rank == 0 and plan.missing and plan.unexpected:  # not strict
+        # Without `strict` the load goes on, maybe with a part of the model alone: root says why.
+        if comm.rank == 0 and plan.missing and plan.unexpected:
             advice = advice_on_missing(request.state)
             if advice:
                 _log.warning("%s: %d names are missing in the source; %s", path, len(plan.missing), advice)

@@ -28,6 +28,7 @@ __all__ = ["parameter_names", "place_parts", "renumbered_names"]
 
 def parameter_names(name: str) -> Iterable[str]:
     """Return the parameter names that an optimizer tensor's name may contain: ``optimizer.state.NAME.exp_avg``."""
+    # Several, as the path of the optimizer and the parameter's own name may have ".state." in them.
     base = "." + name.rpartition(".")[0]
     at = base.find(".state.")
     while at >= 0:
@@ -42,6 +43,7 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
     """
     parts = {name: local for name, local in described.tensors.items() if local.part is not None}
     own = RankMetadata.of(Description(parts, unused=described.unused), mesh_option(layout))
+    # Metadata of the parts alone: all other tensors have their boxes already.
     sent, _ = gather_metadata(comm, own)
     tensors = dict(described.tensors)
     with comm.phase("placing its tensors"):
@@ -61,7 +63,10 @@ def renumbered_names(comm: Communicator, live: LiveState, matching: Matching) ->
         if any(rule.renumber for rule in layout.rules.values()):
             for name in filter(options.wants, _live_names(live)):
                 rule = layout.rule_for(name)
-                names |= dict.fromkeys([name] if rule is None else rule.names(name), name)
+                new_names = [name]
+                if rule is not None:
+                    new_names = rule.names(name)
+                names |= dict.fromkeys(new_names, name)
     # Outside of the phases: a rank that fails in one takes part in its end, and in no collective inside it.
     by_rank = from_all(comm, names, dict[str, str], "its names")
     with comm.phase("renumbering its tensors"):

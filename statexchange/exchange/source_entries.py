@@ -15,16 +15,9 @@ from statexchange.state.matching import NameFilter
 from statexchange.state.types import Leaf
 from statexchange.storage.json_text import decode_stored
 
-__all__ = ["has_tree", "source_entries"]
+__all__ = ["source_entries"]
 
 T = TypeVar("T")
-
-
-def has_tree(source: Source, tensors: StoredTensors) -> bool:
-    """Whether a source is a save of ours with its state, and not tensors with a config beside them."""
-    if source.configs and not tensors.names:
-        return True
-    return any('"leaf"' in text for text in source.configs.values())
 
 
 def source_entries(
@@ -36,7 +29,7 @@ def source_entries(
         UnsafeError: `rename` gives two entries one name.
         CorruptError: the saved state has a tensor that no file has.
     """
-    if not has_tree(source, tensors):
+    if not tensors.has_tree:
         of_names = _named_entries(source, tensors)
         of_names.entries = names.entries(of_names.entries, source.path)
         return Entries([of_names], keys_are_texts=source.kind == "dcp")
@@ -67,6 +60,8 @@ def _moved(by_path: Mapping[str, T], names: NameFilter) -> dict[str, T]:
 class _TreeLeaves(dict[str, SavedTensor]):
     """The tensors that a saved tree may refer to, by name."""
 
+    # A lookup, and no function: a tree refers to each tensor of the source.
+
     path = ""
 
     def __missing__(self, name: str) -> SavedTensor:
@@ -84,6 +79,7 @@ def _decoded_trees(
     leaves.path = source.path
     trees: dict[int, Leaf] = {}
     decoded: set[str] = set()
+    # As many trees as ranks, most of them equal: decoding one takes as long as reading all its tensors' headers.
     for rank in sorted(source.configs, key=lambda rank: (rank != tensors.own_rank, rank)):
         text = source.configs[rank]
         if text not in decoded:

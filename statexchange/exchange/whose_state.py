@@ -33,6 +33,7 @@ def check_whose_state(plan: LoadPlan, loaded: LoadSource, live: LiveState) -> No
             raise _other_ranks(min(names), loaded)
     if takes_root:
         return
+    # Only what is loaded counts: `exclude` is the remedy that the error names.
     conflicts = matching.entries.conflicts | plan.conflicts
     differing = [name for name in conflicts if name in places]
     if differing:
@@ -82,6 +83,7 @@ def _places(loaded: Collection[str]) -> set[str]:
 
 def _excluding(names: Sequence[str]) -> str | list[str]:
     """Return what to pass as `exclude`: a few names, or patterns for the entries of the state that hold many."""
+    # One level at a time, from the leaves: the pattern should leave out no more than it must.
     while len(names) > _MOST_NAMES:
         outer = set()
         for name in names:

@@ -231,7 +231,9 @@ class Matching:
     def __post_init__(self) -> None:
         # A copy: it notes which patterns have matched, and a load may run twice.
         options = self.names.options
-        self.layout = Layout({}) if options.layout is None else options.layout.unmatched()
+        self.layout = Layout({})
+        if options.layout is not None:
+            self.layout = options.layout.unmatched()
         self.knows_owners = self.saved_by == self.loaded_by or self.saved_by not in (None, 1)
 
     def stored(self, text: str, keys: Path) -> list[Entry] | None:
@@ -249,16 +251,26 @@ class Matching:
         return entries
 
     def _names_by_layout(self, name: str) -> list[str]:
+        # Experts and layers have numbers of their own on each rank; those in the source follow from all ranks.
         rule = self.layout.rule_for(name)
         if rule is None:
             return [self.renumbered.get(name, name)]
         return [self.renumbered.get(part, part) for part in rule.names(name)]
 
+    def name_of_part(self, name: str) -> str:
+        """Return the source's name of a tensor that a layout's rule has made of a live one."""
+        name = self.renumbered.get(name, name)
+        entry = self.entries.at(name)
+        if entry is None or not isinstance(entry.leaf, SavedTensor):
+            return name
+        return entry.leaf.name
+
     def parameter(self, name: str) -> SavedTensor | None:
         """Return the source's tensor of the parameter that has this name in the state; None if it has none."""
-        entry = None
-        if name:
-            entry = self.entries.at(with_dots(name))
+        if not name:
+            return None
+        # A layout's patterns may write the items of lists as "a[0]"; paths have dots.
+        entry = self.entries.at(with_dots(name))
         if entry is not None and isinstance(entry.leaf, SavedTensor):
             return entry.leaf
         return None
