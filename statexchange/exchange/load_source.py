@@ -10,8 +10,7 @@ from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, NotFoundError, StateExchangeError
 from statexchange.exchange.load_converting import ConvertedSource, converted_for_load
 from statexchange.exchange.load_report import LoadRequest
-from statexchange.exchange.source_entries import source_entries
-from statexchange.exchange.stored_tensors import StoredTensors
+from statexchange.exchange.source_entries import StoredTensors, source_entries
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import Source

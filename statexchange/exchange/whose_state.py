@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 from statexchange.errors import ReplicaError
 from statexchange.exchange.load_source import LoadSource
-from statexchange.exchange.stored_tensors import differing_text
+from statexchange.exchange.source_entries import differing_text
 from statexchange.sharding.paths import paths_above
 from statexchange.sharding.rules import with_dots
 from statexchange.state.flatten import LiveState
