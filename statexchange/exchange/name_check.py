@@ -68,10 +68,11 @@ def compare_names(comm: Communicator, request: LoadRequest, plan: LoadPlan, load
     """
     options, path = request.options, loaded.matching.path
     everywhere, is_empty = {*plan.unexpected}, plan.is_empty
-    unexpected_here = (plan.unexpected, is_empty)
-    for unexpected, is_empty_there in from_all(comm, unexpected_here, tuple[list[str], bool], "unexpected names"):
-        everywhere.intersection_update(unexpected)
-        is_empty &= is_empty_there
+    if comm.world_size > 1:
+        here = (plan.unexpected, is_empty)
+        for unexpected, is_empty_there in from_all(comm, here, tuple[list[str], bool], "unexpected names"):
+            everywhere.intersection_update(unexpected)
+            is_empty &= is_empty_there
     with comm.phase("comparing the names"):
         plan.unexpected = [name for name in plan.unexpected if name in everywhere]
         plan.unexpected += loaded.converted.without_rule
