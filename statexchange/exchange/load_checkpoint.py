@@ -141,6 +141,7 @@ def load_checkpoint(
     """
     communicator = as_communicator(comm)
     began = time.perf_counter()
+    # Once, before a load that may run twice: `include` may be an iterator, which a second run would find used up.
     with communicator.phase("checking its options"):
         check_progress(on_progress)
         options = LoadOptions(strict, layout, include, exclude, rename, dtype, replicas)

@@ -45,6 +45,7 @@ def items_to_read(
         targets = _targets(plan, loaded, comm.rank)
     if has_layout:
         targets = _placed(targets, loaded.matching, comm)
+    # A phase of its own, as ranks exchange their parts before it.
     with comm.phase("comparing the tensors", timeout_s=timeout_s):
         return [_item(target, loaded) for target in targets]
 
@@ -136,7 +137,9 @@ def _other_shape(target: _Target, loaded: LoadSource, expected: tuple[int, ...])
     hint = "; build the state as it was saved, or leave this tensor out by exclude"
     # A plain tensor may be this rank's part of one that the job has cut itself.
     if len(shape) == len(expected) and target.local.placement is None and loaded.matching.loaded_by > 1:
-        dim = next(dim for dim in range(len(shape)) if shape[dim] != expected[dim])
+        dim = 0
+        while shape[dim] == expected[dim]:
+            dim += 1
         hint = f'; if each rank holds a part, say so with layout={{"{target.path}": Shard({dim})}}'
     text = f"the state's shape differs from the source's{hint}"
     return InvalidArgumentError(text, name=target.path, path=loaded.matching.path, expected=expected, found=shape)

@@ -79,6 +79,7 @@ def _hint(state: Leaf, plan: LoadPlan, loaded: LoadSource) -> str:
         if isinstance(entry.leaf, SavedTensor):
             tensors.add(entry.text)
     free = tensors - plan.loaded
+    # The most certain advice first: a guessed rename fits by chance more easily than a whole prefix.
     advice = ""
     if not plan.targets:
         advice = _below_a_prefix(missing, tensors)
@@ -103,7 +104,10 @@ def _missing_tensors(state: Leaf, plan: LoadPlan) -> list[str]:
         inside: list[str] = []
         if isinstance(state, Mapping) and name in state:
             inside = _names_in(state[name])
-        missing += [f"{name}.{inner}" for inner in inside] or [name]
+        for inner in inside:
+            missing.append(f"{name}.{inner}")
+        if not inside:
+            missing.append(name)
     return missing
 
 
@@ -115,6 +119,7 @@ def _below_a_prefix(missing: Sequence[str], tensors: Collection[str]) -> str:
         prefix, dot, rest = name.partition(".")
         if dot and missing and rest == missing[0] and prefix not in WRAPPERS:
             prefixes.add(prefix)
+    # Several keys may have the same names, as "model" and "ema": the model is meant.
     for prefix in sorted(prefixes, key=lambda prefix: (prefix != "model", prefix not in SECTIONS, prefix)):
         if all(f"{prefix}.{name}" in tensors for name in missing):
             return f'the source has them under "{prefix}": give {{"{prefix}": state}}'
