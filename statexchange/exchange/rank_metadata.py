@@ -278,45 +278,47 @@ def _operations(metadata: Sequence[RankMetadata]) -> dict[str, str]:
     return reductions
 
 
-def _by_rank(metadata: Sequence[RankMetadata]) -> list[list[DescribedShard]]:
-    """Return each rank's shards; a spec that all ranks give, over a mesh of them all, is listed for rank 0 only."""
-    distinct = list({id(rank_metadata): rank_metadata for rank_metadata in metadata}.values())
-    specs = []  # the sharding specs in each distinct metadata
-    for rank_metadata in distinct:
-        specs.append({one.shard for one in rank_metadata.shards if isinstance(one.shard, ShardingSpec)})
-    agreed = {spec for spec in set.intersection(*specs) if math.prod(spec.placement.mesh_shape) == len(metadata)}
-    others: dict[int, list[DescribedShard]] = {}  # the shards with boxes of their own, by the id of the metadata
-    for rank_metadata in distinct:
-        others[id(rank_metadata)] = [one for one in rank_metadata.shards if one.shard not in agreed]
-    by_rank: list[list[DescribedShard]] = []
-    for rank, rank_metadata in enumerate(metadata):
-        shards = rank_metadata.shards if rank == 0 else others[id(rank_metadata)]
-        by_rank.append([one if one.shard in agreed else _explicit(one, rank) for one in shards])
-    return by_rank
-
-
-def _explicit(described: DescribedShard, rank: int) -> DescribedShard:
-    """Return a shard with explicit boxes instead of a spec."""
-    return DescribedShard(described.shard.shard_of(rank)) if isinstance(described.shard, ShardingSpec) else described
-
-
 def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[Shard | ShardingSpec]]:
-    """Return each rank's shards, with the parts of layout rules placed in their whole tensors."""
-    by_rank = _by_rank(metadata)
+    """Return each rank's shards, with the parts of layout rules placed in their whole tensors.
+
+    A spec that all ranks give, over a mesh of them all, is listed for rank 0 only.
+    """
+    agreed = _agreed_specs(metadata)
+    # Ranks with equal metadata share one object. Thousands of them may have a model on a mesh, with nothing to list.
+    kept: dict[int, list[DescribedShard]] = {}
+    for rank_metadata in metadata:
+        if id(rank_metadata) not in kept:
+            kept[id(rank_metadata)] = [one for one in rank_metadata.shards if one.shard not in agreed]
     parts: dict[str, dict[int, Part]] = {}
-    for rank, described_shards in enumerate(by_rank):
-        for described in described_shards:
+    for rank, rank_metadata in enumerate(metadata):
+        for described in kept[id(rank_metadata)]:
             if described.part is not None:
                 parts.setdefault(described.shard.name, {})[rank] = described.part
     positions = {name: place_parts(tensor_parts, layout.mesh) for name, tensor_parts in parts.items()}
     shards: list[list[Shard | ShardingSpec]] = []
-    for rank, described_shards in enumerate(by_rank):
+    for rank, rank_metadata in enumerate(metadata):
         of_rank: list[Shard | ShardingSpec] = []
-        for described in described_shards:
+        for described in rank_metadata.shards if rank == 0 else kept[id(rank_metadata)]:
             shard = described.shard
             if described.part is not None:
-                global_shape, boxes = positions[shard.name][rank]
-                shard = Shard(shard.name, shard.dtype, global_shape, boxes)
+                shard = Shard(shard.name, shard.dtype, *positions[shard.name][rank])
+            elif isinstance(shard, ShardingSpec) and shard not in agreed:
+                shard = shard.shard_of(rank)
             of_rank.append(shard)
         shards.append(of_rank)
     return shards
+
+
+def _agreed_specs(metadata: Sequence[RankMetadata]) -> set[Shard | ShardingSpec]:
+    """Return the specs that all ranks give, over a mesh of them all."""
+    agreed: set[Shard | ShardingSpec] = set()
+    for described in metadata[0].shards:
+        shard = described.shard
+        if isinstance(shard, ShardingSpec) and math.prod(shard.placement.mesh_shape) == len(metadata):
+            agreed.add(shard)
+    compared = {id(metadata[0])}
+    for rank_metadata in metadata:
+        if agreed and id(rank_metadata) not in compared:
+            compared.add(id(rank_metadata))
+            agreed &= {described.shard for described in rank_metadata.shards}
+    return agreed

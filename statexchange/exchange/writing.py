@@ -57,23 +57,9 @@ class _WriteItem:
     dst: int
 
     @property
-    def dtype(self) -> str:
-        """The dtype in which the box is written."""
-        return self.tensor.dtype
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return ITEMSIZE[self.tensor.dtype]
-
-    @property
     def nbytes(self) -> int:
         """Bytes of the box."""
-        return self.box.numel * self.itemsize
-
-    def receipt(self, digest: str, num_overflows: int) -> BoxReceipt:
-        """Return the receipt of the box."""
-        return BoxReceipt(self.number, self.piece, self.box_index, digest, num_overflows)
+        return self.box.numel * ITEMSIZE[self.tensor.dtype]
 
 
 def writing_nodes(comm: Communicator, plan: WritePlan) -> list[int]:
@@ -137,8 +123,10 @@ class _Writing:
         local, self._messages = self._items(plan, nodes)
         start = len(local) * comm.rank // comm.world_size  # ranks begin in different files
         self._local = local[start:] + local[:start]
-        own = [item for item in [*local, *self._messages] if item.src == comm.rank and item.dst >= 0]
-        self.total = sum(item.nbytes for item in own)
+        self.total = 0
+        for item in [*local, *self._messages]:
+            if item.src == comm.rank and item.dst >= 0:
+                self.total += item.nbytes
 
     def first_of(self, node: int) -> int:
         """Return the first rank of a host."""
@@ -146,65 +134,61 @@ class _Writing:
 
     def _items(self, plan: WritePlan, nodes: Sequence[int]) -> tuple[list[_WriteItem], list[_WriteItem]]:
         """Return what this rank writes or digests itself, and its sends and receives in an order equal on all ranks."""
-        rank = self._comm.rank
+        rank, node_of = self._comm.rank, self._comm.nodes
         num_sent = 0  # boxes sent to another host; the ranks there receive in turn
         local: list[_WriteItem] = []
         messages: list[_WriteItem] = []
         for number, tensor in enumerate(plan.tensors):
-            node_ranks = self._node_ranks[nodes[tensor.file]]
+            node = nodes[tensor.file]
             for index, piece in enumerate(tensor.pieces):
                 dst = piece.holder
-                if self._comm.nodes[piece.holder] != nodes[tensor.file]:
-                    dst = node_ranks[num_sent % len(node_ranks)]
+                if node_of[dst] != node:
+                    dst = self._node_ranks[node][num_sent % len(self._node_ranks[node])]
                     num_sent += 1
                 if rank in (piece.holder, dst):
                     item = _WriteItem(tensor, number, index, piece.box, piece.box_index, piece.holder, dst)
                     (local if dst == piece.holder else messages).append(item)
-                for holder, box_index in plan.compared(tensor, piece):
+                if not plan.compares or tensor.reduce is not None:
+                    continue
+                for holder, box_index in piece.replicas:
                     if holder == rank:
                         local.append(_WriteItem(tensor, number, index, piece.box, box_index, rank, -1))
         return local, messages
 
     def run(self, opened: _Files) -> list[BoxReceipt]:
         """Write this rank's own boxes, then send and receive the others; return the receipts."""
-        receipts = [self._write(item, opened) for item in self._local]
+        receipts = [self._supply(item, opened, self._write_staging) for item in self._local]
+        # Messages last: until then no rank waits for another, and each writes at its own speed.
         for item in self._messages:
             if item.src == self._comm.rank:
-                receipts.append(self._send(item, opened))
+                receipts.append(self._supply(item, opened, self._send_staging))
             else:
                 self._receive(item, opened)
         return receipts
 
-    def _tensor(self, item: _WriteItem) -> Any:
-        """Return the tensor that holds an item's box on this rank."""
-        return local_box(self._described, item.tensor.source, item.box_index)
-
-    def _write(self, item: _WriteItem, opened: _Files) -> BoxReceipt:
-        """Write or only digest a box of this rank."""
+    def _supply(self, item: _WriteItem, opened: _Files, staging: Staging) -> BoxReceipt:
+        """Write, send or only digest a box of this rank."""
         hasher = xxhash.xxh3_128()
-        for window, data in self._write_staging.parts(self._tensor(item), item.dtype):
-            hasher.update(data)  # hash before the write, while the data is in the processor's cache
-            if item.dst >= 0:
-                opened.write(item, to_global(window, item.box), data)
-                opened.count(len(data))
-            else:
-                self._progress.add(len(data))
-        return item.receipt(hasher.hexdigest(), self._write_staging.num_overflows)
-
-    def _send(self, item: _WriteItem, opened: _Files) -> BoxReceipt:
-        """Send a box of this rank to the rank that writes it."""
-        hasher = xxhash.xxh3_128()
-        for _, data in self._send_staging.parts(self._tensor(item), item.dtype):
+        tensor = local_box(self._described, item.tensor.source, item.box_index)
+        for window, data in staging.parts(tensor, item.tensor.dtype):
+            # Before the write, while the data is in the processor's cache.
             hasher.update(data)
-            self._comm.send(np.frombuffer(data, np.uint8), item.dst)
+            if item.dst < 0:
+                self._progress.add(len(data))
+                continue
+            if item.dst == item.src:
+                opened.write(item, to_global(window, item.box), data)
+            else:
+                self._comm.send(np.frombuffer(data, np.uint8), item.dst)
             opened.count(len(data))
-        return item.receipt(hasher.hexdigest(), self._send_staging.num_overflows)
+        return BoxReceipt(item.number, item.piece, item.box_index, hasher.hexdigest(), staging.num_overflows)
 
     def _receive(self, item: _WriteItem, opened: _Files) -> None:
         """Receive a box of another rank and write it."""
+        itemsize = ITEMSIZE[item.tensor.dtype]
         data = np.empty(min(_MESSAGE_BYTES, item.nbytes), np.uint8)
-        for window in windows(item.box.shape, item.itemsize, _MESSAGE_BYTES):
-            part = data[: window.numel * item.itemsize]
+        for window in windows(item.box.shape, itemsize, _MESSAGE_BYTES):
+            part = data[: window.numel * itemsize]
             self._comm.recv(part, item.src)
             opened.write(item, to_global(window, item.box), part.data)
             self._progress.add(len(part))

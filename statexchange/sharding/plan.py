@@ -131,7 +131,10 @@ class FilePlan:
     @property
     def data_nbytes(self) -> int:
         """Bytes of the data section."""
-        return sum(tensor.nbytes for tensor in self.tensors)
+        if not self.tensors:
+            return 0
+        last = self.tensors[-1]
+        return last.begin + last.nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -727,15 +730,17 @@ def _assign_files(tensors: list[TensorPlan], options: ExportOptions) -> tuple[Fi
     groups: list[list[TensorPlan]] = []
     current: list[TensorPlan] = []
     size = 0
+    limit = options.max_shard_bytes
     for tensor in tensors:
-        if tensor.nbytes > options.max_shard_bytes:
+        nbytes = tensor.nbytes
+        if nbytes > limit:
             groups.append([tensor])
             continue
-        if size + tensor.nbytes > options.max_shard_bytes:
+        if size + nbytes > limit:
             groups.append(current)
             current, size = [], 0
         current.append(tensor)
-        size += tensor.nbytes
+        size += nbytes
     if current or not groups:
         groups.append(current)
     return tuple(_file_plan(index, len(groups), group, options) for index, group in enumerate(groups))

@@ -105,10 +105,6 @@ class WritePlan:
                     reductions.append(BoxReduction(tensor.source, op, piece.holder, piece.box_index, piece.replicas))
         return reductions
 
-    def compared(self, tensor: WriteTensor, piece: Piece) -> tuple[tuple[int, int], ...]:
-        """Return the copies of a piece that must equal it."""
-        return piece.replicas if self.compares and tensor.reduce is None else ()
-
     def check(self, world_size: int) -> None:
         """Raise ValueError if this cannot be a plan for `world_size` ranks."""
         if len(self.rename_of) != world_size or max(self.rename_of) >= len(self.renames):
