@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -27,10 +26,12 @@ from statexchange.messages import decode, encode, encoded
 from statexchange.sharding.shards import Shard, full_box, shape_from_json
 from statexchange.shared_memory import Arena
 from statexchange.state.describe import State, describe
-from statexchange.storage.tensorfile import RankFile, ShardData
+from statexchange.state.types import Leaf
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Receipt, Workspace
 from statexchange.tensors import (
     ITEMSIZE,
+    TensorLike,
     array_over,
     from_bytes,
     is_tensor,
@@ -42,13 +43,11 @@ from statexchange.tensors import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from numpy.typing import NDArray
 
 __all__ = ["GatheredState", "gather_state", "get_configs_parallel", "get_tensors_parallel"]
 
 T = TypeVar("T")
-_Tensor: TypeAlias = "torch.Tensor | NDArray[Any]"
 _ALIGNMENT = 64
 _NO_LIMIT_S = float("inf")
 _READ_RETRY_S = 30.0
@@ -114,10 +113,10 @@ class _ArenaNote:
     views: Sequence[str] = ()
 
 
-def _metadata_of(tensors: Mapping[str, Any]) -> list[_TensorMetadata]:
+def _metadata_of(tensors: Mapping[str, TensorLike]) -> list[_TensorMetadata]:
     """Return metadata with offsets into one block; a tied tensor has its first name as alias and no bytes."""
     metadata: list[_TensorMetadata] = []
-    seen: dict[tuple[Any, ...], str] = {}
+    seen: dict[tuple[object, ...], str] = {}
     offset = 0
     for name, tensor in tensors.items():
         entry = _metadata_of_one(name, tensor, offset)
@@ -132,7 +131,7 @@ def _metadata_of(tensors: Mapping[str, Any]) -> list[_TensorMetadata]:
     return metadata
 
 
-def _metadata_of_one(name: str, tensor: _Tensor, offset: int) -> _TensorMetadata:
+def _metadata_of_one(name: str, tensor: TensorLike, offset: int) -> _TensorMetadata:
     if hasattr(tensor, "__create_chunk_list__"):
         raise UnsupportedError("this is a part of a sharded tensor: pass its to_local()", name=name)
     dtype, shape = memory_of(tensor, name).dtype, tuple(int(size) for size in tensor.shape)
@@ -142,87 +141,59 @@ def _metadata_of_one(name: str, tensor: _Tensor, offset: int) -> _TensorMetadata
     return _TensorMetadata(name, dtype, shape, kind, bool(tensor.requires_grad), None, offset)
 
 
-def _rebuild(entry: _TensorMetadata, data: bytearray | NDArray[np.uint8]) -> _Tensor:
+def _rebuild(entry: _TensorMetadata, data: bytearray | NDArray[np.uint8]) -> TensorLike:
     """Return a tensor or array of the kind that was sent, over `data`."""
-    tensor: Any = from_bytes(data, entry.dtype, entry.shape, as_numpy=entry.kind == "numpy")
+    tensor: Leaf = from_bytes(data, entry.dtype, entry.shape, as_numpy=entry.kind == "numpy")
     if entry.kind == "parameter":
         import torch
 
         return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
     if entry.requires_grad:
         tensor.requires_grad_()
-    rebuilt: _Tensor = tensor
+    rebuilt: TensorLike = tensor
     return rebuilt
 
 
-class _Block(ABC):
+class _Block:
     """One rank's tensors on root, built on demand and released at the end of the with block."""
 
-    def __init__(self, metadata: Sequence[_TensorMetadata]) -> None:
+    def __init__(
+        self,
+        metadata: Sequence[_TensorMetadata],
+        build: Callable[[_TensorMetadata], TensorLike],
+        close: Callable[[], None] | None = None,
+    ) -> None:
         self.metadata = {entry.name: entry for entry in metadata}
-        self._tensors: dict[str, _Tensor] = {}  # built so far
-        self._open = True
+        self._build: Callable[[_TensorMetadata], TensorLike] | None = build
+        self._close = close
+        self._tensors: dict[str, TensorLike] = {}  # built so far
 
-    def tensor(self, name: str) -> _Tensor:
+    def tensor(self, name: str) -> TensorLike:
         """Return a tensor; a tied one is the same object under both names."""
         if name not in self._tensors:
-            if not self._open:
+            if self._build is None:
                 raise InvalidArgumentError("the with block that gathered this has ended", name=name)
             entry = self.metadata[name]
-            self._tensors[name] = self.tensor(entry.alias) if entry.alias is not None else self._build(entry)
+            self._tensors[name] = self._build(entry) if entry.alias is None else self.tensor(entry.alias)
         return self._tensors[name]
-
-    @abstractmethod
-    def _build(self, entry: _TensorMetadata) -> _Tensor:
-        """Build the tensor of this metadata."""
 
     def close(self) -> None:
         """Drop all references; tensors that the user kept stay valid."""
         self._tensors.clear()
-        self._open = False
+        # It holds the memory, which is recycled only when nothing refers to it.
+        self._build = None
+        if self._close is not None:
+            self._close()
 
 
-class _OwnBlock(_Block):
-    """Root's own tensors: the same objects if they are on the host, else copies."""
+def _block_of_root(tensors: Mapping[str, TensorLike]) -> _Block:
+    """Return root's own tensors: the same objects if they are on the host, else copies."""
 
-    def __init__(self, tensors: Mapping[str, Any]) -> None:
-        super().__init__(_metadata_of(tensors))
-        self._own = tensors
-
-    def _build(self, entry: _TensorMetadata) -> _Tensor:
-        tensor: _Tensor = self._own[entry.name]
+    def build(entry: _TensorMetadata) -> TensorLike:
+        tensor = tensors[entry.name]
         return tensor if isinstance(tensor, np.ndarray) or tensor.device.type == "cpu" else tensor.cpu()
 
-
-class _MemoryBlock(_Block):
-    """Views of another rank's arena."""
-
-    def __init__(self, metadata: Sequence[_TensorMetadata], base: NDArray[np.uint8]) -> None:
-        super().__init__(metadata)
-        self._base: NDArray[np.uint8] | None = base
-
-    def _build(self, entry: _TensorMetadata) -> _Tensor:
-        assert self._base is not None  # `tensor` builds none after `close`
-        return _rebuild(entry, self._base[entry.offset : entry.offset + entry.nbytes])
-
-    def close(self) -> None:
-        super().close()
-        self._base = None
-
-
-class _FileBlock(_Block):
-    """Tensors read from another rank's file, each into its own memory."""
-
-    def __init__(self, metadata: Sequence[_TensorMetadata], file: RankFile) -> None:
-        super().__init__(metadata)
-        self._file = file
-
-    def _build(self, entry: _TensorMetadata) -> _Tensor:
-        return _rebuild(entry, self._file.read(entry.name))
-
-    def close(self) -> None:
-        super().close()
-        self._file.close()
+    return _Block(_metadata_of(tensors), build)
 
 
 class _MemoryTransport:
@@ -232,7 +203,7 @@ class _MemoryTransport:
         self._comm = comm
         self._arena: Arena | None = None
 
-    def send(self, tensors: Mapping[str, Any], metadata: Sequence[_TensorMetadata]) -> object:
+    def send(self, tensors: Mapping[str, TensorLike], metadata: Sequence[_TensorMetadata]) -> object:
         """Copy this rank's tensors into its arena; return the arena's address."""
         total = max((entry.offset + entry.nbytes for entry in metadata if entry.alias is None), default=0)
         if not total:
@@ -246,13 +217,14 @@ class _MemoryTransport:
 
     def receive(self, metadata: Sequence[_TensorMetadata], address: object, rank: int) -> _Block:
         """Return views of another rank's tensors."""
-        if address is None:
-            return _MemoryBlock(metadata, np.empty(0, dtype=np.uint8))
-        arena = decode(address, _ArenaAddress, "the address of its memory", rank)
-        for entry in metadata:
-            if entry.alias is None and entry.offset + entry.nbytes > arena.nbytes:
-                raise MismatchError("a tensor lies outside of its memory", name=entry.name, rank=rank)
-        return _MemoryBlock(metadata, self._comm.arenas.attach(arena._asdict()))
+        base = np.empty(0, dtype=np.uint8)
+        if address is not None:
+            arena = decode(address, _ArenaAddress, "the address of its memory", rank)
+            for entry in metadata:
+                if entry.alias is None and entry.offset + entry.nbytes > arena.nbytes:
+                    raise MismatchError("a tensor lies outside of its memory", name=entry.name, rank=rank)
+            base = self._comm.arenas.attach(arena._asdict())
+        return _Block(metadata, lambda entry: _rebuild(entry, base[entry.offset : entry.offset + entry.nbytes]))
 
     def received(self) -> None:
         """Unlink the arena: root has attached to it."""
@@ -286,7 +258,7 @@ class _MemoryTransport:
         arenas.recycle(viewed, owned)
 
 
-def _copy_in(tensor: _Tensor, entry: _TensorMetadata, memory: memoryview) -> None:
+def _copy_in(tensor: TensorLike, entry: _TensorMetadata, memory: memoryview) -> None:
     """Copy a tensor's elements into `memory`, in C order."""
     target = np.frombuffer(memory, dtype=np.uint8)
     if isinstance(tensor, np.ndarray):
@@ -306,7 +278,7 @@ class _FileTransport:
         self._workspace = workspace
         self._receipt: Receipt | None = None
 
-    def send(self, tensors: Mapping[str, Any], metadata: Sequence[_TensorMetadata]) -> object:
+    def send(self, tensors: Mapping[str, TensorLike], metadata: Sequence[_TensorMetadata]) -> object:
         """Write this rank's tensors as one durable file; return its receipt."""
         staging = Staging()
         shards = [_shard_data(tensors[entry.name], entry, staging) for entry in metadata if entry.alias is None]
@@ -321,7 +293,8 @@ class _FileTransport:
         """Open another rank's file by the name in its receipt."""
         # The property raises unless `relative` is the name of a rank's file.
         receipt = decode(address, Receipt, "the name of the file", rank, lambda receipt: receipt.rank_name)
-        return _FileBlock(metadata, self._workspace.open(receipt, timeout_s=_READ_RETRY_S))
+        file = self._workspace.open(receipt, timeout_s=_READ_RETRY_S)
+        return _Block(metadata, lambda entry: _rebuild(entry, file.read(entry.name)), file.close)
 
     def received(self) -> None:
         """No-op: root may still read from the file."""
@@ -340,13 +313,15 @@ class _FileTransport:
             self._workspace.sweep()
 
 
-def _shard_data(tensor: _Tensor, entry: _TensorMetadata, staging: Staging) -> ShardData:
+def _shard_data(tensor: TensorLike, entry: _TensorMetadata, staging: Staging) -> ShardData:
     """Return a whole tensor as a shard, whose bytes are produced on request through `staging`."""
     shard = Shard(entry.name, entry.dtype, entry.shape, (full_box(entry.shape),))
     return ShardData(shard, lambda _: (part for _, part in staging.parts(tensor, entry.dtype)))
 
 
 _Transport = _MemoryTransport | _FileTransport
+_Sent: TypeAlias = tuple[_Block, object]
+"""A rank's tensors, and the message of the calling function."""
 _WorkspaceLike: TypeAlias = "Workspace | str | os.PathLike[str] | None"
 
 
@@ -362,8 +337,8 @@ def _transport(comm: Communicator, workspace: _WorkspaceLike) -> _Transport:
 
 @contextlib.contextmanager
 def _gathered(
-    call: str, comm: Communicator, root: int, tensors: Mapping[str, Any], message: object, workspace: _WorkspaceLike
-) -> Iterator[list[tuple[_Block, Any]]]:
+    call: str, comm: Communicator, root: int, tensors: Mapping[str, TensorLike], message: object, workspace: _WorkspaceLike
+) -> Iterator[list[_Sent]]:
     """Yield every rank's block and message, in rank order, on root; [] elsewhere. Collective at both ends.
 
     `call` is the name of the public function; calls that the user makes inside the block are not part of it.
@@ -374,8 +349,8 @@ def _gathered(
 
 
 def _exchange(
-    comm: Communicator, root: int, tensors: Mapping[str, Any], message: object, workspace: _WorkspaceLike
-) -> tuple[_Transport, list[tuple[_Block, Any]]]:
+    comm: Communicator, root: int, tensors: Mapping[str, TensorLike], message: object, workspace: _WorkspaceLike
+) -> tuple[_Transport, list[_Sent]]:
     """Send every rank's block and message to root. Collective."""
     with comm.phase("choosing a transport"):
         transport = _transport(comm, workspace)
@@ -386,10 +361,10 @@ def _exchange(
                 metadata = _metadata_of(tensors)
                 own_message = _RankMessage(tuple(metadata), transport.send(tensors, metadata), message)
         sent = comm.all_gather_bytes(encoded(own_message, _RankMessage), root=root, operation="sending to root")
-        blocks: list[tuple[_Block, Any]] = []
+        blocks: list[_Sent] = []
         with comm.phase("receiving"):
             for rank, data in enumerate(sent):
-                blocks.append((_OwnBlock(tensors), message) if rank == root else _receive(transport, data, rank))
+                blocks.append((_block_of_root(tensors), message) if rank == root else _receive(transport, data, rank))
         transport.received()
     except BaseException:
         transport.end(None)
@@ -397,14 +372,14 @@ def _exchange(
     return transport, blocks
 
 
-def _receive(transport: _Transport, data: bytes, rank: int) -> tuple[_Block, Any]:
+def _receive(transport: _Transport, data: bytes, rank: int) -> _Sent:
     sent = decode(data, _RankMessage, "the description of its tensors", rank, _RankMessage.check)
     return transport.receive(sent.metadata, sent.address, rank), sent.message
 
 
 def _until_done(
-    call: str, comm: Communicator, transport: _Transport, blocks: list[tuple[_Block, Any]]
-) -> Iterator[list[tuple[_Block, Any]]]:
+    call: str, comm: Communicator, transport: _Transport, blocks: list[_Sent]
+) -> Iterator[list[_Sent]]:
     """Run the user's block, then agree; the agreement waits without limit while all ranks are alive."""
     failure: BaseException | None = None
     try:
@@ -435,7 +410,7 @@ def _agree(comm: Communicator, failure: BaseException | None, note: object) -> l
     return None
 
 
-class GatheredState(Mapping[str, Any]):
+class GatheredState(Mapping[str, Leaf]):
     """One rank's state on root: a mapping of names to tensors, made on first access inside the with block.
 
     `shards` has each tensor's global shape and boxes. A tensor that is kept stays valid after the block.
@@ -446,7 +421,7 @@ class GatheredState(Mapping[str, Any]):
         self.shards = shards
         self._block = block
 
-    def __getitem__(self, name: str) -> Any:  # noqa: ANN401 (a torch tensor or a numpy array, as the rank holds it)
+    def __getitem__(self, name: str) -> Leaf:
         if name not in self._block.metadata:
             raise KeyError(name)
         return self._block.tensor(name)
@@ -498,7 +473,7 @@ def gather_state(
     """
     with public_call("gather_state"):
         communicator = as_communicator(comm)
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, TensorLike] = {}
     shards: list[Shard] = []
     with public_call("gather_state"), communicator.phase("describing its state"):
         communicator.check_root(root)
@@ -520,11 +495,11 @@ def _state(rank: int, block: _Block, message: object) -> GatheredState:
 
 @contextlib.contextmanager
 def get_tensors_parallel(
-    tensor: _Tensor,
+    tensor: TensorLike,
     ranks: Sequence[int],
     group: CommLike | None = None,
     workspace_path: str | os.PathLike[str] | None = None,
-) -> Iterator[list[Any]]:
+) -> Iterator[list[Leaf]]:
     """Gather one tensor of each of `ranks` on the first of them: yield a list in `ranks` order; [] on the others.
 
     Collective over `ranks` only, also at the end of the with block. An exception on any of them is raised on all.
@@ -562,7 +537,7 @@ def get_tensors_parallel(
         yield [_sent_tensor(rank, block) for rank, (block, _) in enumerate(blocks)]
 
 
-def _sent_tensor(rank: int, block: _Block) -> _Tensor:
+def _sent_tensor(rank: int, block: _Block) -> TensorLike:
     if "tensor" not in block.metadata:
         raise MismatchError("this rank has not sent a tensor: run the same version of statexchange on all", rank=rank)
     return block.tensor("tensor")
@@ -601,7 +576,7 @@ def get_configs_parallel(
         ...     configs
         [{'layers': 2}]
     """
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, Leaf] = {}
 
     def keep(value: object, path: str) -> str | None:
         if not is_tensor(value):
@@ -620,22 +595,22 @@ def get_configs_parallel(
         yield [config, *_other_configs(blocks, types)] if blocks else []
 
 
-def _other_configs(blocks: Sequence[tuple[_Block, Any]], types: Mapping[str, type]) -> list[Any]:
+def _other_configs(blocks: Sequence[_Sent], types: Mapping[str, type]) -> list[Leaf]:
     """Return the configs of all ranks but the first."""
     return [_config(rank, block, message, types) for rank, (block, message) in enumerate(blocks) if rank != 0]
 
 
-def _config(rank: int, block: _Block, message: object, types: Mapping[str, type]) -> Any:  # noqa: ANN401 (a config of any type)
+def _config(rank: int, block: _Block, message: object, types: Mapping[str, type]) -> Leaf:
     text = decode(message, str, "the config", rank)
     return values.decode(text, types=types, leaves=_SentTensors(block, rank))
 
 
-class _SentTensors(dict[str, _Tensor]):
+class _SentTensors(dict[str, TensorLike]):
     """The tensors that a rank has sent beside its config, which names them."""
 
     def __init__(self, block: _Block, rank: int) -> None:
         super().__init__({name: block.tensor(name) for name in block.metadata})
         self._rank = rank
 
-    def __missing__(self, name: str) -> _Tensor:
+    def __missing__(self, name: str) -> TensorLike:
         raise MismatchError("the config has a tensor that was not sent", name=name, rank=self._rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from statexchange.errors import InvalidArgumentError, type_text
 from statexchange.exchange.placing import parameter_names
@@ -14,6 +13,7 @@ from statexchange.state.describe import Description, State, describe
 from statexchange.state.flatten import is_leaf
 from statexchange.state.state_dict import encode_state, note_on_stale_optimizers, owners_of
 from statexchange.state.tree import children
+from statexchange.tensors import TensorLike
 
 __all__ = ["SavedState", "describe_save"]
 
@@ -26,13 +26,13 @@ class SavedState:
     """
 
     config: str
-    owners: Mapping[str, Any]
+    owners: Mapping[str, object]
     described: Description
     rules: Layout
     notes: tuple[str, ...]
 
 
-def describe_save(state: State, layout: Mapping[str, Any] | None, rank: int) -> SavedState:
+def describe_save(state: State, layout: Mapping[str, object] | None, rank: int) -> SavedState:
     """Describe the state of this rank. Not collective."""
     if not is_leaf(state) and children(state) is None:
         what = "a module, an optimizer, or a mapping or list of these and of tensors and values"
@@ -41,17 +41,16 @@ def describe_save(state: State, layout: Mapping[str, Any] | None, rank: int) -> 
         config, tensors, live, names = encode_state(state)
         rules = _parse_layout(layout, tensors)
         described = describe(tensors, rules, rank)
-
-        def has_rule(name: str) -> bool:
-            return name in described.tensors and described.tensors[name].part is not None
-
-        owners = owners_of(live, names, has_rule)
+        placed = {name for name, local in described.tensors.items() if local.part is not None}
+        owners = owners_of(live, names, placed.__contains__)
         return SavedState(config, owners, described, rules, note_on_stale_optimizers(live, names))
 
 
-def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) -> Layout:
+def _parse_layout(layout: Mapping[str, object] | None, tensors: Mapping[str, TensorLike]) -> Layout:
     """Parse the layout; an optimizer's tensor follows its parameter's rule if both have the same shape."""
     rules = Layout.parse({} if layout is None else layout)
+    if not rules.rules:
+        return rules
     for rule in rules.rules.values():
         if rule.renames or rule.reduce is not None:
             what = "renames tensors" if rule.renames else "reduces copies"
@@ -62,6 +61,7 @@ def _parse_layout(layout: Mapping[str, Any] | None, tensors: Mapping[str, Any]) 
     like = {}
     for name, tensor in tensors.items():
         for parameter in parameter_names(name):
+            # A scalar of the optimizer, such as a step, belongs to the whole parameter.
             if parameter in tensors and tuple(tensors[parameter].shape) == tuple(tensor.shape):
                 like[name] = parameter
     return replace(rules, like=like)
