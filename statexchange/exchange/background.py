@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -20,7 +20,10 @@ from statexchange.comm.calls import call_site, public_call
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import StateExchangeError, excerpt, needing_torch, without_secrets
 from statexchange.state.describe import Description
-from statexchange.tensors import same_memory
+from statexchange.tensors import TensorLike, same_memory
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["raise_unreported", "run_trip", "wait_for_end"]
 
@@ -89,13 +92,13 @@ def _run_in_background(
     return result
 
 
-def wait_for_end(result: Future[Any]) -> None:
+def wait_for_end(result: Future[Report]) -> None:
     """Wait for the end of work in the background; return at once in a forked child, which has no such thread."""
     if isinstance(result, _Result) and not result.is_inherited:
         wait_for([result])
 
 
-def raise_unreported(result: Future[Any]) -> None:
+def raise_unreported(result: Future[Report]) -> None:
     """Raise the failure of work that has ended, unless the caller has received it."""
     if isinstance(result, _Result) and not result.is_inherited and not result.is_reported:
         result.result()
@@ -174,7 +177,7 @@ class _Background:
         # The name must be unique: by their names, ranks match the threads that call for the first time.
         self._pool = ThreadPoolExecutor(1, f"statexchange background {next(_numbers)} of rank {comm.rank}")
         self._last: _Result[Any] | None = None
-        self._memory: Any = None
+        self._memory: torch.Tensor | None = None
 
     def take_failure(self) -> BaseException | None:
         """Wait for the end of the last work; return its failure if the caller has not received it yet."""
@@ -200,23 +203,24 @@ class _Background:
 
     def snapshot(self, described: Description) -> Description:
         """Return the description over copies of its tensors; tied tensors are copied once."""
-        unique: dict[Any, Any] = {}
+        unique: dict[object, TensorLike] = {}
         for local in described.tensors.values():
             for tensor in local.tensors:
                 unique.setdefault(_key(tensor), tensor)
-        sizes = {key: _aligned_bytes(tensor) for key, tensor in unique.items()}
-        memory = self._memory_of(sum(sizes.values()))
-        copies, at = {}, 0
+        memory = self._memory_of(sum(map(_aligned_bytes, unique.values())))
+        copies: dict[object, TensorLike] = {}
+        at = 0
         for key, tensor in unique.items():
-            copies[key] = _copied(tensor, memory[at : at + sizes[key]])
-            at += sizes[key]
+            copies[key] = _copied(tensor, memory[at:])
+            at += _aligned_bytes(tensor)
+        # Copies of all GPUs run side by side until here.
         _synchronize(unique.values())
         tensors = {}
         for name, local in described.tensors.items():
             tensors[name] = replace(local, tensors=tuple(copies[_key(tensor)] for tensor in local.tensors))
         return replace(described, tensors=tensors)
 
-    def _memory_of(self, nbytes: int) -> Any:
+    def _memory_of(self, nbytes: int) -> torch.Tensor:
         with needing_torch("work in the background"):
             import torch
 
@@ -230,22 +234,22 @@ class _Background:
 _backgrounds: weakref.WeakKeyDictionary[Communicator, _Background] = weakref.WeakKeyDictionary()
 
 
-def _key(tensor: Any) -> Any:
+def _key(tensor: TensorLike) -> object:
     """Return a key that is equal for tied tensors."""
     return same_memory(tensor) or id(tensor)
 
 
-def _aligned_bytes(tensor: Any) -> int:
+def _aligned_bytes(tensor: TensorLike) -> int:
     """Return the bytes of a copy, rounded up to where the next copy may begin."""
     return -(-int(tensor.nbytes) // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
-def _copied(tensor: Any, memory: Any) -> Any:
+def _copied(tensor: TensorLike, memory: torch.Tensor) -> TensorLike:
     """Copy `tensor` into host `memory`; a copy from a GPU is complete only after `_synchronize`."""
     if isinstance(tensor, np.ndarray):
-        copy = memory.numpy()[: tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
-        copy[...] = tensor
-        return copy
+        array = memory.numpy()[: tensor.nbytes].view(tensor.dtype).reshape(tensor.shape)
+        array[...] = tensor
+        return array
     import torch
 
     if not tensor.numel():
@@ -255,7 +259,7 @@ def _copied(tensor: Any, memory: Any) -> Any:
         return copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
 
-def _synchronize(tensors: Iterable[Any]) -> None:
+def _synchronize(tensors: Iterable[TensorLike]) -> None:
     """Wait until copies from GPUs are complete."""
     for device in {str(tensor.device) for tensor in tensors if not isinstance(tensor, np.ndarray)}:
         if device.startswith("cuda"):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -35,70 +33,70 @@ def convert_live(
     texts = equal_options(comm, None if conversion is None else conversion.texts(), "the conversions")
     if all(rank_texts is None for rank_texts in texts):
         return described, options
-    # Some ranks may have a model of transformers, and others none.
+    # Some ranks may have a model of transformers, and others none: all take part in the collectives of the conversion.
     conversion = conversion or SavedNames(None)
     layout = options.new_layout()
     described = place_parts(comm, renumbered(comm, described, layout), layout)
+    # After the layout: rules of a conversion are for whole tensors.
     plan = conversion.plan(comm, described, options)
     with comm.phase("converting its state"):
         converted = _converted(described, plan, has_zeros=comm.rank == 0)
     return converted, conversion.left_options(options)
 
 
-@dataclass(slots=True)
-class _Outputs:
-    """The boxes of the output tensors on this rank, with their memory."""
-
-    plan: ConversionPlan
-    boxes: dict[str, list[tuple[Box, TensorLike]]]
-    reductions: dict[str, str]
-
-    def add(self, name: str, box: Box, tensor: TensorLike) -> None:
-        """Add a box of an output."""
-        self.boxes.setdefault(name, []).append((box, tensor))
-
-    def described(self, aliases: Mapping[str, str]) -> Description:
-        """Return the outputs, in the order of the plan."""
-        converted = {}
-        for name, info in self.plan.tensors.items():
-            if name in self.boxes:
-                boxes = self.boxes[name]
-                shard = Shard(name, info.dtype, info.shape, tuple(box for box, _ in boxes))
-                tensors = tuple(tensor for _, tensor in boxes)
-                converted[name] = LocalTensor(shard, tensors, reduce=self.reductions.get(name))
-        return Description(converted, self.plan.new_aliases(aliases))
-
-
 def _converted(described: Description, plan: ConversionPlan, *, has_zeros: bool) -> Description:
-    outputs = _Outputs(plan, {}, {})
+    """Return the outputs of a conversion that this rank has elements of, in the order of the plan."""
+    outputs: dict[str, list[tuple[Box, TensorLike]]] = {}
+    reductions: dict[str, str] = {}
     for name, local in described.tensors.items():
         fills = plan.fills.get(name, ())
         for fill in fills:
             if not fill.patch.box.numel:
-                outputs.boxes.setdefault(fill.target, [])
+                # None of its elements will be found below, and without a rank that has it, it would be missing.
+                outputs.setdefault(fill.target, [])
             if local.reduce is not None:
-                outputs.reductions[fill.target] = local.reduce
-        found = InputFills(fills)
+                reductions[fill.target] = local.reduce
+        parts = InputFills(fills)
         for box, tensor in zip(local.shard.boxes, local.tensors, strict=True):
-            for fill, block in found.blocks(box):
+            for fill, block in parts.blocks(box):
                 for part in block.ranges():
-                    outputs.add(fill.target, part.box, _view(tensor, part))
-    for fill in plan.zeros if has_zeros else ():
-        dtype = numpy_dtype(plan.tensors[fill.target].dtype)
-        outputs.add(fill.target, fill.patch.box, np.broadcast_to(np.zeros((), dtype), fill.patch.box.shape))
-    return outputs.described(described.aliases)
+                    outputs.setdefault(fill.target, []).append((part.box, _view(tensor, part)))
+    if has_zeros:
+        for fill in plan.zeros:
+            dtype = numpy_dtype(plan.tensors[fill.target].dtype)
+            # One element in memory, whatever the size.
+            zeros = np.broadcast_to(np.zeros((), dtype), fill.patch.box.shape)
+            outputs.setdefault(fill.target, []).append((fill.patch.box, zeros))
+    converted = {}
+    for name, info in plan.tensors.items():
+        if name in outputs:
+            shard = Shard(name, info.dtype, info.shape, tuple(box for box, _ in outputs[name]))
+            tensors = tuple(tensor for _, tensor in outputs[name])
+            converted[name] = LocalTensor(shard, tensors, reduce=reductions.get(name))
+    return Description(converted, plan.new_aliases(described.aliases))
 
 
 def _view(tensor: TensorLike, block: Block) -> TensorLike:
-    """Return the view of a tensor or array that has the elements of a block of ranges, in its order."""
+    """Return the view of a tensor or array that has the elements of a block of ranges, in its order.
+
+    For a block whose dims are 1 and 0 of the tensor, it is a transposed part of it.
+    """
     index: list[int | slice] = list(block.begin)
+    used = []
+    shape_index: list[slice | None] = []
     for along in block.dims:
-        if along.dim is not None:
-            first, last = (block.begin[along.dim] + along.indices[end] for end in (0, -1))
-            step = along.indices[1] - along.indices[0] if last > first else 1
-            index[along.dim] = slice(first, last + 1, step)
+        if along.dim is None:
+            # A dim of one element that the input does not have.
+            shape_index.append(None)
+            continue
+        first, last = block.begin[along.dim] + along.indices[0], block.begin[along.dim] + along.indices[-1]
+        step = along.indices[1] - along.indices[0] if last > first else 1
+        index[along.dim] = slice(first, last + 1, step)
+        used.append(along.dim)
+        shape_index.append(slice(None))
+    # With (...): else the result for an array without dims left is a number, and no view.
     part = tensor[(*index, ...)]
-    used = [along.dim for along in block.dims if along.dim is not None]
-    order = [sorted(used).index(dim) for dim in used]
+    in_order = sorted(used)
+    order = [in_order.index(dim) for dim in used]
     part = part.transpose(order) if isinstance(part, np.ndarray) else part.permute(order)
-    return part[(*(None if along.dim is None else slice(None) for along in block.dims), ...)]
+    return part[(*shape_index, ...)]

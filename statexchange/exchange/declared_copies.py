@@ -67,7 +67,9 @@ def compare_copies(
     """
     copies = _DeclaredCopies(comm, saved.described, placed, digests)
     copies.compare()
-    notes = notes_on_equal_parts(saved.rules, copies.joined_parts()) if comm.rank == 0 else ()
+    notes: tuple[str, ...] = ()
+    if comm.rank == 0:
+        notes = notes_on_equal_parts(saved.rules, copies.joined_parts())
     return from_root(comm, notes, tuple[str, ...], "the notes")
 
 
@@ -103,6 +105,7 @@ class _DeclaredCopies:
                     mesh = local.mesh if is_whole else ""
                     boxes.setdefault(repr((name, shard.global_shape, box, mesh)), []).append(entry)
         for placement, entries in alike.items():
+            # The names too: ranks of two meshes of one shape may have different tensors, which are no copies.
             boxes[repr((placement, [(entry.name, entry.box) for entry in entries]))] = entries
         return boxes
 
@@ -132,6 +135,7 @@ class _DeclaredCopies:
 
     def _raise_replica_error(self, key: bytes, rank: int, other: int) -> NoReturn:
         """Gather the digests of the two ranks' boxes, and raise the error for the first that differs. Collective."""
+        # A record has the first digits only, and one may stand for many boxes: the two ranks send all that is in it.
         boxes = self._boxes.get(key, []) if self._comm.rank in (rank, other) else []
         sent = from_all(self._comm, boxes, list[_BoxDigest], "the digests of copies")
         for first, second in zip(sent[rank], sent[other], strict=True):

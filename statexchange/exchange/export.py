@@ -166,6 +166,7 @@ def export_checkpoint(
     def prepare() -> tuple[Description, Callable[[Description, Communicator], ExportReport]]:
         began = None if background else time.perf_counter()
         writing = WriteOptions(overwrite, background, stall_timeout_s, on_progress)
+        # Files and notes are root's alone; all else is equal on all ranks, and is checked on each.
         is_root, is_adapter = communicator.rank == 0, is_adapter_model(state)
         pattern = ADAPTER_PATTERN if filename_pattern is None and is_adapter else filename_pattern
         options = ExportOptions(include, exclude, rename, replicas, dtype, max_shard_size, pattern, layout)
@@ -178,6 +179,7 @@ def export_checkpoint(
         conversion = chosen_conversion(convert, convert_with, state, config, is_root=is_root)
         request = ExportRequest(path, options, writing, conversion, files_from, own_files)
         tensors = adapter_state(state) if is_adapter else state
+        # A new layout each time: it remembers which patterns have matched a name.
         with collector_paused():
             described = describe(tensors, options.new_layout(), communicator.rank, with_extra_state=False)
         return described, lambda copies, comm: _export(copies, request, comm, began)
@@ -195,6 +197,7 @@ def _export(described: Description, request: ExportRequest, comm: Communicator, 
         headers, nbytes = [], 0
         if root is not None:
             headers, nbytes = [output.header for output in root.outputs], root.plan.nbytes
+        # Which hosts see the directory is known only now that it exists.
         nodes = writing_nodes(comm, plan)
         receipts = write_boxes(comm, described, plan, nodes, headers, request.writing)
         clock.lap("write", nbytes)

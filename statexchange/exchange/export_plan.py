@@ -112,6 +112,7 @@ def agree_on_plan(
     """
     converted, options = convert_live(comm, described, request.conversion, request.options)
     described = replace(converted, extra_state=described.extra_state)
+    # The options as they were given: a conversion has applied its patterns, which must be equal on all ranks, too.
     metadata_here = RankMetadata.of(described, request.options.texts())
     metadata, nbytes = gather_metadata(comm, metadata_here, root=0)
     clock.lap("describe", nbytes)
@@ -151,7 +152,9 @@ def _planned(
         reason = "include and exclude leave out every tensor" if has_tensors else "no rank's state has a tensor"
         raise InvalidArgumentError(f"there is nothing to export: {reason}")
     notes = notes_on_tensors(by_rank, plan, options)
-    extra_state = [name for rank_metadata in metadata for name in rank_metadata.extra_state]
+    extra_state: list[str] = []
+    for rank_metadata in metadata:
+        extra_state += rank_metadata.extra_state
     notes += note_on_extra_state(extra_state, request.options)
     extra = extra_files(request.files_from, plan, request.model_files, updates_dtype=True)
     # Last: from here on there is something to clean up. Two exports to one path meet here, and one is refused.

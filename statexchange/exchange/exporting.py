@@ -88,6 +88,7 @@ def publish(
             for output, node in zip(root.outputs, nodes, strict=True):
                 # The file was reserved without its header: a file that a crash leaves behind is no valid one.
                 output.finish(writes_header=node == comm.node_rank)
+            # Only after the comparison: from here on readers see the checkpoint.
             small_files = root.publication.commit(provenance)
             notes = root.notes + _notes_on_written(root, provenance, request)
             clock.lap("publish", sum(map(len, receipts)))

@@ -55,6 +55,7 @@ class LiveComparison:
         described, _ = convert_live(self.comm, self.saved.described, self.conversion, ExportOptions(layout=layout))
         has_layout = any(from_all(self.comm, layout is not None, bool, "its layout"))
         if self.conversion is None and has_layout:
+            # With a conversion they are placed already.
             described = place_parts(self.comm, described, self.saved.rules)
         with contextlib.ExitStack() as holding:
             with self.comm.phase("reading the headers"):
@@ -62,6 +63,7 @@ class LiveComparison:
                 stored = holding.enter_context(OpenCheckpoint(source))
                 names = list(stored)
             live = self._live(described, stored)
+            # One phase for all rows: ranks hold different tensors, and a collective for each would have to be the same.
             with self.comm.phase("comparing its rows"):
                 facts = {}
                 for name, tensor in stored.items():
@@ -78,6 +80,7 @@ class LiveComparison:
             for name, part in of_rank.items():
                 parts.setdefault(name, []).append(part)
         tensors = []
+        # A name may come from a, from b or from both.
         for name in sorted(parts.keys() | facts.keys()):
             tensors.append(joined(name, parts.get(name, []), facts.get(name), self.tolerance))
         if not tensors and not names:

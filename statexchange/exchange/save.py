@@ -153,6 +153,7 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
         starts = exchange_starts(request, saved, build, comm)
         described = saved.described
         if any(start.has_layout for start in starts):
+            # Where a part lies in its whole follows only from the parts of all ranks.
             described = place_parts(comm, described, saved.rules)
         file, folder = write_rank_file(described, saved, request, starts[0], comm)
         notes = saved.notes
@@ -167,6 +168,7 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
         _log.info("saved %s", report)
         for note in notes:
             _log.warning("%s: %s", shown, note)
+    # Outside of the block: what follows may fail, and the save is there all the same.
     if request.after is not None:
         request.after(report, comm)
     if request.keep_in_memory is not None and request.step is not None:

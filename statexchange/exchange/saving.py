@@ -138,6 +138,7 @@ def open_target(request: SaveRequest, comm: Communicator, building: contextlib.E
         if request.before is not None:
             request.before()
         check = removable_files if request.writing.overwrite else None
+        # The id of the build is random: an interrupted save is never continued, as the state has changed since.
         names = [*rank_file_names(comm.world_size), MANIFEST]
         build = location(request.path).open_build(secrets.token_hex(16), names, check=check, is_own=is_stray)
         return building.enter_context(build)
@@ -178,6 +179,7 @@ def write_rank_file(
         extra = {"aliases": dict(described.aliases), **saved.owners}
         metadata = rank_metadata(start.save, comm.rank, comm.world_size, saved.config, extra)
         staging, progress = Staging(), Progress(comm)
+        # Tens of thousands of small objects, none of which is garbage.
         with collector_paused():
             shards = [shard_data(local, staging, progress) for local in described.tensors.values()]
         try:
@@ -191,11 +193,13 @@ def publish(
     build: Build | None, file: WrittenFile, folder: str, request: SaveRequest, save: str, comm: Communicator
 ) -> tuple[int, ...]:
     """Give the directory its name once root sees the files of all ranks; return their sizes. Collective."""
+    # Outside of the phase: a rank that has failed before takes part in the end of a phase, and in no collective in it.
     part_here = _Written(file.nbytes, file.version, folder)
     written = from_all(comm, part_here, _Written, "the written file")
     with comm.phase("publishing", timeout_s=request.writing.stall_timeout_s):
         sizes = tuple(part.nbytes for part in written)
         if build is not None:
+            # On NFS a client may not see yet what another has written: a save is whole only if root sees all of it.
             _check_seen(build, written, comm)
             manifest = SaveManifest(save, request.job, time.time(), sizes, request.step, request.metrics)
             build.commit(MANIFEST, manifest.to_bytes())
