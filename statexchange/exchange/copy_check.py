@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from statexchange.comm.communicator import Communicator
 from statexchange.exchange.reading import ReadItem
 from statexchange.sharding.shards import Box, intersect
-from statexchange.storage.store import ByteRange
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.save_directory import rank_of_file
+from statexchange.storage.store import ByteRange
 
 __all__ = ["check_digests", "ranks_read"]
 

@@ -337,7 +337,12 @@ def _transport(comm: Communicator, workspace: _WorkspaceLike) -> _Transport:
 
 @contextlib.contextmanager
 def _gathered(
-    call: str, comm: Communicator, root: int, tensors: Mapping[str, TensorLike], message: object, workspace: _WorkspaceLike
+    call: str,
+    comm: Communicator,
+    root: int,
+    tensors: Mapping[str, TensorLike],
+    message: object,
+    workspace: _WorkspaceLike,
 ) -> Iterator[list[_Sent]]:
     """Yield every rank's block and message, in rank order, on root; [] elsewhere. Collective at both ends.
 
@@ -377,9 +382,7 @@ def _receive(transport: _Transport, data: bytes, rank: int) -> _Sent:
     return transport.receive(sent.metadata, sent.address, rank), sent.message
 
 
-def _until_done(
-    call: str, comm: Communicator, transport: _Transport, blocks: list[_Sent]
-) -> Iterator[list[_Sent]]:
+def _until_done(call: str, comm: Communicator, transport: _Transport, blocks: list[_Sent]) -> Iterator[list[_Sent]]:
     """Run the user's block, then agree; the agreement waits without limit while all ranks are alive."""
     failure: BaseException | None = None
     try:

@@ -354,6 +354,7 @@ class _Start:
     identity: str
     manifest: SaveManifest
 
+
 def _quietly_removed(directory: MemoryDirectory, path: str) -> None:
     """Remove the directory of a load; if that fails, the next load does it."""
     with contextlib.suppress(StateExchangeError):
