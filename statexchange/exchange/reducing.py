@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 
@@ -18,6 +18,8 @@ from statexchange.tensors import array_over, from_bytes, memory_of, own_bytes
 
 __all__ = ["reduce_copies"]
 
+_Bytes: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"
+
 _MESSAGE_BYTES = 4 << 20
 _ALIGN_BYTES = 16  # a multiple of every dtype's size
 
@@ -29,7 +31,7 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
     The live state does not change. Memory: the size of this rank's reduced boxes, and of one more box if it lies on a
     GPU or is strided.
     """
-    results: dict[tuple[str, int], Any] = {}
+    results: dict[tuple[str, int], _Bytes] = {}
     for src, dst, pairs in _transfers(reductions):
         if comm.rank == dst:
             for reduction, _ in pairs:
@@ -72,7 +74,7 @@ def _parts(comm: Communicator, nbytes: int) -> Iterator[slice]:
         comm.progress()
 
 
-def _copy(comm: Communicator, data: Any) -> Any:
+def _copy(comm: Communicator, data: _Bytes) -> _Bytes:
     """Return a copy of an array, and report progress."""
     copy = np.empty_like(data)
     for part in _parts(comm, len(data)):
@@ -80,7 +82,7 @@ def _copy(comm: Communicator, data: Any) -> Any:
     return copy
 
 
-def _bytes(comm: Communicator, described: Description, name: str, index: int) -> Any:
+def _bytes(comm: Communicator, described: Description, name: str, index: int) -> _Bytes:
     """Return a box's bytes as an array, in the dtype that it has."""
     tensor = local_box(described, name, index)
     own = own_bytes(tensor)
@@ -115,7 +117,8 @@ def _messages(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
 
 def _send(comm: Communicator, dst: int, described: Description, boxes: Sequence[tuple[str, int]]) -> None:
     sizes = [local_box(described, name, index).nbytes for name, index in boxes]
-    data, loaded = np.empty(0, np.uint8), -1  # the bytes of box `loaded`
+    data: _Bytes = np.empty(0, np.uint8)  # the bytes of box `loaded`
+    loaded = -1
     for message in _messages(sizes):
         parts = []
         for number, begin, end in message:
@@ -126,7 +129,9 @@ def _send(comm: Communicator, dst: int, described: Description, boxes: Sequence[
         comm.progress()
 
 
-def _receive(comm: Communicator, src: int, results: Sequence[tuple[BoxReduction, Any]], described: Description) -> None:
+def _receive(
+    comm: Communicator, src: int, results: Sequence[tuple[BoxReduction, _Bytes]], described: Description
+) -> None:
     memory = np.empty(min(_MESSAGE_BYTES, sum(result.nbytes for _, result in results)), np.uint8)
     for message in _messages([result.nbytes for _, result in results]):
         data = memory[: sum(end - begin for _, begin, end in message)]
@@ -139,7 +144,7 @@ def _receive(comm: Communicator, src: int, results: Sequence[tuple[BoxReduction,
             at += end - begin
 
 
-def _reduce(described: Description, reduction: BoxReduction, result: Any, others: Any) -> None:
+def _reduce(described: Description, reduction: BoxReduction, result: _Bytes, others: _Bytes) -> None:
     """Reduce elements, given as bytes, into `result`."""
     dtype = _dtype_of(described.tensors[reduction.name])
     reduce_into(reduction.op, array_over(result, dtype, (-1,)), array_over(others, dtype, (-1,)))
@@ -150,7 +155,7 @@ def _dtype_of(local: LocalTensor) -> str:
     return memory_of(local.tensors[0], local.shard.name).dtype
 
 
-def _with_bytes(local: LocalTensor, index: int, data: Any) -> LocalTensor:
+def _with_bytes(local: LocalTensor, index: int, data: _Bytes) -> LocalTensor:
     """Return `local` with other bytes for one of its boxes."""
     as_numpy = isinstance(local.tensors[index], np.ndarray)
     tensor = from_bytes(data, _dtype_of(local), local.shard.boxes[index].shape, as_numpy=as_numpy)
