@@ -45,6 +45,8 @@ class SaveLoader:
 
     def load(self, state: State, step: int | None, *, missing_ok: bool) -> LoadReport | None:
         """Load the save of `step`, by default the newest; return None if there is none. Collective."""
+        with self.comm.phase("looking for saves"):
+            check_flags(missing_ok=missing_ok)
         asked = {"step": str(step), "missing_ok": str(missing_ok)}
         equal_options(self.comm, asked, "what to load")
         report = None if self.memory is None else self._from_memory(state, step, self.memory)
@@ -71,7 +73,6 @@ class SaveLoader:
         """Return the step to load, as rank 0 finds it; None without a save. Collective."""
         chosen: int | None = None
         with self.comm.phase("looking for saves"):
-            check_flags(missing_ok=missing_ok)
             if self.comm.rank == 0:
                 chosen = self.saves.choose(step, missing_ok=missing_ok)
         return from_root(self.comm, chosen, int | None, "the step to load")
