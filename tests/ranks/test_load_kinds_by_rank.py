@@ -229,7 +229,7 @@ def test_values_of_one_text_under_other_keys_are_not_the_same(
 ) -> None:
     run_ranks(lambda: sx.save_checkpoint({"x": saved[sx.get_rank()], "w": torch.ones(1)}, tmp_path / "saved"), 2)
     state = {"x": copy.deepcopy(live), "w": torch.zeros(1)}
-    with pytest.raises(sx.errors.ReplicaError, match=f"ranks 0 and 1 saved different values of '{path}'") as caught:
+    with pytest.raises(sx.errors.ReplicaError, match=f"different values of '{path}'") as caught:
         sx.load_checkpoint(state, tmp_path / "saved")
     assert caught.value.rank == 1
     assert repr(state["x"]) == repr(live)
