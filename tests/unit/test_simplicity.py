@@ -1,0 +1,193 @@
+"""The laws of simplicity that can be counted: how long a story is, and what its modules look like.
+
+A ceiling only goes down. One that a change would break says that a story has become longer: look for a shorter way to
+tell it first.
+"""
+
+import ast
+import io
+import json
+import subprocess
+import sys
+import tokenize
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import statexchange
+
+PACKAGE = Path(statexchange.__file__).parent
+MOST_IMPORTS = 14
+MOST_CODE_LINES = 600
+MOST_LINES_OF_A_FUNCTION = 50
+MOST_PARAMETERS = 8
+STORY_PACKAGES = ("state", "exchange")
+
+
+class Walk(NamedTuple):
+    """What a call makes on one rank, for a module of one layer with AdamW's moments.
+
+    Attributes:
+        modules: the modules of the package that are entered.
+        calls: the calls of functions of the package.
+        each: the calls that each further parameter adds.
+        climbs: the pairs of modules between which a call goes to one that stands above the caller.
+    """
+
+    modules: int
+    calls: int
+    each: int
+    climbs: int
+
+
+CEILINGS = {
+    "load": Walk(44, 760, 85, 0),
+    "save": Walk(38, 1180, 180, 6),
+    "export": Walk(51, 880, 68, 1),
+    "merge": Walk(38, 1000, 165, 0),
+    "synchronize": Walk(18, 520, 60, 2),
+}
+
+# Run by a fresh interpreter, so that neither pytest's plugins nor plans that are remembered count.
+PROGRAM = """
+import collections, json, pathlib, sys, tempfile, threading
+import torch
+import statexchange as sx
+
+package = str(pathlib.Path(sx.__file__).parent) + "/"
+
+def job(layers, width=8):
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, width)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "step": 3}
+
+def prepared(story, state, path):
+    if story == "export":
+        return lambda: sx.export_checkpoint(state["model"], path)
+    if story == "save":
+        return lambda: sx.save_checkpoint(state, path)
+    if story == "synchronize":
+        return lambda: sx.synchronize(state)
+    sx.save_checkpoint(state, path)
+    if story == "load":
+        return lambda: sx.load_checkpoint(state, path)
+    return lambda: sx.merge_checkpoint(path, path + "-merged")
+
+class Trace:
+    def __init__(self):
+        self.calls = 0
+        self.pairs = set()
+        self.modules = set()
+        self.stacks = threading.local()
+
+    def __call__(self, frame, event, argument):
+        name = frame.f_code.co_filename
+        if event not in ("call", "return") or not name.startswith(package):
+            return
+        stack = self.stacks.__dict__.setdefault("stack", [])
+        if event == "return":
+            if stack:
+                stack.pop()
+            return
+        name = name.removeprefix(package)
+        if stack and stack[-1] != name:
+            self.pairs.add((stack[-1], name))
+        self.calls += 1
+        self.modules.add(name)
+        stack.append(name)
+
+def traced(story, layers, folder):
+    prepared(story, job(3, 4), f"{folder}/first")()  # imports do not count
+    run = prepared(story, job(layers), f"{folder}/then")
+    trace = Trace()
+    threading.setprofile(trace)
+    sys.setprofile(trace)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return {"calls": trace.calls, "modules": sorted(trace.modules), "pairs": sorted(trace.pairs)}
+
+with tempfile.TemporaryDirectory() as few, tempfile.TemporaryDirectory() as many:
+    print(json.dumps([traced(sys.argv[1], 1, few), traced(sys.argv[1], 8, many)]))
+"""
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of the package that a module imports, by their paths in it, at any depth of its code."""
+    names = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("statexchange."):
+            names.add(node.module.removeprefix("statexchange.").replace(".", "/") + ".py")
+    return names
+
+
+@cache
+def floor_of(name: str) -> int:
+    """How high a module stands: one above the highest of those that it imports."""
+    path = PACKAGE / name
+    if not path.exists():  # a package's own names
+        return 0
+    return 1 + max((floor_of(other) for other in imports_of(path) if other != name), default=0)
+
+
+@pytest.mark.parametrize("story", CEILINGS)
+def test_a_story_is_not_longer_than_it_was(story: str) -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM, story], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    few, many = json.loads(done.stdout.splitlines()[-1])
+    climbs = [(caller, callee) for caller, callee in few["pairs"] if floor_of(callee) > floor_of(caller)]
+    each = round((many["calls"] - few["calls"]) / 14)  # 8 layers of a weight and a bias, against one
+    walk, ceiling = Walk(len(few["modules"]), few["calls"], each, len(climbs)), CEILINGS[story]
+    longer = [name for name, count, most in zip(Walk._fields, walk, ceiling, strict=True) if count > most]
+    assert not longer, f"{story}: {walk}, at most {ceiling}; it enters {few['modules']} and climbs {climbs}"
+
+
+def modules_of_stories() -> list[str]:
+    paths = [path for package in STORY_PACKAGES for path in sorted((PACKAGE / package).glob("*.py"))]
+    return [path.relative_to(PACKAGE).as_posix() for path in paths]
+
+
+def num_code_lines(path: Path) -> int:
+    """Return the number of lines that have code: no comments, no docstrings, no blank lines."""
+    docstrings = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: set[int] = set()
+    no_code = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+        if token.type not in no_code:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+@pytest.mark.parametrize("name", modules_of_stories())
+def test_a_module_of_a_story_is_small(name: str) -> None:
+    path = PACKAGE / name
+    assert len(imports_of(path)) <= MOST_IMPORTS
+    assert num_code_lines(path) <= MOST_CODE_LINES
+    doors: set[int] = set()  # methods of public classes
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ClassDef) and node.name in statexchange.__all__:
+            doors.update(id(inner) for inner in node.body)
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        body = node.body[0]
+        begin = body.lineno
+        if ast.get_docstring(node) is not None:
+            begin = (body.end_lineno or begin) + 1
+        assert (node.end_lineno or begin) - begin < MOST_LINES_OF_A_FUNCTION, f"{node.name} is long"
+        parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        is_door = node.name in statexchange.__all__ or id(node) in doors
+        assert len(parameters) <= MOST_PARAMETERS or is_door, f"{node.name} has many parameters"
