@@ -47,7 +47,7 @@ def items_to_read(
         targets = _placed(targets, loaded.matching, comm)
     # A phase of its own, as ranks exchange their parts before it.
     with comm.phase("comparing the tensors", timeout_s=timeout_s):
-        return [_item(target, loaded) for target in targets]
+        return _items(targets, loaded)
 
 
 def mark_targets(plan: LoadPlan, items: Sequence[ReadItem]) -> None:
@@ -107,29 +107,33 @@ def _placed(targets: Sequence[_Target], matching: Matching, comm: Communicator) 
     return wholes
 
 
-def _item(target: _Target, loaded: LoadSource) -> ReadItem:
-    """Return what is read for a target."""
-    stored, local = loaded.tensors.by_name[target.name], target.local
-    saved, shard = stored.saved, local.shard
-    if saved.problem is not None:
-        raise saved.problem
-    # Asking torch takes longer than copying a small tensor: only memory that looks odd is asked again.
-    for part, memory in zip(local.tensors, local.memory, strict=True):
-        if not memory.is_plain:
-            check_writable(part, target.path)
-    if shard.global_shape != saved.shape and not (target.is_padded and len(shard.global_shape) == len(saved.shape)):
-        raise _other_shape(target, loaded, saved.shape)
-    if shard.dtype != saved.dtype and not loaded.matching.names.options.casts(saved.dtype, shard.dtype):
-        hint = ""
-        if saved.dtype in FLOATS and shard.dtype in FLOATS:
-            hint = '; dtype="state" casts to the dtype that the state has'
-        text = f"the state's dtype differs from the source's{hint}"
-        path = loaded.matching.path
-        raise InvalidArgumentError(text, name=target.path, path=path, expected=saved.dtype, found=shard.dtype)
-    boxes = stored.boxes
-    if boxes is None:
-        boxes = loaded.tensors.boxes_of(stored)
-    return ReadItem(target.name, local, boxes, saved.dtype)
+def _items(targets: Sequence[_Target], loaded: LoadSource) -> list[ReadItem]:
+    """Return what is read for the targets."""
+    items = []
+    path, options = loaded.matching.path, loaded.matching.names.options
+    for target in targets:
+        stored, local = loaded.tensors.by_name[target.name], target.local
+        saved, shard = stored.saved, local.shard
+        if saved.problem is not None:
+            raise saved.problem
+        # Asking torch takes longer than copying a small tensor: only memory that looks odd is asked again.
+        for part, memory in zip(local.tensors, local.memory, strict=True):
+            if not memory.is_plain:
+                check_writable(part, target.path)
+        has_dims = len(shard.global_shape) == len(saved.shape)
+        if shard.global_shape != saved.shape and not (target.is_padded and has_dims):
+            raise _other_shape(target, loaded, saved.shape)
+        if shard.dtype != saved.dtype and not options.casts(saved.dtype, shard.dtype):
+            hint = ""
+            if saved.dtype in FLOATS and shard.dtype in FLOATS:
+                hint = '; dtype="state" casts to the dtype that the state has'
+            text = f"the state's dtype differs from the source's{hint}"
+            raise InvalidArgumentError(text, name=target.path, path=path, expected=saved.dtype, found=shard.dtype)
+        boxes = stored.boxes
+        if boxes is None:
+            boxes = loaded.tensors.boxes_of(stored)
+        items.append(ReadItem(target.name, local, boxes, saved.dtype))
+    return items
 
 
 def _other_shape(target: _Target, loaded: LoadSource, expected: tuple[int, ...]) -> InvalidArgumentError:

@@ -267,8 +267,7 @@ class _Reading:
     def run(self, parts: Sequence[_Part]) -> None:
         """Fill the live tensors of these parts."""
         with collector_paused():
-            for part in parts:
-                self._add(part)
+            self._add(parts)
             self._read_small(remote=False)
         # Clients of object stores leave garbage in cycles that holds the bytes of a request.
         self._read_small(remote=True)
@@ -291,36 +290,36 @@ class _Reading:
             return f"{text}, the others may have values of a version that was replaced"
         return f"{text}, the others are as they were"
 
-    def _add(self, part: _Part) -> None:
-        """Note how a part will be read."""
-        item, target, memory = part
-        is_in_place = memory.is_run and memory.dtype == item.stored
-        # `prove_cover` has found that no two stored boxes overlap, so one that equals the target is all it needs.
-        whole = item.boxes.get(target)
-        stored_boxes = item.boxes if whole is None else {target: whole}
-        needed = []
-        for box, stored in stored_boxes.items():
-            region = intersect(box, target) if whole is None else target
-            if region is None:
-                continue
-            run: Run | None = None
-            if is_in_place and whole is not None and stored.strides is None:
-                # Nearly all tensors of a model are one run in the file and in memory, and need no arithmetic of boxes.
-                run = Run(stored.begin, 0, memory.end - memory.begin)
-            elif is_in_place:
-                run = one_run(stored, box, region, item.stored, target)
-            self._total += math.prod(region.shape) * ITEMSIZE[item.stored]
-            pieces = self.files.setdefault(stored.file, [])
-            limits = _LIMITS[stored.file.is_remote]
-            block = _Block(stored, box, region)
-            if run is None or run.nbytes > limits.piece:
-                needed.append(block)
-                continue
-            data = run_bytes(memory.tensor)[run.in_memory : run.in_memory + run.nbytes]
-            digest = stored.digest if region == box and not stored.parts else None
-            pieces.append(_Piece(run.in_file, data, block, item, digest))
-        if needed:
-            self._alone.append(_Target(part, needed))
+    def _add(self, parts: Sequence[_Part]) -> None:
+        """Note how each part will be read."""
+        for part in parts:
+            item, target, memory = part
+            is_in_place = memory.is_run and memory.dtype == item.stored
+            # `prove_cover` has found that no two stored boxes overlap, so one that equals the target is all it needs.
+            whole = item.boxes.get(target)
+            stored_boxes = item.boxes if whole is None else {target: whole}
+            needed = []
+            for box, stored in stored_boxes.items():
+                region = intersect(box, target) if whole is None else target
+                if region is None:
+                    continue
+                run: Run | None = None
+                if is_in_place and whole is not None and stored.strides is None:
+                    # Nearly all tensors of a model are one run in the file and in memory: no arithmetic of boxes.
+                    run = Run(stored.begin, 0, memory.end - memory.begin)
+                elif is_in_place:
+                    run = one_run(stored, box, region, item.stored, target)
+                self._total += math.prod(region.shape) * ITEMSIZE[item.stored]
+                pieces = self.files.setdefault(stored.file, [])
+                block = _Block(stored, box, region)
+                if run is None or run.nbytes > _LIMITS[stored.file.is_remote].piece:
+                    needed.append(block)
+                    continue
+                data = run_bytes(memory.tensor)[run.in_memory : run.in_memory + run.nbytes]
+                digest = stored.digest if region == box and not stored.parts else None
+                pieces.append(_Piece(run.in_file, data, block, item, digest))
+            if needed:
+                self._alone.append(_Target(part, needed))
 
     def _read_small(self, *, remote: bool) -> None:
         """Read the small pieces of files that are remote, or of those that are not."""

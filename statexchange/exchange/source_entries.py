@@ -81,22 +81,33 @@ class StoredTensors:
         self.names = parts.keys()
         has_leaves = any('"leaf"' in text for text in source.configs.values())
         self.has_tree = has_leaves or (bool(source.configs) and not parts)
-        self.by_name = {name: self._record(name, of_tensor) for name, of_tensor in parts.items()}
+        self.by_name = self._records(parts)
         # A tied tensor is written once. A saved tree has all its names, and errors give the one that is loaded.
+        of_aliases = {}
         for alias, name in self.aliases.items():
             if alias not in parts and name in parts:
-                self.by_name[alias] = self._record(alias, parts[name])
+                of_aliases[alias] = parts[name]
+        self.by_name |= self._records(of_aliases)
 
-    def _record(self, name: str, parts: Sequence[_SavedPart]) -> StoredTensor:
+    def _records(self, parts: Mapping[str, Sequence[_SavedPart]]) -> dict[str, StoredTensor]:
+        """Return the record of each tensor, from the parts of it that ranks, or files, have."""
+        records = {}
+        for name, of_tensor in parts.items():
+            first = of_tensor[0].tensor.shard
+            shape = first.global_shape
+            # Another rank's copy need not be compared: this rank gets back its own, or root's as the caller wants it.
+            is_first_enough = len(of_tensor) == 1 or of_tensor[0].rank == self.own_rank or self._takes_root
+            if is_first_enough and len(first.boxes) == 1 and first.boxes[0].shape == shape:
+                boxes = {first.boxes[0]: of_tensor[0].tensor.byte_ranges[0]}
+                records[name] = StoredTensor(SavedTensor(name, first.dtype, shape), of_tensor[:1], boxes)
+            else:
+                records[name] = self._joined(name, of_tensor)
+        return records
+
+    def _joined(self, name: str, parts: Sequence[_SavedPart]) -> StoredTensor:
+        """Return the record of a tensor of several parts, or of one that is not all of it."""
         first = parts[0].tensor.shard
         shape = first.global_shape
-        is_whole = len(first.boxes) == 1 and first.boxes[0].shape == shape
-        # Another rank's copy need not be compared: this rank gets back its own, or root's as the caller wants it.
-        if is_whole and (parts[0].rank == self.own_rank or self._takes_root):
-            parts = parts[:1]
-        if is_whole and len(parts) == 1:
-            boxes = {first.boxes[0]: parts[0].tensor.byte_ranges[0]}
-            return StoredTensor(SavedTensor(name, first.dtype, shape), parts, boxes)
         # Of an FSDP2 save each tensor comes here, from all ranks: no calls in this loop.
         cut_dims: set[int] = set()
         problem: StateExchangeError | None = None

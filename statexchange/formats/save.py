@@ -87,13 +87,10 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
 
 def _owners(file: RankFile) -> tuple[tuple[str, ...], dict[str, str]]:
     """Return the paths of what belongs to a rank, and the class of each optimizer. Older files have neither."""
-    broken = CorruptError("broken record of what belongs to a rank, or of optimizers", path=file.path)
     per_rank, optimizers = file.metadata.get("per_rank", []), file.metadata.get("optimizers", {})
-    if not isinstance(per_rank, list) or not isinstance(optimizers, dict):
-        raise broken
-    for text in (*per_rank, *optimizers.values()):
-        if type(text) is not str:
-            raise broken
+    is_broken = not isinstance(per_rank, list) or not isinstance(optimizers, dict)
+    if is_broken or {*map(type, (*per_rank, *optimizers.values()))} - {str}:
+        raise CorruptError("broken record of what belongs to a rank, or of optimizers", path=file.path)
     return tuple(per_rank), optimizers
 
 

@@ -102,6 +102,8 @@ def numel_of(shape: tuple[int, ...]) -> int:
         numel *= size or 1
     if numel >= 1 << 63:
         raise ValueError(f"no tensor has a shape of {len(shape)} dims that is so large")
+    if len(shape) > MAX_DIMS or min(shape, default=0) < 0 or max(shape, default=0) > MAX_SIZE:
+        raise ValueError(f"not a list of sizes: {excerpt(shape)}")
     return 0 if 0 in shape else numel
 
 
@@ -179,10 +181,8 @@ class Shard:
         numel_of(self.global_shape)
         whole = full_box(self.global_shape)
         for box in self.boxes:
-            # Most shards of replicated models are whole tensors; negative sizes would equal themselves.
-            if box == whole and min(box.shape, default=0) >= 0:
-                continue
-            if not is_inside(box, self.global_shape):
+            # Most shards of replicated models are whole tensors.
+            if box != whole and not is_inside(box, self.global_shape):
                 raise ValueError(f"box {box} lies outside {self.name!r} of shape {self.global_shape}")
 
     @property

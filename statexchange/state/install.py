@@ -94,7 +94,8 @@ def tensor_to_fill(matching: Matching, saved: SavedTensor, place: Place, path: s
         shape = tuple(parameter.shape)  # a part, as the parameter is
     if not matching.knows_owners:
         _check_is_of_all_ranks(matching, saved, shape, parameter, path)
-    if place.is_filled and (is_torch(live) or is_array(live)) and tuple(live.shape) == shape:
+    is_live_torch = is_torch(live)
+    if place.is_filled and (is_live_torch or is_array(live)) and tuple(live.shape) == shape:
         dtype = name_of_dtype(live.dtype) or ""
         has_dtype = dtype == saved.dtype or matching.names.options.casts(saved.dtype, dtype)
         # A fused or capturable optimizer wants its counts of steps beside the parameters, all others on the CPU.
@@ -102,7 +103,7 @@ def tensor_to_fill(matching: Matching, saved: SavedTensor, place: Place, path: s
         if has_dtype and not moves:
             return live
     like = parameter
-    if is_torch(live) and not place.is_step:
+    if is_live_torch and not place.is_step:
         like = live
     if is_array(live) or (like is None and not is_installed("torch")):
         return np.empty(shape, numpy_dtype(saved.dtype))

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, TruncatedError, UnsafeError, excerpt
 from statexchange.processes import collector_paused
-from statexchange.sharding.shards import MAX_SIZE, Box, Shard, numel_of, sizes_from_json
+from statexchange.sharding.shards import MAX_SIZE, Box, Shard, full_box, numel_of, sizes_from_json
 from statexchange.storage.atomic import write_new
 from statexchange.storage.files import WINDOW_BYTES, digest
 from statexchange.storage.json_text import parse_json, unseal
@@ -56,6 +56,7 @@ TORCH_SHARDING_KEY, _TORCH_VERSION_KEY, _TORCH_VERSION = "DCP_SHARDING_INFO", "D
 _PER_FILE_KEYS = (WORKSPACE_KEY, TORCH_SHARDING_KEY, _TORCH_VERSION_KEY)
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _CHANGED_IN_FILE = frozenset({"C128", *PACKED})  # dtypes whose shape, or name, is another in a file
+_INT = frozenset({int})
 _DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -208,9 +209,7 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
     refused = _refused_name(raw)
     if refused is not None:
         raise CorruptError(f"a tensor is called {excerpt(refused[0], 60)}: {refused[1]}", path=path)
-    entries = []
-    for name, fields in raw.items():
-        entries.append(_entry(name, fields, at, path))
+    entries = _entries(raw, at, path)
     # Keys of a header may come in any order; only the offsets say where tensors lie.
     entries.sort(key=attrgetter("begin", "end"))
     supported: dict[str, Entry] = {}
@@ -270,38 +269,46 @@ def wrong_kind_of_bytes(start: bytes) -> str | None:
     return None
 
 
-def _entry(name: str, fields: object, data_start: int, path: str) -> Entry:
-    """Return the checked entry of one tensor: ``{"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}``."""
-    if not isinstance(fields, dict) or fields.keys() != _ENTRY_KEYS:
-        raise CorruptError("header entry has missing or unknown fields", path=path, name=name)
-    dtype = fields["dtype"]
-    if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype) or dtype == "C128":
-        raise CorruptError(f"unknown dtype {excerpt(dtype, 60)}", path=path, name=name)
-    try:
-        shape, (begin, end) = sizes_from_json(fields["shape"]), fields["data_offsets"]
-        numel = numel_of(shape)
-        if type(begin) is not int or type(end) is not int or not 0 <= begin <= MAX_SIZE or not 0 <= end <= MAX_SIZE:
-            raise ValueError
-    except (TypeError, ValueError):
-        raise CorruptError("header entry has a bad shape or bad offsets", path=path, name=name) from None
-    nbytes, itemsize, per_group = end - begin, ITEMSIZE.get(dtype), PACKED.get(dtype, 1)
-    expected: int | str = "elements of a whole number of bits"
-    if itemsize is not None:
-        expected = numel * itemsize // per_group
-        fits = nbytes * per_group == numel * itemsize
-    elif numel:
-        # Of a dtype that is not known, only this can be checked.
-        fits = nbytes >= 0 and 8 * nbytes % numel == 0
-    else:
-        fits = nbytes == 0
-    if not fits:
-        text = "byte count does not fit the shape"
-        raise CorruptError(text, path=path, name=name, expected=expected, found=nbytes)
-    begin, end = data_start + begin, data_start + end
-    if itemsize is None:
-        return Entry(name, dtype, shape, begin, end, is_supported=False)
-    groups = group_shape(dtype, shape) if dtype in PACKED else shape
-    return Entry(name, dtype, groups or shape, begin, end, groups is not None)
+def _entries(raw: Mapping[str, object], data_start: int, path: str) -> list[Entry]:
+    """Return the checked entries of a header: ``{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}``."""
+    entries = []
+    # One loop and no call for each tensor: this is the larger part of opening a file of many small ones.
+    for name, fields in raw.items():
+        if not isinstance(fields, dict) or fields.keys() != _ENTRY_KEYS:
+            raise CorruptError("header entry has missing or unknown fields", path=path, name=name)
+        dtype, sizes = fields["dtype"], fields["shape"]
+        if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype) or dtype == "C128":
+            raise CorruptError(f"unknown dtype {excerpt(dtype, 60)}", path=path, name=name)
+        try:
+            begin, end = fields["data_offsets"]
+            # A bool is an int, too, and so its type is compared.
+            if type(sizes) is not list or not _INT.issuperset(map(type, (begin, end, *sizes))):
+                raise ValueError
+            shape = tuple(sizes)
+            numel = numel_of(shape)
+            if not (0 <= begin <= MAX_SIZE and 0 <= end <= MAX_SIZE):
+                raise ValueError
+        except (TypeError, ValueError):
+            raise CorruptError("header entry has a bad shape or bad offsets", path=path, name=name) from None
+        nbytes, itemsize, per_group = end - begin, ITEMSIZE.get(dtype), PACKED.get(dtype, 1)
+        expected: int | str = "elements of a whole number of bits"
+        if itemsize is not None:
+            expected = numel * itemsize // per_group
+            fits = nbytes * per_group == numel * itemsize
+        elif numel:
+            # Of a dtype that is not known, only this can be checked.
+            fits = nbytes >= 0 and 8 * nbytes % numel == 0
+        else:
+            fits = nbytes == 0
+        if not fits:
+            text = "byte count does not fit the shape"
+            raise CorruptError(text, path=path, name=name, expected=expected, found=nbytes)
+        groups: tuple[int, ...] | None = None
+        if itemsize is not None:
+            groups = group_shape(dtype, shape) if dtype in PACKED else shape
+        begin, end = data_start + begin, data_start + end
+        entries.append(Entry(name, dtype, shape if groups is None else groups, begin, end, groups is not None))
+    return entries
 
 
 def _header_metadata(shards: Sequence[Shard], no_digest: str, metadata: Mapping[str, object]) -> dict[str, str]:
@@ -532,14 +539,19 @@ class RankFile:
         if not isinstance(tensors, dict) or tensors.keys() != header.entries.keys():
             raise CorruptError("metadata and header list different tensors", path=path)
         for name, raw in tensors.items():
+            entry = header.entries[name]
+            shape, boxes = entry.shape, [full_box(entry.shape)]
             try:
-                boxes = tuple(map(Box.from_json, raw["boxes"]))
-                shard = Shard(name, raw["dtype"], sizes_from_json(raw["global_shape"]), boxes)
+                # Most records are those of whole tensors, whose shapes have been checked in the header.
+                in_header = [*shape]
+                if raw["global_shape"] != in_header or raw["boxes"] != [[[0] * len(shape), in_header]]:
+                    shape = sizes_from_json(raw["global_shape"])
+                    boxes = list(map(Box.from_json, raw["boxes"]))
+                shard = Shard(name, raw["dtype"], shape, tuple(boxes))
                 digests = tuple(map(str, raw["digests"]))
             except (KeyError, TypeError, ValueError) as error:
                 raise CorruptError(f"broken metadata: {error}", path=path, name=name) from None
-            entry, itemsize = header.entries[name], ITEMSIZE[shard.dtype]
-            begin, byte_ranges = entry.begin, []
+            itemsize, begin, byte_ranges = ITEMSIZE[shard.dtype], entry.begin, []
             for box, expected in zip(boxes, digests, strict=False):
                 nbytes = math.prod(box.shape) * itemsize
                 byte_ranges.append(ByteRange(self.file, begin, nbytes, expected))
