@@ -1,19 +1,15 @@
-"""Identify processes and hosts, test whether a process still runs, and pause this process's garbage collector."""
+"""Identify processes and hosts, and test whether a process still runs."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import gc
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 __all__ = [
     "Owner",
-    "collector_paused",
     "host_identity",
     "network_identity",
     "pid_namespace",
@@ -193,21 +189,3 @@ class Owner:
 def _owner(pid: int) -> Owner:
     """Return the owner record of this process; cached by pid, so that a forked child gets its own."""
     return Owner(_host_name(), _boot_id(), pid_namespace(), pid, process_start(pid) or 0)
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause the cyclic garbage collector during short work that makes many objects without cycles.
-
-    Describing, planning and reading make about a hundred objects for each tensor, all of which live until the end. The
-    collector would visit them again and again, which takes half of the time. Ranks may wait for each other in between.
-    If the blocks of several threads overlap, the end of the block that began first resumes the collector, even while
-    others still run.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

@@ -16,9 +16,11 @@ from statexchange.exchange.placing import renumbered_names
 from statexchange.exchange.reading import assign_readers, read_all
 from statexchange.exchange.same_source import check_same_source
 from statexchange.exchange.whose_state import check_whose_state
-from statexchange.processes import collector_paused
 from statexchange.state.flatten import flatten
 from statexchange.state.match import match
+from statexchange.tensors import (
+    collector_paused,
+)
 
 __all__ = ["load_now"]
 

@@ -13,8 +13,10 @@ from statexchange.exchange.placing import place_parts
 from statexchange.exchange.reading import ReadItem
 from statexchange.sharding.options import FLOATS
 from statexchange.state.describe import Description, LocalTensor, local_tensors
-from statexchange.state.install import LoadPlan
-from statexchange.state.matching import Matching
+from statexchange.state.install import (
+    LoadPlan,
+    Matching,
+)
 from statexchange.tensors import check_writable, mark_changed, without_grad
 
 __all__ = ["items_to_read", "mark_targets"]

@@ -12,9 +12,12 @@ from statexchange.sharding.paths import WRAPPERS, paths_above
 from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.state.entries import SavedTensor
 from statexchange.state.install import LoadPlan
-from statexchange.state.modules import is_module, live_items
 from statexchange.state.tree import walk
 from statexchange.state.types import Leaf
+from statexchange.state.units import (
+    is_module,
+    live_items,
+)
 from statexchange.tensors import is_tensor
 
 __all__ = ["loads_nothing", "names_error"]

@@ -14,7 +14,9 @@ from statexchange.exchange.name_advice import loads_nothing, names_error
 from statexchange.exchange.saved_names import advice_on_missing
 from statexchange.sharding.paths import paths_above
 from statexchange.state.install import LoadPlan
-from statexchange.state.modules import is_extra_state
+from statexchange.state.units import (
+    is_extra_state,
+)
 
 __all__ = ["compare_names", "settle_names"]
 

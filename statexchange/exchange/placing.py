@@ -20,8 +20,12 @@ from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.sharding.shards import Shard
 from statexchange.state.describe import Description
 from statexchange.state.flatten import LiveState
-from statexchange.state.matching import Matching
-from statexchange.state.modules import live_items
+from statexchange.state.install import (
+    Matching,
+)
+from statexchange.state.units import (
+    live_items,
+)
 
 __all__ = ["parameter_names", "place_parts", "renumbered_names"]
 

@@ -21,7 +21,6 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_all
 from statexchange.errors import CorruptError, ReplicaError, StorageError, excerpt
 from statexchange.exchange.staging import Staging
-from statexchange.processes import collector_paused
 from statexchange.sharding.shards import Box, full_box, intersect
 from statexchange.state.describe import LocalTensor
 from statexchange.state.types import Leaf
@@ -40,6 +39,7 @@ from statexchange.tensors import (
     ITEMSIZE,
     TensorLike,
     TensorMemory,
+    collector_paused,
     memory_of,
     overlapping,
     run_bytes,

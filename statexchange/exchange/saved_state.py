@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 
 from statexchange.errors import InvalidArgumentError, type_text
 from statexchange.exchange.placing import parameter_names
-from statexchange.processes import collector_paused
 from statexchange.sharding.rules import Layout
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.flatten import is_leaf
 from statexchange.state.state_dict import encode_state, note_on_stale_optimizers, owners_of
 from statexchange.state.tree import children
-from statexchange.tensors import TensorLike
+from statexchange.tensors import (
+    TensorLike,
+    collector_paused,
+)
 
 __all__ = ["SavedState", "describe_save"]
 

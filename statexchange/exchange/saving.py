@@ -27,7 +27,6 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, without_sec
 from statexchange.exchange.declared_copies import may_have_copies
 from statexchange.exchange.saved_state import SavedState
 from statexchange.exchange.staging import Progress, Staging, shard_data
-from statexchange.processes import collector_paused
 from statexchange.sharding.options import WriteOptions
 from statexchange.state.describe import Description
 from statexchange.storage.build import Build, WrittenFile
@@ -39,6 +38,9 @@ from statexchange.storage.save_directory import (
     rank_file_names,
     rank_metadata,
     removable_files,
+)
+from statexchange.tensors import (
+    collector_paused,
 )
 from statexchange.units import format_shares, format_transfer
 

@@ -20,10 +20,13 @@ from statexchange.errors import CorruptError, StateExchangeError
 from statexchange.formats.model_files import CONFIG
 from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.shards import Box, Shard, c_strides
-from statexchange.storage.budget import Budget
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.location import read_option_file
-from statexchange.storage.store import ByteRange, StoredFile
+from statexchange.storage.store import (
+    Budget,
+    ByteRange,
+    StoredFile,
+)
 from statexchange.tensors import ITEMSIZE
 
 __all__ = [

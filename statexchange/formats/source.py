@@ -21,10 +21,14 @@ from statexchange.sharding.options import renamed
 from statexchange.sharding.paths import Path, note_on_wrappers, wrapper_rules
 from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.budget import Budget
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import ByteRange, Store, StoredFile
+from statexchange.storage.store import (
+    Budget,
+    ByteRange,
+    Store,
+    StoredFile,
+)
 from statexchange.storage.tensorfile import Header, RankFile
 from statexchange.tensors import PACKED
 

@@ -11,8 +11,10 @@ from statexchange.storage.json_text import parse_json, plain_stored
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
-    from statexchange.storage.budget import Budget
-    from statexchange.storage.store import Store
+    from statexchange.storage.store import (
+        Budget,
+        Store,
+    )
 
 __all__ = [
     "ConfigComparison",

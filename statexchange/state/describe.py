@@ -13,8 +13,13 @@ from statexchange.sharding.sharding_spec import Placement
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.state.dtensors import chunks_of
 from statexchange.state.megatron import MegatronTensor, add_sharded, holds_sharded, leaves, sharded_kind
-from statexchange.state.modules import is_extra_state, is_module, is_plain_entry, model_items
 from statexchange.state.types import Leaf, Module
+from statexchange.state.units import (
+    is_extra_state,
+    is_module,
+    is_plain_entry,
+    model_items,
+)
 from statexchange.tensors import (
     TensorLike,
     TensorMemory,

@@ -10,37 +10,40 @@ from __future__ import annotations
 import enum
 import operator
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
+from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.paths import Key, Path, joined
 from statexchange.state.megatron import sharded_kind
-from statexchange.state.modules import is_module, live_items, module_items
-from statexchange.state.optimizers import is_optimizer, state_of_optimizer
 from statexchange.state.tree import children, parts, path_to, step_form, step_of
-from statexchange.state.types import Leaf, Stateful
+from statexchange.state.types import Leaf
+from statexchange.state.units import (
+    ObjectStates,
+    is_module,
+    is_optimizer,
+    is_per_rank,
+    is_stateful,
+    live_items,
+    module_items,
+    state_of_optimizer,
+)
 from statexchange.tensors import is_tensor, is_torch
 
 __all__ = [
     "LiveEntry",
     "LiveState",
-    "ObjectStates",
     "ParameterName",
     "check_no_state_in",
     "contains_state",
     "flatten",
     "is_leaf",
-    "is_per_rank",
-    "is_stateful",
     "kind_of",
-    "load_object",
     "parameter_names",
     "places",
-    "state_of_object",
     "types_in_objects",
 ]
 
@@ -174,32 +177,6 @@ def contains_state(value: Leaf) -> bool:
     return any(kind_of(part) != "value" for part in others)
 
 
-def is_stateful(value: object) -> bool:
-    """Whether `value` is an object with `state_dict` and `load_state_dict`, such as an LR scheduler. Not collective.
-
-    Of a mapping the class is asked, as its keys may be attributes.
-    """
-    if isinstance(value, type):
-        return False
-    holder: object = value
-    if isinstance(value, Mapping):
-        holder = type(value)
-    return callable(getattr(holder, "state_dict", None)) and callable(getattr(holder, "load_state_dict", None))
-
-
-def is_per_rank(value: object) -> bool:
-    """Whether the state of an object belongs to its rank, even if it is equal on all ranks. Not collective.
-
-    Objects with ``per_rank = True`` are such. So are torchdata's loaders: their position is one in the rank's part.
-    """
-    if not is_stateful(value):
-        return False
-    # By identity: a Mock, or a class that makes up attributes, does not say so.
-    if getattr(value, "per_rank", False) is True:
-        return True
-    return any(base.__module__.startswith("torchdata.") for base in type(value).__mro__)
-
-
 def check_no_state_in(value: Leaf, path: str) -> None:
     """Raise UnsupportedError if `value` is a set or deque that holds a tensor or an object with a state.
 
@@ -211,61 +188,6 @@ def check_no_state_in(value: Leaf, path: str) -> None:
         if not isinstance(item, int | float | str) and contains_state(item):
             text = f"{type_text(value)} here holds tensors, which cannot be filled in it: give a list"
             raise UnsupportedError(text, name=path)
-
-
-def state_of_object(value: Stateful, path: str, advice: str) -> Leaf:
-    """Return what `state_dict` of an object returns. Not collective.
-
-    Raises:
-        InvalidArgumentError: it raises an error, which becomes one that names `path` and ends with `advice`.
-    """
-    try:
-        return value.state_dict()
-    except StateExchangeError:
-        raise
-    except Exception as error:
-        text = f"state_dict() of {type_text(value)} raised {excerpt(error, 200)}: {advice}"
-        raise InvalidArgumentError(text, name=path) from error
-
-
-class ObjectStates:
-    """The present states of objects. Each object's `state_dict` is called once, before anything changes.
-
-    A data loader may draw random numbers in it.
-    """
-
-    def __init__(self) -> None:
-        self._states: dict[int, tuple[Stateful, Leaf]] = {}  # the objects too, so that no other gets their id
-
-    def of(self, live: Stateful, path: str) -> Leaf:
-        """Return the present state of the object at `path`; raise InvalidArgumentError if it raises an error."""
-        if id(live) not in self._states:
-            self._states[id(live)] = live, state_of_object(live, path, "leave it out by exclude")
-        return self._states[id(live)][1]
-
-
-def load_object(
-    value: object,
-    load: Callable[[Leaf], object],
-    state: Leaf,
-    path: str,
-    advice: str = ", or leave it out by exclude",
-) -> None:
-    """Let an object load its state by `load`. Not collective.
-
-    Raises:
-        InvalidArgumentError: it raises an error, which becomes one that names `path` and ends with `advice`.
-    """
-    try:
-        load(state)
-    except StateExchangeError:
-        raise
-    except Exception as error:
-        raise InvalidArgumentError(
-            f"{type_text(value)} does not take the state that it is given here, and raised {excerpt(error, 200)}. What "
-            f"comes before it in the state has been changed: make the object as it was saved{advice}",
-            name=path,
-        ) from error
 
 
 # Names of parameters

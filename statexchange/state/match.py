@@ -28,20 +28,23 @@ from statexchange.state.entries import (
     is_empty_mapping,
     refuse_opaque,
 )
-from statexchange.state.flatten import LiveEntry, LiveState, is_leaf, load_object
-from statexchange.state.install import LoadPlan, LoadTarget, Place, name_of, named, other_kind_error, tensor_to_fill
+from statexchange.state.flatten import (
+    LiveEntry,
+    LiveState,
+    is_leaf,
+)
+from statexchange.state.install import (
+    LoadPlan,
+    LoadTarget,
+    Matching,
+    Place,
+    name_of,
+    named,
+    other_kind_error,
+    tensor_to_fill,
+)
 from statexchange.state.match_megatron import MegatronMatcher
 from statexchange.state.match_optimizers import OptimizerMatcher
-from statexchange.state.matching import Matching
-from statexchange.state.modules import (
-    has_loader,
-    is_extra_state,
-    is_module,
-    live_items,
-    load_items,
-    resizable_buffers,
-    resizes,
-)
 from statexchange.state.tree import (
     children,
     has_indices,
@@ -52,6 +55,16 @@ from statexchange.state.tree import (
     with_children,
 )
 from statexchange.state.types import Leaf, Module, Path
+from statexchange.state.units import (
+    has_loader,
+    is_extra_state,
+    is_module,
+    live_items,
+    load_items,
+    load_object,
+    resizable_buffers,
+    resizes,
+)
 from statexchange.tensors import is_tensor
 from statexchange.units import format_number
 

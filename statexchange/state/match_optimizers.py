@@ -21,7 +21,12 @@ from typing import NamedTuple
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, type_text
 from statexchange.sharding.paths import joined
 from statexchange.state.entries import Entry, SavedTensor, are_equal, refuse_opaque
-from statexchange.state.flatten import LiveEntry, LiveState, ParameterName, load_object, parameter_names
+from statexchange.state.flatten import (
+    LiveEntry,
+    LiveState,
+    ParameterName,
+    parameter_names,
+)
 from statexchange.state.install import PLAIN, LoadPlan, Place, other_kind_error
 from statexchange.state.optimizer_parameters import (
     LiveParameters,
@@ -31,14 +36,15 @@ from statexchange.state.optimizer_parameters import (
     join_numbered,
     read_optimizer,
 )
-from statexchange.state.optimizers import (
+from statexchange.state.types import Leaf, Optimizer
+from statexchange.state.units import (
     class_name,
     hyperparameters,
     install_optimizer,
     is_optimizer,
+    load_object,
     state_of_optimizer,
 )
-from statexchange.state.types import Leaf, Optimizer
 from statexchange.tensors import is_tensor, is_torch
 
 __all__ = ["OptimizerMatcher"]

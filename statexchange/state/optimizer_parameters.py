@@ -20,9 +20,13 @@ from statexchange.errors import CorruptError, InvalidArgumentError, excerpt, typ
 from statexchange.sharding.paths import is_index, joined, module_prefix
 from statexchange.state.entries import Entries, Entry, SavedTensor
 from statexchange.state.flatten import ParameterName
-from statexchange.state.modules import bare_name
-from statexchange.state.optimizers import hyperparameters, names_of_groups, parameters_of
 from statexchange.state.types import Leaf, Optimizer
+from statexchange.state.units import (
+    bare_name,
+    hyperparameters,
+    names_of_groups,
+    parameters_of,
+)
 
 __all__ = ["LiveParameters", "OtherKey", "SavedGroup", "SavedOptimizer", "join_numbered", "read_optimizer"]
 

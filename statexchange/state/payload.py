@@ -20,16 +20,19 @@ import torch
 
 from statexchange import values
 from statexchange.errors import UnsupportedError
-from statexchange.state.flatten import check_no_state_in, load_object
-from statexchange.state.optimizers import (
-    hyperparameters,
-    install_optimizer,
-    is_optimizer,
-    parameters_of,
-    state_of_optimizer,
+from statexchange.state.flatten import (
+    check_no_state_in,
 )
 from statexchange.state.spec import StateSpec, dense_tensor, value_kind
 from statexchange.state.tree import flatten, rebuild, with_types_of
+from statexchange.state.units import (
+    hyperparameters,
+    install_optimizer,
+    is_optimizer,
+    load_object,
+    parameters_of,
+    state_of_optimizer,
+)
 from statexchange.tensors import DTYPE_NAMES, ITEMSIZE, TensorLike, numpy_dtype, same_memory
 
 __all__ = ["Payload", "PayloadPart", "PayloadReader", "encode_payload", "install_callback", "state_of"]

@@ -18,12 +18,20 @@ from statexchange.state.flatten import (
     ParameterName,
     check_no_state_in,
     is_leaf,
-    is_stateful,
     parameter_names,
 )
-from statexchange.state.modules import bare_name, check_module, is_extra_state, is_plain_entry, model_items
-from statexchange.state.optimizers import check_optimizer, is_optimizer, names_of_groups
 from statexchange.state.tree import nodes
+from statexchange.state.units import (
+    bare_name,
+    check_module,
+    check_optimizer,
+    is_extra_state,
+    is_optimizer,
+    is_plain_entry,
+    is_stateful,
+    model_items,
+    names_of_groups,
+)
 from statexchange.tensors import (
     TensorLike,
     check_dense,

@@ -21,17 +21,24 @@ from statexchange.state.flatten import (
     LiveState,
     contains_state,
     is_leaf,
-    is_per_rank,
     kind_of,
     parameter_names,
     places,
-    state_of_object,
 )
 from statexchange.state.megatron import MegatronTensor, add_sharded, sharded_kind
-from statexchange.state.modules import check_module, is_module, module_items
-from statexchange.state.optimizers import class_name, named_parameters, optimizer_tree, parameters_of
 from statexchange.state.tree import children, is_dataclass, nodes, other_with, walk, with_children
 from statexchange.state.types import Leaf, Optimizer
+from statexchange.state.units import (
+    check_module,
+    class_name,
+    is_module,
+    is_per_rank,
+    module_items,
+    named_parameters,
+    optimizer_tree,
+    parameters_of,
+    state_of_object,
+)
 from statexchange.tensors import TensorLike, is_dtensor, is_tensor
 
 __all__ = ["EncodedState", "encode_state", "note_on_stale_optimizers", "owners_of"]

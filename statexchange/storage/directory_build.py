@@ -75,7 +75,6 @@ from statexchange.storage.atomic import (
     rename_new,
     write_new,
 )
-from statexchange.storage.budget import Budget
 from statexchange.storage.build import (
     Build,
     BuildMember,
@@ -91,6 +90,9 @@ from statexchange.storage.build import (
 from statexchange.storage.files import Mount, mount_of, warn_of_options
 from statexchange.storage.json_text import MAX_MANIFEST_BYTES, parse_json
 from statexchange.storage.local import open_local
+from statexchange.storage.store import (
+    Budget,
+)
 from statexchange.storage.tensorfile import write_tensor_file
 
 if TYPE_CHECKING:

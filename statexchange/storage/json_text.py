@@ -17,8 +17,10 @@ from statexchange.values import MAX_DEPTH
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from statexchange.storage.budget import Budget
-    from statexchange.storage.store import StoredFile
+    from statexchange.storage.store import (
+        Budget,
+        StoredFile,
+    )
 
 __all__ = [
     "MAX_MANIFEST_BYTES",

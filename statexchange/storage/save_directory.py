@@ -20,8 +20,10 @@ from statexchange.storage.tensorfile import SCHEMA, RankFile, read_header
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from statexchange.storage.budget import Budget
-    from statexchange.storage.store import Store
+    from statexchange.storage.store import (
+        Budget,
+        Store,
+    )
 
 __all__ = [
     "MANIFEST",

@@ -7,6 +7,13 @@ with offsets that were found earlier. So the old content stays readable after a 
 a rename gives the name of one file to another one, that is found after the last open and the last read (`check_opened`,
 `check_current`): else some files could be of the old version and some of the new. A read that cannot return the pinned
 version any more raises ReplacedError, and the caller opens the path again (`location.read_with_retry`).
+
+A small file can ask for much: a pickle can refer to one object many times, a list of parts can name the same part again
+and again, and dense text takes far more memory once parsed. So work that is done once for each reference, entry or part
+is first spent from a `Budget`. Work that is done once for each byte is free. The work on a file's header or pickle may
+take a number of steps for each of its bytes. What it takes beyond them comes from a reserve. An opened store has one
+reserve, for itself, its subdirectories and all files in them: many small files get no more of it than one. A refused
+file does not use it up.
 """
 
 from __future__ import annotations
@@ -21,12 +28,12 @@ from functools import cached_property
 from typing import Literal, NamedTuple
 from urllib.parse import unquote
 
-from statexchange.errors import InvalidArgumentError, UnsafeError, excerpt, without_secrets
+from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError, excerpt, without_secrets
 from statexchange.sharding.shards import Box
-from statexchange.storage.budget import Budget
 from statexchange.storage.files import check_size
 
 __all__ = [
+    "Budget",
     "ByteRange",
     "EntryKind",
     "FilteredStore",
@@ -39,6 +46,61 @@ __all__ = [
 
 EntryKind = Literal["file", "directory", "other"]
 _log = logging.getLogger(__name__)
+_STEPS_PER_BYTE, _RESERVED_STEPS = 8, 1 << 16  # a real file needs less than 2 steps a byte
+_CHARACTERS_PER_STEP = 16
+_MEMORY_PER_BYTE, _RESERVED_MEMORY = 16, 32 << 20  # a real header takes up to 14 bytes of memory a byte
+
+
+class _Reserve:
+    """The rest of one source's reserve."""
+
+    __slots__ = ("memory", "steps")
+
+    def __init__(self) -> None:
+        self.steps = _RESERVED_STEPS
+        self.memory = _RESERVED_MEMORY
+
+
+class Budget:
+    """The work that reading `nbytes` bytes of the file at `path` may take."""
+
+    __slots__ = ("_path", "_reserve", "_steps")
+
+    def __init__(self, path: str, nbytes: int = 0, *, reserve: _Reserve | None = None) -> None:
+        self._path = path
+        self._steps = _STEPS_PER_BYTE * nbytes
+        self._reserve = _Reserve() if reserve is None else reserve
+
+    def of(self, path: str, nbytes: int) -> Budget:
+        """Return a budget with the same reserve, for `nbytes` bytes of the file at `path`."""
+        return Budget(path, nbytes, reserve=self._reserve)
+
+    def spend(self, steps: int, characters: int = 0) -> None:
+        """Count steps, and characters of text that are copied, hashed or compared.
+
+        Raises:
+            CorruptError: the budget is used up.
+        """
+        left = self._steps - steps - characters // _CHARACTERS_PER_STEP
+        if left < 0:
+            if -left > self._reserve.steps:
+                problem = "refused: it refers to the same objects so often that reading it would take too long"
+                raise CorruptError(problem, path=self._path)
+            self._reserve.steps += left
+            left = 0
+        self._steps = left
+
+    def spend_memory(self, nbytes: int, text: str, path: str) -> None:
+        """Count the memory that JSON of the file at `path` takes once parsed.
+
+        Raises:
+            CorruptError: the budget is used up.
+        """
+        beyond = max(0, nbytes - _MEMORY_PER_BYTE * len(text))
+        if beyond > self._reserve.memory:
+            problem = f"refused: these {len(text)} characters of JSON would take too much memory once parsed"
+            raise CorruptError(problem, path=path)
+        self._reserve.memory -= beyond
 
 
 def strip_file_scheme(path: str) -> str:
@@ -108,7 +170,7 @@ class StoredFile(ABC):
 
     @cached_property
     def budget(self) -> Budget:
-        """The budget for reading its source (budget.py); a directory gives its own to its subdirectories and files."""
+        """The budget for reading its source; a directory gives its own to its subdirectories and files."""
         return Budget(self.path)
 
     @abstractmethod
@@ -176,7 +238,7 @@ class Store(ABC):
 
     @cached_property
     def budget(self) -> Budget:
-        """The budget for reading its source (budget.py); a directory gives its own to its subdirectories and files."""
+        """The budget for reading its source; a directory gives its own to its subdirectories and files."""
         return Budget(self.path)
 
     @property

@@ -17,19 +17,27 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, TruncatedError, UnsafeError, excerpt
-from statexchange.processes import collector_paused
 from statexchange.sharding.shards import MAX_SIZE, Box, Shard, full_box, numel_of, sizes_from_json
 from statexchange.storage.atomic import write_new
 from statexchange.storage.files import WINDOW_BYTES, digest
 from statexchange.storage.json_text import parse_json, unseal
 from statexchange.storage.store import ByteRange
-from statexchange.tensors import ITEMSIZE, PACKED, element_shape, group_shape
+from statexchange.tensors import (
+    ITEMSIZE,
+    PACKED,
+    collector_paused,
+    element_shape,
+    group_shape,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from statexchange.storage.budget import Budget
-    from statexchange.storage.store import Store, StoredFile
+    from statexchange.storage.store import (
+        Budget,
+        Store,
+        StoredFile,
+    )
 __all__ = [
     "SCHEMA",
     "TORCH_SHARDING_KEY",

@@ -17,9 +17,11 @@ from stored import header_of, write_with_header
 from statexchange.errors import CorruptError, InvalidArgumentError, NotFoundError, StateExchangeError, UnsafeError
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage import files
-from statexchange.storage.budget import Budget
 from statexchange.storage.files import digest
 from statexchange.storage.location import open_path
+from statexchange.storage.store import (
+    Budget,
+)
 from statexchange.storage.tensorfile import ShardData, encode_header, write_tensor_file
 from statexchange.tensors import DTYPE_NAMES
 
