@@ -29,10 +29,7 @@ from statexchange.formats.source import abbreviated_list
 from statexchange.sharding.options import FLOATS
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.location import OpenedPath, open_path
-from statexchange.storage.store import (
-    Budget,
-    resolve_path,
-)
+from statexchange.storage.store import Budget, resolve_path
 from statexchange.tensors import LONG_NAMES
 from statexchange.units import format_bytes
 

@@ -22,9 +22,7 @@ from statexchange.exchange.writing import write_boxes, writing_nodes
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas, WriteOptions
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.pretrained import adapter_state, is_adapter_model, model_files, tokenizer_files
-from statexchange.tensors import (
-    collector_paused,
-)
+from statexchange.tensors import collector_paused
 
 if TYPE_CHECKING:
     from typing import Unpack

@@ -19,9 +19,7 @@ from statexchange.sharding.copies import replica_error
 from statexchange.sharding.layout_advice import layout_advice
 from statexchange.sharding.plan import Piece, TensorPlan
 from statexchange.sharding.write_plan import BoxReceipt
-from statexchange.tensors import (
-    collector_paused,
-)
+from statexchange.tensors import collector_paused
 from statexchange.units import format_shares, format_transfer
 
 __all__ = ["ExportReport", "publish"]

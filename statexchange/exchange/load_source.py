@@ -14,19 +14,9 @@ from statexchange.exchange.source_entries import StoredTensors, source_entries
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import Source
-from statexchange.state.flatten import (
-    LiveState,
-)
-from statexchange.state.install import (
-    Matching,
-    NameFilter,
-    strips_wrappers,
-)
-from statexchange.state.units import (
-    ObjectStates,
-    is_module,
-    module_items,
-)
+from statexchange.state.flatten import LiveState
+from statexchange.state.install import Matching, NameFilter, strips_wrappers
+from statexchange.state.units import ObjectStates, is_module, module_items
 
 __all__ = ["LoadSource", "located", "open_for_state", "source_content"]
 

@@ -14,10 +14,7 @@ from statexchange.state.entries import SavedTensor
 from statexchange.state.install import LoadPlan
 from statexchange.state.tree import walk
 from statexchange.state.types import Leaf
-from statexchange.state.units import (
-    is_module,
-    live_items,
-)
+from statexchange.state.units import is_module, live_items
 from statexchange.tensors import is_tensor
 
 __all__ = ["loads_nothing", "names_error"]

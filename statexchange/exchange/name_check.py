@@ -14,9 +14,7 @@ from statexchange.exchange.name_advice import loads_nothing, names_error
 from statexchange.exchange.saved_names import advice_on_missing
 from statexchange.sharding.paths import paths_above
 from statexchange.state.install import LoadPlan
-from statexchange.state.units import (
-    is_extra_state,
-)
+from statexchange.state.units import is_extra_state
 
 __all__ = ["compare_names", "settle_names"]
 
@@ -77,7 +75,6 @@ def compare_names(comm: Communicator, request: LoadRequest, plan: LoadPlan, load
             is_empty &= is_empty_there
     with comm.phase("comparing the names"):
         plan.unexpected = [name for name in plan.unexpected if name in everywhere]
-        plan.unexpected += loaded.converted.without_rule
         differs = not plan.tolerated.issuperset([*plan.missing, *plan.unexpected])
         if differs and (options.strict or loads_nothing(plan)):
             raise names_error(request.state, plan, loaded)

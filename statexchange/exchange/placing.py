@@ -20,12 +20,8 @@ from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.sharding.shards import Shard
 from statexchange.state.describe import Description
 from statexchange.state.flatten import LiveState
-from statexchange.state.install import (
-    Matching,
-)
-from statexchange.state.units import (
-    live_items,
-)
+from statexchange.state.install import Matching
+from statexchange.state.units import live_items
 
 __all__ = ["parameter_names", "place_parts", "renumbered_names"]
 

@@ -19,14 +19,7 @@ from statexchange.exchange.background import run_trip
 from statexchange.exchange.declared_copies import compare_copies
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.saved_state import SavedState, describe_save
-from statexchange.exchange.saving import (
-    SaveReport,
-    SaveRequest,
-    exchange_starts,
-    open_target,
-    publish,
-    write_rank_file,
-)
+from statexchange.exchange.saving import SaveReport, SaveRequest, exchange_starts, open_target, publish, write_rank_file
 from statexchange.sharding.options import WriteOptions
 from statexchange.state.describe import Description, State
 from statexchange.storage.location import target_path

@@ -27,9 +27,7 @@ from statexchange.sharding.shards import Box, c_strides, full_box
 from statexchange.state.describe import Description
 from statexchange.state.pretrained import is_adapter_model, pretrained_model, with_own_classes
 from statexchange.state.tree import walk
-from statexchange.state.units import (
-    is_module,
-)
+from statexchange.state.units import is_module
 
 __all__ = ["SavedNames", "advice_on_missing", "note_on_container", "saved_names"]
 

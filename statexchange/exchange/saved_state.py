@@ -12,10 +12,7 @@ from statexchange.state.describe import Description, State, describe
 from statexchange.state.flatten import is_leaf
 from statexchange.state.state_dict import encode_state, note_on_stale_optimizers, owners_of
 from statexchange.state.tree import children
-from statexchange.tensors import (
-    TensorLike,
-    collector_paused,
-)
+from statexchange.tensors import TensorLike, collector_paused
 
 __all__ = ["SavedState", "describe_save"]
 

@@ -39,9 +39,7 @@ from statexchange.storage.save_directory import (
     rank_metadata,
     removable_files,
 )
-from statexchange.tensors import (
-    collector_paused,
-)
+from statexchange.tensors import collector_paused
 from statexchange.units import format_shares, format_transfer
 
 __all__ = [

@@ -13,17 +13,10 @@ from statexchange.sharding.options import Replicas
 from statexchange.sharding.plan import HolderLabel, holders_text, prove_cover
 from statexchange.sharding.shards import Box, Shard
 from statexchange.state.entries import Entries, Entry, OpaqueValue, RankEntries, SavedTensor, flatten_tree
-from statexchange.state.flatten import (
-    LiveState,
-    types_in_objects,
-)
-from statexchange.state.install import (
-    NameFilter,
-)
+from statexchange.state.flatten import LiveState, types_in_objects
+from statexchange.state.install import NameFilter
 from statexchange.state.types import Leaf
-from statexchange.state.units import (
-    ObjectStates,
-)
+from statexchange.state.units import ObjectStates
 from statexchange.storage.json_text import decode_stored
 from statexchange.storage.store import ByteRange
 

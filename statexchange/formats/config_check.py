@@ -17,9 +17,7 @@ from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CON
 from statexchange.formats.sections import sections_of
 from statexchange.sharding.options import FLOATS
 from statexchange.storage.json_text import parse_json
-from statexchange.storage.store import (
-    Budget,
-)
+from statexchange.storage.store import Budget
 from statexchange.units import format_number
 
 if TYPE_CHECKING:

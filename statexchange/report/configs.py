@@ -11,10 +11,7 @@ from statexchange.storage.json_text import parse_json, plain_stored
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
-    from statexchange.storage.store import (
-        Budget,
-        Store,
-    )
+    from statexchange.storage.store import Budget, Store
 
 __all__ = [
     "ConfigComparison",

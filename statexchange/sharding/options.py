@@ -250,6 +250,8 @@ class LoadOptions:
 
     def may_want(self, path: str) -> bool:
         """Whether anything below `path` may be loaded."""
+        if not self.include and not self.exclude:
+            return True
         begin = f"{with_dots(path)}."
         if self._excludes(path) or self._excludes(begin):
             return False

@@ -33,11 +33,7 @@ from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
 from statexchange.sharding.options import MODEL_PATTERN, ExportOptions
 from statexchange.sharding.sharding_spec import Placement, ShardingSpec, SpecBox, SpecBoxes, covers_exactly
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, region_text
-from statexchange.tensors import (
-    ITEMSIZE,
-    PACKED,
-    collector_paused,
-)
+from statexchange.tensors import ITEMSIZE, PACKED, collector_paused
 
 __all__ = [
     "FilePlan",

@@ -14,20 +14,8 @@ from statexchange.sharding.shards import Shard, full_box
 from statexchange.state.dtensors import chunks_of
 from statexchange.state.megatron import MegatronTensor, add_sharded, holds_sharded, leaves, sharded_kind
 from statexchange.state.types import Leaf, Module
-from statexchange.state.units import (
-    is_extra_state,
-    is_module,
-    is_plain_entry,
-    model_items,
-)
-from statexchange.tensors import (
-    TensorLike,
-    TensorMemory,
-    is_tensor,
-    memory_of,
-    same_memory,
-    without_grad,
-)
+from statexchange.state.units import is_extra_state, is_module, is_plain_entry, model_items
+from statexchange.tensors import TensorLike, TensorMemory, is_tensor, memory_of, same_memory, without_grad
 
 __all__ = ["Description", "LocalTensor", "State", "describe", "local_tensors"]
 

@@ -28,11 +28,7 @@ from statexchange.state.entries import (
     is_empty_mapping,
     refuse_opaque,
 )
-from statexchange.state.flatten import (
-    LiveEntry,
-    LiveState,
-    is_leaf,
-)
+from statexchange.state.flatten import LiveEntry, LiveState, is_leaf
 from statexchange.state.install import (
     LoadPlan,
     LoadTarget,
@@ -45,15 +41,7 @@ from statexchange.state.install import (
 )
 from statexchange.state.match_megatron import MegatronMatcher
 from statexchange.state.match_optimizers import OptimizerMatcher
-from statexchange.state.tree import (
-    children,
-    has_indices,
-    is_dataclass,
-    is_mutable,
-    other_with,
-    refill,
-    with_children,
-)
+from statexchange.state.tree import children, has_indices, is_dataclass, is_mutable, other_with, refill, with_children
 from statexchange.state.types import Leaf, Module, Path
 from statexchange.state.units import (
     has_loader,

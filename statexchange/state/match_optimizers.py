@@ -21,12 +21,7 @@ from typing import NamedTuple
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, type_text
 from statexchange.sharding.paths import joined
 from statexchange.state.entries import Entry, SavedTensor, are_equal, refuse_opaque
-from statexchange.state.flatten import (
-    LiveEntry,
-    LiveState,
-    ParameterName,
-    parameter_names,
-)
+from statexchange.state.flatten import LiveEntry, LiveState, ParameterName, parameter_names
 from statexchange.state.install import PLAIN, LoadPlan, Place, other_kind_error
 from statexchange.state.optimizer_parameters import (
     LiveParameters,

@@ -21,12 +21,7 @@ from statexchange.sharding.paths import is_index, joined, module_prefix
 from statexchange.state.entries import Entries, Entry, SavedTensor
 from statexchange.state.flatten import ParameterName
 from statexchange.state.types import Leaf, Optimizer
-from statexchange.state.units import (
-    bare_name,
-    hyperparameters,
-    names_of_groups,
-    parameters_of,
-)
+from statexchange.state.units import bare_name, hyperparameters, names_of_groups, parameters_of
 
 __all__ = ["LiveParameters", "OtherKey", "SavedGroup", "SavedOptimizer", "join_numbered", "read_optimizer"]
 

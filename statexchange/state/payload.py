@@ -20,9 +20,7 @@ import torch
 
 from statexchange import values
 from statexchange.errors import UnsupportedError
-from statexchange.state.flatten import (
-    check_no_state_in,
-)
+from statexchange.state.flatten import check_no_state_in
 from statexchange.state.spec import StateSpec, dense_tensor, value_kind
 from statexchange.state.tree import flatten, rebuild, with_types_of
 from statexchange.state.units import (

@@ -15,10 +15,7 @@ from pathlib import Path
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.paths import without_wrappers
 from statexchange.state.types import Leaf, Module
-from statexchange.state.units import (
-    is_module,
-    layers,
-)
+from statexchange.state.units import is_module, layers
 
 __all__ = [
     "adapter_names",

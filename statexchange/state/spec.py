@@ -13,13 +13,7 @@ from torch import nn
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
-from statexchange.state.flatten import (
-    LiveState,
-    ParameterName,
-    check_no_state_in,
-    is_leaf,
-    parameter_names,
-)
+from statexchange.state.flatten import LiveState, ParameterName, check_no_state_in, is_leaf, parameter_names
 from statexchange.state.tree import nodes
 from statexchange.state.units import (
     bare_name,

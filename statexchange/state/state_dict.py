@@ -17,14 +17,7 @@ from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.rules import with_dots
 from statexchange.state.dtensors import is_sharded
-from statexchange.state.flatten import (
-    LiveState,
-    contains_state,
-    is_leaf,
-    kind_of,
-    parameter_names,
-    places,
-)
+from statexchange.state.flatten import LiveState, contains_state, is_leaf, kind_of, parameter_names, places
 from statexchange.state.megatron import MegatronTensor, add_sharded, sharded_kind
 from statexchange.state.tree import children, is_dataclass, nodes, other_with, walk, with_children
 from statexchange.state.types import Leaf, Optimizer

@@ -17,10 +17,7 @@ from statexchange.values import MAX_DEPTH
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from statexchange.storage.store import (
-        Budget,
-        StoredFile,
-    )
+    from statexchange.storage.store import Budget, StoredFile
 
 __all__ = [
     "MAX_MANIFEST_BYTES",

@@ -20,10 +20,7 @@ from statexchange.storage.tensorfile import SCHEMA, RankFile, read_header
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from statexchange.storage.store import (
-        Budget,
-        Store,
-    )
+    from statexchange.storage.store import Budget, Store
 
 __all__ = [
     "MANIFEST",

@@ -22,22 +22,12 @@ from statexchange.storage.atomic import write_new
 from statexchange.storage.files import WINDOW_BYTES, digest
 from statexchange.storage.json_text import parse_json, unseal
 from statexchange.storage.store import ByteRange
-from statexchange.tensors import (
-    ITEMSIZE,
-    PACKED,
-    collector_paused,
-    element_shape,
-    group_shape,
-)
+from statexchange.tensors import ITEMSIZE, PACKED, collector_paused, element_shape, group_shape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from statexchange.storage.store import (
-        Budget,
-        Store,
-        StoredFile,
-    )
+    from statexchange.storage.store import Budget, Store, StoredFile
 __all__ = [
     "SCHEMA",
     "TORCH_SHARDING_KEY",

@@ -19,10 +19,7 @@ from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from statexchange.settings import check_flags
-from statexchange.state.units import (
-    labelled_parameters,
-    parameters_of,
-)
+from statexchange.state.units import labelled_parameters, parameters_of
 from statexchange.train.buckets.options import ReducerOptions
 from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.parameter_specs import named_parameters

@@ -38,9 +38,7 @@ from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.formats.torch_file import _MeshShapes
 from statexchange.report.verify import verify
 from statexchange.sharding.placements import DimSplit
-from statexchange.storage.store import (
-    Budget,
-)
+from statexchange.storage.store import Budget
 from statexchange.tensors import DTYPE_NAMES
 from statexchange.testing import run_ranks
 

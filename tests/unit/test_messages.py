@@ -20,9 +20,9 @@ from statexchange.exchange.exporting import ExportReport
 from statexchange.exchange.gather import _ArenaAddress, _RankMessage, _TensorMetadata
 from statexchange.exchange.memory_copy import _Answer, _check_parts, _Disk, _Part
 from statexchange.exchange.memory_copy import _Start as _Copy
+from statexchange.exchange.rank_checks import _OpenedSource
 from statexchange.exchange.rank_metadata import DescribedShard, RankMetadata, check_equal_options
 from statexchange.exchange.reading import Overflows, WantedBox
-from statexchange.exchange.same_source import _OpenedSource
 from statexchange.exchange.saving import _Start, _Written
 from statexchange.messages import decode, encoded
 from statexchange.report.value_sums import ValueSums

@@ -32,9 +32,7 @@ from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
 from statexchange.storage.json_text import seal
 from statexchange.storage.save_directory import SaveManifest
-from statexchange.storage.store import (
-    Budget,
-)
+from statexchange.storage.store import Budget
 from statexchange.testing import run_ranks
 
 RANKS = 2

@@ -19,9 +19,7 @@ from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage import files
 from statexchange.storage.files import digest
 from statexchange.storage.location import open_path
-from statexchange.storage.store import (
-    Budget,
-)
+from statexchange.storage.store import Budget
 from statexchange.storage.tensorfile import ShardData, encode_header, write_tensor_file
 from statexchange.tensors import DTYPE_NAMES
 
