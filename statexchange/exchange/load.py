@@ -72,7 +72,7 @@ def _load(request: LoadRequest, comm: Communicator, *, reads_again: bool = False
             items = items_to_read(plan, loaded, comm, has_layout=has_layout, timeout_s=timeout_s)
             # Last of the checks: a shape that differs says more than the names that differ because of it.
             if comm.world_size > 1 or plan.missing or plan.unexpected or plan.is_empty:
-                compare_names(comm, request, plan, loaded)
+                compare_names(comm, state, plan, loaded)
         if request.before_reading is not None:
             request.before_reading(items)
         # An object store is asked once per host; files are in the page cache after their first reader.

@@ -23,9 +23,11 @@ from dataclasses import replace
 from typing import TypeVar, get_args
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt
-from statexchange.formats.paths import moved_path
 from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
-from statexchange.sharding.paths import Path
+from statexchange.sharding.paths import (
+    Path,
+    moved_path,
+)
 from statexchange.storage.json_text import parse_stored
 
 __all__ = [

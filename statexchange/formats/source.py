@@ -16,9 +16,14 @@ from statexchange.errors import (
     UnsupportedError,
     excerpt,
 )
-from statexchange.formats.paths import agreed_paths, moved_path
 from statexchange.sharding.options import renamed
-from statexchange.sharding.paths import Path, note_on_wrappers, wrapper_rules
+from statexchange.sharding.paths import (
+    Path,
+    agreed_paths,
+    moved_path,
+    note_on_wrappers,
+    wrapper_rules,
+)
 from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.json_text import parse_json
@@ -319,7 +324,7 @@ class Source:
         absent_files: by the beginning of names, a sentence about files that these tensors may be in, and that are
             absent, for the error of a region that no file has.
         padding: by tensor, the boxes that only fill up a buffer: their bytes may be anything.
-        paths: by name of a tensor or of another entry, its keys, where the format records them (formats/paths.py).
+        paths: by name of a tensor or of another entry, its keys, where the format records them (sharding/paths.py).
     """
 
     kind: SourceKind

@@ -24,7 +24,6 @@ from statexchange.errors import (
 from statexchange.formats.huggingface import RANK, check_numbers, misplaced, names_by_file, read_index
 from statexchange.formats.model_files import INDEX, TORCH, model_files, only_indexed, unread_weights
 from statexchange.formats.part_names import StateFile, state_file
-from statexchange.formats.paths import agreed_paths
 from statexchange.formats.pickles import GlobalRef, OpaqueObject, each_once, read_pickle
 from statexchange.formats.source import Part, Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.formats.torch_archive import (
@@ -39,7 +38,12 @@ from statexchange.formats.torch_archive import (
     unwrap_tensor,
     view_of,
 )
-from statexchange.sharding.paths import ListItem, Path, TupleItem
+from statexchange.sharding.paths import (
+    ListItem,
+    Path,
+    TupleItem,
+    agreed_paths,
+)
 from statexchange.sharding.placements import DimSplit, local_boxes
 from statexchange.sharding.shards import MAX_DIMS, Box, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.location import OpenedPath

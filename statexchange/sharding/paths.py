@@ -1,5 +1,8 @@
 """Paths of a state: the keys that lead to a place in it, and their text, joined by dots as in torch's FQNs.
 
+A path tells a key with a dot in it from two keys, the type of a key, and the items of a list from keys that are
+numbers. A source's name that has no path is a name alone: nothing about it is guessed.
+
 Wrappers of modules put parts of their own into these texts, and the rules here remove them. torch.compile, FSDP1 and
 activation checkpointing put theirs anywhere; no attribute of a model is called so. DistributedDataParallel and
 AveragedModel put ``module.`` in front of all names. A user's own attribute may have that name, too, so it is removed
@@ -20,10 +23,12 @@ __all__ = [
     "ListItem",
     "Path",
     "TupleItem",
+    "agreed_paths",
     "have_wrappers",
     "is_index",
     "joined",
     "module_prefix",
+    "moved_path",
     "note_on_wrappers",
     "paths_above",
     "text_of",
@@ -72,14 +77,58 @@ def paths_above(text: str) -> Iterator[str]:
     yield text
 
 
+# Paths of a source's entries
+
+
+def agreed_paths(paths: Iterable[tuple[str, Path | None]]) -> dict[str, Path]:
+    """Return the path of each name that is always given with this one, and never with None."""
+    agreed: dict[str, Path] = {}
+    unknown = set()
+    for name, path in paths:
+        if path is None:
+            unknown.add(name)
+            continue
+        first = agreed.setdefault(name, path)
+        # Equal keys may be of two types: 1 is no True, and no index.
+        if first is not path and (first != path or list(map(type, first)) != list(map(type, path))):
+            unknown.add(name)
+    for name in unknown:
+        agreed.pop(name, None)
+    return agreed
+
+
+def moved_path(path: Path, old: str, new: str) -> Path | None:
+    """Return the path of an entry that is renamed from `old` to `new`; None if it does not follow from the names.
+
+    It follows if the name loses first keys, or gets new ones, which are the parts between the dots in front.
+    """
+    if new == old:
+        return path
+    if new.endswith(f".{old}"):
+        return (*new[: -len(old) - 1].split("."), *path)
+    if not old.endswith(f".{new}"):
+        return None
+    left = len(old) - len(new)  # characters of the keys that go, each with its dot
+    for number, key in enumerate(path, 1):
+        left -= len(str(key)) + 1
+        # Below 0 the new name begins inside a key.
+        if left <= 0:
+            return path[number:] if left == 0 else None
+    return None
+
+
+# What wrappers add
+
+
 WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_PARTS = rf"(?<![^.])(?:{'|'.join(sorted(WRAPPERS))})\."
 _ANY_PART = re.compile("|".join(sorted(WRAPPERS)))
+_PARTS = rf"(?<![^.])(?:{_ANY_PART.pattern})\."
 _MODULE = "module."
 
 
 def have_wrappers(names: Iterable[str]) -> bool:
     """Whether a wrapper has put a part into one of these names; true of a few others, too."""
+    # One search in all names: a search for each would take longer than flattening the model.
     return _ANY_PART.search("\n".join(names)) is not None
 
 
@@ -87,12 +136,16 @@ def without_wrappers(name: str) -> str:
     """Return a name without the parts that wrappers put anywhere into it."""
     if _ANY_PART.search(name) is None:  # nearly all
         return name
+    # Part by part, as a longer part may only contain a wrapper's.
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def module_prefix(names: Collection[str]) -> str:
     """Return the ``module.`` that DistributedDataParallel puts in front of all names; "" if one lacks it."""
-    return _MODULE if names and all(name.startswith(_MODULE) for name in names) else ""
+    for name in names:
+        if not name.startswith(_MODULE):
+            return ""
+    return _MODULE if names else ""
 
 
 def wrapper_rules(names: Collection[str]) -> list[tuple[str, str]]:
@@ -102,19 +155,29 @@ def wrapper_rules(names: Collection[str]) -> list[tuple[str, str]]:
         >>> wrapper_rules(["module.a._orig_mod.w", "module.b.w"])
         [('(?<![^.])(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)\\\\.', ''), ('^module\\\\.', '')]
     """
-    clean = [without_wrappers(name) for name in names]
-    rules = [(_PARTS, "")] if any(map(str.__ne__, clean, names)) else []
-    # A prefix of the first and the last name in sorted order is a prefix of all. A model can be wrapped several times.
+    rules = []
+    clean = list(map(without_wrappers, names))
+    if clean != [*names]:
+        rules.append((_PARTS, ""))
+    # What the first and the last name in sorted order begin with, all do.
     first, last = min(clean, default=""), max(clean, default="")
     shortest = min(map(len, clean), default=0)
     end = 0
+    # Each of several wrappers adds its own, and a name is left after the last.
     while end + len(_MODULE) < shortest and first.startswith(_MODULE, end) and last.startswith(_MODULE, end):
         end += len(_MODULE)
-    return [*rules, (f"^{re.escape(first[:end])}", "")] if end else rules
+    if end:
+        rules.append((f"^{re.escape(first[:end])}", ""))
+    return rules
 
 
 def note_on_wrappers(names: Collection[str], rules: Sequence[tuple[str, str]]) -> str:
     """Return a note on the parts that `rules` remove from the names, with one of these as an example."""
-    changed = sorted(name for name in names if renamed(name, rules) != name)
-    example = f"{excerpt(changed[0])} is {excerpt(renamed(changed[0], rules))}"
+    changed = []
+    for name in names:
+        new = renamed(name, rules)
+        if new != name:
+            changed.append((name, new))
+    old, new = min(changed)
+    example = f"{excerpt(old)} is {excerpt(new)}"
     return f"parts that wrappers put into names were removed from {len(changed):,} of {len(names):,}: {example}"
