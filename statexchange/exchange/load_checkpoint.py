@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike
@@ -29,7 +29,7 @@ def load_checkpoint(
     *,
     comm: CommLike | None = None,
     strict: bool = True,
-    layout: Mapping[str, Any] | None = None,
+    layout: Mapping[str, object] | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),

@@ -88,6 +88,7 @@ def _to_names_in_memory(request: LoadRequest, source: Source, names: NameFilter)
             shapes[name] = tuple(value.shape)
     # transformers knows the names after `rename`.
     renamed = source.renamed(names.name)
+    # A tensor that is joined of parts of which one is absent is left out: the error will name that part.
     plan, lacking = conversion.plan_to_load(shapes, tensors_of(renamed), request.options)
     if plan is None:
         return ConvertedSource(source, names, lacking=lacking)

@@ -68,6 +68,7 @@ class LoadReport:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        # Numbers alone, as this is a line of the log: the names may be thousands.
         text = f"{format_transfer(self.num_tensors, self.nbytes, self.seconds)} <- {self.path}"
         if self.missing:
             text += f", {len(self.missing)} missing"

@@ -89,7 +89,11 @@ class LiveState:
     @property
     def units(self) -> set[str]:
         """The paths of optimizers and other objects."""
-        return {entry.text for entry in self.entries if entry.kind in ("optimizer", "object")}
+        paths = set()
+        for entry in self.entries:
+            if entry.kind in ("optimizer", "object"):
+                paths.add(entry.text)
+        return paths
 
     @property
     def per_rank(self) -> set[str]:

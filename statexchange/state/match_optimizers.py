@@ -430,6 +430,7 @@ class _OptimizerPlan:
         if live.by_label and not live.are_named and not self.parameters and self.unexpected:
             plan.nameless.add(self.path)
         more = self._more()
+        # An optimizer of which nothing is loaded is not called: a loader may derive values from its state.
         if self._states or self._dropped or more or groups.count(None) < len(groups):
             install = functools.partial(install_optimizer, self._optimizer, groups, self._states, self._dropped)
             plan.callbacks.append(functools.partial(load_object, self._optimizer, install, more, self.path))

@@ -136,6 +136,7 @@ def adapter_state(state: Leaf, tensors: Mapping[str, Leaf] | None = None) -> dic
 
 def _active_adapter(model: Leaf) -> str:
     active: list[str] = model.active_adapters
+    # A directory of PEFT has one adapter: of several it would be one by chance.
     if len(active) == 1:
         return active[0]
     raise UnsupportedError(f"the adapters {', '.join(map(repr, active))} are active: activate one with set_adapter")
