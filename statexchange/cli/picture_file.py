@@ -85,9 +85,7 @@ class PictureFile:
         folder, name = os.path.split(self.path)
         data = svg.encode()
         with files.directory(folder) as dir_fd:
-            atomic.write_new(
-                dir_fd, name, [data], nbytes=len(data), path=self.path, mode=0o666, overwrite=self.overwrite
-            )
+            atomic.write_new(dir_fd, name, data, path=self.path, mode=0o666, overwrite=self.overwrite)
 
     def refuse_saves(self, path: str) -> None:
         """Raise InvalidArgumentError: a directory of saves is not one checkpoint. Name its newest save."""

@@ -217,7 +217,9 @@ class _Background:
         _synchronize(unique.values())
         tensors = {}
         for name, local in described.tensors.items():
-            tensors[name] = replace(local, tensors=tuple(copies[_key(tensor)] for tensor in local.tensors))
+            copied = tuple(copies[_key(tensor)] for tensor in local.tensors)
+            # Not the memory of the live tensors, which the job changes while the copies are written.
+            tensors[name] = replace(local, tensors=copied, memory=())
         return replace(described, tensors=tensors)
 
     def _memory_of(self, nbytes: int) -> torch.Tensor:

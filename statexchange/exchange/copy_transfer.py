@@ -234,7 +234,7 @@ def link_files(path: str, folder: str, manifest: SaveManifest, ranks: Iterable[i
     """Give the files of this host's copy names in another directory, and write the manifest there."""
     data = manifest.to_bytes()
     with files.directory(folder) as dir_fd:
-        write_new(dir_fd, MANIFEST, [data], nbytes=len(data), path=os.path.join(folder, MANIFEST), durable=False)
+        write_new(dir_fd, MANIFEST, data, path=os.path.join(folder, MANIFEST), durable=False)
     for rank in ranks:
         name = manifest.files[rank]
         try:

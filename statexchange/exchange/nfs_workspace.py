@@ -87,7 +87,7 @@ class NFSWorkspace:
         run = self._writing_run()
         self._round = workspace.next_round(run, rank) if self._round is None else self._round + 1
         staging = Staging()
-        shards = [shard_data(local, staging) for local in describe(weights).tensors.values()]
+        shards = shard_data(describe(weights).tensors.values(), staging)
         workspace.write(
             shards,
             run=run,

@@ -26,7 +26,7 @@ from statexchange.comm.typed import from_all
 from statexchange.errors import InvalidArgumentError, NotFoundError, without_secrets
 from statexchange.exchange.declared_copies import may_have_copies
 from statexchange.exchange.saved_state import SavedState
-from statexchange.exchange.staging import Progress, Staging, shard_data
+from statexchange.exchange.staging import Staging, shard_data
 from statexchange.sharding.options import WriteOptions
 from statexchange.state.describe import Description
 from statexchange.storage.build import Build, WrittenFile
@@ -178,13 +178,13 @@ def write_rank_file(
     with comm.phase("saving", timeout_s=request.writing.stall_timeout_s):
         extra = {"aliases": dict(described.aliases), **saved.owners}
         metadata = rank_metadata(start.save, comm.rank, comm.world_size, saved.config, extra)
-        staging, progress = Staging(), Progress(comm)
         # Tens of thousands of small objects, none of which is garbage.
         with collector_paused():
-            shards = [shard_data(local, staging, progress) for local in described.tensors.values()]
+            shards = shard_data(described.tensors.values(), Staging())
         try:
             member = location(request.path).join_build(start.key, MANIFEST)
-            return member.write_tensors(rank_file_names(comm.world_size)[comm.rank], shards, metadata), member.folder
+            name = rank_file_names(comm.world_size)[comm.rank]
+            return member.write_tensors(name, shards, metadata, comm.progress), member.folder
         except NotFoundError as error:
             raise _unseen(error, comm.rank, 0, request.path, comm, start.folder) from error
 

@@ -6,7 +6,8 @@ GPU copies into or out of one while the host works on the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from statexchange.comm.communicator import Communicator
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import LocalTensor
 from statexchange.state.types import Leaf
-from statexchange.storage.files import WINDOW_BYTES
+from statexchange.storage.files import PART_BYTES, REPORTED_BYTES, WINDOW_BYTES
 from statexchange.storage.regions import slices_within, windows
 from statexchange.storage.tensorfile import ShardData
 from statexchange.tensors import (
@@ -37,9 +38,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Progress", "Staging", "shard_data"]
 
-_REPORTED_BYTES = 1 << 20
-_PART_BYTES = 4 << 10  # that a part counts for, besides its own: a small one takes as long as a copy of so much
-
 
 class _Copied(NamedTuple):
     """A window of a tensor that is copied into a buffer.
@@ -60,10 +58,7 @@ class _Copied(NamedTuple):
 
 
 class Progress:
-    """Reports the progress of one rank as bytes move, about once in a megabyte.
-
-    A report takes as long as the writing of a small tensor.
-    """
+    """Reports the progress of one rank as bytes move, about once in a megabyte."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -71,8 +66,8 @@ class Progress:
 
     def add(self, nbytes: int) -> None:
         """Count a part of `nbytes` that has moved; raise what `Communicator.progress` raises."""
-        self._nbytes += nbytes + _PART_BYTES
-        if self._nbytes >= _REPORTED_BYTES:
+        self._nbytes += nbytes + PART_BYTES
+        if self._nbytes >= REPORTED_BYTES:
             self._nbytes = 0
             self._comm.progress()
 
@@ -177,19 +172,29 @@ class Staging:
         return self._buffers[key]
 
 
-def shard_data(local: LocalTensor, staging: Staging, progress: Progress | None = None) -> ShardData:
-    """Return a live tensor's shard with the bytes of its boxes, which are produced on request through `staging`.
+def shard_data(tensors: Iterable[LocalTensor], staging: Staging) -> list[ShardData]:
+    """Return the shards of live tensors with the bytes of their boxes.
 
-    `progress` counts the parts.
+    Those that are no run in host memory are produced on request through `staging`.
     """
+    shards = []
+    for local in tensors:
+        runs = []
+        for memory in local.memory:
+            if memory.is_run:
+                runs.append(memory.tensor)
+        # Most tensors of a save lie on the host as the file has them, and need no staging.
+        if len(runs) == len(local.tensors):
+            shards.append(ShardData(local.shard, tuple(runs)))
+        else:
+            shards.append(ShardData(local.shard, functools.partial(_staged, local, staging)))
+    return shards
 
-    def parts(box: int) -> Iterator[memoryview]:
-        for _, part in staging.parts(local.tensors[box], local.shard.dtype):
-            yield part
-            if progress is not None:
-                progress.add(len(part))
 
-    return ShardData(local.shard, parts)
+def _staged(local: LocalTensor, staging: Staging, box: int) -> Iterator[memoryview]:
+    """Yield the bytes of a box, part by part."""
+    for _, part in staging.parts(local.tensors[box], local.shard.dtype):
+        yield part
 
 
 def _window_of(tensor: Leaf, window: Box) -> Leaf:

@@ -101,16 +101,17 @@ def describe(
         InvalidArgumentError: two parts of the state use one name, or an entry is no tensor.
     """
     tensors: dict[str, LocalTensor] = {}
-    aliases: dict[str, str] = {}
     sources: dict[str, str] = {}
-    seen: dict[tuple[object, ...], str] = {}
     rules = layout or Layout({})
     extra_state: list[str] = []
     # Before the block: a module's state_dict() may run hooks, which are not to be run without grad.
     named = _named_tensors(state, extra_state, with_extra_state=with_extra_state)
     with without_grad():
         for name, tensor in named:
-            for local in local_tensors(name, tensor, rules.rule_for(name), rank):
+            rule = None
+            if rules.rules:
+                rule = rules.rule_for(name)
+            for local in local_tensors(name, tensor, rule, rank):
                 new_name = local.shard.name
                 # A layout may give a tensor the name of another.
                 if new_name in tensors:
@@ -118,11 +119,28 @@ def describe(
                 tensors[new_name] = local
                 if new_name != name:
                     sources[new_name] = name
-                memory = tuple(map(same_memory, local.tensors))
-                # Tied tensors are written once. None stands for memory that cannot be identified, as of empty tensors.
-                if memory and None not in memory and seen.setdefault(memory, new_name) != new_name:
-                    aliases[new_name] = seen[memory]
-    return Description(tensors, aliases, tuple(sorted(rules.unused)), sources, tuple(extra_state))
+    return Description(tensors, _aliases(tensors), tuple(sorted(rules.unused)), sources, tuple(extra_state))
+
+
+def _aliases(tensors: Mapping[str, LocalTensor]) -> dict[str, str]:
+    """Return the first name of each tensor that is tied to one before it; tied tensors are written once."""
+    # By address first, which is known: few tensors share one, and all else that is compared would be asked of torch.
+    first_at: dict[tuple[str, int], str] = {}
+    shared: list[tuple[str, str]] = []
+    for name, local in tensors.items():
+        for memory in local.memory[:1]:
+            first = first_at.setdefault((memory.device, memory.begin), name)
+            if first != name:
+                shared.append((first, name))
+    aliases: dict[str, str] = {}
+    seen: dict[tuple[object, ...], str] = {}
+    for pair in shared:
+        for name in pair:
+            memories = tuple(map(same_memory, tensors[name].tensors))
+            # None stands for memory that cannot be identified, as of empty tensors.
+            if None not in memories and seen.setdefault(memories, name) != name:
+                aliases[name] = seen[memories]
+    return aliases
 
 
 def _used_twice(name: str) -> InvalidArgumentError:
@@ -145,6 +163,9 @@ def _named_tensors(
     for name, value in _items(state):
         if not isinstance(name, str):
             raise InvalidArgumentError(f"state has the key {name!r}: names must be text")
+        if is_tensor(value) and (with_extra_state or not is_extra_state(name)):
+            named.append((name, value))
+            continue
         named_leaves = [(name, value)]
         # Only Megatron-Core's state dicts are nested. In any other a mapping is an error, which names the entry.
         if holds_sharded(value):

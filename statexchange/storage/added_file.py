@@ -59,4 +59,4 @@ class AddedFile:
         path = self._store.path_of(self._name)
         with self._store.descriptor() as fd:
             remove_abandoned(fd)
-            write_new(fd, self._name, [data], nbytes=len(data), path=path, mode=_MODE, overwrite=overwrite)
+            write_new(fd, self._name, data, path=path, mode=_MODE, overwrite=overwrite)

@@ -1,6 +1,6 @@
 """Create files and rename directories so that a name appears only when its content is complete and durable.
 
-**New file** (`write_new`). The writer:
+**New file** (`new_file`). The writer:
 
 1. creates ``.tmp-<nonce>.<owner>`` in the target directory,
 2. writes it (the header last) and syncs it,
@@ -34,7 +34,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 
 from statexchange.errors import StorageError, TargetExistsError
 from statexchange.processes import Owner
@@ -61,6 +61,7 @@ __all__ = [
     "invalidate_lookups",
     "is_abandoned",
     "is_temporary",
+    "new_file",
     "new_nonce",
     "remove_abandoned",
     "rename_new",
@@ -81,7 +82,7 @@ def new_nonce() -> str:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether `write_new` gives temporary files such a name."""
+    """Whether `new_file` gives temporary files such a name."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
@@ -103,28 +104,41 @@ def remove_abandoned(dir_fd: int) -> None:
 def write_new(
     dir_fd: int,
     name: str,
-    parts: Iterable[Buffer],
+    data: Buffer,
     *,
+    path: str,
+    durable: bool = True,
+    mode: int = 0o600,
+    overwrite: bool = False,
+) -> None:
+    """Write `data` as a new file, as `new_file` does with the same arguments."""
+    nbytes = memoryview(data).nbytes
+    with new_file(dir_fd, name, nbytes, path=path, durable=durable, mode=mode, overwrite=overwrite) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def new_file(
+    dir_fd: int,
+    name: str,
     nbytes: int,
+    *,
     path: str,
     durable: bool = True,
     mode: int = 0o600,
     begin: int = 0,
-    header: Callable[[], Buffer] | None = None,
     overwrite: bool = False,
-) -> None:
-    """Write a new file, whose name appears only when all `nbytes` are written and durable.
+) -> Iterator[NewFile]:
+    """Yield a new file to be written, whose name appears after the block: when all `nbytes` are written and durable.
 
     Args:
         dir_fd: descriptor of the directory.
         name: the file's name, which must not exist unless `overwrite`.
-        parts: the content after the header.
         nbytes: size of the whole file.
         path: full path for messages.
         durable: sync the file and the directory.
         mode: permissions of the file.
-        begin: size of the header.
-        header: returns the header; called after all parts are written. None if `begin` is 0.
+        begin: size of the header, which `NewFile.write_header` writes.
         overwrite: replace a file of this name, which keeps its content until the new one is complete.
 
     Raises:
@@ -135,9 +149,9 @@ def write_new(
     fd = create_file(temporary, dir_fd, path, mode)
     try:
         try:
-            _fill(fd, parts, begin, nbytes, path)
-            if header is not None:
-                pwrite_all(fd, header(), 0, path)
+            file = NewFile(fd, begin, nbytes, path)
+            yield file
+            file.finish()
             if durable:
                 sync_file(fd, path)
         except BaseException:
@@ -163,37 +177,52 @@ def write_new(
         raise
 
 
-def _fill(fd: int, parts: Iterable[Buffer], begin: int, nbytes: int, path: str) -> None:
-    """Reserve the file's space and write all parts after the header."""
-    if mount_of(path).is_memory:  # tmpfs writes zeros to reserve space
-        check_room(fd, nbytes, path)
-    else:
-        reserve(fd, nbytes, path)
-    offset = begin
-    for part in _joined(parts, min(_JOINED_BYTES, nbytes - begin)):
-        pwrite_all(fd, part, offset, path)
-        offset += len(part)
-    assert offset == nbytes, (offset, nbytes)
+class NewFile:
+    """A file under construction, whose space is reserved."""
 
+    def __init__(self, fd: int, begin: int, nbytes: int, path: str) -> None:
+        if mount_of(path).is_memory:  # tmpfs writes zeros to reserve space
+            check_room(fd, nbytes, path)
+        else:
+            reserve(fd, nbytes, path)
+        self._fd = fd
+        self._nbytes = nbytes
+        self._path = path
+        self._at = begin  # where the bytes in the buffer go
+        self._buffer = memoryview(bytearray(min(_JOINED_BYTES, nbytes - begin)))
+        self._filled = 0
 
-def _joined(parts: Iterable[Buffer], most: int) -> Iterator[memoryview]:
-    """Yield the bytes of all parts; small ones are joined, up to `most` bytes: a copy takes less time than a write."""
-    buffer = memoryview(bytearray(most))
-    filled = 0
-    for part in parts:
+    def write(self, part: Buffer) -> None:
+        """Append a part to the bytes after the header; small parts are joined, as a copy takes less than a write."""
         view = memoryview(part)
         nbytes = view.nbytes
-        is_small = nbytes <= min(_SMALL_BYTES, most)
-        if filled and not (is_small and filled + nbytes <= most):
-            yield buffer[:filled]
-            filled = 0
-        if not is_small:
-            yield view.cast("B")
-        elif nbytes:
-            buffer[filled : filled + nbytes] = view.cast("B")
-            filled += nbytes
-    if filled:
-        yield buffer[:filled]
+        if nbytes > min(_SMALL_BYTES, len(self._buffer)):
+            self._flush()
+            pwrite_all(self._fd, view.cast("B"), self._at, self._path)
+            self._at += nbytes
+            return
+        if self._filled + nbytes > len(self._buffer):
+            self._flush()
+        # An empty view of several dims cannot be cast.
+        if nbytes:
+            self._buffer[self._filled : self._filled + nbytes] = view.cast("B")
+            self._filled += nbytes
+
+    def write_header(self, header: Buffer) -> None:
+        """Write the bytes before all parts. After the parts: until then the file is no tensor file."""
+        self._flush()
+        pwrite_all(self._fd, header, 0, self._path)
+
+    def finish(self) -> None:
+        """Write what is still in the buffer; the file is then complete."""
+        self._flush()
+        assert self._at == self._nbytes, (self._at, self._nbytes)
+
+    def _flush(self) -> None:
+        if self._filled:
+            pwrite_all(self._fd, self._buffer[: self._filled], self._at, self._path)
+            self._at += self._filled
+            self._filled = 0
 
 
 def _link(temporary: str, name: str, dir_fd: int, path: str) -> None:

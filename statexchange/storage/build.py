@@ -247,8 +247,12 @@ class BuildMember(ABC):
     folder: str
 
     @abstractmethod
-    def write_tensors(self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> WrittenFile:
+    def write_tensors(
+        self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any], progress: Callable[[], object]
+    ) -> WrittenFile:
         """Write a rank's tensors and metadata as the file `name`, which is complete and durable on return.
+
+        `progress` is called about once in a megabyte.
 
         Raises:
             NotFoundError: this process does not see the build.

@@ -94,7 +94,7 @@ from statexchange.storage.store import Budget
 from statexchange.storage.tensorfile import write_tensor_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from statexchange.storage.tensorfile import ShardData
 
@@ -402,12 +402,16 @@ class DirectoryMember(BuildMember):
     def __init__(self, path: str, key: str) -> None:
         self.folder = os.path.join(os.path.dirname(path), os.path.basename(key))
 
-    def write_tensors(self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> WrittenFile:
+    def write_tensors(
+        self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any], progress: Callable[[], object]
+    ) -> WrittenFile:
         """Write the file while its digests are made; its header comes last."""
         path = os.path.join(self.folder, name)
         durable = not mount_of(self.folder).is_memory
         with files.directory(self.folder) as dir_fd:
-            nbytes, digests = write_tensor_file(dir_fd, name, path, shards, metadata, durable=durable, mode=0o666)
+            nbytes, digests = write_tensor_file(
+                dir_fd, name, path, shards, metadata, durable=durable, mode=0o666, progress=progress
+            )
             invalidate_listings(dir_fd, path=self.folder)  # before the publisher on another host looks for the file
         return WrittenFile(nbytes, "", digests, None)
 
@@ -737,7 +741,7 @@ class DirectoryBuild(Build):
                 files.make_directory(folder, dir_fd, path, 0o777)
                 dir_fd = stack.enter_context(files.directory(folder, dir_fd, path))
             path = os.path.join(path, last)
-            write_new(dir_fd, last, [data], nbytes=memoryview(data).nbytes, path=path, mode=0o666)
+            write_new(dir_fd, last, data, path=path, mode=0o666)
 
     def record(self, name: str, metadata: object) -> None:
         """Write the receipt of a finished output file beside it: size, modification time and metadata."""

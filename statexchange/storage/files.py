@@ -77,6 +77,8 @@ __all__ = [
 ]
 
 WINDOW_BYTES = 2 << 20  # fits the processor's cache while it is read, digested and written
+REPORTED_BYTES = 1 << 20  # after which progress is reported: a report takes as long as the writing of a small tensor
+PART_BYTES = 4 << 10  # that a part counts for, besides its own: a small one takes as long as a copy of so much
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)

@@ -311,7 +311,7 @@ class LocalLocation(Location):
     def create(self, name: str, data: bytes) -> None:
         """Write a small file durably."""
         with files.directory(self.path) as dir_fd:
-            write_new(dir_fd, name, [data], nbytes=len(data), path=os.path.join(self.path, name), mode=0o666)
+            write_new(dir_fd, name, data, path=os.path.join(self.path, name), mode=0o666)
 
     def open_build(
         self,

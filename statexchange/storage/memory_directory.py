@@ -158,7 +158,7 @@ class MemoryDirectory:
         data = self._target.to_bytes()
         with contextlib.suppress(TargetExistsError):
             path = os.path.join(self.path, _TARGET)
-            write_new(dir_fd, _TARGET, [data], nbytes=len(data), path=path, durable=False)
+            write_new(dir_fd, _TARGET, data, path=path, durable=False)
 
     def check_room(self, nbytes: int) -> None:
         """Raise StorageError if this host cannot keep `nbytes` more in memory.

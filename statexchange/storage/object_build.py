@@ -61,7 +61,7 @@ from statexchange.storage.store import FilteredStore
 from statexchange.storage.tensorfile import DigestedTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from statexchange.storage.build import OwnCheck, ReplaceCheck
     from statexchange.storage.files import Buffer
@@ -413,9 +413,11 @@ class ObjectMember(ObjectWriter, BuildMember):
             raise TargetExistsError(text, path=self.folder)
         self._checked = time.monotonic()
 
-    def write_tensors(self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> WrittenFile:
+    def write_tensors(
+        self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any], progress: Callable[[], object]
+    ) -> WrittenFile:
         """Upload one file from begin to end, which needs its digests before: the tensors are read twice."""
-        content = DigestedTensors.of(shards, metadata)
+        content = DigestedTensors.of(shards, metadata, progress)
         output = ObjectFile(self, self._objects, name, content.nbytes, content.header)
         try:
             at = len(content.header)

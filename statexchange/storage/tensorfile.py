@@ -18,11 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, InvalidArgumentError, TruncatedError, UnsafeError, excerpt
 from statexchange.sharding.shards import MAX_SIZE, Box, Shard, full_box, numel_of, sizes_from_json
-from statexchange.storage.atomic import write_new
-from statexchange.storage.files import WINDOW_BYTES, digest
+from statexchange.storage.atomic import new_file
+from statexchange.storage.files import PART_BYTES, REPORTED_BYTES, WINDOW_BYTES, digest
 from statexchange.storage.json_text import parse_json, unseal
 from statexchange.storage.store import ByteRange
-from statexchange.tensors import ITEMSIZE, PACKED, collector_paused, element_shape, group_shape
+from statexchange.tensors import (
+    ITEMSIZE,
+    PACKED,
+    TensorLike,
+    collector_paused,
+    element_shape,
+    group_shape,
+    run_bytes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -115,20 +123,25 @@ class Header:
 class ShardData:
     """A rank's shard of one tensor, with its bytes.
 
-    `data` is the boxes one after another, each in C order, or a function that takes a box's index and returns the box's
-    bytes part by part; each part is valid until the next one is requested.
+    `data` is the boxes one after another, each in C order; or for each box a tensor whose memory is the box, as
+    `run_bytes` returns it; or a function that takes a box's index and returns the box's bytes part by part, each of
+    which is valid until the next one is requested.
     """
 
     shard: Shard
-    data: memoryview | Callable[[int], Iterable[memoryview]]
+    data: memoryview | tuple[TensorLike, ...] | Callable[[int], Iterable[memoryview]]
 
     def box_parts(self, index: int) -> Iterable[memoryview]:
         """Return the bytes of a box, part by part."""
-        if not isinstance(self.data, memoryview):
+        if isinstance(self.data, tuple):
+            box = run_bytes(self.data[index])
+        elif isinstance(self.data, memoryview):
+            sizes = [math.prod(box.shape) * ITEMSIZE[self.shard.dtype] for box in self.shard.boxes[: index + 1]]
+            box = self.data[sum(sizes[:-1]) : sum(sizes)]
+        else:
             return self.data(index)
-        sizes = [box.numel * ITEMSIZE[self.shard.dtype] for box in self.shard.boxes[: index + 1]]
-        begin, end = sum(sizes[:-1]), sum(sizes)
-        return (self.data[at : min(at + WINDOW_BYTES, end)] for at in range(begin, end, WINDOW_BYTES))
+        # In parts that stay in the processor's cache from the digest to the write.
+        return [box[at : at + WINDOW_BYTES] for at in range(0, len(box), WINDOW_BYTES)]
 
 
 def _refused_name(names: Iterable[str]) -> tuple[str, str] | None:
@@ -347,26 +360,22 @@ def write_tensor_file(
     *,
     durable: bool,
     mode: int = 0o600,
+    progress: Callable[[], object] | None = None,
 ) -> tuple[int, dict[str, list[str]]]:
     """Write one rank's tensors and metadata as a new file; return its size in bytes, and its tensors' digests by name.
 
-    The digests are computed while the tensors are written, so the header, which has them, is written last.
+    The digests are computed while the tensors are written, so the header, which has them, is written last. `progress`
+    is called about once in a megabyte.
     """
     ordered = _in_file_order(shards)
     header = _RankHeader(ordered, metadata)
     digests: list[str] = []
-    write_new(
-        dir_fd,
-        name,
-        _digested(ordered, digests),
-        nbytes=header.file_nbytes,
-        path=path,
-        durable=durable,
-        mode=mode,
-        begin=header.nbytes,
-        header=lambda: header.with_digests(digests),
-    )
-    return header.file_nbytes, _by_name(ordered, digests)
+    nbytes, begin = header.file_nbytes, header.nbytes
+    with new_file(dir_fd, name, nbytes, path=path, durable=durable, mode=mode, begin=begin) as file:
+        for part in _digested(ordered, digests, progress):
+            file.write(part)
+        file.write_header(header.with_digests(digests))
+    return nbytes, _by_name(ordered, digests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,16 +393,22 @@ class DigestedTensors:
     nbytes: int
     _shards: tuple[ShardData, ...]
     _digests: tuple[str, ...]
+    _progress: Callable[[], object] | None = None
 
     @classmethod
-    def of(cls, shards: Sequence[ShardData], metadata: Mapping[str, object]) -> DigestedTensors:
-        """Read the tensors once, for their digests."""
+    def of(
+        cls,
+        shards: Sequence[ShardData],
+        metadata: Mapping[str, object],
+        progress: Callable[[], object] | None = None,
+    ) -> DigestedTensors:
+        """Read the tensors once, for their digests; `progress` is called about once in a megabyte, then and later."""
         ordered = _in_file_order(shards)
         digests: list[str] = []
-        for _ in _digested(ordered, digests):
+        for _ in _digested(ordered, digests, progress):
             pass
         header = _RankHeader(ordered, metadata)
-        return cls(header.with_digests(digests), header.file_nbytes, tuple(ordered), tuple(digests))
+        return cls(header.with_digests(digests), header.file_nbytes, tuple(ordered), tuple(digests), progress)
 
     @property
     def digests(self) -> dict[str, list[str]]:
@@ -408,7 +423,7 @@ class DigestedTensors:
         """
         digests: list[str] = []
         # Each part is digested after its use, so that a change before or during the use is found.
-        yield from _digested(self._shards, digests, after_use=True)
+        yield from _digested(self._shards, digests, self._progress, after_use=True)
         actual = _by_name(self._shards, digests)
         for name, expected in self.digests.items():
             if actual[name] != expected:
@@ -417,8 +432,12 @@ class DigestedTensors:
 
 
 def _in_file_order(shards: Sequence[ShardData]) -> list[ShardData]:
-    dtypes = list(ITEMSIZE)
-    return sorted(shards, key=lambda data: (-dtypes.index(data.shard.dtype), data.shard.name))
+    """Return the shards in the order of safetensors: those of large elements first, so that each tensor is aligned."""
+    place_of = {dtype: -place for place, dtype in enumerate(ITEMSIZE)}
+    keys = []
+    for number, data in enumerate(shards):
+        keys.append((place_of[data.shard.dtype], data.shard.name, number))
+    return [shards[number] for _, _, number in sorted(keys)]
 
 
 def _by_name(shards: Sequence[ShardData], digests: Sequence[str]) -> dict[str, list[str]]:
@@ -437,8 +456,9 @@ class _RankHeader:
             for data in shards:
                 shard = data.shard
                 described.append(shard)
-                entries.append((shard.name, shard.dtype, shard.local_shape))
-                nbytes += shard.nbytes
+                shape = shard.local_shape
+                entries.append((shard.name, shard.dtype, shape))
+                nbytes += math.prod(shape) * ITEMSIZE[shard.dtype]
             header = encode_header(entries, _header_metadata(described, no_digest, metadata))
         self.nbytes = len(header)
         self.file_nbytes = len(header) + nbytes
@@ -452,13 +472,20 @@ class _RankHeader:
         return b"".join(parts)
 
 
-def _digested(shards: Sequence[ShardData], digests: list[str], *, after_use: bool = False) -> Iterator[memoryview]:
+def _digested(
+    shards: Sequence[ShardData],
+    digests: list[str],
+    progress: Callable[[], object] | None,
+    *,
+    after_use: bool = False,
+) -> Iterator[memoryview]:
     """Yield the bytes of all tensors, and append each box's digest to `digests` after its last part.
 
     Each part is digested before it is yielded, while it is in the processor's cache, or with `after_use` afterwards.
     """
     import xxhash
 
+    unreported = 0
     for data in shards:
         for index in range(len(data.shard.boxes)):
             hasher = xxhash.xxh3_128()
@@ -469,6 +496,12 @@ def _digested(shards: Sequence[ShardData], digests: list[str], *, after_use: boo
                 else:
                     hasher.update(part)
                     yield part
+                # Not for each part: a report takes as long as the writing of a small tensor.
+                unreported += len(part) + PART_BYTES
+                if unreported >= REPORTED_BYTES:
+                    unreported = 0
+                    if progress is not None:
+                        progress()
             digests.append(hasher.hexdigest())
 
 

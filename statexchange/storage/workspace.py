@@ -576,7 +576,7 @@ class Workspace:
         text = _manifest_text(manifest)
         path = os.path.join(self.path, first.run, f"{first.round:06d}", MANIFEST)
         with self._round_directories(first.run, first.round) as dir_fds:
-            atomic.write_new(dir_fds[-1], MANIFEST, [text], nbytes=len(text), path=path, durable=self.durable)
+            atomic.write_new(dir_fds[-1], MANIFEST, text, path=path, durable=self.durable)
             atomic.invalidate_listings(*dir_fds, path=self.path)
         # Older rounds are removed only after the new one is durable.
         for old in [committed for committed in [*older, manifest] if committed.run == first.run][:-keep]:

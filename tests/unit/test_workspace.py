@@ -569,7 +569,7 @@ from statexchange.errors import StorageError
 from statexchange.storage import atomic, files
 with files.directory(sys.argv[1]) as fd:
     try:
-        atomic.write_new(fd, "x", [b"data"], nbytes=4, path="p")
+        atomic.write_new(fd, "x", b"data", path="p")
     except StorageError as error:
         print(error.errno, error.path, os.listdir(fd))
 """
@@ -589,7 +589,7 @@ def test_a_rename_that_was_done_but_reported_failed_is_a_success(
 
     monkeypatch.setattr(os, "link", lost_answer)
     with files.directory(str(tmp_path)) as fd:
-        atomic.write_new(fd, "x", [b"data"], nbytes=4, path="p")
+        atomic.write_new(fd, "x", b"data", path="p")
     assert os.listdir(tmp_path) == ["x"]
 
 
@@ -601,13 +601,13 @@ def test_a_name_that_exists_is_never_replaced(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "x").write_text("old")
     with files.directory(str(tmp_path)) as fd:
         with pytest.raises(TargetExistsError):
-            atomic.write_new(fd, "x", [b"new"], nbytes=3, path="p")
+            atomic.write_new(fd, "x", b"new", path="p")
         monkeypatch.setattr(os, "link", no_links)  # as on exFAT
         with pytest.raises(TargetExistsError):
-            atomic.write_new(fd, "x", [b"new"], nbytes=3, path="p")
+            atomic.write_new(fd, "x", b"new", path="p")
         monkeypatch.setattr(atomic, "_renameat2", lambda *_: errno.EINVAL)  # where the system has no such call either
         with pytest.raises(TargetExistsError):
-            atomic.write_new(fd, "x", [b"new"], nbytes=3, path="p")
+            atomic.write_new(fd, "x", b"new", path="p")
     assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"x": "old"}
 
 
