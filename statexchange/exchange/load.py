@@ -69,7 +69,7 @@ def _load(request: LoadRequest, comm: Communicator, *, reads_again: bool = False
                     check_whose_state(plan, loaded, live)
                 if plan.missing or loaded.converted.source.unreadable:
                     settle_names(plan, loaded)
-            items = items_to_read(plan, loaded, comm, has_layout=has_layout, timeout_s=timeout_s)
+            items = _items_to_read(plan, loaded, comm, has_layout=has_layout, timeout_s=timeout_s)
             # Last of the checks: a shape that differs says more than the names that differ because of it.
             if comm.world_size > 1 or plan.missing or plan.unexpected or plan.is_empty:
                 compare_names(comm, state, plan, loaded)
@@ -78,7 +78,7 @@ def _load(request: LoadRequest, comm: Communicator, *, reads_again: bool = False
         # An object store is asked once per host; files are in the page cache after their first reader.
         readers = assign_readers(items, comm) if source.opened.store.is_remote else {}
         with comm.phase("reading", timeout_s=timeout_s):
-            mark_targets(plan, items)
+            _mark_targets(plan, items)
             nbytes, overflows = read_all(items, readers, comm, request.on_progress, reads_again=reads_again)
             for install in plan.callbacks:
                 install()
@@ -104,7 +104,7 @@ class _Target(NamedTuple):
     is_padded: bool
 
 
-def items_to_read(
+def _items_to_read(
     plan: LoadPlan, loaded: LoadSource, comm: Communicator, *, has_layout: bool, timeout_s: float
 ) -> list[ReadItem]:
     """Return what is read for each live tensor of a plan. Collective if any rank has a layout.
@@ -122,7 +122,7 @@ def items_to_read(
         return _items(targets, loaded)
 
 
-def mark_targets(plan: LoadPlan, items: Sequence[ReadItem]) -> None:
+def _mark_targets(plan: LoadPlan, items: Sequence[ReadItem]) -> None:
     """Increment the versions of the live tensors, and of the parts that are written: autograd must see the change."""
     # A DTensor has a version of its own beside that of its local part.
     changed = [target.live for target in plan.targets]

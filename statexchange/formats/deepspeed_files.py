@@ -27,8 +27,7 @@ from statexchange.formats.torch_archive import (
 )
 from statexchange.formats.torch_file import leaves, open_archive
 from statexchange.formats.zero import FlatRun, Shapes
-from statexchange.sharding.flat_runs import boxes_of_run
-from statexchange.sharding.shards import Box, Shard, full_box, shape_from_json
+from statexchange.sharding.shards import Box, Shard, boxes_of_run, full_box, shape_from_json
 from statexchange.storage.store import Budget, ByteRange, Store, StoredFile
 from statexchange.tensors import ITEMSIZE
 

@@ -3,7 +3,12 @@
 A rank's directory, ``mp_rank_TT``, ``mp_rank_TT_PPP``, ``mp_rank_TT_EEE`` or ``mp_rank_TT_PPP_EEE``, has
 ``model_optim_rng.pt``. TT, PPP and EEE are its tensor, pipeline and expert parallel rank; PPP and EEE are left out
 where there is only one. Each file has the arguments of the run, with the number of ranks. A rank's tensors
-are plain; how they are divided follows from the names of parameters (sharding/megatron.py).
+are plain; how they are divided follows from the names of parameters.
+
+A column-parallel layer has a part of the outputs on each rank: dim 0 of its weight and its bias. A row-parallel layer
+has a part of the inputs: dim 1 of its weight; its bias is whole. Embeddings are divided by rows of the vocabulary,
+which is padded so that all parts are equal. Norms and routers are whole on each rank. In a gated ``linear_fc1`` each
+rank has its part of the gate and then its part of the other half, as two blocks.
 
 * Each chunk of layers on a pipeline stage numbers its layers from 0. In the model the first chunks of all stages come
   first, in the order of stages, then the second chunks, and so on. So a chunk's first layer has as its number the count
@@ -35,13 +40,109 @@ from statexchange.formats.megatron_arguments import RunArguments, in_order, sect
 from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.formats.torch_archive import strides_of
 from statexchange.formats.torch_file import TorchFile
-from statexchange.sharding.megatron import division_of, gate_sibling, is_expert
 from statexchange.sharding.shards import Box, Shard, c_strides, linear_offset
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import ByteRange, Store
 from statexchange.tensors import ITEMSIZE
 
-__all__ = ["is_rank", "is_rank_file", "matches", "read", "read_one"]
+__all__ = ["division_of", "is_rank", "is_rank_file", "matches", "read", "read_one"]
+
+_ROWS = re.compile(
+    r"(?:^|\.)(?:word_embeddings|output_layer|linear_(?:qkv|q|kv|q_proj|q_up_proj|kv_up_proj|fc1))\.(?:weight|bias)\d*$"
+)
+_COLUMNS = re.compile(r"(?:^|\.)linear_(?:proj|fc2)\.weight\d*$")
+_WHOLE = (
+    re.compile(r"(?:^|\.)linear_(?:proj|fc2)\.bias\d*$"),
+    re.compile(r"(?:^|\.)\w*layernorm\.(?:weight|bias)$|\.layer_norm_(?:weight|bias)$|\.[eh]norm\.(?:weight|bias)$"),
+    re.compile(r"(?:^|\.)(?:position|tokentype)_embeddings\.weight$"),
+    re.compile(r"\.router\.(?:weight|bias|expert_bias)$|\.shared_experts\.gate_weight$"),
+)
+_EXPERT = re.compile(r"\.experts\.")
+_FC1 = re.compile(r"(^|\.)linear_fc1\.(?:weight|bias)(\d*)$")
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    """The division of a parameter over tensor-parallel ranks.
+
+    Attributes:
+        dim: the dim of which each rank has a part; None if each rank has the whole.
+        blocks: the number of equal blocks along the dim, of each of which a rank has a part.
+    """
+
+    dim: int | None
+    blocks: int = 1
+
+    def place(self, shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[tuple[int, ...], list[tuple[Box, Box]]]:
+        """Return the global shape, and each (box of the whole tensor, box of the rank's tensor).
+
+        Raises:
+            ValueError: a tensor of this shape is not divided in this way.
+        """
+        if self.dim is None:
+            whole = Box((0,) * len(shape), shape)
+            return shape, [(whole, whole)]
+        dim = self.dim
+        if dim >= len(shape) or shape[dim] % self.blocks:
+            raise ValueError(f"a tensor of shape {shape} has no dim {dim} of {self.blocks} equal blocks")
+        size = shape[dim] // self.blocks
+        pairs = []
+        for block in range(self.blocks):
+            offset = (block * num_ranks + rank) * size
+            box_shape = (*shape[:dim], size, *shape[dim + 1 :])
+            pairs.append((Box(_at(shape, dim, offset), box_shape), Box(_at(shape, dim, block * size), box_shape)))
+        return (*shape[:dim], shape[dim] * num_ranks, *shape[dim + 1 :]), pairs
+
+
+def _at(shape: tuple[int, ...], dim: int, offset: int) -> tuple[int, ...]:
+    """Return offsets that are 0 in all dims but one."""
+    return (*(0,) * dim, offset, *(0,) * (len(shape) - dim - 1))
+
+
+def _is_expert(name: str) -> bool:
+    """Whether a parameter belongs to a routed expert."""
+    return _EXPERT.search(name) is not None
+
+
+def _gate_sibling(name: str) -> str | None:
+    """Return the name of the ``linear_fc2`` weight whose columns show whether this ``linear_fc1`` is gated."""
+    match = _FC1.search(name)
+    if match is None:
+        return None
+    return f"{name[: match.start()]}{match[1]}linear_fc2.weight{match[2]}"
+
+
+def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | None) -> _Division:
+    """Return how a parameter is divided over tensor-parallel ranks.
+
+    Args:
+        name: the parameter's name.
+        shape: the shape of a rank's part.
+        sibling: the shape of the rank's part of `_gate_sibling(name)`; None if there is none.
+
+    Raises:
+        UnsupportedError: the name is not known, or the sibling does not show whether this one is gated.
+    """
+    if any(pattern.search(name) for pattern in _WHOLE):
+        return _Division(None)
+    if _COLUMNS.search(name):
+        return _Division(1)
+    if _ROWS.search(name) is None:
+        raise UnsupportedError(
+            "it is not known how Megatron's tensor parallelism divides a parameter of this name: leave it out with "
+            "exclude (--exclude)"
+        )
+    if _gate_sibling(name) is None:
+        return _Division(0)
+    rows = shape[0] if shape else 0
+    columns = sibling[1] if sibling is not None and len(sibling) == 2 else 0
+    if rows not in (columns, 2 * columns) or not columns:
+        raise UnsupportedError(
+            f"its linear_fc2 does not show whether it is gated: {rows} rows here, {columns} columns there; leave it "
+            "out with exclude (--exclude)"
+        )
+    return _Division(0, rows // columns)
+
 
 _FILE, _OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
 _DIRECTORY = re.compile(r"mp_rank_([0-9]{2,6})(?:_([0-9]{3,6}))?(?:_([0-9]{3,6}))?")
@@ -411,7 +512,7 @@ class _Reader:
             return replace(found.tensor, shard=replace(shard, name=name))
         if shard.boxes != (Box((0,) * len(shard.global_shape), shard.global_shape),):
             raise UnsupportedError("it is a DTensor, which the legacy format is not known to have")
-        sibling = gate_sibling(found.name)
+        sibling = _gate_sibling(found.name)
         division = division_of(found.name, shard.global_shape, shapes.get((found.chunk, sibling or "")))
         try:
             shape, pairs = division.place(shard.global_shape, rank.position.tensor, num_ranks)
@@ -436,7 +537,7 @@ def _first_layers(counts: _ByChunk) -> _ByChunk:
 
 def _check_experts(name: str, arguments: RunArguments) -> None:
     """Raise UnsupportedError for a parameter of experts whose division over ranks is not known."""
-    if not is_expert(name):
+    if not _is_expert(name):
         return
     is_numbered = _LOCAL_EXPERT.search(name) is not None or _GROUPED_EXPERT.search(name) is not None
     if arguments.expert > 1 and (not is_numbered or not arguments.num_experts):

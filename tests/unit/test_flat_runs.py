@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from statexchange.errors import IncompleteError
-from statexchange.sharding.flat_runs import boxes_of_run
 from statexchange.sharding.plan import prove_cover
-from statexchange.sharding.shards import Box, c_contiguous, full_box
+from statexchange.sharding.shards import Box, boxes_of_run, c_contiguous, full_box
 from statexchange.storage.regions import slices_within
 
 shapes = st.lists(st.integers(1, 5), max_size=5).map(tuple)

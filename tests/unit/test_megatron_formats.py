@@ -32,11 +32,11 @@ from statexchange.errors import (
     UnsafeError,
     UnsupportedError,
 )
+from statexchange.formats.megatron_ranks import division_of
 from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
 from statexchange.report.value_checks import CHECKS
 from statexchange.report.verify import verify
-from statexchange.sharding.megatron import division_of
 
 # By sample: the number of tensors of torch_dist, and of the model in its legacy format.
 SAMPLES = {"tp2_pp2": (25, 23), "pp2_tied": (32, 14), "ep2_moe": (12, 33), "pp2_vpp2": (9, 27)}
