@@ -52,7 +52,6 @@ from statexchange.errors import (
     UnsafeError,
     without_secrets,
 )
-from statexchange.exchange.copy_check import check_digests, ranks_read
 from statexchange.exchange.copy_transfer import (
     Hosts,
     copy_content,
@@ -64,11 +63,14 @@ from statexchange.exchange.copy_transfer import (
 )
 from statexchange.exchange.reading import ReadItem
 from statexchange.settings import check_flags
+from statexchange.sharding.shards import Box, intersect
 from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.files import digest
 from statexchange.storage.memory_directory import HEADERS, HostCopy, MemoryDirectory, headers_to_bytes
-from statexchange.storage.save_directory import MANIFEST, SaveManifest
+from statexchange.storage.regions import BoxDigest, blocks, to_global
+from statexchange.storage.save_directory import MANIFEST, SaveManifest, rank_of_file
 from statexchange.storage.steps import identity_of_saves, make_identity, read_saves, step_name
+from statexchange.storage.store import ByteRange
 
 __all__ = ["COPY_ERRORS", "MemoryCopies", "memory_copies"]
 
@@ -281,7 +283,7 @@ class MemoryCopies:
 
         def check(items: Sequence[ReadItem]) -> None:
             with comm.phase("checking the copy in memory", timeout_s=self._stall_timeout_s):
-                check_digests(items, comm, every=not copy.is_on_disk)
+                _check_digests(items, comm, every=not copy.is_on_disk)
 
         if all(len(here) == manifest.world_size for here in holders):
             yield path, check
@@ -299,7 +301,7 @@ class MemoryCopies:
                 fetch_headers(fetched, manifest, holders, hosts, comm)
 
             def fetch_and_check(items: Sequence[ReadItem]) -> None:
-                read = from_all(comm, ranks_read(items), list[int], "the files")
+                read = from_all(comm, _ranks_read(items), list[int], "the files")
                 lacking = []
                 for ranks, here in zip(hosts.ranks, holders, strict=True):
                     lacking.append(sorted({file_rank for rank in ranks for file_rank in read[rank]} - here))
@@ -444,3 +446,43 @@ def _newest_whole(by_host: Sequence[Sequence[_Part]]) -> _Part | None:
         if len(here) == part.world_size:
             return part
     return None
+
+
+def _ranks_read(items: Sequence[ReadItem]) -> list[int]:
+    """Return the ranks whose files a load will read."""
+    ranks = set()
+    for item in items:
+        for box, stored in item.boxes.items():
+            rank = rank_of_file(os.path.basename(stored.file.path))
+            if rank is not None and _is_read(box, item, in_part=False):
+                ranks.add(rank)
+    return sorted(ranks)
+
+
+def _check_digests(items: Sequence[ReadItem], comm: Communicator, *, every: bool) -> None:
+    """Compare stored boxes with their digests: those that are read in part, or `every` one that is read."""
+    checked = set()
+    for item in items:
+        for box, stored in item.boxes.items():
+            place = (stored.file.path, stored.begin)
+            # Reading checks a box that it reads whole; a part of one has no digest of its own.
+            if place not in checked and _is_read(box, item, in_part=not every):
+                checked.add(place)
+                _check_box(item, box, stored, comm)
+
+
+def _is_read(box: Box, item: ReadItem, *, in_part: bool) -> bool:
+    """Whether a stored box is read for a live one; with `in_part`, whether it is read, but not as a whole."""
+    for target in item.local.shard.boxes:
+        shared = intersect(box, target)
+        if shared is not None and not (in_part and shared == box):
+            return True
+    return False
+
+
+def _check_box(item: ReadItem, box: Box, stored: ByteRange, comm: Communicator) -> None:
+    box_digest = BoxDigest(stored, box, item.stored, always=True)
+    for window, data in blocks(stored, box.shape, item.stored):
+        box_digest.update(to_global(window, box), data)
+        comm.progress()
+    box_digest.check(item.name)
