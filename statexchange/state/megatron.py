@@ -50,10 +50,7 @@ def sharded_kind(value: Leaf) -> Literal["tensor", "factory", "object", "local"]
 
 
 def _has(value: Leaf, names: tuple[str, ...]) -> bool:
-    for name in names:
-        if not hasattr(value, name):
-            return False
-    return True
+    return all(hasattr(value, name) for name in names)
 
 
 def holds_sharded(value: Leaf) -> bool:

@@ -224,7 +224,7 @@ def _plain_container(value: Leaf, path: str, context: _Context, depth: int, owne
     new = {}
     for key, item in items.items():
         # Nearly all items of modules and of moments are tensors, which stay as they are.
-        if is_tensor(item) and not isinstance(item, MegatronTensor):
+        if is_tensor(item):
             new[key] = item
         # What Megatron-Core itself does not save. Left out of a list, it would change the indices of others.
         elif not (isinstance(value, Mapping) and sharded_kind(item) == "local"):
