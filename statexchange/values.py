@@ -49,6 +49,7 @@ _MAX_INT_BITS = 14_284  # no more than 4,300 digits: Python's own limit for text
 # Those of `is_number`. np.dtype() takes any text, and compiles a part of it as Python code.
 _NUMBER_DTYPES = ("bool", *(f"{sign}int{8 * size}" for sign in ("", "u") for size in (1, 2, 4, 8)))
 _NUMBER_DTYPES += ("float16", "float32", "float64", "complex64", "complex128")
+_PLAIN_TYPES = (type(None), bool, int, float, str)
 _registered: dict[str, type] = {}
 
 Value: TypeAlias = Any
@@ -120,6 +121,7 @@ def encode(value: object, leaf: Leaf | None = None, *, leaves_anywhere: bool = T
     Args:
         value: the value.
         leaf: `leaf(object, path)` returns the name under which the caller keeps an object, or None to have it encoded.
+            It is not asked of None, numbers and texts of Python's own types.
         leaves_anywhere: allow kept objects in sets, deques and the keys of mappings, too. Readers that put placeholders
             in their place and replace these later, as in a tree, need False.
 
@@ -148,12 +150,12 @@ class _Encoder:
         """Return `value` as JSON; `is_hashed` is whether it is in a key or in a set, or in a deque."""
         if self._depth > MAX_DEPTH:
             raise InvalidArgumentError(f"value at {path[:80]}... is nested deeper than {MAX_DEPTH}, or contains itself")
-        # Before all else: what is kept may be of a type that has a text, too.
-        if self._leaf is not None:
+        kind = type(value)
+        # Before all types but the plain ones, which nobody keeps: what is kept may be of a type that has a text, too.
+        if self._leaf is not None and kind not in _PLAIN_TYPES:
             name = self._leaf(value, path)
             if name is not None:
                 return self._kept_leaf(name, value, path, is_hashed=is_hashed)
-        kind = type(value)
         if kind is int and value.bit_length() > _MAX_INT_BITS:
             # Python refuses to parse such a number, so that nothing could read it.
             what = f"an integer of {value.bit_length():,} bits"

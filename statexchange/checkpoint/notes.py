@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
@@ -131,7 +132,12 @@ def notes_on_written(
         layout: the layout by which parts were joined.
         model_files: the small files beside a whole model; None if what was written may be a part of one.
     """
-    notes = note_on_overflows({name: sum(box.num_overflows for box in boxes) for name, boxes in provenance.items()})
+    overflows: dict[str, int] = {}
+    for name, boxes in provenance.items():
+        for box in boxes:
+            if box.num_overflows:
+                overflows[name] = overflows.get(name, 0) + box.num_overflows
+    notes = note_on_overflows(overflows)
     notes += notes_on_equal_parts(layout, _joined_parts(plan, provenance))
     if model_files is not None:
         digests = {name: [box.digest for box in boxes] for name, boxes in provenance.items()}
@@ -163,7 +169,7 @@ def _joined_parts(plan: Plan, provenance: Mapping[str, Sequence[BoxProvenance]])
             numel = {}
             for piece, box in zip(tensor.pieces, provenance[tensor.name], strict=True):
                 digests.setdefault(box.rank, []).append(box.digest)
-                numel[box.digest] = piece.box.numel
+                numel[box.digest] = math.prod(piece.box.shape)
             yield JoinedParts(tensor.source, tensor.dtype, digests, numel)
 
 

@@ -58,9 +58,17 @@ def notes_on_tensors(rank_shards: Sequence[RankShards], plan: Plan, options: Exp
         plan: the plan of the output.
         options: the options of the plan.
     """
-    tensors = [tensor for file in plan.files for tensor in file.tensors]
-    empty = empty_weights_text({tensor.name: tensor.shape for tensor in tensors})
-    notes = [empty] if empty else []
+    tensors: list[TensorPlan] = []
+    for file in plan.files:
+        tensors += file.tensors
+    notes = []
+    empty: dict[str, tuple[int, ...]] = {}
+    for tensor in tensors:
+        if 0 in tensor.shape:
+            empty[tensor.name] = tensor.shape
+    text = empty_weights_text(empty) if empty else ""
+    if text:
+        notes.append(text)
     if options.dtype or options.include or options.exclude:
         dtypes = {shard.name: shard.dtype for holder in rank_shards for shard in holder.shards}
         notes += _notes_on_scales(tensors, dtypes, options)

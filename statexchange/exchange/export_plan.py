@@ -141,8 +141,9 @@ def _planned(
 ) -> tuple[RootExport, WritePlan]:
     """Prove the cover, claim the target, and create the files. Root only."""
     merged = merge_metadata(metadata, options.new_layout())
+    has_files = request.files_from is not None or bool(request.model_files)
     # transformers would give a head that its config does not tie, and that no file has, random values.
-    is_untied = unties_heads(given_config(request.files_from, request.model_files))
+    is_untied = has_files and unties_heads(given_config(request.files_from, request.model_files))
     by_rank = []
     for rank, (shards, aliases) in enumerate(zip(merged.shards, merged.aliases, strict=True)):
         by_rank.append(RankShards(rank, shards, without_heads(aliases) if is_untied else aliases))
@@ -155,8 +156,11 @@ def _planned(
     extra_state: list[str] = []
     for rank_metadata in metadata:
         extra_state += rank_metadata.extra_state
-    notes += note_on_extra_state(extra_state, request.options)
-    extra = extra_files(request.files_from, plan, request.model_files, updates_dtype=True)
+    if extra_state:
+        notes += note_on_extra_state(extra_state, request.options)
+    extra: dict[str, bytes] = {}
+    if has_files:
+        extra = extra_files(request.files_from, plan, request.model_files, updates_dtype=True)
     # Last: from here on there is something to clean up. Two exports to one path meet here, and one is refused.
     publication = Publication(request.path, plan, source="export", extra=extra, overwrite=request.writing.overwrite)
     building.enter_context(publication)

@@ -106,7 +106,8 @@ def _notes_on_written(
 ) -> tuple[str, ...]:
     """Return what there is to say of the written tensors, and of a whole model beside its config."""
     layout = root.options.new_layout()
-    if request.options.include or request.options.exclude:
+    # Of a part of a model, its config says other things than of the whole.
+    if not root.extra or request.options.include or request.options.exclude:
         return notes_on_written(root.plan, provenance, layout, None)
     about_config = config_warnings(root.plan.tensors, root.extra)
     return about_config + notes_on_written(root.plan, provenance, layout, root.extra)

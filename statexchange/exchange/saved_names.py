@@ -184,18 +184,24 @@ def _whole_tensors(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str
 
 def saved_names(state: Any) -> SavedNames | None:
     """Return the conversion of a live model of transformers that has one; None for any other state. Not collective."""
-    model = pretrained_model(state)
     loading = sys.modules.get("transformers.core_model_loading")
-    if model is None or loading is None or not hasattr(loading, "revert_weight_conversion"):  # before transformers 5
+    revert = getattr(loading, "revert_weight_conversion", None)
+    if revert is None:  # transformers is not imported, or older than 5
+        return None
+    model = pretrained_model(state)
+    if model is None:
         return None
     model = with_own_classes(model)
     # Without a conversion, transformers returns the same mapping.
     unchanged: dict[str, Any] = {}
-    return None if loading.revert_weight_conversion(model, unchanged) is unchanged else SavedNames(model)
+    return None if revert(model, unchanged) is unchanged else SavedNames(model)
 
 
 def note_on_container(state: Any) -> str:
     """Return a note on a model whose conversion is not used, as it is in a container; else "". Not collective."""
+    # Nothing can be a model of a library that was never imported: the walk would ask each module of a large one.
+    if "transformers.core_model_loading" not in sys.modules:
+        return ""
     if pretrained_model(state) is not None or is_adapter_model(state):
         return ""
     for step in walk(state):

@@ -10,9 +10,11 @@ and digests the boxes that need no message. Ranks start in different files to sp
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 import xxhash
@@ -30,7 +32,7 @@ from statexchange.state.describe import Description
 from statexchange.storage import files
 from statexchange.storage.directory_build import open_for_writing
 from statexchange.storage.regions import to_global, windows, write_box
-from statexchange.tensors import ITEMSIZE
+from statexchange.tensors import ITEMSIZE, run_bytes
 
 __all__ = ["write_boxes", "writing_nodes"]
 
@@ -58,7 +60,7 @@ class _WriteItem:
     @property
     def nbytes(self) -> int:
         """Bytes of the box."""
-        return self.box.numel * ITEMSIZE[self.tensor.dtype]
+        return math.prod(self.box.shape) * ITEMSIZE[self.tensor.dtype]
 
 
 def writing_nodes(comm: Communicator, plan: WritePlan) -> list[int]:
@@ -90,10 +92,9 @@ def write_boxes(
     Returns:
         On root the receipts of each rank, encoded; [] elsewhere.
     """
-    reductions = plan.reductions()
-    if reductions:
+    if any(map(attrgetter("reduce"), plan.tensors)):
         with comm.phase("reducing copies", timeout_s=options.stall_timeout_s):
-            described = reduce_copies(comm, described, reductions)
+            described = reduce_copies(comm, described, plan.reductions())
     with comm.phase("writing", timeout_s=options.stall_timeout_s):
         writing = _Writing(comm, described, plan, nodes)
         remote_headers: Sequence[bytes] = ()
@@ -169,6 +170,13 @@ class _Writing:
         """Write, send or only digest a box of this rank."""
         hasher = xxhash.xxh3_128()
         tensor = local_box(self._described, item.tensor.source, item.box_index)
+        memories = self._described.tensors[item.tensor.source].memory
+        if memories and item.box.shape == item.tensor.shape and item.dst == item.src:
+            memory = memories[item.box_index]
+            # A whole tensor in host memory is written as it lies there: nothing is cast, and no box is placed.
+            if memory.is_run and memory.dtype == item.tensor.dtype:
+                opened.write_whole(item, run_bytes(memory.tensor), hasher)
+                return BoxReceipt(item.number, item.piece, item.box_index, hasher.hexdigest())
         for window, data in staging.parts(tensor, item.tensor.dtype):
             # Before the write, while the data is in the processor's cache.
             hasher.update(data)
@@ -222,6 +230,19 @@ class _Files:
         self._dirty += len(data)
         if self._dirty > _SYNC_EVERY_BYTES:
             self._sync()
+
+    def write_whole(self, item: _WriteItem, data: memoryview, hasher: xxhash.xxh3_128) -> None:
+        """Write the bytes of a whole tensor, part by part, and give each to `hasher` before."""
+        tensor, file = item.tensor, self._files[item.tensor.file]
+        fd = self._fd(tensor.file, file.path)
+        for at in range(0, len(data), files.WINDOW_BYTES):
+            part = data[at : at + files.WINDOW_BYTES]
+            hasher.update(part)
+            files.pwrite_all(fd, part, tensor.begin + at, file.path)
+            self._dirty += len(part)
+            if self._dirty > _SYNC_EVERY_BYTES:
+                self._sync()
+            self.count(len(part))
 
     def write_header(self, number: int, header: bytes) -> None:
         """Write the first bytes of a file."""

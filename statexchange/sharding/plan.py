@@ -15,6 +15,7 @@ import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from statexchange.errors import (
@@ -162,7 +163,7 @@ class Plan:
             for tensor in file.tensors:
                 itemsize = ITEMSIZE[tensor.dtype]
                 for piece in tensor.pieces:
-                    nbytes[piece.holder] += piece.box.numel * itemsize
+                    nbytes[piece.holder] += math.prod(piece.box.shape) * itemsize
         return tuple(nbytes)
 
     @property
@@ -263,6 +264,8 @@ class _OutputDTypes:
 
     def of(self, name: str, dtype: str) -> str:
         """Return the dtype in which tensor `name`, which has `dtype` in the source, is written."""
+        if not self._options.dtype:
+            return dtype
         module, _, last = name.rpartition(".")
         if ("scale" in last or "zero" in last) and module in self._quantized:
             return dtype
@@ -354,6 +357,8 @@ def _by_name(rank_shards: Sequence[RankShards]) -> dict[str, _TensorShards]:
 
 
 def _select(by_name: Mapping[str, _TensorShards], options: ExportOptions) -> dict[str, _TensorShards]:
+    if not options.include and not options.exclude:
+        return dict(by_name)
     options.check_include(by_name)
     return {name: shards for name, shards in by_name.items() if options.wants(name)}
 
@@ -364,6 +369,8 @@ def _aliases(rank_shards: Sequence[RankShards], by_name: Mapping[str, _TensorSha
     A name is dropped only if every holder with elements of it has the same alias for it, and the other name is written
     with an equal shard.
     """
+    if not any(map(attrgetter("aliases"), rank_shards)):
+        return {}
     # The names under which holders keep each tensor; its own name means that it is not tied.
     kept_as: dict[str, set[str]] = {}
     for holder in rank_shards:
@@ -430,7 +437,9 @@ def _renamed(names: Iterable[str], options: ExportOptions) -> dict[str, str]:
     """Return the source names by output name."""
     renamed: dict[str, str] = {}
     for old in names:
-        new = options.renamed(old)
+        new = old
+        if options.rename:
+            new = options.renamed(old)
         if new in renamed:
             raise UnsafeError(f"rename gives one name to both {renamed[new]!r} and {old!r}", name=new)
         renamed[new] = old
@@ -472,7 +481,7 @@ def _plan_tensor(
     owners: dict[Box, list[tuple[int, int]]] = {}
     for holder, shard in shards:
         for index, box in enumerate(shard.boxes):
-            if box.numel:
+            if 0 not in box.shape:
                 owners.setdefault(box, []).append((holder, index))
     at = _first_flaw(first.name, first.global_shape, owners)
     if at is not None:
@@ -480,26 +489,25 @@ def _plan_tensor(
         for box, copies in owners.items():
             holders_of_box[box] = [_label_of(rank_shards[holder]) for holder, _ in copies]
         raise _flaw_error(first.name, first.global_shape, holders_of_box, at)
-    pieces = tuple(_piece(box, copies, options, load, ITEMSIZE[dtype]) for box, copies in _in_order(owners))
-    return TensorPlan(name, first.name, dtype, first.global_shape, 0, pieces)
+    pieces = []
+    # In the order of their first elements, so that a merge reads and writes forward.
+    for box in sorted(owners):
+        pieces.append(_piece(box, owners[box], options, load, ITEMSIZE[dtype]))
+    return TensorPlan(name, first.name, dtype, first.global_shape, 0, tuple(pieces))
 
 
 def _is_whole(shard: Shard) -> bool:
     return shard.boxes == (full_box(shard.global_shape),)
 
 
-def _in_order(owners: Mapping[Box, list[tuple[int, int]]]) -> list[tuple[Box, list[tuple[int, int]]]]:
-    """Return boxes in the order of their first elements, so that a merge reads and writes forward."""
-    return sorted(owners.items(), key=lambda item: item[0].offsets)
-
-
 def _piece(box: Box, copies: list[tuple[int, int]], options: ExportOptions, load: list[int], itemsize: int) -> Piece:
     """Return a box's piece: the least loaded holder of a replica writes it; with replicas="root", the first one."""
+    nbytes = math.prod(box.shape) * itemsize
     if len(copies) == 1:
-        load[copies[0][0]] += box.numel * itemsize
+        load[copies[0][0]] += nbytes
         return Piece(box, *copies[0])
     writer = copies[0] if options.replicas == "root" else min(copies, key=lambda copy: load[copy[0]])
-    load[writer[0]] += box.numel * itemsize
+    load[writer[0]] += nbytes
     return Piece(box, *writer, tuple(copy for copy in copies if copy != writer))
 
 
@@ -746,12 +754,15 @@ def _assign_files(tensors: list[TensorPlan], options: ExportOptions) -> tuple[Fi
 
 
 def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: ExportOptions) -> FilePlan:
-    dtypes = list(ITEMSIZE)
+    place_of = {dtype: -place for place, dtype in enumerate(ITEMSIZE)}
+    keys = []
+    for number, tensor in enumerate(tensors):
+        keys.append((place_of[tensor.dtype], tensor.name, number))
     placed = []
     begin = 0
-    for tensor in sorted(tensors, key=lambda tensor: (-dtypes.index(tensor.dtype), tensor.name)):
-        placed.append(tensor._replace(begin=begin))
-        begin += tensor.nbytes
+    for _, _, number in sorted(keys):
+        placed.append(tensors[number]._replace(begin=begin))
+        begin += tensors[number].nbytes
     suffix = "" if count == 1 else f"-{index + 1:05d}-of-{count:05d}"
     pattern = options.filename_pattern or MODEL_PATTERN
     return FilePlan(pattern.replace("{suffix}", suffix), tuple(placed))

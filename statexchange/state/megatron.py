@@ -22,6 +22,7 @@ __all__ = ["MegatronTensor", "add_sharded", "holds_sharded", "leaves", "sharded_
 _OBJECT = ("key", "data", "global_shape", "global_offset", "replica_id")
 _TENSOR = (*_OBJECT, "local_shape", "dtype", "prepend_axis_num")
 _FACTORY = ("key", "data", "build_fn", "merge_fn", "replica_id")
+_PLAIN_TYPES = (type(None), bool, int, float, str, dict, list, tuple)
 
 
 def sharded_kind(value: Leaf) -> Literal["tensor", "factory", "object", "local"] | None:
@@ -30,7 +31,13 @@ def sharded_kind(value: Leaf) -> Literal["tensor", "factory", "object", "local"]
     "tensor" is a ShardedTensor; "factory" a ShardedTensorFactory, which builds ShardedTensors of a parameter; "object"
     a ShardedObject, such as extra state; "local" a LocalNonpersistentObject, which is in no checkpoint.
     """
-    # First, as nearly all values of most states are tensors, and a user's mapping may have its keys as attributes.
+    kind = type(value)
+    if kind.__name__ == "LocalNonpersistentObject":
+        return "local"
+    # First, as no value of most states has it, and all others have all of their attributes looked for.
+    if kind in _PLAIN_TYPES or not hasattr(value, "replica_id"):
+        return None
+    # A user's mapping may have its keys as attributes.
     if is_tensor(value) or isinstance(value, Mapping):
         return None
     if _has(value, _TENSOR):
@@ -39,8 +46,6 @@ def sharded_kind(value: Leaf) -> Literal["tensor", "factory", "object", "local"]
         return "object"
     if _has(value, _FACTORY):
         return "factory"
-    if type(value).__name__ == "LocalNonpersistentObject":
-        return "local"
     return None
 
 

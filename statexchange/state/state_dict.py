@@ -223,8 +223,11 @@ def _plain_container(value: Leaf, path: str, context: _Context, depth: int, owne
         return value
     new = {}
     for key, item in items.items():
+        # Nearly all items of modules and of moments are tensors, which stay as they are.
+        if is_tensor(item):
+            new[key] = item
         # What Megatron-Core itself does not save. Left out of a list, it would change the indices of others.
-        if not (isinstance(value, Mapping) and sharded_kind(item) == "local"):
+        elif not (isinstance(value, Mapping) and sharded_kind(item) == "local"):
             new[key] = _plain(item, f"{path}.{key}", context, depth, owner)
     if isinstance(value, list):
         return list(new.values())

@@ -140,6 +140,8 @@ class ShardData:
             box = self.data[sum(sizes[:-1]) : sum(sizes)]
         else:
             return self.data(index)
+        if len(box) <= WINDOW_BYTES:
+            return [box]
         # In parts that stay in the processor's cache from the digest to the write.
         return [box[at : at + WINDOW_BYTES] for at in range(0, len(box), WINDOW_BYTES)]
 
