@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from stored import flip_bit
 from torch import nn
 
 import statexchange as sx
@@ -245,3 +246,25 @@ def test_values_of_one_text_under_other_keys_are_not_the_same(
         assert repr(own["x"]) == repr(saved[sx.get_rank()])
 
     run_ranks(load, 2)
+
+
+def test_no_rank_installs_anything_where_another_could_not_read(tmp_path: Path) -> None:
+    states = {}
+
+    def save_and_load() -> None:
+        rank = sx.get_rank()
+        state = job(1.0) | {"own": torch.full((1000,), float(rank)), "step": 7}
+        sx.save_checkpoint(state, tmp_path / "saved")
+        if rank == 1:
+            (file,) = (tmp_path / "saved").glob("*rank*1*.safetensors")
+            flip_bit(file, -1)
+        states[rank] = job(None) | {"own": torch.zeros(1000), "step": 0}
+        sx.get_communicator().barrier()
+        sx.load_checkpoint(states[rank], tmp_path / "saved")
+
+    with pytest.raises(sx.errors.StateExchangeError) as caught:
+        run_ranks(save_and_load, 2, backend="threads")
+    assert "CorruptError" in str(caught.value)
+    for state in states.values():
+        assert state["step"] == 0
+        assert not state["optimizer"].state
