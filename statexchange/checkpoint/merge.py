@@ -69,11 +69,10 @@ from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, secti
 from statexchange.formats.source import Section, SectionName, Source, Weights, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.settings import check_flags, check_progress
-from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
 from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas, renamed
 from statexchange.sharding.paths import note_on_wrappers, wrapper_rules
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
-from statexchange.sharding.rules import Layout
+from statexchange.sharding.rules import Layout, layout_advice, rule_for_dim
 from statexchange.storage.location import OpenedPath, location, read_option_file, target_path
 from statexchange.storage.store import resolve_path
 from statexchange.tensors import element_shape

@@ -15,7 +15,7 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_all, from_root
 from statexchange.errors import MismatchError
 from statexchange.exchange.saved_state import SavedState
-from statexchange.sharding.copies import replica_error
+from statexchange.sharding.plan import replica_error
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import Description, LocalTensor
 from statexchange.storage.files import digest

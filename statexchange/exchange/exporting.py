@@ -15,9 +15,8 @@ from statexchange.errors import MismatchError, ReplicaError
 from statexchange.exchange.export_plan import Clock, ExportRequest, RootExport
 from statexchange.formats.config_check import config_warnings
 from statexchange.messages import decode
-from statexchange.sharding.copies import replica_error
-from statexchange.sharding.layout_advice import layout_advice
-from statexchange.sharding.plan import Piece, TensorPlan
+from statexchange.sharding.plan import Piece, TensorPlan, replica_error
+from statexchange.sharding.rules import layout_advice
 from statexchange.sharding.write_plan import BoxReceipt
 from statexchange.tensors import collector_paused
 from statexchange.units import format_shares, format_transfer

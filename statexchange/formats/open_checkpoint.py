@@ -18,8 +18,7 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats.source import Source, SourceTensor
-from statexchange.sharding.copies import replica_error
-from statexchange.sharding.plan import HolderLabel, prove_cover
+from statexchange.sharding.plan import HolderLabel, prove_cover, replica_error
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, is_inside
 from statexchange.storage.store import ByteRange
 from statexchange.tensors import ITEMSIZE, PACKED, TorchTensor

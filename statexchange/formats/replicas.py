@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from statexchange.errors import ReplicaError
 from statexchange.formats.source import ShardFile, Source, SourceTensor
-from statexchange.sharding.copies import check_copies, replica_error
-from statexchange.sharding.plan import TensorPlan
+from statexchange.sharding.plan import TensorPlan, check_copies, replica_error
 from statexchange.sharding.shards import Box
 
 __all__ = ["TAKE_LOWEST", "check_tensor_copies", "check_tied"]

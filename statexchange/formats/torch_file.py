@@ -38,13 +38,8 @@ from statexchange.formats.torch_archive import (
     unwrap_tensor,
     view_of,
 )
-from statexchange.sharding.paths import (
-    ListItem,
-    Path,
-    TupleItem,
-    agreed_paths,
-)
-from statexchange.sharding.placements import DimSplit, local_boxes
+from statexchange.sharding.paths import ListItem, Path, TupleItem, agreed_paths
+from statexchange.sharding.sharding_spec import DimSplit, local_boxes
 from statexchange.sharding.shards import MAX_DIMS, Box, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Budget, ByteRange, Store, StoredFile

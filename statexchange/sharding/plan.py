@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import attrgetter
@@ -30,8 +30,8 @@ from statexchange.errors import (
     did_you_mean,
     excerpt,
 )
-from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
 from statexchange.sharding.options import MODEL_PATTERN, ExportOptions
+from statexchange.sharding.rules import layout_advice, rule_for_dim
 from statexchange.sharding.sharding_spec import Placement, ShardingSpec, SpecBox, SpecBoxes, covers_exactly
 from statexchange.sharding.shards import Box, Shard, full_box, intersect, region_text
 from statexchange.tensors import ITEMSIZE, PACKED, collector_paused
@@ -43,10 +43,12 @@ __all__ = [
     "Plan",
     "RankShards",
     "TensorPlan",
+    "check_copies",
     "holders_text",
     "is_packed_weight",
     "plan_merge",
     "prove_cover",
+    "replica_error",
 ]
 
 _MAX_CUT_DIMS = 12
@@ -775,3 +777,34 @@ def _digest(files: tuple[FilePlan, ...], aliases: Mapping[str, str], basis: str)
         described.append([file.name, tensors])
     text = json.dumps([described, sorted(aliases.items()), *([basis] if basis else [])], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def check_copies(
+    tensor: TensorPlan,
+    piece: Piece,
+    digest_of: Callable[[int, int], str],
+    error: Callable[[TensorPlan, Box, int, int], ReplicaError],
+) -> None:
+    """Raise unless all copies of a piece have the digest of the copy that is written; copies to reduce may differ.
+
+    Args:
+        tensor: the output tensor.
+        piece: one of its pieces.
+        digest_of: returns the digest of a box, given its holder and its index there.
+        error: returns the error, given the tensor, the box and the two holders whose copies differ.
+    """
+    if tensor.reduce is not None or not piece.replicas:
+        return
+    expected = digest_of(piece.holder, piece.box_index)
+    for holder, index in piece.replicas:
+        if digest_of(holder, index) != expected:
+            raise error(tensor, piece.box, piece.holder, holder)
+
+
+def replica_error(
+    name: str, box: Box, holder: HolderLabel, other: HolderLabel, advice: str, path: str | None = None
+) -> ReplicaError:
+    """Return the error for two holders, or one rank's two copies, with different values of a box."""
+    holders = f"{holders_text(holder, other)} hold" if holder != other else f"two copies of rank {holder} have"
+    rank = other if isinstance(other, int) else None
+    return ReplicaError(f"{holders} different values for region {box}: {advice}", name=name, rank=rank, path=path)

@@ -55,16 +55,26 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, product
 from typing import Any
 
 from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt, type_text
-from statexchange.sharding.layout_advice import layout_advice, rule_for_dim
 from statexchange.sharding.shards import Box, full_box, is_inside, sizes_from_json
 
-__all__ = ["REDUCTIONS", "DimSegments", "Layout", "Part", "Rule", "place_parts", "renumber_names", "with_dots"]
+__all__ = [
+    "REDUCTIONS",
+    "DimSegments",
+    "Layout",
+    "Part",
+    "Rule",
+    "layout_advice",
+    "place_parts",
+    "renumber_names",
+    "rule_for_dim",
+    "with_dots",
+]
 
 _MAX_SHOWN = 8  # numbers in a message
 _MAX_RUNS = 1 << 20  # along one dim; a model has far fewer heads
@@ -675,3 +685,38 @@ def _fits(name: str, pattern: str) -> bool:
     if fnmatch.fnmatchcase(name, pattern) or name == with_dots(pattern):
         return True
     return "[" in name and (name == pattern or fnmatch.fnmatchcase(with_dots(name), pattern))
+
+
+def rule_for_dim(name: str) -> Callable[[int], str]:
+    """Return a function that writes the rule of a layout file which divides tensor `name` along a dim."""
+
+    def rule(dim: int) -> str:
+        return f'{{"{name}": {{"dim": {dim}}}}}'
+
+    return rule
+
+
+def layout_advice(shapes: Sequence[tuple[int, ...]], rule: Callable[[int], str]) -> str:
+    """Return the rules that tensors of these shapes allow, if each is a rank's part of one tensor; "" for none.
+
+    Parts differ in the size of one dim at most. If all have one shape, it may be any dim, and the advice says how to
+    find out which.
+
+    Args:
+        shapes: shapes of some ranks' tensors.
+        rule: writes the rule for a dim.
+    """
+    first = shapes[0]
+    if any(len(shape) != len(first) for shape in shapes):
+        return ""
+    dims = [dim for dim in range(len(first)) if len({shape[dim] for shape in shapes}) > 1]
+    if len(dims) > 1:
+        return ""
+    if dims or len(first) == 1:
+        return rule(dims[0] if dims else 0)
+    if not first:
+        return ""
+    rules = ", or ".join(map(rule, range(len(first))))
+    check = f"it is the dim along which the model's tensor is larger than a rank's {list(first)}"
+    words = '; in a tp_plan "colwise" is dim 0 of a weight, "rowwise" dim 1' if len(first) == 2 else ""
+    return f"{rules} ({check}{words})"

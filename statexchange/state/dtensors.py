@@ -12,8 +12,7 @@ from operator import add
 from typing import TYPE_CHECKING
 
 from statexchange.errors import UnsupportedError
-from statexchange.sharding.placements import DimSplit, local_boxes
-from statexchange.sharding.sharding_spec import Placement, coordinate_of
+from statexchange.sharding.sharding_spec import DimSplit, Placement, coordinate_of, local_boxes
 from statexchange.sharding.shards import Box
 from statexchange.state.types import Leaf
 from statexchange.tensors import is_dtensor, wait_tensor

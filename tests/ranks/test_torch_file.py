@@ -26,18 +26,12 @@ from sweeps import slow
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
-from statexchange.errors import (
-    CorruptError,
-    IncompleteError,
-    ReplicaError,
-    UnsafeError,
-    UnsupportedError,
-)
+from statexchange.errors import CorruptError, IncompleteError, ReplicaError, UnsafeError, UnsupportedError
 from statexchange.formats.pickles import OpaqueObject
 from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.formats.torch_file import _MeshShapes
 from statexchange.report.verify import verify
-from statexchange.sharding.placements import DimSplit
+from statexchange.sharding.sharding_spec import DimSplit
 from statexchange.storage.store import Budget
 from statexchange.tensors import DTYPE_NAMES
 from statexchange.testing import run_ranks

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from statexchange.sharding.placements import DimSplit, local_boxes
+from statexchange.sharding.sharding_spec import DimSplit, local_boxes
 
 
 @st.composite

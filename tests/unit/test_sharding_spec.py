@@ -14,9 +14,15 @@ from hypothesis import strategies as st
 from statexchange.errors import CorruptError, IncompleteError
 from statexchange.messages import decode, encoded
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.placements import DimSplit, local_boxes
 from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge
-from statexchange.sharding.sharding_spec import Placement, ShardingSpec, coordinate_of, covers_exactly
+from statexchange.sharding.sharding_spec import (
+    DimSplit,
+    Placement,
+    ShardingSpec,
+    coordinate_of,
+    covers_exactly,
+    local_boxes,
+)
 from statexchange.sharding.shards import Box, Shard, full_box
 
 

@@ -19,9 +19,8 @@ from collections.abc import Callable
 
 from machine import machine_text
 
-from statexchange.sharding.placements import DimSplit
 from statexchange.sharding.plan import RankShards, plan_merge
-from statexchange.sharding.sharding_spec import Placement, ShardingSpec
+from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpec
 from statexchange.sharding.shards import Box, Shard
 
 
