@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_root
@@ -20,6 +19,7 @@ from statexchange.exchange.saves_directory import SavesDirectory
 from statexchange.settings import check_flags, check_progress
 from statexchange.sharding.options import LoadOptions
 from statexchange.state.describe import State
+from statexchange.state.types import Leaf
 
 __all__ = ["SaveLoader"]
 
@@ -40,13 +40,14 @@ class SaveLoader:
 
     saves: SavesDirectory
     memory: MemoryCopies | None
-    options: Mapping[str, Any]
+    options: Mapping[str, Leaf]
     comm: Communicator
 
     def load(self, state: State, step: int | None, *, missing_ok: bool) -> LoadReport | None:
         """Load the save of `step`, by default the newest; return None if there is none. Collective."""
         with self.comm.phase("looking for saves"):
             check_flags(missing_ok=missing_ok)
+        # Ranks that ask for different steps would each load a save that is whole, and of another time.
         asked = {"step": str(step), "missing_ok": str(missing_ok)}
         equal_options(self.comm, asked, "what to load")
         report = None if self.memory is None else self._from_memory(state, step, self.memory)
@@ -73,6 +74,7 @@ class SaveLoader:
         """Return the step to load, as rank 0 finds it; None without a save. Collective."""
         chosen: int | None = None
         with self.comm.phase("looking for saves"):
+            # Rank 0 alone: another host may not see yet what was renamed last.
             if self.comm.rank == 0:
                 chosen = self.saves.choose(step, missing_ok=missing_ok)
         return from_root(self.comm, chosen, int | None, "the step to load")
@@ -107,6 +109,7 @@ class SaveLoader:
             if is_root:
                 text = "%s: the copy of step %d in memory cannot be loaded, so the save on disk is: %s"
                 _log.warning(text, shown, copy.step, error)
+            # A copy with other bytes than its digests stays wrong; what else fails may be well at the next restart.
             if isinstance(error, CorruptError):
                 copies.discard(copy, self.comm)
             return None
