@@ -17,14 +17,13 @@ from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.rules import with_dots
 from statexchange.state.dtensors import is_sharded
-from statexchange.state.flatten import LiveState, contains_state, is_leaf, kind_of, parameter_names, places
+from statexchange.state.flatten import LiveState, contains_state, kind_of, nodes, parameter_names, places
 from statexchange.state.megatron import MegatronTensor, add_sharded, sharded_kind
-from statexchange.state.tree import children, is_dataclass, nodes, other_with, walk, with_children
+from statexchange.state.tree import children, is_dataclass, other_with, walk, with_children
 from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
     check_module,
     class_name,
-    is_module,
     is_per_rank,
     module_items,
     named_parameters,
@@ -66,11 +65,12 @@ def encode_state(state: Leaf) -> EncodedState:
         return name
 
     # First, as this refuses keys of mappings that have no text, which all that follows makes of them.
-    for node in nodes(state, is_leaf):
-        if is_module(node.value):
+    placed = nodes(state)
+    for node in placed:
+        if node.kind == "module":
             check_module(node.value)
     live = LiveState.of(state)
-    names = {key: name.in_state for key, name in parameter_names(live).items()}
+    names = {key: name.in_state for key, name in parameter_names(placed).items()}
     text = values.encode(_plain(state, "", _Context(names)), keep, leaves_anywhere=False)
     return EncodedState(text, tensors, live, names)
 
@@ -134,25 +134,25 @@ def note_on_stale_optimizers(live: LiveState, names: Mapping[int, str]) -> tuple
     placed = places(live)
     optimized: dict[int, TensorLike] = {}
     stale: list[str] = []
-    for path, entry in placed:
-        if entry.kind == "optimizer":
-            parameters = {id(parameter): parameter for parameter in parameters_of(entry.value)}
+    for node in placed:
+        if node.kind == "optimizer":
+            parameters = {id(parameter): parameter for parameter in parameters_of(node.value)}
             optimized |= parameters
             if not parameters.keys() <= names.keys():
-                stale.append(path)
+                stale.append(node.path)
     if not stale:
         return ()
     # By shape, as nothing else of the parameters that were replaced is left.
     shapes = Counter(tuple(parameter.shape) for key, parameter in optimized.items() if key not in names)
     modules = []
-    for path, entry in placed:
-        if entry.kind == "module":
+    for node in placed:
+        if node.kind == "module":
             free: Counter[tuple[int, ...]] = Counter()
-            for parameter in entry.value.parameters():
+            for parameter in node.value.parameters():
                 if parameter.requires_grad and id(parameter) not in optimized:
                     free[tuple(parameter.shape)] += 1
             if shapes == free:
-                modules.append(path)
+                modules.append(node.path)
     if not modules:
         return ()
     text = (
