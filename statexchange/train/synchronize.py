@@ -36,7 +36,7 @@ from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.comm.typed import agree, from_root
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, excerpt, type_text
-from statexchange.state.flatten import check_no_state_in, nodes, parameter_names, replaced
+from statexchange.state.flatten import ParameterName, check_no_state_in, nodes, parameter_names, replaced
 from statexchange.state.tree import children, path_to, steps, with_children, with_types_of
 from statexchange.state.types import Leaf, Module, Optimizer
 from statexchange.state.units import (
@@ -74,7 +74,6 @@ __all__ = ["allreduce_parameters", "broadcast_parameters", "module_tensors", "sy
 T = TypeVar("T")
 Describe = Callable[["_Held"], None]
 
-_VALUE, _OBJECT = "a value", "an object"
 _NOTHING: Leaf = object()  # where a rank has nothing
 _PLAIN_TYPES = (type(None), bool, int, float, str, dict, list, tuple)
 
@@ -190,16 +189,13 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
 
     with communicator.phase("averaging the parameters"):
         # The mean is written on all ranks.
-        compared = _compare(communicator, 0, describe, is_written=True)
-        exact: list[TensorLike] = []
-        inexact: list[TensorLike] = []
-        for tensor in compared.held.tensors.values():
-            (inexact if _is_averaged(tensor) else exact).append(tensor)
-        broadcast_tensors(communicator, exact, 0)
-        for window in windows(inexact):
+        held, _, shares_memory = _compare(communicator, 0, describe, is_written=True)
+        tensors = list(held.tensors.values())
+        broadcast_tensors(communicator, list(itertools.filterfalse(_is_averaged, tensors)), 0)
+        for window in windows(list(filter(_is_averaged, tensors))):
             communicator.all_reduce_multiple(window, "avg")
-        if compared.shares_memory:
-            check_shared_memory(communicator, list(compared.held.tensors.items()), 0)
+        if shares_memory:
+            check_shared_memory(communicator, list(held.tensors.items()), 0)
 
 
 def _is_averaged(tensor: TensorLike) -> bool:
@@ -220,50 +216,67 @@ def _check_integer_views(tensors: dict[str, TensorLike]) -> None:
 # Step 1: what this rank holds
 
 
+class _Entry(NamedTuple):
+    """An entry of what a rank holds: its path, a text for all that is compared, and the kind of a plain value."""
+
+    path: str
+    text: str
+    kind: str | None = None
+
+    def is_like(self, other: _Entry) -> bool:
+        """Whether two ranks hold the same at one path."""
+        if self.kind is None or other.kind is None:
+            return self == other
+        return self.path == other.path and _are_alike(self.kind, other.kind)
+
+
 class _Held:
     """What a rank holds, by the way in which it is sent.
 
     Attributes:
-        entries: (path, text) of everything, in an order that all ranks share. Ranks that hold the same have equal ones.
+        entries: everything, in an order that all ranks share. Ranks that hold the same have like ones.
         tensors: the dense tensors by path; tied ones once.
         values: the plain values by path.
         objects: the optimizers and other objects with a state, by path.
+        state_tensors: on root, the tensors in the states of the objects.
     """
 
     def __init__(self, *, written: bool) -> None:
         """Make an empty record. `written`: this rank's tensors will be filled, so they must be writable."""
-        self.entries: list[tuple[str, str]] = []
+        self.entries: list[_Entry] = []
         self.tensors: dict[str, TensorLike] = {}
         self.values: dict[str, Leaf] = {}
         self.objects: dict[str, Leaf] = {}
+        self.state_tensors: list[TensorLike] = []
         self._written = written
         self._first_paths: dict[Leaf, str] = {}  # of tensors by their memory
 
     def add_tree(self, tree: Leaf) -> None:
         """Add everything in `tree`."""
         placed = nodes(tree)
-        names: dict[int, str] | None = None
+        names: dict[int, ParameterName] | None = None
         for path, _, value, kind, container in placed:
             if container:
-                self.entries.append((path, container))
+                self.entries.append(_Entry(path, container))
             elif isinstance(value, torch.Tensor | np.ndarray):
                 self._add_tensor(path, value)
             elif isinstance(value, nn.Module):
                 self.add_module(path, value)
             elif kind == "optimizer":
                 if names is None:
-                    names = {key: name.in_state for key, name in parameter_names(placed).items()}
+                    names = parameter_names(placed)
                 self._add_optimizer(path, value, names)
             # A class may look like torch's modules and be none.
             elif kind in ("object", "module") and is_stateful(value):
-                self.entries.append((path, f"the state of {type_text(value)}"))
+                self.entries.append(_Entry(path, f"the state of {type_text(value)}"))
                 self.objects[path] = value
             else:
                 self._add_value(path, value)
 
     def _add_value(self, path: str, value: Leaf) -> None:
-        if _kind_of_value(value) is not None:
-            self.entries.append((path, _VALUE))
+        kind = _kind_of_value(value)
+        if kind is not None:
+            self.entries.append(_Entry(path, "a value", kind))
             self.values[path] = value
             return
         if isinstance(value, Generator | MappingView):
@@ -273,14 +286,14 @@ class _Held:
         if isinstance(value, np.generic) and not isinstance(value, others):
             raise UnsupportedError(f"a number of dtype {value.dtype} cannot be sent: give float() of it", name=path)
         check_no_state_in(value, path)
-        self.entries.append((path, _OBJECT))
+        self.entries.append(_Entry(path, "an object"))
 
     def add_module(self, path: str, module: Leaf, *, buffers: bool = True) -> None:
         """Add the parameters of a module and, if asked, its buffers; raise InvalidArgumentError if it is none."""
         if not isinstance(module, nn.Module):
             raise InvalidArgumentError(f"expected a module, not {type(module).__name__}")
         check_module(module)
-        self.entries.append((path, "a module"))
+        self.entries.append(_Entry(path, "a module"))
         named = module_tensors(module, buffers=buffers)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         _check_entries(module, path)
@@ -293,29 +306,33 @@ class _Held:
         if key is not None:
             first = self._first_paths.setdefault(key, path)
             if first != path:
-                self.entries.append((path, f"the same as {first}"))
+                self.entries.append(_Entry(path, f"the same as {first}"))
                 return
-        self.entries.append((path, _tensor_text(tensor)))
+        self.entries.append(_Entry(path, _tensor_text(tensor)))
         self.tensors[path] = tensor
 
-    def _add_optimizer(self, path: str, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    def _add_optimizer(self, path: str, optimizer: Optimizer, names: Mapping[int, ParameterName]) -> None:
         check_optimizer(optimizer, path)
         labels = iter(names_of_groups(optimizer) or ())
         groups = optimizer.param_groups
-        self.entries.append((path, f"an optimizer {type(optimizer).__name__}"))
-        self.entries.append((f"{path}.param_groups", f"list of {len(groups)}"))
+        self.entries.append(_Entry(path, f"an optimizer {type(optimizer).__name__}"))
+        self.entries.append(_Entry(f"{path}.param_groups", f"list of {len(groups)}"))
         for number, group in enumerate(groups):
             params_path = f"{path}.param_groups[{number}].params"
-            self.entries.append((params_path, f"list of {len(group['params'])}"))
+            self.entries.append(_Entry(params_path, f"list of {len(group['params'])}"))
             for index, parameter in enumerate(group["params"]):
                 if is_dtensor(parameter):
                     raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{params_path}[{index}]")
-                text, label = _tensor_text(parameter), str(next(labels, ""))
                 # Its state is installed by number: in another order it would be another parameter's.
-                name = names.get(id(parameter)) or bare_name(label)
-                if name:
-                    text = f"{name} {text}"
-                self.entries.append((f"{params_path}[{index}]", f"parameter {text}"))
+                name = str(next(labels, ""))
+                if id(parameter) in names:
+                    name = names[id(parameter)].in_state
+                elif name:
+                    name = bare_name(name)
+                text = f"parameter {name} {_tensor_text(parameter)}"
+                if not name:
+                    text = f"parameter {_tensor_text(parameter)}"
+                self.entries.append(_Entry(f"{params_path}[{index}]", text))
         self.objects[path] = optimizer
 
 
@@ -479,19 +496,6 @@ def _state_of(value: Leaf, path: str) -> Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
-    """What this rank holds, alike on all ranks, and root's parts; on root also the tensors in these.
-
-    `shares_memory`: whether tensors, on any rank, share memory.
-    """
-
-    held: _Held
-    parts: Sequence[_Part]
-    tensors: Sequence[TensorLike]
-    shares_memory: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Note:
     """A rank's message in step 1: its `root` argument, what it holds, and from root its values and states.
 
@@ -500,7 +504,7 @@ class _Note:
 
     root: int
     digest: str
-    kinds: Sequence[str | None]
+    kinds: Sequence[str]
     shares_memory: bool
     parts: Sequence[_Part] = ()
 
@@ -509,39 +513,32 @@ class _Note:
         return self.digest == other.digest and all(map(_are_alike, self.kinds, other.kinds))
 
 
-class _Detail(NamedTuple):
-    """An entry for messages: its path, its text, and the kind of a plain value."""
+def _compare(
+    comm: Communicator, root: int, describe: Describe, *, is_written: bool = False
+) -> tuple[_Held, Sequence[_Part], bool]:
+    """Return what this rank holds, root's parts, and whether tensors of any rank share memory. Collective.
 
-    path: str | None
-    text: str
-    kind: str | None = None
+    `describe` adds to what this rank holds. `is_written`: also root's tensors will be filled.
 
-    def is_like(self, other: _Detail) -> bool:
-        """Whether two ranks hold the same at one path."""
-        if self.kind is None or other.kind is None:
-            return (self.path, self.text) == (other.path, other.text)
-        return self.path == other.path and _are_alike(self.kind, other.kind)
-
-
-def _compare(comm: Communicator, root: int, describe: Describe, *, is_written: bool = False) -> _Compared:
-    """Describe what this rank holds; return it and root's parts if all ranks hold the same. Collective.
-
-    `is_written`: also root's tensors will be filled.
+    Raises:
+        MismatchError: not all ranks hold the same.
     """
     held, note = _Held(written=is_written or comm.rank != root), None
-    tensors: list[TensorLike] = []
     failure: Exception | None = None
     try:
         comm.check_root(root)
         describe(held)
         parts = []
         if comm.rank == root:
-            parts.append(_encode(held.values, "", tensors))
+            parts.append(_encode(held.values, "", held.state_tensors))
             for path, value in held.objects.items():
-                parts.append(_encode(_state_of(value, path), path, tensors))
-        text = "\n".join(map("\t".join, held.entries))
-        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        kinds = list(map(_kind_of_value, held.values.values()))
+                parts.append(_encode(_state_of(value, path), path, held.state_tensors))
+        lines, kinds = [], []
+        for path, text, kind in held.entries:
+            lines.append(f"{path}\t{text}")
+            if kind is not None:
+                kinds.append(kind)
+        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
         note = _Note(root, digest, kinds, bool(overlap_groups(held.tensors.values())), parts)
     except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
         failure = error
@@ -552,46 +549,37 @@ def _compare(comm: Communicator, root: int, describe: Describe, *, is_written: b
     different = [rank for rank, theirs in enumerate(notes) if not theirs.agrees_with(notes[root])]
     # Nearly always none: only then are whole descriptions sent.
     if different:
-        details = _details(held)
-        root_details = from_root(comm, details, list[_Detail], "what it holds", root)
+        entries = []
+        for path, text, kind in held.entries:
+            shown = text if kind is None else f"{text}, {excerpt(held.values[path], 60)}"
+            entries.append(_Entry(path, shown, kind))
+        root_entries = from_root(comm, entries, list[_Entry], "what it holds", root)
         if comm.rank in different:
-            failure = _difference(details, root_details, comm.rank, root, different)
+            failure = _difference(entries, root_entries, comm.rank, root, different)
         comm.agree(failure, phase="comparing what ranks hold")
-    return _Compared(held, notes[root].parts, tensors, any(theirs.shares_memory for theirs in notes))
+    return held, notes[root].parts, True in [theirs.shares_memory for theirs in notes]
 
 
-def _are_alike(kind: str | None, other: str | None) -> bool:
+def _are_alike(kind: str, other: str) -> bool:
     """Whether values of these kinds may stand for each other."""
     return kind == other or "None" in (kind, other)
 
 
-def _details(held: _Held) -> list[_Detail]:
-    """Return all entries with the kinds and excerpts of plain values."""
-    details = []
-    for path, text in held.entries:
-        detail = _Detail(path, text)
-        if text == _VALUE:
-            value = held.values[path]
-            detail = _Detail(path, f"{text}, {excerpt(value, 60)}", _kind_of_value(value))
-        details.append(detail)
-    return details
-
-
 def _difference(
-    details: Sequence[_Detail], root_details: Sequence[_Detail], rank: int, root: int, different: Sequence[int]
+    entries: Sequence[_Entry], root_entries: Sequence[_Entry], rank: int, root: int, different: Sequence[int]
 ) -> MismatchError:
     """Return the error that shows root's entry and this rank's at the first path where they differ."""
-    nothing = _Detail(None, "nothing")
+    nothing = _Entry("(nothing)", "nothing")
     live = expected = nothing
-    for live, expected in itertools.zip_longest(details, root_details, fillvalue=nothing):
+    for live, expected in itertools.zip_longest(entries, root_entries, fillvalue=nothing):
         if not live.is_like(expected):
             break
-    if live.path != expected.path:  # one side lacks the path that the other has here
-        if expected is nothing or expected.path in {detail.path for detail in details}:
-            expected = nothing
+    path = expected.path
+    if live.path != path:  # one side lacks the path that the other has here
+        if path in [nothing.path, *[entry.path for entry in entries]]:
+            expected, path = nothing, live.path
         else:
             live = nothing
-    path = live.path if expected is nothing else expected.path
     return MismatchError(
         f"not all ranks hold what root, rank {root}, holds (different on: {shortened(different)})",
         rank=rank,
@@ -606,52 +594,44 @@ def _difference(
 
 def _fill(comm: Communicator, root: int, describe: Describe, tree: Leaf) -> Leaf:
     """Give this rank root's tensors, states and values; return what replaces `tree`. Collective."""
-    compared = _compare(comm, root, describe)
-    named = list(compared.held.tensors.items())
+    held, parts, shares_memory = _compare(comm, root, describe)
+    tensors = list(held.tensors.items())
     callbacks: list[Callable[[], object]] = []
     with comm.phase("reading what root sent"):
         if comm.rank == root:
-            # Root's own need no names: they are filled on no rank, and root has read them.
-            named += [("", tensor) for tensor in compared.tensors]
+            # Root names none of them: it is the others' state that may share memory.
+            tensors += [("", tensor) for tensor in held.state_tensors]
         else:
-            tree = _read(compared, tree, named, callbacks, comm.device)
+            new_values = {}
+            for path, value in _PartReader(parts[0], held.values, "", comm.device).decoded.items():
+                # By type and text: -0.0 is another number than 0.0.
+                if not values.is_same(value, held.values[path]):
+                    new_values[path] = value
+            for (path, value), part in zip(held.objects.items(), parts[1:], strict=True):
+                callback, state_tensors = _installation(value, path, part, comm.device)
+                callbacks.append(callback)
+                tensors += state_tensors
+            tree = replaced(tree, new_values, callbacks)
     if comm.world_size > 1:
-        broadcast_tensors(comm, [tensor for _, tensor in named], root)
-        if compared.shares_memory or len(named) > len(compared.held.tensors):  # the same on all ranks
-            check_shared_memory(comm, named, root)
+        broadcast_tensors(comm, [tensor for _, tensor in tensors], root)
+        if shares_memory or len(tensors) > len(held.tensors):  # the same on all ranks
+            check_shared_memory(comm, tensors, root)
     # After all that can fail: until here an error leaves states and values as they were.
     for callback in callbacks:
         callback()
     return tree
 
 
-def _read(
-    compared: _Compared,
-    tree: Leaf,
-    named: list[tuple[str, TensorLike]],
-    callbacks: list[Callable[[], object]],
-    device: torch.device,
-) -> Leaf:
-    """Read root's parts on another rank: add tensors to be filled and callbacks, and return what replaces `tree`.
-
-    Nothing of the tree changes yet.
-    """
-    held = compared.held
-    for (path, value), part in zip(held.objects.items(), compared.parts[1:], strict=True):
-        state = _state_of(value, path)
-        reader = _PartReader(part, state, path, device)
-        if is_optimizer(value):
-            callbacks.append(_optimizer_callback(value, state, reader))
-        else:
-            new = reader.fill(reader.decoded, state)
-            callbacks.append(functools.partial(load_object, value, value.load_state_dict, new, path, " on root"))
-        named += reader.tensors
-    new_values = {}
-    for path, value in _PartReader(compared.parts[0], held.values, "", device).decoded.items():
-        # Equal bits, not equal values: -0.0 is another number than 0.0.
-        if not values.is_same(value, held.values[path]):
-            new_values[path] = value
-    return replaced(tree, new_values, callbacks)
+def _installation(
+    value: Leaf, path: str, part: _Part, device: torch.device
+) -> tuple[Callable[[], object], list[tuple[str, TensorLike]]]:
+    """Return a callback that installs root's state in an object, and the tensors in it, which are filled before."""
+    live = _state_of(value, path)
+    reader = _PartReader(part, live, path, device)
+    if is_optimizer(value):
+        return _optimizer_callback(value, live, reader), reader.tensors
+    new = reader.fill(reader.decoded, live)
+    return functools.partial(load_object, value, value.load_state_dict, new, path, " on root"), reader.tensors
 
 
 class _PartReader:

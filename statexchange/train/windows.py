@@ -25,10 +25,9 @@ _DIGEST_BYTES = 16
 def broadcast_tensors(comm: Communicator, tensors: Sequence[TensorLike], root: int) -> None:
     """Copy root's bytes into every rank's tensors. Collective; shapes, dtypes and kinds of device are alike."""
     for window in windows(tensors):
-        in_place = None
-        if len(window) == 1:
-            in_place = _contiguous_bytes(window[0])
-        if in_place is not None:
+        in_place = _contiguous_bytes(window[0])
+        # A rank may send from, or receive into, the tensor itself where others need a buffer.
+        if len(window) == 1 and in_place is not None:
             comm.broadcast(in_place, root=root)
             continue
         flat, pieces, parts = _staged(window)
@@ -43,8 +42,7 @@ def windows(tensors: Sequence[TensorLike]) -> Iterator[list[TensorLike]]:
     """Cut tensors into windows, one message each, by shapes and dtypes alone: strides may differ between ranks."""
     by_device: dict[str, list[TensorLike]] = {}
     for tensor in tensors:
-        kind = "cpu" if isinstance(tensor, np.ndarray) else tensor.device.type
-        by_device.setdefault(kind, []).append(tensor)
+        by_device.setdefault(_device_of(tensor).type, []).append(tensor)
     # Sorted, as ranks send their tensors in one order, whichever device each had first.
     for kind in sorted(by_device):
         window: list[TensorLike] = []
@@ -78,6 +76,10 @@ def _pieces(tensor: TensorLike) -> Iterator[TensorLike]:
         yield from _pieces(row)
 
 
+def _device_of(tensor: TensorLike) -> torch.device:
+    return torch.device("cpu") if isinstance(tensor, np.ndarray) else tensor.device
+
+
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
@@ -99,13 +101,16 @@ def _staged(window: Sequence[TensorLike]) -> tuple[torch.Tensor, list[TensorLike
 
     Tensors are bytes where the piece lies in C order: torch has no copy for some dtypes.
     """
-    begins = [0, *itertools.accumulate(_aligned(piece.nbytes) for piece in window)]
-    device = "cpu" if isinstance(window[0], np.ndarray) else window[0].device
-    # No padding at the end: another rank may send a single piece in place, without this buffer.
-    flat = torch.empty(begins[len(window) - 1] + window[-1].nbytes, dtype=torch.uint8, device=device)
+    begins = []
+    end = 0
+    for piece in window:
+        begins.append(_aligned(end))
+        # No padding at the end: another rank may send a single piece in place, without this buffer.
+        end = begins[-1] + piece.nbytes
+    flat = torch.empty(end, dtype=torch.uint8, device=_device_of(window[0]))
     pieces: list[TensorLike] = []
     parts: list[TensorLike] = []
-    for begin, piece in zip(begins, window, strict=False):
+    for begin, piece in zip(begins, window, strict=True):
         part = flat[begin : begin + piece.nbytes]
         in_place = _contiguous_bytes(piece)
         if isinstance(piece, np.ndarray):
@@ -133,7 +138,7 @@ def _copy(sources: Sequence[TensorLike], targets: Sequence[TensorLike]) -> None:
 
 def check_shared_memory(comm: Communicator, named: Sequence[tuple[str, TensorLike]], root: int) -> None:
     """Raise MismatchError if tensors that share memory, on any rank, do not have root's values. Collective."""
-    tensors = [tensor for _, tensor in named]
+    _, tensors = zip(*named, strict=True)
     sharing = {*itertools.chain.from_iterable(overlap_groups(tensors))}
     is_checked = np.zeros(len(tensors), np.uint8)
     is_checked[list(sharing)] = 1
@@ -141,7 +146,9 @@ def check_shared_memory(comm: Communicator, named: Sequence[tuple[str, TensorLik
     numbers = np.flatnonzero(is_checked)
     if not len(numbers):
         return
-    digests = b"".join(_digest(tensors[number]) for number in numbers)
+    digests = bytearray()
+    for number in numbers:
+        digests += _digest(tensors[number])
     mine = np.frombuffer(digests, np.uint8).reshape(-1, _DIGEST_BYTES)
     differs = np.any(mine != comm.broadcast(mine.copy(), root=root), axis=1)
     note = None
@@ -149,10 +156,10 @@ def check_shared_memory(comm: Communicator, named: Sequence[tuple[str, TensorLik
         wrong = int(numbers[differs][0])
         note = [wrong, wrong in sharing]
     notes = comm.agree(phase="comparing tensors that share memory", note=note)
-    wrong_numbers = [note[0] for note in notes if note is not None]
+    wrong_ones = list(filter(None, notes))
     failure = None
-    if wrong_numbers:
-        first = min(wrong_numbers)
+    if wrong_ones:
+        first, _ = min(wrong_ones)
         # One rank names it: the first on which it shares memory, as only that one knows with what.
         naming_rank = root
         if [first, True] in notes:
@@ -166,12 +173,17 @@ def _sharing_error(rank: int, named: Sequence[tuple[str, TensorLike]], number: i
     """Return the error of a rank on which tensor `number` shares memory with others."""
     name, tensor = named[number]
     text = "ranks have different values for this tensor: it was changed during the call"
-    others = [path for path, other in named if other is not tensor and any(overlap_groups([tensor, other]))]
+    others = []
+    for path, other in named:
+        if other is not tensor and overlap_groups([tensor, other]):
+            others.append(path)
     if others:
+        shown = shortened(others)
+        if len(others) > 1:
+            shown = f"one of {shown}"
         text = (
-            f"on rank {rank} this tensor shares memory with {'one of ' if len(others) > 1 else ''}{shortened(others)}, "
-            f"but other ranks have different values for the two: clone() one of them on rank {rank}, or let them share "
-            "memory on all ranks"
+            f"on rank {rank} this tensor shares memory with {shown}, but other ranks have different values for the "
+            f"two: clone() one of them on rank {rank}, or let them share memory on all ranks"
         )
     return MismatchError(text, rank=rank, name=name or "(the whole)")
 

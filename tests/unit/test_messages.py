@@ -101,7 +101,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     ((b"\0header", b""), tuple[bytes, ...], None),
     (None, tuple[bytes, int, int] | None, None),
     (
-        synchronize._Note(0, "digest", ("a", None), shares_memory=False, parts=ROOT_PARTS),
+        synchronize._Note(0, "digest", ("a", "None"), shares_memory=False, parts=ROOT_PARTS),
         synchronize._Note,
         None,
     ),
