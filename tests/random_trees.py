@@ -21,6 +21,8 @@ from equality import bits_of
 from torch import nn
 from torch.optim import lr_scheduler
 
+import statexchange as sx
+
 WORLD_SIZE = 2
 
 # Changes after which all ranks have root's values, those after which all raise an error and nothing has changed, and
@@ -52,6 +54,10 @@ class Mode(enum.Enum):
 
     FAST = "fast"
     SLOW = ("s", 1)
+
+
+# State of an optimizer may have it on root alone.
+sx.register_config(Mode)
 
 
 class Unknown(enum.Enum):
@@ -171,6 +177,10 @@ class Case:
         """What comes out: "same", "error", or "filled": an error after tensors were filled."""
         if self.change in FILLED_FIRST:
             return "filled"
+        places = {place.number: place for place in self.tree.walk()}
+        # An empty tensor has no memory, so that it is never tied.
+        if self.change == "untied" and 0 in places[places[self.number].detail].detail[1]:
+            return "same"
         is_root = self.rank == self.root
         harmful = HARMFUL + (HARMFUL_ON_ROOT if is_root else HARMFUL_ELSEWHERE)
         return "error" if self.change in harmful else "same"
@@ -357,6 +367,9 @@ class Building:
             dtype = "float32" if dtype != "float32" else "int32"
         if change == "kind":
             return 3
+        if self.case.change == "overlap" and self.case.number == place.number:
+            flat = torch.rand(10, generator=generator)
+            return Pair(flat[:6], flat[4:] if change else torch.rand(6, generator=generator))
         if change == "expanded" and shape and 0 not in shape:
             return torch.ones((1,) * len(shape)).to(getattr(torch, dtype)).expand([size + 1 for size in shape])
         if change == "strides":
@@ -372,8 +385,6 @@ class Building:
             tensor.requires_grad_(True)
         if change == "expanded":
             return torch.ones(1).expand(3)
-        if change == "overlap":
-            return Pair(torch.zeros(3), torch.zeros(3))
         return tensor
 
     def _parameter(self, place: Recipe, change: str, chance: random.Random) -> Any:
@@ -610,7 +621,7 @@ def atoms(tree: Any) -> dict[str, Atom]:
     return looking
 
 
-def _look(value: Any, path: str, looking: dict[str, Atom]) -> None:
+def _look(value: Any, path: str, looking: dict[str, Atom], *, in_state: bool = False) -> None:
     kind = type(value).__name__
     if isinstance(value, torch.Tensor) and (value.is_sparse or value.is_meta):
         looking[path] = Atom(True, "", kind)
@@ -618,11 +629,13 @@ def _look(value: Any, path: str, looking: dict[str, Atom]) -> None:
     if isinstance(value, torch.Tensor):
         dtype, shape, data = bits_of(value)
         digest = hashlib.sha1(data, usedforsecurity=False).hexdigest()
-        looking[path] = Atom(False, f"{dtype} {shape} {digest}", f"{kind} {value.stride()} {value.requires_grad}")
+        looking[path] = Atom(
+            False, f"{dtype} {shape} {digest}", "" if in_state else f"{kind} {value.stride()} {value.requires_grad}"
+        )
         return
     if isinstance(value, np.ndarray):
         shared = f"{value.dtype.str} {value.dtype} {value.shape} {value.tobytes()!r}"
-        looking[path] = Atom(False, shared, f"{kind} {value.strides}")
+        looking[path] = Atom(False, shared, "" if in_state else f"{kind} {value.strides}")
         return
     if isinstance(value, nn.Module):
         ignored = getattr(value, "_ddp_params_and_buffers_to_ignore", ())
@@ -636,28 +649,30 @@ def _look(value: Any, path: str, looking: dict[str, Atom]) -> None:
         numbers: dict[Any, int] = {}
         for at, group in enumerate(value.param_groups):
             looking[f"{path}.names[{at}]"] = Atom(True, "", str(group.get("param_names")))
-            _look({k: v for k, v in group.items() if k not in ("params", "param_names")}, f"{path}.g[{at}]", looking)
+            settings = {key: item for key, item in group.items() if key not in ("params", "param_names")}
+            _look(settings, f"{path}.g[{at}]", looking, in_state=True)
             for parameter in group["params"]:
                 numbers[parameter] = len(numbers)
         for key, entries in value.state.items():
-            _look(entries, f"{path}.state[{numbers.get(key, repr(key))}]", looking)
+            _look(entries, f"{path}.state[{numbers.get(key, repr(key))}]", looking, in_state=True)
         looking[f"{path}.count"] = Atom(False, str(getattr(value, "count", None)), kind)
         return
     if hasattr(value, "load_state_dict") and not isinstance(value, type):
         looking[f"{path} "] = Atom(False, kind, "")
-        _look(value.state_dict(), path, looking)
+        _look(value.state_dict(), path, looking, in_state=True)
         return
     items = _items(value)
     if items is None:
         plain = (int, float, complex, str, enum.Enum, torch.dtype, np.generic, type(None))
         text = f"{kind} {value!r}" if isinstance(value, plain) else ""
-        looking[path] = Atom(not text, text, text or kind)
+        looking[path] = Atom(not text, text, "" if text else kind)
         return
-    looking[f"{path}/"] = Atom(True, "", f"{kind} {[*map(_key, items)]}")
+    if not in_state:
+        looking[f"{path}/"] = Atom(True, "", f"{kind} {[*map(_key, items)]}")
     if len(path) > 400:  # a tree that contains itself
         return
     for key, item in items.items():
-        _look(item, f"{path}/{_key(key)}", looking)
+        _look(item, f"{path}/{_key(key)}", looking, in_state=in_state)
 
 
 def _key(key: Any) -> str:
@@ -674,9 +689,14 @@ def _items(value: Any) -> dict[Any, Any] | None:
     return None
 
 
-def shared_atoms(tree: Any) -> dict[str, str]:
+def shared_atoms(looking: Mapping[str, Atom]) -> dict[str, str]:
     """Return what all ranks share of a tree after a call."""
-    return {path: atom.shared for path, atom in atoms(tree).items() if not atom.is_own}
+    return {path: atom.shared for path, atom in looking.items() if not atom.is_own}
+
+
+def own_atoms(looking: Mapping[str, Atom]) -> dict[str, tuple[str, str]]:
+    """Return what stays a rank's own: types, orders of keys, strides, and what `synchronize` does not know."""
+    return {path: (atom.shared if atom.is_own else "", atom.own) for path, atom in looking.items() if atom.own}
 
 
 def objects(tree: Any, path: str = "") -> dict[str, Any]:
