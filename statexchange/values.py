@@ -211,7 +211,8 @@ class _Encoder:
             # JSON has texts as keys alone, and one of them would look like a tag.
             pairs = []
             for key, item in value.items():
-                shown = excerpt(key)
+                # Numbers, as those of an optimizer's parameters, are many and short.
+                shown = str(key) if type(key) is int and abs(key) < 1 << 64 else excerpt(key)
                 raw_key = self.value(key, f"{path}<key {shown}>", is_hashed=True)
                 pairs.append([raw_key, self.value(item, f"{path}[{shown}]", is_hashed=is_hashed)])
             return {_TAG: "dict", "value": pairs}

@@ -37,12 +37,12 @@ def describe_save(state: State, layout: Mapping[str, object] | None, rank: int) 
         what = "a module, an optimizer, or a mapping or list of these and of tensors and values"
         raise InvalidArgumentError(f"the state is {type_text(state)}: give {what}")
     with collector_paused():
-        config, tensors, live, names = encode_state(state)
+        config, tensors, places, names = encode_state(state)
         rules = _parse_layout(layout, tensors)
         described = describe(tensors, rules, rank)
         placed = {name for name, local in described.tensors.items() if local.part is not None}
-        owners = owners_of(live, names, placed.__contains__)
-        return SavedState(config, owners, described, rules, note_on_stale_optimizers(live, names))
+        owners = owners_of(places, names, placed.__contains__)
+        return SavedState(config, owners, described, rules, note_on_stale_optimizers(places, names))
 
 
 def _parse_layout(layout: Mapping[str, object] | None, tensors: Mapping[str, TensorLike]) -> Layout:

@@ -8,9 +8,10 @@ asked of it by those who need it.
 from __future__ import annotations
 
 import enum
+import functools
 import operator
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -19,7 +20,19 @@ from statexchange.errors import InvalidArgumentError, UnsupportedError, type_tex
 from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.paths import Key, Path, joined
 from statexchange.state.megatron import sharded_kind
-from statexchange.state.tree import children, parts, path_to, step_form, step_of
+from statexchange.state.tree import (
+    check_change,
+    children,
+    has_indices,
+    is_dataclass,
+    is_mutable,
+    parts,
+    path_to,
+    step_form,
+    step_of,
+    steps,
+    with_children,
+)
 from statexchange.state.types import Leaf
 from statexchange.state.units import (
     ObjectStates,
@@ -36,14 +49,17 @@ from statexchange.tensors import is_tensor, is_torch
 __all__ = [
     "LiveEntry",
     "LiveState",
+    "Node",
     "ParameterName",
     "check_no_state_in",
     "contains_state",
     "flatten",
     "is_leaf",
     "kind_of",
+    "nodes",
     "parameter_names",
     "places",
+    "replaced",
     "types_in_objects",
 ]
 
@@ -194,6 +210,113 @@ def check_no_state_in(value: Leaf, path: str) -> None:
             raise UnsupportedError(text, name=path)
 
 
+# Trees that ranks compare
+
+
+class Node(NamedTuple):
+    """A place in a tree whose paths all ranks share.
+
+    Attributes:
+        path: the path as in Python: ``model.layers[0]['my weight']``, "" for the whole tree. No two places share one.
+        text: the path with dots between all keys, as `LiveEntry.text`.
+        value: the value.
+        kind: how the value is loaded.
+        container: the kind of a container, equal for alike ones; "" for a leaf.
+    """
+
+    path: str
+    text: str
+    value: Leaf
+    kind: Kind
+    container: str = ""
+
+
+def nodes(tree: Leaf) -> list[Node]:
+    """Return all places of `tree`, a container before its children. Not collective.
+
+    The entries of a mapping come in the order of their keys' texts, in whatever order they were inserted. So the places
+    of ``{"b": [1], "a": 2}`` are the mapping, ``a``, ``b`` and ``b[0]``.
+
+    Raises:
+        InvalidArgumentError: the tree contains itself, or is nested deeper than 100; it names the path.
+        UnsupportedError: a key has no JSON text (see `values`), or two look alike; it names the path.
+    """
+    placed: list[Node] = []
+    _add_nodes(placed, tree, "", "", {})
+    return placed
+
+
+def _add_nodes(placed: list[Node], value: Leaf, path: str, text: str, above: dict[int, str]) -> None:
+    # A module, or a tensor of a user's class, may be a mapping or a dataclass as well: its kind comes first.
+    kind = kind_of(value)
+    container = ""
+    if kind == "value" and not isinstance(value, enum.Enum):
+        container = _container(value)
+    placed.append(Node(path, text, value, kind, container))
+    if not container:
+        return
+    if id(value) in above:
+        raise InvalidArgumentError(f"a tree contains itself: {path} is {above[id(value)] or 'the whole tree'} again")
+    if len(above) == values.MAX_DEPTH:
+        raise InvalidArgumentError(f"a tree is nested deeper than {values.MAX_DEPTH}, at {path[:80]}...")
+    # Only what lies above: one list at two places is no cycle.
+    above[id(value)] = path
+    for step, key, child in steps(value, path):
+        _add_nodes(placed, child, path_to(path, step), joined(text, key), above)
+    del above[id(value)]
+
+
+def _container(value: Leaf) -> str:
+    """Return the kind of a container as text, equal for alike containers; "" for a leaf."""
+    if isinstance(value, Mapping) and not is_dataclass(value):
+        return "dict"
+    # A user's list counts as a list: ranks may differ in their own classes, but not in what they hold.
+    if has_indices(value):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return f"{kind} of {len(value)}"
+    name = type(value).__qualname__
+    if isinstance(value, tuple):
+        return f"namedtuple {name}"
+    return f"dataclass {name}" if is_dataclass(value) else ""
+
+
+def replaced(value: Leaf, leaves: Mapping[str, Leaf], callbacks: list[Callable[[], object]], path: str = "") -> Leaf:
+    """Return what replaces a tree to give it new leaves, and plan the changes of containers in it. Not collective.
+
+    Mutable mappings, lists and dataclasses are changed in place, by callbacks that are added. Tuples, namedtuples and
+    frozen dataclasses that hold something new are replaced by new ones of their type. All else stays the same object.
+
+    Args:
+        value: the tree.
+        leaves: new leaves, by the paths of `nodes`.
+        callbacks: a list to which the changes are added.
+        path: the path of `value`.
+
+    Raises:
+        UnsupportedError: a container refuses a new value; the error names its path.
+    """
+    if is_leaf(value) or children(value) is None:
+        return leaves.get(path, value)
+    changed: dict[Leaf, Leaf] = {}
+    for step, key, child in steps(value, path):
+        new = replaced(child, leaves, callbacks, path_to(path, step))
+        # By identity: an equal value of another object may be filled in place later.
+        if new is not child:
+            changed[key] = new
+    if not changed:
+        return value
+    change = functools.partial(with_children, changed=changed)
+    try:
+        if not is_mutable(value):
+            return change(value)
+        # Tried on a copy: a class that refuses its values is an error before anything has changed.
+        check_change(value, change)
+    except UnsupportedError as error:
+        raise error.located(name=path or "(the whole)") from error.__cause__
+    callbacks.append(functools.partial(change, value))
+    return value
+
+
 # Names of parameters
 
 
@@ -214,23 +337,25 @@ class ParameterName(NamedTuple):
     texts: tuple[str, ...]
 
 
-def parameter_names(live: LiveState) -> dict[int, ParameterName]:
+def parameter_names(placed: Sequence[Node]) -> dict[int, ParameterName]:
     """Return the names of all parameters in a state by `id`; of several in the state, the first. Not collective.
+
+    `placed` are the places of the state, as `places` or `nodes` returns them.
 
     Tensors that lie in the state itself are among them if it has an optimizer. The weight of a layer under "nets", the
     second of a list, is ``nets[1].weight`` in the state, ``("nets[1]", "weight")`` in its module, and has the text
     ``nets.1.weight``.
     """
     names: dict[int, ParameterName] = {}
-    placed = places(live)
-    for path, entry in placed:
-        if entry.kind != "module":
+    for node in placed:
+        path = node.path
+        if node.kind != "module":
             continue
         # The items first: a forward without a backward leaves parameters whole. A hook of `fully_shard` on state_dict()
         # puts back the sharded ones, which are those that optimizers know.
-        items = module_items(entry.value, keep_vars=True)
-        parameters = {*map(id, entry.value.parameters())}
-        begin, text_begin = joined(path, ""), joined(entry.text, "")
+        items = module_items(node.value, keep_vars=True)
+        parameters = {*map(id, node.value.parameters())}
+        begin, text_begin = joined(path, ""), joined(node.text, "")
         for name, item in items.items():
             # Buffers, and copies that some modules make of their parameters, are no optimizer's.
             if id(item) not in parameters:
@@ -241,15 +366,15 @@ def parameter_names(live: LiveState) -> dict[int, ParameterName]:
             if path not in dict(first.in_modules):
                 names[id(item)] = ParameterName(first.in_state, *map(operator.add, first[1:], new[1:]))
     # Without one they would be no parameters, and a mapping of tensors may be large.
-    if "optimizer" in [entry.kind for entry in live.entries]:
-        for path, entry in placed:
-            if path and is_torch(entry.value):
-                names.setdefault(id(entry.value), ParameterName(path, (path,), (("", path),), (entry.text,)))
+    if "optimizer" in [node.kind for node in placed]:
+        for path, text, value, *_ in placed:
+            if path and is_torch(value):
+                names.setdefault(id(value), ParameterName(path, (path,), (("", path),), (text,)))
     return names
 
 
-def places(live: LiveState) -> list[tuple[str, LiveEntry]]:
-    """Return the entries with their paths as `tree.nodes` writes them, and in its order.
+def places(live: LiveState) -> list[Node]:
+    """Return the entries with their paths as `nodes` writes them, and in its order.
 
     That order is the same for mappings that were filled in another one, as on another rank.
     """
@@ -271,6 +396,6 @@ def places(live: LiveState) -> list[tuple[str, LiveEntry]]:
                     position = [*(children(container) or {})].index(key)
                 order.append(("", position))
             path = path_to(path, step)
-        placed.append((order, path, entry))
+        placed.append((order, Node(path, entry.text, entry.value, entry.kind)))
     placed.sort(key=operator.itemgetter(0))
-    return [(path, entry) for _, path, entry in placed]
+    return [node for _, node in placed]

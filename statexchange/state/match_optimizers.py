@@ -21,7 +21,7 @@ from typing import NamedTuple
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, type_text
 from statexchange.sharding.paths import joined
 from statexchange.state.entries import Entry, SavedTensor, are_equal, refuse_opaque
-from statexchange.state.flatten import LiveEntry, LiveState, ParameterName, parameter_names
+from statexchange.state.flatten import LiveEntry, LiveState, ParameterName, parameter_names, places
 from statexchange.state.install import PLAIN, LoadPlan, Place, other_kind_error
 from statexchange.state.optimizer_parameters import (
     LiveParameters,
@@ -146,7 +146,7 @@ class OptimizerMatcher:
     def _matched(self, optimizer: Optimizer, path: str, by_key: Mapping[Leaf, list[Entry]]) -> _OptimizerPlan:
         """Find what the source has for each parameter of an optimizer; the first rank that has it counts."""
         if self._names is None:
-            self._names = parameter_names(self._live)
+            self._names = parameter_names(places(self._live))
         live = LiveParameters(optimizer, self._names, path)
         has_tree = self._matching.has_tree
         plan = _OptimizerPlan(optimizer, path, live, self._plan)

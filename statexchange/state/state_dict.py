@@ -9,7 +9,7 @@ of ranks. Megatron-Core's ShardedTensors are named by their keys, wherever in th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,14 +17,13 @@ from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.rules import with_dots
 from statexchange.state.dtensors import is_sharded
-from statexchange.state.flatten import LiveState, contains_state, is_leaf, kind_of, parameter_names, places
+from statexchange.state.flatten import Node, contains_state, kind_of, nodes, parameter_names
 from statexchange.state.megatron import MegatronTensor, add_sharded, sharded_kind
-from statexchange.state.tree import children, is_dataclass, nodes, other_with, walk, with_children
+from statexchange.state.tree import children, is_dataclass, other_with, walk, with_children
 from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
     check_module,
     class_name,
-    is_module,
     is_per_rank,
     module_items,
     named_parameters,
@@ -40,12 +39,12 @@ __all__ = ["EncodedState", "encode_state", "note_on_stale_optimizers", "owners_o
 class EncodedState(NamedTuple):
     """A state as JSON text, the tensors to which that refers by their dotted paths, and parameters' names by `id`.
 
-    `live` is the state by its paths.
+    `placed` are the places of the state, in an order that all ranks share.
     """
 
     text: str
     tensors: dict[str, TensorLike]
-    live: LiveState
+    placed: Sequence[Node]
     names: Mapping[int, str]
 
 
@@ -66,16 +65,16 @@ def encode_state(state: Leaf) -> EncodedState:
         return name
 
     # First, as this refuses keys of mappings that have no text, which all that follows makes of them.
-    for node in nodes(state, is_leaf):
-        if is_module(node.value):
+    placed = nodes(state)
+    for node in placed:
+        if node.kind == "module":
             check_module(node.value)
-    live = LiveState.of(state)
-    names = {key: name.in_state for key, name in parameter_names(live).items()}
+    names = {key: name.in_state for key, name in parameter_names(placed).items()}
     text = values.encode(_plain(state, "", _Context(names)), keep, leaves_anywhere=False)
-    return EncodedState(text, tensors, live, names)
+    return EncodedState(text, tensors, placed, names)
 
 
-def owners_of(live: LiveState, names: Mapping[int, str], has_rule: Callable[[str], bool]) -> dict[str, object]:
+def owners_of(placed: Sequence[Node], names: Mapping[int, str], has_rule: Callable[[str], bool]) -> dict[str, object]:
     """Return, as a JSON value, what of a state belongs to a rank and which optimizers it has. Not collective.
 
     ``per_rank`` has the paths of objects that say that their state belongs to a rank, and of plain tensors beside
@@ -83,19 +82,19 @@ def owners_of(live: LiveState, names: Mapping[int, str], has_rule: Callable[[str
     optimizer by its path. Empty entries are left out.
 
     Args:
-        live: the state.
+        placed: the places of the state.
         names: the names of parameters by `id`.
         has_rule: `has_rule(name)` returns whether a layout has a rule for a tensor.
     """
     per_rank: list[str] = []
     optimizers: dict[str, str] = {}
-    for entry in live.entries:
+    for node in placed:
         # Of a module or an optimizer, too, a job may say so.
-        if is_per_rank(entry.value):
-            per_rank.append(entry.text)
-        if entry.kind == "optimizer":
-            optimizers[entry.text] = class_name(entry.value)
-            per_rank += _parts_of_rank(entry.value, names, entry.text, has_rule)
+        if node.kind in ("object", "module", "optimizer") and is_per_rank(node.value):
+            per_rank.append(node.text)
+        if node.kind == "optimizer":
+            optimizers[node.text] = class_name(node.value)
+            per_rank += _parts_of_rank(node.value, names, node.text, has_rule)
     owners: dict[str, object] = {}
     if per_rank:
         owners["per_rank"] = per_rank
@@ -125,34 +124,33 @@ def _parts_of_rank(
     return of_rank
 
 
-def note_on_stale_optimizers(live: LiveState, names: Mapping[int, str]) -> tuple[str, ...]:
+def note_on_stale_optimizers(placed: Sequence[Node], names: Mapping[int, str]) -> tuple[str, ...]:
     """Return a note on optimizers that were made before something replaced the parameters of their module.
 
     Of each such parameter a module has another one of its shape that no optimizer has. This leaves out an optimizer of
     parameters that lie elsewhere; `names` are those of the state's parameters by `id`. Not collective.
     """
-    placed = places(live)
     optimized: dict[int, TensorLike] = {}
     stale: list[str] = []
-    for path, entry in placed:
-        if entry.kind == "optimizer":
-            parameters = {id(parameter): parameter for parameter in parameters_of(entry.value)}
+    for node in placed:
+        if node.kind == "optimizer":
+            parameters = {id(parameter): parameter for parameter in parameters_of(node.value)}
             optimized |= parameters
             if not parameters.keys() <= names.keys():
-                stale.append(path)
+                stale.append(node.path)
     if not stale:
         return ()
     # By shape, as nothing else of the parameters that were replaced is left.
     shapes = Counter(tuple(parameter.shape) for key, parameter in optimized.items() if key not in names)
     modules = []
-    for path, entry in placed:
-        if entry.kind == "module":
+    for node in placed:
+        if node.kind == "module":
             free: Counter[tuple[int, ...]] = Counter()
-            for parameter in entry.value.parameters():
+            for parameter in node.value.parameters():
                 if parameter.requires_grad and id(parameter) not in optimized:
                     free[tuple(parameter.shape)] += 1
             if shapes == free:
-                modules.append(path)
+                modules.append(node.path)
     if not modules:
         return ()
     text = (

@@ -2,8 +2,8 @@
 
 They are mappings, lists, tuples, namedtuples and dataclasses, also of a user's classes, which may refuse a change.
 
-There are two walks. `nodes` is for trees that ranks compare: keys are sorted by their text, and each path is unique.
-`walk` is for use on one rank: keys keep their order and may be of any type, and paths read as names.
+`walk` is for use on one rank: keys keep their order and may be of any type, and paths read as names. Trees that ranks
+compare are walked by `steps`: keys are sorted by their text, and each path is unique.
 """
 
 from __future__ import annotations
@@ -22,24 +22,20 @@ from statexchange.sharding.paths import Key, Path
 from statexchange.state.types import Leaf
 
 __all__ = [
-    "Node",
     "WalkStep",
     "check_change",
-    "check_rebuild",
     "children",
     "contains",
-    "flatten",
     "has_indices",
     "is_dataclass",
     "is_mutable",
-    "nodes",
     "other_with",
     "parts",
     "path_to",
-    "rebuild",
     "refill",
     "step_form",
     "step_of",
+    "steps",
     "walk",
     "with_children",
     "with_types_of",
@@ -49,8 +45,6 @@ Container: TypeAlias = Leaf
 """A mapping, list, tuple, namedtuple or dataclass."""
 
 Items: TypeAlias = Mapping[Leaf, Leaf]
-
-IsLeaf: TypeAlias = Callable[[Leaf], bool]
 
 _PLAIN_CONTAINERS = (dict, list, tuple, set, deque, OrderedDict, defaultdict)
 
@@ -281,56 +275,7 @@ def _dataclass_with(instance: Container, changed: Mapping[str, Leaf]) -> Contain
     return instance
 
 
-# Trees that ranks compare
-
-
-class Node(NamedTuple):
-    """A place in a tree: its path, its value, and the kind of container (None for a leaf)."""
-
-    path: str
-    value: Leaf
-    container: str | None
-
-
-def nodes(tree: Leaf, is_leaf: IsLeaf | None = None) -> Iterator[Node]:
-    """Yield all places of `tree`, a container before its children. Not collective.
-
-    A path is written as in Python: ``model.layers[0]['my weight']``, "" for the whole tree. No two places share one.
-    The entries of a mapping come in the order of their keys' texts, in whatever order they were inserted.
-
-    Args:
-        tree: the tree.
-        is_leaf: `is_leaf(value)` returns whether a container counts as a leaf; by default none does.
-
-    Raises:
-        InvalidArgumentError: the tree contains itself, or is nested deeper than 100; it names the path.
-        UnsupportedError: a key has no JSON text (see `values`), or two look alike; it names the path.
-    """
-    return _nodes(tree, "", is_leaf, {})
-
-
-def flatten(tree: Leaf, is_leaf: IsLeaf | None = None) -> list[tuple[str, Leaf]]:
-    """Return the (path, leaf) pairs of `tree` in the order of `nodes`. Not collective."""
-    return [(node.path, node.value) for node in nodes(tree, is_leaf) if node.container is None]
-
-
-def _nodes(value: Leaf, path: str, is_leaf: IsLeaf | None, above: dict[int, str]) -> Iterator[Node]:
-    container = None
-    # Asked first: a module, or a tensor of a user's class, may be a mapping or a dataclass as well.
-    if is_leaf is None or not is_leaf(value):
-        container = _container(value)
-    yield Node(path, value, container)
-    if container is None:
-        return
-    if id(value) in above:
-        raise InvalidArgumentError(f"a tree contains itself: {path} is {above[id(value)] or 'the whole tree'} again")
-    if len(above) == values.MAX_DEPTH:
-        raise InvalidArgumentError(f"a tree is nested deeper than {values.MAX_DEPTH}, at {path[:80]}...")
-    # Only what lies above: one list at two places is no cycle.
-    above[id(value)] = path
-    for step, _, child in _steps(value, path):
-        yield from _nodes(child, path_to(path, step), is_leaf, above)
-    del above[id(value)]
+# Steps of the paths that ranks compare
 
 
 def path_to(path: str, step: str) -> str:
@@ -345,36 +290,30 @@ def step_form(container: Container) -> str:
     return "[{}]" if has_indices(container) else ".{}"
 
 
-def _container(value: Leaf) -> str | None:
-    """Return the kind of a container as text, equal for alike containers; None for a leaf."""
-    if children(value) is None:
-        return None
-    if isinstance(value, Mapping) and not is_dataclass(value):
-        return "dict"
-    # A user's list counts as a list: ranks may differ in their own classes, but not in what they hold.
-    if has_indices(value):
-        return f"list of {len(value)}" if isinstance(value, list) else f"tuple of {len(value)}"
-    name = type(value).__qualname__
-    return f"namedtuple {name}" if isinstance(value, tuple) else f"dataclass {name}"
+def steps(value: Container, path: str) -> list[tuple[str, Key, Leaf]]:
+    """Return a container's children as (step of the path, key, child), those of a mapping sorted by step.
 
+    Not collective. Paths are written as in Python, and no two places share one: ``{"b": 1, "my a": 2}`` has the steps
+    ``['my a']`` and ``.b``. A leaf has none.
 
-def _steps(value: Container, path: str) -> list[tuple[str, Key, Leaf]]:
-    """Return a container's children as (step of the path, key, child), those of a mapping sorted by step."""
-    steps: list[tuple[str, Key, Leaf]] = []
+    Raises:
+        UnsupportedError: a key has no JSON text (see `values`), or two look alike; it names the path.
+    """
+    placed: list[tuple[str, Key, Leaf]] = []
     form = step_form(value)
     is_mapping = isinstance(value, Mapping)
     for key, child in (children(value) or {}).items():
         # Python refuses to write some keys, as very large numbers, which `step_of` then names.
         step = step_of(key, path) if is_mapping else form.format(key)
-        steps.append((step, key, child))
+        placed.append((step, key, child))
     if not is_mapping:
-        return steps
+        return placed
     # By text, as keys of several types have no order, and ranks may have inserted them in different ones.
-    steps.sort(key=operator.itemgetter(0))
-    for (step, _, _), (following, _, _) in itertools.pairwise(steps):
+    placed.sort(key=operator.itemgetter(0))
+    for (step, _, _), (following, _, _) in itertools.pairwise(placed):
         if step == following:
             raise UnsupportedError(f"two keys of the mapping at {path or 'the top'} look alike: {step}")
-    return steps
+    return placed
 
 
 def step_of(key: Key, path: str) -> str:
@@ -390,52 +329,6 @@ def step_of(key: Key, path: str) -> str:
             f"a mapping at {path or 'the top'} has {type_text(key)} as a key: use text, numbers or enums"
         )
     return f"[{key!r}]"
-
-
-def rebuild(tree: Leaf, leaves: Mapping[str, Leaf], is_leaf: IsLeaf | None = None) -> Leaf:
-    """Return `tree` with the leaves at the paths in `leaves` replaced. Not collective.
-
-    Mutable mappings, lists and dataclasses are changed in place. Tuples, namedtuples and frozen dataclasses that hold
-    something new are replaced by new ones of their type. All else stays the same object.
-
-    Raises:
-        InvalidArgumentError: a path in `leaves` is no leaf of `tree`; nothing has changed.
-    """
-    unknown = leaves.keys() - {path for path, _ in flatten(tree, is_leaf)}
-    if unknown:
-        raise InvalidArgumentError(f"the tree has no leaf {min(unknown)!r}")
-    return _rebuilt(tree, "", leaves, is_leaf)
-
-
-def check_rebuild(tree: Leaf, leaves: Mapping[str, Leaf], is_leaf: IsLeaf | None = None) -> None:
-    """Raise what `rebuild` would raise, but change nothing. Not collective.
-
-    Raises:
-        UnsupportedError: a container refuses a new value; the error names its path.
-    """
-    _rebuilt(tree, "", leaves, is_leaf, on_copies=True)
-
-
-def _rebuilt(
-    value: Leaf, path: str, leaves: Mapping[str, Leaf], is_leaf: IsLeaf | None, *, on_copies: bool = False
-) -> Leaf:
-    if (is_leaf is not None and is_leaf(value)) or children(value) is None:
-        return leaves.get(path, value)
-    changed = {}
-    for step, key, child in _steps(value, path):
-        new = _rebuilt(child, path_to(path, step), leaves, is_leaf, on_copies=on_copies)
-        # By identity: an equal value of another object may be filled in place later.
-        if new is not child:
-            changed[key] = new
-    if not changed:
-        return value
-    try:
-        if on_copies and is_mutable(value):
-            check_change(value, lambda container: with_children(container, changed))
-            return value
-        return with_children(value, changed)
-    except UnsupportedError as error:
-        raise error.located(name=path or "(the whole)") from error.__cause__
 
 
 # Walks on one rank

@@ -17,12 +17,11 @@ from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
-from statexchange.state.spec import module_tensors
 from statexchange.train.algorithm_optimizer import AlgorithmOptimizer, check_same_algorithm, check_weight
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, as_algorithm
 from statexchange.train.buckets.options import TrainingOptions
 from statexchange.train.buckets.reducer import BucketReducer
-from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters
+from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters, module_tensors
 from statexchange.train.tuner import Setting, Trial, Tuner
 
 if TYPE_CHECKING:

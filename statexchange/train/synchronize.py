@@ -2,52 +2,80 @@
 
 The protocol of a call:
 
-1. Every rank describes what it holds (`StateSpec`): paths, kinds, shapes and dtypes. All ranks exchange a digest of
-   that and the kinds of their plain values; root adds the payload, its values and states as JSON. Nothing has changed.
+1. Every rank describes what it holds (`_Held`): paths, kinds, shapes and dtypes. All ranks exchange a digest of that
+   and the kinds of their plain values; root adds its values and the states of its objects, as JSON (`_Part`). Nothing
+   has changed.
 2. If a rank's digest or kinds differ from root's, it receives root's description, and all ranks raise one MismatchError
    that shows both sides at the first path that differs.
-3. Each rank reads the payload and prepares the tensors that are to be filled, existing or new ones, and callbacks that
-   install states. An error here is raised on all ranks, and still nothing has changed.
+3. Each rank reads root's parts (`_PartReader`), and prepares the tensors that are to be filled, existing or new ones,
+   and callbacks that install states and values. An error here is raised on all ranks, and still nothing has changed.
 4. Root sends the tensors as bytes: many small ones together, large ones in windows.
 5. Tensors of a rank that share memory are filled one after the other, which is right only if root has equal values
    where they overlap. So if any rank has such tensors, their digests are compared with root's.
-6. Callbacks run and values are replaced.
+6. The callbacks run.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import functools
+import hashlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, MappingView, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import xxhash
 from torch import nn
 
+from statexchange import values
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.comm.typed import agree, from_root
-from statexchange.errors import MismatchError, UnsupportedError
-from statexchange.state.flatten import is_leaf
-from statexchange.state.payload import Payload, PayloadReader, encode_payload, install_callback, state_of
-from statexchange.state.spec import EntryDetail, StateSpec, device_type_of, module_spec
-from statexchange.state.tree import check_rebuild, rebuild
-from statexchange.tensors import TensorLike, overlap_groups
-from statexchange.values import is_same
+from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, excerpt, type_text
+from statexchange.state.flatten import ParameterName, check_no_state_in, nodes, parameter_names, replaced
+from statexchange.state.tree import children, path_to, steps, with_children, with_types_of
+from statexchange.state.types import Leaf, Module, Optimizer
+from statexchange.state.units import (
+    bare_name,
+    check_module,
+    check_optimizer,
+    install_optimizer,
+    is_extra_state,
+    is_optimizer,
+    is_plain_entry,
+    is_stateful,
+    load_object,
+    model_items,
+    names_of_groups,
+    parameters_of,
+    state_of_optimizer,
+)
+from statexchange.tensors import (
+    DTYPE_NAMES,
+    ITEMSIZE,
+    TensorLike,
+    check_dense,
+    check_writable,
+    is_dtensor,
+    is_tensor,
+    numpy_dtype,
+    overlap_groups,
+    replicated_part,
+    same_memory,
+)
+from statexchange.train.windows import broadcast_tensors, check_shared_memory, shortened, windows
 
-__all__ = ["allreduce_parameters", "broadcast_parameters", "synchronize"]
+__all__ = ["allreduce_parameters", "broadcast_parameters", "module_tensors", "synchronize"]
 
 T = TypeVar("T")
-Describe = Callable[..., StateSpec]
+Describe = Callable[["_Held"], None]
 
-_WINDOW_BYTES = 64 << 20  # the largest message, and so the largest copy
-_ALONE_BYTES = 1 << 20  # a tensor of this size or more is sent by itself, without a copy
-_ALIGN_BYTES = 16  # the largest itemsize: any dtype may begin at a multiple of it
-_MAX_SHOWN = 8  # ranks or tensors in a message
-_DIGEST_BYTES = 16
+_NOTHING: Leaf = object()  # where a rank has nothing
+_PLAIN_TYPES = (type(None), bool, int, float, str, dict, list, tuple)
 
 
 @public_call("synchronize")
@@ -93,17 +121,8 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
         True
     """
     communicator = as_communicator(comm)
-
-    def describe(*, written: bool) -> StateSpec:
-        spec = StateSpec(written=written)
-        spec.add_tree(tree)
-        return spec
-
-    def check(new: Mapping[str, Any]) -> None:
-        check_rebuild(tree, new, is_leaf)
-
     with communicator.phase("filling the tree"):
-        filled: T = rebuild(tree, _fill(communicator, root, describe, check), is_leaf)
+        filled: T = _fill(communicator, root, lambda held: held.add_tree(tree), tree)
     return filled
 
 
@@ -133,12 +152,8 @@ def broadcast_parameters(
         >>> sx.train.broadcast_parameters(torch.nn.Linear(2, 1))
     """
     communicator = as_communicator(comm)
-
-    def describe(*, written: bool) -> StateSpec:
-        return module_spec(module, written=written, buffers=broadcast_buffers)
-
     with communicator.phase("filling the parameters"):
-        _fill(communicator, root, describe)
+        _fill(communicator, root, lambda held: held.add_module("", module, buffers=broadcast_buffers), module)
 
 
 @public_call("allreduce_parameters")
@@ -165,25 +180,22 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
     """
     communicator = as_communicator(comm)
 
-    def describe(*, written: bool) -> StateSpec:  # noqa: ARG001 (the mean is written on every rank)
-        spec = module_spec(module, written=True)
-        for name, tensor in spec.tensors.items():
+    def describe(held: _Held) -> None:
+        held.add_module("", module)
+        for name, tensor in held.tensors.items():
             if _is_averaged(tensor) and tensor.itemsize == 1:
                 raise UnsupportedError(f"{tensor.dtype} cannot be averaged", name=name)
-        _check_integer_views(spec.tensors)
-        return spec
+        _check_integer_views(held.tensors)
 
     with communicator.phase("averaging the parameters"):
-        compared = _compare(communicator, 0, describe)
-        exact: list[TensorLike] = []
-        inexact: list[TensorLike] = []
-        for tensor in compared.spec.tensors.values():
-            (inexact if _is_averaged(tensor) else exact).append(tensor)
-        _broadcast(communicator, exact, 0)
-        for window in _windows(inexact):
+        # The mean is written on all ranks.
+        held, _, shares_memory = _compare(communicator, 0, describe, is_written=True)
+        tensors = list(held.tensors.values())
+        broadcast_tensors(communicator, list(itertools.filterfalse(_is_averaged, tensors)), 0)
+        for window in windows(list(filter(_is_averaged, tensors))):
             communicator.all_reduce_multiple(window, "avg")
-        if compared.shares_memory:
-            _check_shared_memory(communicator, list(compared.spec.tensors.items()), 0)
+        if shares_memory:
+            check_shared_memory(communicator, list(held.tensors.items()), 0)
 
 
 def _is_averaged(tensor: TensorLike) -> bool:
@@ -195,60 +207,339 @@ def _check_integer_views(tensors: dict[str, TensorLike]) -> None:
     """Raise UnsupportedError if a tensor to average shares memory with one that becomes rank 0's."""
     named = list(tensors.items())
     for group in overlap_groups(tensors.values()):
-        averaged = [named[number] for number in group if _is_averaged(named[number][1])]
-        copied = [named[number] for number in group if not _is_averaged(named[number][1])]
-        for (name, tensor), (view_name, view) in itertools.product(averaged, copied):
-            if any(overlap_groups([tensor, view])):
+        for (name, tensor), (view_name, view) in itertools.permutations([named[number] for number in group], 2):
+            if _is_averaged(tensor) and not _is_averaged(view) and overlap_groups([tensor, view]):
                 text = f"this tensor cannot be averaged: it shares memory with {view_name}, which would become rank 0's"
                 raise UnsupportedError(f"{text}; clone() one of the two", name=name)
+
+
+# Step 1: what this rank holds
+
+
+class _Entry(NamedTuple):
+    """An entry of what a rank holds: its path, a text for all that is compared, and the kind of a plain value."""
+
+    path: str
+    text: str
+    kind: str | None = None
+
+    def is_like(self, other: _Entry) -> bool:
+        """Whether two ranks hold the same at one path."""
+        if self.kind is None or other.kind is None:
+            return self == other
+        return self.path == other.path and _are_alike(self.kind, other.kind)
+
+
+class _Held:
+    """What a rank holds, by the way in which it is sent.
+
+    Attributes:
+        entries: everything, in an order that all ranks share. Ranks that hold the same have like ones.
+        tensors: the dense tensors by path; tied ones once.
+        values: the plain values by path.
+        objects: the optimizers and other objects with a state, by path.
+        state_tensors: on root, the tensors in the states of the objects.
+    """
+
+    def __init__(self, *, written: bool) -> None:
+        """Make an empty record. `written`: this rank's tensors will be filled, so they must be writable."""
+        self.entries: list[_Entry] = []
+        self.tensors: dict[str, TensorLike] = {}
+        self.values: dict[str, Leaf] = {}
+        self.objects: dict[str, Leaf] = {}
+        self.state_tensors: list[TensorLike] = []
+        self._written = written
+        self._first_paths: dict[Leaf, str] = {}  # of tensors by their memory
+
+    def add_tree(self, tree: Leaf) -> None:
+        """Add everything in `tree`."""
+        placed = nodes(tree)
+        names: dict[int, ParameterName] | None = None
+        for path, _, value, kind, container in placed:
+            if container:
+                self.entries.append(_Entry(path, container))
+            elif isinstance(value, torch.Tensor | np.ndarray):
+                self._add_tensor(path, value)
+            elif isinstance(value, nn.Module):
+                self.add_module(path, value)
+            elif kind == "optimizer":
+                if names is None:
+                    names = parameter_names(placed)
+                self._add_optimizer(path, value, names)
+            # A class may look like torch's modules and be none.
+            elif kind in ("object", "module") and is_stateful(value):
+                self.entries.append(_Entry(path, f"the state of {type_text(value)}"))
+                self.objects[path] = value
+            else:
+                self._add_value(path, value)
+
+    def _add_value(self, path: str, value: Leaf) -> None:
+        kind = _kind_of_value(value)
+        if kind is not None:
+            self.entries.append(_Entry(path, "a value", kind))
+            self.values[path] = value
+            return
+        if isinstance(value, Generator | MappingView):
+            raise InvalidArgumentError(f"{type_text(value)} cannot be filled in place: give a list", name=path)
+        # A number that has no JSON text, as a longdouble, would stay each rank's own without a word.
+        others = (np.flexible, np.object_, np.datetime64, np.timedelta64)
+        if isinstance(value, np.generic) and not isinstance(value, others):
+            raise UnsupportedError(f"a number of dtype {value.dtype} cannot be sent: give float() of it", name=path)
+        check_no_state_in(value, path)
+        self.entries.append(_Entry(path, "an object"))
+
+    def add_module(self, path: str, module: Leaf, *, buffers: bool = True) -> None:
+        """Add the parameters of a module and, if asked, its buffers; raise InvalidArgumentError if it is none."""
+        if not isinstance(module, nn.Module):
+            raise InvalidArgumentError(f"expected a module, not {type(module).__name__}")
+        check_module(module)
+        self.entries.append(_Entry(path, "a module"))
+        named = module_tensors(module, buffers=buffers)
+        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        _check_entries(module, path)
+        for name in sorted(named.keys() - ignored):
+            self._add_tensor(f"{path}.{name}" if path else name, named[name])
+
+    def _add_tensor(self, path: str, value: TensorLike) -> None:
+        tensor = _dense(value, path, written=self._written)
+        key = same_memory(tensor)
+        if key is not None:
+            first = self._first_paths.setdefault(key, path)
+            if first != path:
+                self.entries.append(_Entry(path, f"the same as {first}"))
+                return
+        self.entries.append(_Entry(path, _tensor_text(tensor)))
+        self.tensors[path] = tensor
+
+    def _add_optimizer(self, path: str, optimizer: Optimizer, names: Mapping[int, ParameterName]) -> None:
+        check_optimizer(optimizer, path)
+        labels = iter(names_of_groups(optimizer) or ())
+        groups = optimizer.param_groups
+        self.entries.append(_Entry(path, f"an optimizer {type(optimizer).__name__}"))
+        self.entries.append(_Entry(f"{path}.param_groups", f"list of {len(groups)}"))
+        for number, group in enumerate(groups):
+            params_path = f"{path}.param_groups[{number}].params"
+            self.entries.append(_Entry(params_path, f"list of {len(group['params'])}"))
+            for index, parameter in enumerate(group["params"]):
+                if is_dtensor(parameter):
+                    raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{params_path}[{index}]")
+                # Its state is installed by number: in another order it would be another parameter's.
+                name = str(next(labels, ""))
+                if id(parameter) in names:
+                    name = names[id(parameter)].in_state
+                elif name:
+                    name = bare_name(name)
+                text = f"parameter {name} {_tensor_text(parameter)}"
+                if not name:
+                    text = f"parameter {_tensor_text(parameter)}"
+                self.entries.append(_Entry(f"{params_path}[{index}]", text))
+        self.objects[path] = optimizer
+
+
+def _check_entries(module: Module, path: str) -> None:
+    """Raise UnsupportedError if a module's state dict has tensors that are no parameters or buffers of it."""
+    tensors = {*map(id, module.parameters()), *map(id, module.buffers())}
+    for name, value in model_items(module, keep_vars=True).items():
+        if id(value) in tensors or is_extra_state(name):
+            continue
+        if is_tensor(value) or not is_plain_entry(name, value):
+            raise UnsupportedError(
+                f"the module's state dict has {type_text(value)} here that is no parameter or buffer, as those "
+                "of quantized modules: it cannot be changed in place",
+                name=f"{path}.{name}" if path else name,
+            )
+
+
+def module_tensors(module: Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
+    """Return a module's parameters and, if asked, its buffers, under each of their names. Not collective."""
+    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    if buffers:
+        named.update(module.named_buffers(remove_duplicate=False))
+    return named
+
+
+def _kind_of_value(value: Leaf) -> str | None:
+    """Return the kind of a plain value, which ranks compare; None for anything else."""
+    if value is None:
+        return "None"
+    if values.is_number(value):
+        return "number"
+    if isinstance(value, enum.Enum) and values.has_text(value):
+        return f"enum {type(value).__qualname__}"
+    # Not those of other classes: a rank might not have them.
+    return type(value).__name__ if type(value) in (str, torch.dtype) else None
+
+
+def _dense(value: TensorLike, path: str, *, written: bool) -> TensorLike:
+    """Return the dense memory of a tensor or array, detached; of a replicated DTensor this rank's copy.
+
+    Raises:
+        UnsupportedError: it has no dense memory; the error names `path`.
+        InvalidArgumentError: it is to be `written` and cannot be; the error names `path`.
+    """
+    if isinstance(value, torch.Tensor) and is_dtensor(value):
+        advice = "use save_checkpoint and load_checkpoint for it, or give to_local(), this rank's part"
+        value = replicated_part(value.detach(), path, advice)
+    check_dense(value, path)
+    if written:
+        check_writable(value, path)
+    return np.asarray(value) if isinstance(value, np.ndarray) else value.detach()
+
+
+def _tensor_text(tensor: TensorLike) -> str:
+    """Return kind, dtype, shape and device as text."""
+    if isinstance(tensor, np.ndarray):
+        return f"array {tensor.dtype}{list(tensor.shape)}"
+    text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    # Ranks may use different GPUs, but not one a GPU and one the CPU: what is sent is staged there.
+    return text if tensor.is_cpu else f"{text} on {tensor.device.type}"
+
+
+# Step 1, too: root's values and the states of its objects
+
+
+@dataclass(frozen=True, slots=True)
+class _LeafSpec:
+    """The kind of a leaf without JSON text; of a tensor or array also dtype, shape and device type."""
+
+    kind: Literal["tensor", "array", "object"]
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    device_type: str = "cpu"
+
+    @classmethod
+    def of(cls, tensor: TensorLike, path: str) -> _LeafSpec:
+        """Return the spec of a tensor or array; raise UnsupportedError if numpy has no text for an array's dtype."""
+        if isinstance(tensor, torch.Tensor):
+            return cls("tensor", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
+        dtype = tensor.dtype
+        if np.dtype(dtype.str) == dtype:
+            return cls("array", dtype.str, tensor.shape)
+        # One of ml_dtypes, which numpy writes as bytes.
+        if dtype.name in DTYPE_NAMES and dtype.isnative:
+            return cls("array", DTYPE_NAMES[dtype.name], tensor.shape)
+        raise UnsupportedError(f"arrays of {dtype} cannot be sent in the state of an object", name=path)
+
+    def tensor_for(self, live: Leaf, like: torch.Tensor | None, device: torch.device) -> TensorLike:
+        """Return `live` if it is such a tensor or array on `device`, else a new one, where possible like `like`."""
+        if self.kind == "array":
+            array_dtype = numpy_dtype(self.dtype) if self.dtype in ITEMSIZE else np.dtype(self.dtype)
+            if isinstance(live, np.ndarray) and live.dtype == array_dtype and live.shape == self.shape:
+                return live
+            return np.empty(self.shape, array_dtype)
+        dtype = getattr(torch, self.dtype)
+        here = (dtype, self.shape, device)
+        if isinstance(live, torch.Tensor) and (live.dtype, tuple(live.shape), live.device) == here:
+            return live
+        # With the strides of the parameter, as those that the optimizer itself would make.
+        if like is not None and (tuple(like.shape), like.device) == (self.shape, device):
+            return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return torch.empty(self.shape, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A value of root: its JSON text, the specs of the leaves that have none, and the names of the types in it.
+
+    In the text the number of its spec stands for a leaf. The bytes of tensors are sent by themselves, in the order of
+    their specs. Of an object that cannot be sent each rank keeps its own. Types are those of dataclasses, namedtuples
+    and enums, which a rank must have to decode the text. ``{"step": 3, "exp_avg": <a tensor>}`` becomes
+    ``{"step":3,"exp_avg":{"$":"leaf","name":"0"}}``.
+    """
+
+    text: str
+    leaves: Sequence[_LeafSpec]
+    types: Sequence[str]
+
+
+def _encode(value: Leaf, path: str, tensors: list[TensorLike]) -> _Part:
+    """Encode root's value at a path, and add the tensors in it to `tensors`."""
+    leaves: list[_LeafSpec] = []
+    # By identity: a leaf that occurs twice is sent once. The leaf is kept, so that no other one gets its identity.
+    names: dict[int, tuple[str, Leaf]] = {}
+
+    def keep(leaf: Leaf, inner: str) -> str | None:
+        if type(leaf) in _PLAIN_TYPES:
+            return None
+        if id(leaf) in names:
+            return names[id(leaf)][0]
+        if isinstance(leaf, torch.Tensor | np.ndarray):
+            tensor = _dense(leaf, path + inner, written=False)
+            tensors.append(tensor)
+            leaves.append(_LeafSpec.of(tensor, path + inner))
+        elif _kind_of_value(leaf) is not None or _is_container(leaf):
+            return None
+        else:
+            check_no_state_in(leaf, path + inner)
+            leaves.append(_LeafSpec("object"))
+        names[id(leaf)] = str(len(names)), leaf
+        return names[id(leaf)][0]
+
+    text = values.encode(value, keep, leaves_anywhere=False)
+    return _Part(text, leaves, list(values.types_of(value)))
+
+
+def _is_container(value: Leaf) -> bool:
+    if dataclasses.is_dataclass(value):
+        return not isinstance(value, type)
+    return isinstance(value, Mapping) or hasattr(value, "_fields")
+
+
+def _state_of(value: Leaf, path: str) -> Leaf:
+    """Return an optimizer's state, by the numbers of its parameters, or the state dict of another object."""
+    if is_optimizer(value):
+        return state_of_optimizer(value, path)
+    return value.state_dict()
 
 
 # Steps 1 and 2: compare
 
 
 @dataclass(frozen=True, slots=True)
-class _Compared:
-    """This rank's spec, alike on all ranks, and root's payload; on root also the payload's tensors.
-
-    `shares_memory`: whether tensors of a spec, on any rank, share memory.
-    """
-
-    spec: StateSpec
-    payload: Payload | None
-    payload_tensors: Sequence[TensorLike]
-    shares_memory: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Note:
-    """A rank's message in step 1: its `root` argument, what it holds, and from root also the payload.
+    """A rank's message in step 1: its `root` argument, what it holds, and from root its values and states.
 
     `shares_memory`: whether tensors share memory.
     """
 
     root: int
     digest: str
-    kinds: Sequence[str | None]
+    kinds: Sequence[str]
     shares_memory: bool
-    payload: Payload | None = None
+    parts: Sequence[_Part] = ()
 
     def agrees_with(self, other: _Note) -> bool:
         """Whether two ranks hold the same, where the plain value None matches one of any kind."""
         return self.digest == other.digest and all(map(_are_alike, self.kinds, other.kinds))
 
 
-def _compare(comm: Communicator, root: int, describe: Describe) -> _Compared:
-    """Describe what this rank holds; return it and root's payload if all ranks hold the same. Collective."""
-    spec, note, payload = StateSpec(written=False), None, None
-    tensors: list[TensorLike] = []
+def _compare(
+    comm: Communicator, root: int, describe: Describe, *, is_written: bool = False
+) -> tuple[_Held, Sequence[_Part], bool]:
+    """Return what this rank holds, root's parts, and whether tensors of any rank share memory. Collective.
+
+    `describe` adds to what this rank holds. `is_written`: also root's tensors will be filled.
+
+    Raises:
+        MismatchError: not all ranks hold the same.
+    """
+    held, note = _Held(written=is_written or comm.rank != root), None
     failure: Exception | None = None
     try:
         comm.check_root(root)
-        spec = describe(written=comm.rank != root)
+        describe(held)
+        parts = []
         if comm.rank == root:
-            payload, tensors = encode_payload(spec)
-        shares_memory = any(overlap_groups(spec.tensors.values()))
-        note = _Note(root, spec.digest, spec.kinds, shares_memory, payload)
+            parts.append(_encode(held.values, "", held.state_tensors))
+            for path, value in held.objects.items():
+                parts.append(_encode(_state_of(value, path), path, held.state_tensors))
+        lines, kinds = [], []
+        for path, text, kind in held.entries:
+            lines.append(f"{path}\t{text}")
+            if kind is not None:
+                kinds.append(kind)
+        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+        note = _Note(root, digest, kinds, bool(overlap_groups(held.tensors.values())), parts)
     except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
         failure = error
     notes = agree(comm, failure, "describing what it holds", note, _Note)
@@ -256,262 +547,192 @@ def _compare(comm: Communicator, root: int, describe: Describe) -> _Compared:
     if len(set(roots)) > 1:
         raise MismatchError(f"ranks passed different roots: {', '.join(map(str, roots))}")
     different = [rank for rank, theirs in enumerate(notes) if not theirs.agrees_with(notes[root])]
+    # Nearly always none: only then are whole descriptions sent.
     if different:
-        details = spec.details()
-        root_details = from_root(comm, details, list[EntryDetail], "what it holds", root)
-        failure = None
+        entries = []
+        for path, text, kind in held.entries:
+            shown = text if kind is None else f"{text}, {excerpt(held.values[path], 60)}"
+            entries.append(_Entry(path, shown, kind))
+        root_entries = from_root(comm, entries, list[_Entry], "what it holds", root)
         if comm.rank in different:
-            failure = _difference(details, root_details, comm.rank, root, different)
+            failure = _difference(entries, root_entries, comm.rank, root, different)
         comm.agree(failure, phase="comparing what ranks hold")
-    return _Compared(spec, notes[root].payload, tensors, any(theirs.shares_memory for theirs in notes))
+    return held, notes[root].parts, True in [theirs.shares_memory for theirs in notes]
 
 
-def _are_alike(kind: str | None, other: str | None) -> bool:
+def _are_alike(kind: str, other: str) -> bool:
     """Whether values of these kinds may stand for each other."""
     return kind == other or "None" in (kind, other)
 
 
 def _difference(
-    ours: Sequence[EntryDetail], theirs: Sequence[EntryDetail], rank: int, root: int, different: Sequence[int]
+    entries: Sequence[_Entry], root_entries: Sequence[_Entry], rank: int, root: int, different: Sequence[int]
 ) -> MismatchError:
     """Return the error that shows root's entry and this rank's at the first path where they differ."""
-    nothing = EntryDetail(None, "", None, "nothing")
-    own_entry = root_entry = nothing
-    for own_entry, root_entry in itertools.zip_longest(ours, theirs, fillvalue=nothing):
-        is_same = own_entry.path == root_entry.path and own_entry.entry == root_entry.entry
-        if not is_same or not _are_alike(own_entry.kind, root_entry.kind):
+    nothing = _Entry("(nothing)", "nothing")
+    live = expected = nothing
+    for live, expected in itertools.zip_longest(entries, root_entries, fillvalue=nothing):
+        if not live.is_like(expected):
             break
-    if own_entry.path != root_entry.path:  # one side lacks the path that the other has here
-        own_paths = {detail.path for detail in ours}
-        if root_entry is nothing or root_entry.path in own_paths:
-            root_entry = nothing
+    path = expected.path
+    if live.path != path:  # one side lacks the path that the other has here
+        if path in [nothing.path, *[entry.path for entry in entries]]:
+            expected, path = nothing, live.path
         else:
-            own_entry = nothing
-    path = own_entry.path if root_entry is nothing else root_entry.path
+            live = nothing
     return MismatchError(
-        f"not all ranks hold what root, rank {root}, holds (different on: {_listed(different)})",
+        f"not all ranks hold what root, rank {root}, holds (different on: {shortened(different)})",
         rank=rank,
         name=path or "(the whole)",
-        expected=f"{root_entry.text} (rank {root})",
-        found=f"{own_entry.text} (rank {rank})",
+        expected=f"{expected.text} (rank {root})",
+        found=f"{live.text} (rank {rank})",
     )
 
 
-def _listed(items: Sequence[object]) -> str:
-    """Return the first items as text."""
-    return ", ".join(map(str, items[:_MAX_SHOWN])) + (", ..." if len(items) > _MAX_SHOWN else "")
+# Steps 3 to 6: read root's parts, move tensors, and install
 
 
-# Steps 3 to 6: read the payload, move tensors, and check those that share memory
-
-
-@dataclass(slots=True)
-class _Changes:
-    """The changes that a payload requires: tensors to fill after those of the spec, callbacks, and new values.
-
-    Each tensor is paired with its path.
-    """
-
-    tensors: list[tuple[str, TensorLike]]
-    callbacks: list[Callable[[], None]]
-    values: dict[str, Any]
-
-
-def _fill(
-    comm: Communicator, root: int, describe: Describe, check: Callable[[Mapping[str, Any]], None] = lambda _: None
-) -> dict[str, Any]:
-    """Give this rank root's tensors and states; return the values that differ here, by path. Collective.
-
-    `check` is given these values before anything changes.
-    """
-    compared = _compare(comm, root, describe)
-    changes = _Changes([("", tensor) for tensor in compared.payload_tensors], [], {})  # root names none of them
+def _fill(comm: Communicator, root: int, describe: Describe, tree: Leaf) -> Leaf:
+    """Give this rank root's tensors, states and values; return what replaces `tree`. Collective."""
+    held, parts, shares_memory = _compare(comm, root, describe)
+    tensors = list(held.tensors.items())
+    callbacks: list[Callable[[], object]] = []
     with comm.phase("reading what root sent"):
-        if comm.rank != root:
-            changes = _read(compared, comm.device)
-            check(changes.values)
-    named = [*compared.spec.tensors.items(), *changes.tensors]
-    _broadcast(comm, [tensor for _, tensor in named], root)
-    if compared.shares_memory or changes.tensors:  # the same on all ranks
-        _check_shared_memory(comm, named, root)
-    for callback in changes.callbacks:
-        callback()
-    return changes.values
-
-
-def _read(compared: _Compared, device: torch.device) -> _Changes:
-    """Read root's payload on another rank. Nothing of the tree changes yet."""
-    spec = compared.spec
-    payload = compared.payload
-    assert payload is not None  # root has agreed with this rank
-    decoded = PayloadReader(payload.plain, spec.values, "", device).decoded
-    values = {path: value for path, value in decoded.items() if not is_same(value, spec.values[path])}
-    changes = _Changes([], [], values)
-    for path, obj in spec.stateful.items():
-        own = state_of(obj, path)
-        reader = PayloadReader(payload.states[path], own, path, device)
-        changes.callbacks.append(install_callback(obj, own, reader))
-        changes.tensors += reader.tensors
-    return changes
-
-
-def _broadcast(comm: Communicator, tensors: Sequence[TensorLike], root: int) -> None:
-    """Copy root's bytes into every rank's tensors. Collective; shapes, dtypes and kinds of device are alike."""
-    if comm.world_size == 1:
-        return
-    for window in _windows(tensors):
-        in_place = _contiguous_bytes(window[0]) if len(window) == 1 else None
-        if in_place is not None:
-            comm.broadcast(in_place, root=root)
-            continue
-        staging = _Staging(window)
         if comm.rank == root:
-            staging.copy_in()
-        comm.broadcast(staging.flat, root=root)
-        if comm.rank != root:
-            staging.copy_out()
+            # Root names none of them: it is the others' state that may share memory.
+            tensors += [("", tensor) for tensor in held.state_tensors]
+        else:
+            new_values = {}
+            for path, value in _PartReader(parts[0], held.values, "", comm.device).decoded.items():
+                # By type and text: -0.0 is another number than 0.0.
+                if not values.is_same(value, held.values[path]):
+                    new_values[path] = value
+            for (path, value), part in zip(held.objects.items(), parts[1:], strict=True):
+                callback, state_tensors = _installation(value, path, part, comm.device)
+                callbacks.append(callback)
+                tensors += state_tensors
+            tree = replaced(tree, new_values, callbacks)
+    if comm.world_size > 1:
+        broadcast_tensors(comm, [tensor for _, tensor in tensors], root)
+        if shares_memory or len(tensors) > len(held.tensors):  # the same on all ranks
+            check_shared_memory(comm, tensors, root)
+    # After all that can fail: until here an error leaves states and values as they were.
+    for callback in callbacks:
+        callback()
+    return tree
 
 
-def _check_shared_memory(comm: Communicator, named: Sequence[tuple[str, TensorLike]], root: int) -> None:
-    """Raise MismatchError if tensors that share memory, on any rank, do not have root's values. Collective."""
-    if comm.world_size == 1:
-        return
-    tensors = [tensor for _, tensor in named]
-    sharing = {*itertools.chain.from_iterable(overlap_groups(tensors))}
-    is_checked = np.zeros(len(tensors), np.uint8)
-    is_checked[list(sharing)] = 1
-    comm.all_reduce(is_checked, "max")
-    numbers = np.flatnonzero(is_checked)
-    if not len(numbers):
-        return
-    own = np.frombuffer(b"".join(_digest(tensors[number]) for number in numbers), np.uint8).reshape(-1, _DIGEST_BYTES)
-    differs = np.any(own != comm.broadcast(own.copy(), root=root), axis=1)
-    wrong = [int(number) for number in numbers[differs]]
-    note = [wrong[0], wrong[0] in sharing] if wrong else None
-    notes = comm.agree(phase="comparing tensors that share memory", note=note)
-    first = min((note[0] for note in notes if note is not None), default=None)
-    sharing_ranks = [rank for rank, note in enumerate(notes) if note == [first, True]]
-    failure = None
-    if first is not None and comm.rank == (sharing_ranks[0] if sharing_ranks else root):
-        failure = _sharing_error(comm.rank, named, first)
-    comm.agree(failure, phase="naming tensors that share memory")
+def _installation(
+    value: Leaf, path: str, part: _Part, device: torch.device
+) -> tuple[Callable[[], object], list[tuple[str, TensorLike]]]:
+    """Return a callback that installs root's state in an object, and the tensors in it, which are filled before."""
+    live = _state_of(value, path)
+    reader = _PartReader(part, live, path, device)
+    if is_optimizer(value):
+        return _optimizer_callback(value, live, reader), reader.tensors
+    new = reader.fill(reader.decoded, live)
+    return functools.partial(load_object, value, value.load_state_dict, new, path, " on root"), reader.tensors
 
 
-def _sharing_error(rank: int, named: Sequence[tuple[str, TensorLike]], number: int) -> MismatchError:
-    """Return the error of a rank on which tensor `number` shares memory with others."""
-    name, tensor = named[number]
-    others = [path for path, other in named if other is not tensor and any(overlap_groups([tensor, other]))]
-    if others:
-        text = (
-            f"on rank {rank} this tensor shares memory with {'one of ' if len(others) > 1 else ''}{_listed(others)}, "
-            f"but other ranks have different values for the two: clone() one of them on rank {rank}, or let them share "
-            "memory on all ranks"
-        )
-    else:
-        text = "ranks have different values for this tensor: it was changed during the call"
-    return MismatchError(text, rank=rank, name=name or "(the whole)")
+class _PartReader:
+    """Reads one part of root's on a rank that has `live` in the same place.
+
+    `path` is that of the part, and `decoded` the decoded text with a spec for each leaf. `fill` replaces the specs in
+    `decoded`, or in a part of it. Then `tensors` are the tensors and arrays into which root's bytes are to be copied.
+    """
+
+    def __init__(self, part: _Part, live: Leaf, path: str, device: torch.device) -> None:
+        self.path = path
+        self._device = device
+        self._leaves = part.leaves
+        self._tensors: dict[int, tuple[str, TensorLike]] = {}  # with their paths, by the identity of their specs
+        # The memory of live tensors that are filled already; None stands for memory that cannot be identified.
+        self._used: set[Leaf] = {None}
+        placeholders = dict(zip(map(str, itertools.count()), part.leaves, strict=False))
+        self.decoded = values.decode(part.text, types=values.types_of(live), leaves=placeholders)
+        unknown = set(part.types) - values.types_of(self.decoded).keys()
+        if unknown:
+            raise UnsupportedError(
+                f"root holds a {min(unknown)}, which this rank does not know: give it to register_config", name=path
+            )
+
+    @property
+    def tensors(self) -> list[tuple[str, TensorLike]]:
+        """The tensors to be filled with their paths, in root's order."""
+        named = []
+        for spec in self._leaves:
+            if spec.kind != "object":
+                path, tensor = self._tensors[id(spec)]
+                named.append((path, _dense(tensor, path, written=True)))
+        return named
+
+    def fill(self, decoded: Leaf, live: Leaf, step: str = "", like: torch.Tensor | None = None) -> Leaf:
+        """Replace specs: by the live tensor or object in the same place if it fits, else by a new tensor.
+
+        `step` leads from the whole part to `decoded`. New tensors are on the device of the parameter `like` and have
+        its strides where they have its shape.
+        """
+        return with_types_of(live, self._filled(decoded, live, "", step, like))
+
+    def _filled(self, decoded: Leaf, live: Leaf, path: str, step: str, like: torch.Tensor | None) -> Leaf:
+        # First, as a spec is a dataclass, too.
+        if isinstance(decoded, _LeafSpec):
+            return self._leaf(decoded, live, path, step, like)
+        # By the steps, as a mapping that was decoded may have other keys of the same text.
+        live_items = {inner: child for inner, _, child in steps(live, path)}
+        changed = {}
+        for inner, key, child in steps(decoded, path):
+            new = self._filled(child, live_items.get(inner, _NOTHING), path_to(path, inner), step, like)
+            if new is not child:
+                changed[key] = new
+        return with_children(decoded, changed) if changed else decoded
+
+    def _leaf(self, spec: _LeafSpec, live: Leaf, path: str, step: str, like: torch.Tensor | None) -> Leaf:
+        if spec.kind == "object":
+            if live is _NOTHING or children(live) is not None:
+                raise UnsupportedError(
+                    f"root has an object at {path} that cannot be sent, and this rank has none there", name=self.path
+                )
+            return live
+        if id(spec) not in self._tensors:
+            device = self._device if like is None else like.device
+            if spec.kind == "tensor" and spec.device_type == "cpu":
+                device = torch.device("cpu")
+            tensor = spec.tensor_for(live, like, device)
+            if tensor is live:
+                # Filled twice, it would have the second one's values at both places.
+                key = same_memory(live)
+                if key in self._used:
+                    tensor = spec.tensor_for(None, like, device)
+                self._used.add(key)
+            joint = "" if path[:1] in ("", "[") else "."
+            self._tensors[id(spec)] = f"{self.path}{step}{joint}{path}".removeprefix("."), tensor
+        return self._tensors[id(spec)][1]
 
 
-def _digest(tensor: TensorLike) -> bytes:
-    """Return the digest of a tensor's values, `_DIGEST_BYTES` long."""
-    hasher = xxhash.xxh3_128()
-    for piece in _pieces(tensor):
-        staging = _Staging([piece])
-        staging.flat.zero_()  # the padding of numpy's structured dtypes is not copied
-        staging.copy_in()
-        hasher.update(staging.flat.cpu().numpy().data)
-    return hasher.digest()
+def _optimizer_callback(optimizer: Optimizer, live: Mapping[str, Leaf], reader: _PartReader) -> Callable[[], None]:
+    """Return a callback that installs root's state in an optimizer, whose present state is `live`.
 
-
-def _windows(tensors: Sequence[TensorLike]) -> Iterator[list[TensorLike]]:
-    """Cut tensors into windows, one message each, by shapes and dtypes alone: strides may differ between ranks."""
-    by_device: dict[str, list[TensorLike]] = {}
-    for tensor in tensors:
-        by_device.setdefault(device_type_of(tensor), []).append(tensor)
-    for kind in sorted(by_device):
-        window: list[TensorLike] = []
-        nbytes = 0
-        for piece in itertools.chain.from_iterable(map(_pieces, by_device[kind])):
-            if piece.nbytes >= _ALONE_BYTES:
-                yield [piece]
-                continue
-            if nbytes + piece.nbytes > _WINDOW_BYTES:
-                yield window
-                window, nbytes = [], 0
-            window.append(piece)
-            nbytes += _aligned(piece.nbytes)
-        if window:
-            yield window
-
-
-def _pieces(tensor: TensorLike) -> Iterator[TensorLike]:
-    """Cut a tensor along its first dims into pieces of at most a window; an empty one has no piece."""
-    if tensor.nbytes <= _WINDOW_BYTES:
-        if tensor.nbytes:
-            yield tensor
-        return
-    rows = len(tensor) * _WINDOW_BYTES // tensor.nbytes
-    if rows:
-        for first in range(0, len(tensor), rows):
-            yield tensor[first : first + rows]
-    else:  # a single row is larger than a window
-        for row in tensor:
-            yield from _pieces(row)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-
-def _contiguous_bytes(piece: TensorLike) -> torch.Tensor | None:
-    """Return the bytes of `piece` in place; None if they do not lie in C order, or cannot be written."""
-    if isinstance(piece, np.ndarray):
-        in_order = piece.flags.c_contiguous and piece.flags.writeable
-        return torch.from_numpy(piece.reshape(-1).view(np.uint8)) if in_order else None
-    if not piece.is_contiguous() or piece.is_conj() or piece.is_neg():
-        return None
-    # A single element counts as contiguous whatever its stride, which `view` refuses.
-    return piece.detach().as_strided((piece.numel(),), (1,)).view(torch.uint8)
-
-
-class _Staging:
-    """A staging buffer for the pieces of a window: `flat`, of which each piece has a part."""
-
-    def __init__(self, window: Sequence[TensorLike]) -> None:
-        begins = [0, *itertools.accumulate(_aligned(piece.nbytes) for piece in window)]
-        device = "cpu" if isinstance(window[0], np.ndarray) else window[0].device
-        self.flat = torch.empty(begins[len(window) - 1] + window[-1].nbytes, dtype=torch.uint8, device=device)
-        self._window = window
-        self._parts = [self.flat[begin : begin + p.nbytes] for begin, p in zip(begins, window, strict=False)]
-
-    def copy_in(self) -> None:
-        """Copy the pieces into the buffer."""
-        for piece, part in zip(self._window, self._parts, strict=True):
-            if isinstance(piece, np.ndarray):
-                np.copyto(_as_array(part, piece), piece)
-            else:
-                own, staged = _same_view(piece, part)
-                staged.copy_(own)
-
-    def copy_out(self) -> None:
-        """Copy the buffer into the pieces."""
-        for piece, part in zip(self._window, self._parts, strict=True):
-            if isinstance(piece, np.ndarray):
-                np.copyto(piece, _as_array(part, piece))
-            else:
-                own, staged = _same_view(piece, part)
-                own.copy_(staged)
-
-
-def _as_array(part: torch.Tensor, piece: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return a part of the buffer as an array like `piece`."""
-    staged: np.ndarray[Any, Any] = part.numpy().view(piece.dtype)
-    return staged.reshape(piece.shape)
-
-
-def _same_view(piece: torch.Tensor, part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a piece and its part of the buffer with one dtype and shape: as bytes if the piece lies in C order."""
-    in_place = _contiguous_bytes(piece)
-    if in_place is not None:
-        return in_place, part
-    return piece, part.view(piece.dtype).view(piece.shape)
+    Call it once the reader's tensors are filled.
+    """
+    decoded, parameters = reader.decoded, parameters_of(optimizer)
+    groups = []
+    for number, (group, live_group) in enumerate(zip(decoded["param_groups"], live["param_groups"], strict=True)):
+        like = next(iter(optimizer.param_groups[number]["params"]), None)
+        groups.append(reader.fill(group, live_group, f".param_groups[{number}]", like))
+    state: dict[Leaf, Leaf] = {}
+    for number, entries in decoded["state"].items():
+        parameter = parameters[number]
+        live_entries = live["state"].get(number, {})
+        state[parameter] = reader.fill(entries, live_entries, f".state[{number}]", parameter)
+    for key, entries in decoded["shared"].items():
+        state[key] = reader.fill(entries, live["shared"].get(key, {}), f".state[{key!r}]")
+    dropped = [key for key in optimizer.state if key not in state]
+    differing = decoded["more"].keys() ^ live["more"].keys()
+    if differing:
+        text = f"only one of root's state dict and this rank's has the entry {min(map(str, differing))!r}"
+        raise UnsupportedError(text, name=reader.path)
+    more = {}
+    for key, entries in decoded["more"].items():
+        more[key] = reader.fill(entries, live["more"].get(key), f".{key}")
+    return functools.partial(install_optimizer, optimizer, groups, state, dropped, more)

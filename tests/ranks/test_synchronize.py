@@ -20,7 +20,7 @@ from torch import nn
 
 import statexchange as sx
 from statexchange.testing import run_ranks
-from statexchange.train import synchronize as synchronize_module
+from statexchange.train import windows as windows_module
 from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters, synchronize
 
 WORLDS = (1, 2, 3, 4)
@@ -211,8 +211,8 @@ def odd_tensors(rank: int) -> dict[str, torch.Tensor]:
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("limits", [(64 << 20, 1 << 20), (64, 1), (64, 48)], ids=str)
 def test_any_dense_tensor_gets_roots_values_in_place(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", limits[0])
-    monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", limits[1])
+    monkeypatch.setattr(windows_module, "_WINDOW_BYTES", limits[0])
+    monkeypatch.setattr(windows_module, "_ALONE_BYTES", limits[1])
     rank = rank_and_size()[0]
     tensors, wanted = odd_tensors(rank), odd_tensors(0)
     before = dict(tensors)
@@ -254,8 +254,8 @@ def odd_arrays(rank: int) -> dict[str, Any]:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("limits", [(64 << 20, 1 << 20), (16, 1)], ids=str)
 def test_any_array_gets_roots_values_in_place(limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", limits[0])
-    monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", limits[1])
+    monkeypatch.setattr(windows_module, "_WINDOW_BYTES", limits[0])
+    monkeypatch.setattr(windows_module, "_ALONE_BYTES", limits[1])
     arrays, wanted = odd_arrays(rank_and_size()[0]), odd_arrays(0)
     if rank_and_size()[0] == 0:
         arrays["plain"].flags.writeable = False  # those of root are only read
@@ -285,15 +285,13 @@ def test_a_tensor_in_two_places_is_sent_once() -> None:
 
 
 def test_windows_depend_on_shapes_only_and_stay_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", 256)
-    monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", 100)
+    monkeypatch.setattr(windows_module, "_WINDOW_BYTES", 256)
+    monkeypatch.setattr(windows_module, "_ALONE_BYTES", 100)
     shapes = [(3,), (100,), (1, 300), (7, 5, 9), (2, 2), (0, 4), (), (25,), (24,), (26,)] + [(5,)] * 40
     plain = [torch.zeros(shape) for shape in shapes]
     strided = [torch.zeros([*shape, 2])[..., 0] for shape in shapes]
-    windows = list(synchronize_module._windows(plain))
-    assert [[p.shape for p in w] for w in windows] == [
-        [p.shape for p in w] for w in synchronize_module._windows(strided)
-    ]
+    windows = list(windows_module.windows(plain))
+    assert [[p.shape for p in w] for w in windows] == [[p.shape for p in w] for w in windows_module.windows(strided)]
     assert all(sum(piece.nbytes for piece in window) <= 256 for window in windows)
     for window in windows:
         for piece in window:
@@ -559,8 +557,8 @@ def test_allreduce_parameters_averages_and_takes_integers_from_rank_0() -> None:
 
 @pytest.mark.ranks(2)
 def test_averages_are_cut_into_windows_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synchronize_module, "_WINDOW_BYTES", 64)
-    monkeypatch.setattr(synchronize_module, "_ALONE_BYTES", 16)
+    monkeypatch.setattr(windows_module, "_WINDOW_BYTES", 64)
+    monkeypatch.setattr(windows_module, "_ALONE_BYTES", 16)
     model = nn.Linear(50, 7)
     nn.init.constant_(model.weight, 1.0 + rank_and_size()[0])
     model.weight.data = model.weight.data.t().contiguous().t()

@@ -32,9 +32,8 @@ from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpe
 from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipt, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import describe
-from statexchange.state.payload import Payload, PayloadPart, _LeafSpec
 from statexchange.storage.save_directory import SaveManifest
-from statexchange.train.synchronize import _Note
+from statexchange.train import synchronize
 
 LAYOUT = {
     "cut": {"dim": 1, "blocks": [1, 1]},
@@ -67,8 +66,8 @@ TENSORS_METADATA = (
     _TensorMetadata("tied", "F32", (2, 3), "parameter", requires_grad=True, alias="w", offset=64),
 )
 SUMS = ValueSums(1, math.inf, [0.5, 1.0, math.inf, 0.0], (1, 2), [0, 1], has_number=True)
-LEAVES = (_LeafSpec("tensor", "float32", (2, 3)), _LeafSpec("object"))
-PAYLOAD = Payload(PayloadPart("{}", LEAVES, ("T",)), {"model": PayloadPart("", (), ())})
+LEAVES = (synchronize._LeafSpec("tensor", "float32", (2, 3)), synchronize._LeafSpec("object"))
+ROOT_PARTS = (synchronize._Part("{}", LEAVES, ("T",)), synchronize._Part("", (), ()))
 MANIFEST = SaveManifest("0123456789abcdef", "job", 1.5, (10, 20), 7, {"loss": 1, "accuracy": 0.5})
 CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     (metadata(), RankMetadata, RankMetadata.check),
@@ -100,7 +99,11 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     ([KnownConfig("config.json", {"layers": 2, "names": ["a"]})], list[KnownConfig], None),
     ((b"\0header", b""), tuple[bytes, ...], None),
     (None, tuple[bytes, int, int] | None, None),
-    (_Note(0, "digest", ("a", None), shares_memory=False, payload=PAYLOAD), _Note, None),
+    (
+        synchronize._Note(0, "digest", ("a", "None"), shares_memory=False, parts=ROOT_PARTS),
+        synchronize._Note,
+        None,
+    ),
 ]
 IDS = [getattr(kind, "__name__", str(kind)) for _, kind, _ in CASES]
 WRONG: list[Any] = [None, True, -1, 1.5, 1 << 70, 10**400, "", "x", [], [1], [[1, 2]], {}, {"a": 1}]

@@ -47,7 +47,7 @@ CEILINGS = {
     "save": Walk(38, 1180, 180, 6),
     "export": Walk(51, 880, 68, 1),
     "merge": Walk(38, 1000, 165, 0),
-    "synchronize": Walk(18, 520, 60, 2),
+    "synchronize": Walk(14, 270, 40, 1),
 }
 
 # Run by a fresh interpreter, so that neither pytest's plugins nor plans that are remembered count.

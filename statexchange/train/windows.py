@@ -1,0 +1,205 @@
+"""Copy root's bytes into the tensors of all ranks, in windows of a bounded size, and check those that share memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import xxhash
+
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import MismatchError
+from statexchange.tensors import TensorLike, overlap_groups
+
+__all__ = ["broadcast_tensors", "check_shared_memory", "shortened", "windows"]
+
+_WINDOW_BYTES = 64 << 20  # the largest message, and so the largest copy
+_ALONE_BYTES = 1 << 20  # a tensor of this size or more is sent by itself, without a copy
+_ALIGN_BYTES = 16  # the largest itemsize: any dtype may begin at a multiple of it
+_MAX_SHOWN = 8  # ranks or tensors in a message
+_DIGEST_BYTES = 16
+
+
+def broadcast_tensors(comm: Communicator, tensors: Sequence[TensorLike], root: int) -> None:
+    """Copy root's bytes into every rank's tensors. Collective; shapes, dtypes and kinds of device are alike."""
+    for window in windows(tensors):
+        in_place = _contiguous_bytes(window[0])
+        # A rank may send from, or receive into, the tensor itself where others need a buffer.
+        if len(window) == 1 and in_place is not None:
+            comm.broadcast(in_place, root=root)
+            continue
+        flat, pieces, parts = _staged(window)
+        if comm.rank == root:
+            _copy(pieces, parts)
+        comm.broadcast(flat, root=root)
+        if comm.rank != root:
+            _copy(parts, pieces)
+
+
+def windows(tensors: Sequence[TensorLike]) -> Iterator[list[TensorLike]]:
+    """Cut tensors into windows, one message each, by shapes and dtypes alone: strides may differ between ranks."""
+    by_device: dict[str, list[TensorLike]] = {}
+    for tensor in tensors:
+        by_device.setdefault(_device_of(tensor).type, []).append(tensor)
+    # Sorted, as ranks send their tensors in one order, whichever device each had first.
+    for kind in sorted(by_device):
+        window: list[TensorLike] = []
+        nbytes = 0
+        for piece in itertools.chain.from_iterable(map(_pieces, by_device[kind])):
+            if piece.nbytes >= _ALONE_BYTES:
+                yield [piece]
+                continue
+            if nbytes + piece.nbytes > _WINDOW_BYTES:
+                yield window
+                window, nbytes = [], 0
+            window.append(piece)
+            nbytes += _aligned(piece.nbytes)
+        if window:
+            yield window
+
+
+def _pieces(tensor: TensorLike) -> Iterator[TensorLike]:
+    """Cut a tensor along its first dims into pieces of at most a window; an empty one has no piece."""
+    if tensor.nbytes <= _WINDOW_BYTES:
+        if tensor.nbytes:
+            yield tensor
+        return
+    rows = len(tensor) * _WINDOW_BYTES // tensor.nbytes
+    if rows:
+        for first in range(0, len(tensor), rows):
+            yield tensor[first : first + rows]
+        return
+    # A single row is larger than a window.
+    for row in tensor:
+        yield from _pieces(row)
+
+
+def _device_of(tensor: TensorLike) -> torch.device:
+    return torch.device("cpu") if isinstance(tensor, np.ndarray) else tensor.device
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+
+def _contiguous_bytes(piece: TensorLike) -> torch.Tensor | None:
+    """Return the bytes of `piece` in place; None if they do not lie in C order, or cannot be written."""
+    if isinstance(piece, np.ndarray):
+        if not piece.flags.c_contiguous or not piece.flags.writeable:
+            return None
+        return torch.from_numpy(piece.reshape(-1).view(np.uint8))
+    if not piece.is_contiguous() or piece.is_conj() or piece.is_neg():
+        return None
+    # A single element counts as contiguous whatever its stride, which `view` refuses.
+    return piece.detach().as_strided((piece.numel(),), (1,)).view(torch.uint8)
+
+
+def _staged(window: Sequence[TensorLike]) -> tuple[torch.Tensor, list[TensorLike], list[TensorLike]]:
+    """Return a staging buffer for the pieces of a window; the pieces, and their parts of the buffer, as alike tensors.
+
+    Tensors are bytes where the piece lies in C order: torch has no copy for some dtypes.
+    """
+    begins = []
+    end = 0
+    for piece in window:
+        begins.append(_aligned(end))
+        # No padding at the end: another rank may send a single piece in place, without this buffer.
+        end = begins[-1] + piece.nbytes
+    flat = torch.empty(end, dtype=torch.uint8, device=_device_of(window[0]))
+    pieces: list[TensorLike] = []
+    parts: list[TensorLike] = []
+    for begin, piece in zip(begins, window, strict=True):
+        part = flat[begin : begin + piece.nbytes]
+        in_place = _contiguous_bytes(piece)
+        if isinstance(piece, np.ndarray):
+            pieces.append(piece)
+            parts.append(part.numpy().view(piece.dtype).reshape(piece.shape))
+        elif in_place is None:
+            pieces.append(piece)
+            parts.append(part.view(piece.dtype).view(piece.shape))
+        else:
+            pieces.append(in_place)
+            parts.append(part)
+    return flat, pieces, parts
+
+
+def _copy(sources: Sequence[TensorLike], targets: Sequence[TensorLike]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        if isinstance(target, np.ndarray):
+            np.copyto(target, np.asarray(source))
+        else:
+            target.copy_(torch.as_tensor(source))
+
+
+# Tensors that share memory
+
+
+def check_shared_memory(comm: Communicator, named: Sequence[tuple[str, TensorLike]], root: int) -> None:
+    """Raise MismatchError if tensors that share memory, on any rank, do not have root's values. Collective."""
+    _, tensors = zip(*named, strict=True)
+    sharing = {*itertools.chain.from_iterable(overlap_groups(tensors))}
+    is_checked = np.zeros(len(tensors), np.uint8)
+    is_checked[list(sharing)] = 1
+    comm.all_reduce(is_checked, "max")
+    numbers = np.flatnonzero(is_checked)
+    if not len(numbers):
+        return
+    digests = bytearray()
+    for number in numbers:
+        digests += _digest(tensors[number])
+    mine = np.frombuffer(digests, np.uint8).reshape(-1, _DIGEST_BYTES)
+    differs = np.any(mine != comm.broadcast(mine.copy(), root=root), axis=1)
+    note = None
+    if differs.any():
+        wrong = int(numbers[differs][0])
+        note = [wrong, wrong in sharing]
+    notes = comm.agree(phase="comparing tensors that share memory", note=note)
+    wrong_ones = list(filter(None, notes))
+    failure = None
+    if wrong_ones:
+        first, _ = min(wrong_ones)
+        # One rank names it: the first on which it shares memory, as only that one knows with what.
+        naming_rank = root
+        if [first, True] in notes:
+            naming_rank = notes.index([first, True])
+        if comm.rank == naming_rank:
+            failure = _sharing_error(comm.rank, named, first)
+    comm.agree(failure, phase="naming tensors that share memory")
+
+
+def _sharing_error(rank: int, named: Sequence[tuple[str, TensorLike]], number: int) -> MismatchError:
+    """Return the error of a rank on which tensor `number` shares memory with others."""
+    name, tensor = named[number]
+    text = "ranks have different values for this tensor: it was changed during the call"
+    others = []
+    for path, other in named:
+        if other is not tensor and overlap_groups([tensor, other]):
+            others.append(path)
+    if others:
+        shown = shortened(others)
+        if len(others) > 1:
+            shown = f"one of {shown}"
+        text = (
+            f"on rank {rank} this tensor shares memory with {shown}, but other ranks have different values for the "
+            f"two: clone() one of them on rank {rank}, or let them share memory on all ranks"
+        )
+    return MismatchError(text, rank=rank, name=name or "(the whole)")
+
+
+def _digest(tensor: TensorLike) -> bytes:
+    """Return the digest of a tensor's values, `_DIGEST_BYTES` long."""
+    hasher = xxhash.xxh3_128()
+    for piece in _pieces(tensor):
+        flat, pieces, parts = _staged([piece])
+        flat.zero_()  # the padding of numpy's structured dtypes is not copied
+        _copy(pieces, parts)
+        hasher.update(flat.cpu().numpy().data)
+    return hasher.digest()
+
+
+def shortened(items: Sequence[object]) -> str:
+    """Return the first items as text for a message. Not collective."""
+    text = ", ".join(map(str, items[:_MAX_SHOWN]))
+    return f"{text}, ..." if len(items) > _MAX_SHOWN else text

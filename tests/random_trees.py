@@ -1,0 +1,713 @@
+"""Random trees for `synchronize`: the same structure on all ranks, other values, and at most one change on one rank.
+
+A tree is drawn as plain data, and each rank builds its own from that: so two ranks differ in their values, strides and
+numbers of steps, and in the change alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import torch
+from equality import bits_of
+from torch import nn
+from torch.optim import lr_scheduler
+
+import statexchange as sx
+
+WORLD_SIZE = 2
+
+# Changes after which all ranks have root's values, those after which all raise an error and nothing has changed, and
+# those after which all raise one and something has.
+HARMLESS = ["nothing", "order", "none", "steps", "no steps", "strides", "hyperparameters"]
+HARMFUL = ["shape", "dtype", "kind", "key more", "key less", "length", "container", "untied", "optimizer", "group"]
+HARMFUL += ["parameters", "sparse", "meta", "generator", "odd key", "cycle", "longdouble", "moved", "set"]
+HARMFUL_ON_ROOT = ["unknown", "helper", "stale"]
+HARMFUL_ELSEWHERE = ["expanded", "read-only", "refuses"]
+FILLED_FIRST = ["overlap", "raises"]
+
+DTYPES = ["float32", "bfloat16", "float64", "int64", "uint8", "bool", "complex64", "float8_e4m3fn", "float16"]
+ARRAYS = ["f4", ">i4", "U3", "bfloat16", "?", "M8[D]", "record", "c16"]
+KEYS: list[Any] = ["a", "b", "weight", "my key", "a.b", "0", 0, 1, -3, 2.5, True, None, ("t", 1), "state", "lr"]
+MODULES = ["linear", "norm", "tied", "ignoring", "nested", "list"]
+OPTIMIZERS = ["sgd", "momentum", "adam", "adamw", "adagrad", "rprop", "tensor lr", "nested", "more", "lbfgs"]
+SCHEDULERS = ["step", "multistep", "lambda", "plateau", "sequential", "cosine"]
+
+
+class Pair(NamedTuple):
+    """A namedtuple."""
+
+    left: Any
+    right: Any
+
+
+class Mode(enum.Enum):
+    """Plain values."""
+
+    FAST = "fast"
+    SLOW = ("s", 1)
+
+
+# State of an optimizer may have it on root alone.
+sx.register_config(Mode)
+
+
+class Unknown(enum.Enum):
+    """A plain value of which ranks other than root have none."""
+
+    ONE = 1
+
+
+@dataclass
+class Config:
+    """A dataclass that is changed in place."""
+
+    left: Any
+    right: Any = None
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A dataclass that is replaced."""
+
+    left: Any
+    right: Any = None
+
+
+class Refusing(dict):  # type: ignore[type-arg]
+    """A mapping that refuses new values."""
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise ValueError("refused")
+
+
+class Table(dict):  # type: ignore[type-arg]
+    """A mapping of a user's class."""
+
+
+class Items(list):  # type: ignore[type-arg]
+    """A list of a user's class."""
+
+
+class Holder:
+    """An object with any state."""
+
+    def __init__(self, state: Any, *, raises: bool = False) -> None:
+        self.state = state
+        self.raises = raises
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take the state."""
+        if self.raises:
+            raise ValueError("no")
+        self.state = state
+
+
+class Tied(nn.Module):
+    """Tied weights, and a buffer that is not in the state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(3, 2)
+        self.head = nn.Linear(2, 3, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+
+
+class More(torch.optim.SGD):
+    """An optimizer whose state dict has an entry of its own."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state with the count."""
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state and the count."""
+        state_dict = dict(state_dict)
+        self.count = state_dict.pop("count")
+        super().load_state_dict(state_dict)
+
+
+# Drawing
+
+
+@dataclass
+class Recipe:
+    """A place of a tree: its kind, what is drawn of it, and the places inside by their keys."""
+
+    number: int
+    kind: str
+    detail: Any = None
+    items: list[tuple[Any, Recipe]] = field(default_factory=list)
+
+    def walk(self) -> Iterator[Recipe]:
+        """Yield this place and all inside."""
+        yield self
+        for _, item in self.items:
+            yield from item.walk()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tree, the root, and a change of the place `number` on the rank `rank`."""
+
+    seed: int
+    tree: Recipe
+    root: int
+    change: str
+    rank: int
+    number: int
+
+    @property
+    def outcome(self) -> str:
+        """What comes out: "same", "error", or "filled": an error after tensors were filled."""
+        if self.change in FILLED_FIRST:
+            return "filled"
+        places = {place.number: place for place in self.tree.walk()}
+        # An empty tensor has no memory, so that it is never tied.
+        if self.change == "untied" and 0 in places[places[self.number].detail].detail[1]:
+            return "same"
+        is_root = self.rank == self.root
+        harmful = HARMFUL + (HARMFUL_ON_ROOT if is_root else HARMFUL_ELSEWHERE)
+        return "error" if self.change in harmful else "same"
+
+
+CONTAINERS = ["dict", "dict", "ordered", "table", "list", "items", "tuple", "pair", "config", "frozen"]
+LEAVES = ["tensor"] * 5 + ["array"] * 2 + ["value"] * 5 + ["own", "module", "module", "optimizer", "optimizer"]
+LEAVES += ["scheduler", "holder", "tie", "view", "parameter"]
+
+# The kinds of places that a change can be made at; any for those that are not here.
+PLACES = {
+    "order": ["dict", "ordered", "table"],
+    "none": ["value"],
+    "steps": ["optimizer"],
+    "no steps": ["optimizer"],
+    "strides": ["tensor"],
+    "hyperparameters": ["optimizer"],
+    "shape": ["tensor", "array", "module"],
+    "dtype": ["tensor", "array"],
+    "kind": ["tensor", "value", "array", "own", "holder"],
+    "key more": ["dict", "ordered", "table"],
+    "key less": ["dict", "ordered", "table"],
+    "length": ["list", "items", "tuple"],
+    "container": ["list", "pair", "config", "dict"],
+    "untied": ["tie"],
+    "optimizer": ["optimizer"],
+    "group": ["optimizer"],
+    "parameters": ["optimizer"],
+    "moved": ["dict"],
+    "refuses": ["value"],
+    "expanded": ["tensor"],
+    "read-only": ["array"],
+    "overlap": ["tensor"],
+    "unknown": ["value"],
+    "helper": ["optimizer"],
+    "stale": ["optimizer"],
+    "raises": ["holder"],
+}
+WRAPPED = {"sparse", "meta", "generator", "odd key", "cycle", "longdouble", "set"}
+
+
+def draw(seed: int) -> Case:
+    """Draw a tree and a change."""
+    chance = random.Random(seed)
+    drawing = _Drawing(chance)
+    tree = drawing.place(0)
+    root, rank = chance.randrange(WORLD_SIZE), chance.randrange(WORLD_SIZE)
+    changes = HARMLESS * 4 + HARMFUL + (HARMFUL_ON_ROOT if rank == root else HARMFUL_ELSEWHERE)
+    if rank != root:
+        changes += FILLED_FIRST
+    change = chance.choice(changes)
+    able = [place.number for place in tree.walk() if place.kind in PLACES.get(change, [place.kind])]
+    if change == "length" or change == "key less":
+        able = [place.number for place in tree.walk() if place.number in able and place.items]
+    if change == "moved":
+        able = [p.number for p in tree.walk() if p.number in able and len(p.items) > 0]
+    if change == "shape":
+        able = [p.number for p in tree.walk() if p.number in able and (p.kind != "tensor" or p.detail[1])]
+    if not able:
+        change = "nothing"
+    return Case(seed, tree, root, change, rank, chance.choice(able) if able else 0)
+
+
+class _Drawing:
+    """Draws places; later ones may refer to tensors and modules that were drawn before."""
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
+        self.count = 0
+        self.drawn: dict[str, list[Recipe]] = {}
+
+    def place(self, depth: int) -> Recipe:
+        """Draw a place with all inside."""
+        self.count += 1
+        number, chance = self.count, self.chance
+        if depth == 0 or (depth < 4 and chance.random() < 0.35):
+            kind = chance.choice(CONTAINERS) if depth or chance.random() < 0.5 else "dict"
+            place = Recipe(number, kind)
+            keys: list[Any] = list(range(chance.randrange(4)))
+            if kind in ("dict", "ordered", "table"):
+                keys = chance.sample(KEYS, chance.randrange(1 + 5 * (depth == 0), 4 + 5 * (depth == 0)))
+                if True in keys and 1 in keys:
+                    keys.remove(1)
+                keys = [key for at, key in enumerate(keys) if key not in keys[:at]]
+            elif kind in ("pair", "config", "frozen"):
+                keys = ["left", "right"]
+            for key in keys:
+                place.items.append((key, self.place(depth + 1)))
+            return place
+        kind = chance.choice(LEAVES)
+        if kind == "scheduler" and not self.drawn.get("optimizer"):
+            kind = "optimizer"
+        if kind in ("tie", "view") and not self.drawn.get("tensor"):
+            kind = "tensor"
+        place = Recipe(number, kind, self._detail(kind))
+        self.drawn.setdefault(kind, []).append(place)
+        return place
+
+    def _detail(self, kind: str) -> Any:
+        chance = self.chance
+        if kind == "tensor":
+            shape = chance.choice([(), (3,), (2, 3), (2, 3), (4, 2, 2), (0, 2)])
+            return chance.choice(DTYPES), shape, chance.choice(["plain", "plain", "strided", "grad", "turned"])
+        if kind == "array":
+            return chance.choice(ARRAYS)
+        if kind == "value":
+            return chance.choice(["number", "number", "str", "enum", "dtype", "numpy", "None", "nan"])
+        if kind == "own":
+            return chance.choice(["object", "device", "bytes", "set", "deque", "function"])
+        if kind == "module":
+            return chance.choice(MODULES)
+        if kind == "optimizer":
+            modules = self.drawn.get("module", [])
+            module = chance.choice(modules).number if modules and chance.random() < 0.7 else 0
+            names = chance.choice(["", "", "named"])
+            return chance.choice(OPTIMIZERS), module, chance.randrange(1, 4), names, chance.random() < 0.5
+        if kind == "scheduler":
+            return chance.choice(SCHEDULERS), chance.choice(self.drawn["optimizer"]).number
+        if kind == "holder":
+            return chance.choice(["tensors", "array", "plain", "object", "empty", "shared"]), chance.random() < 0.4
+        if kind in ("tie", "view"):
+            return chance.choice(self.drawn["tensor"]).number
+        return None
+
+
+# Building
+
+
+class Building:
+    """Builds the tree of a case on one rank. Places that were built are kept, as others refer to them."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case = case
+        self.rank = rank
+        self.made: dict[int, Any] = {}
+        self.is_root = rank == case.root
+
+    def tree(self) -> Any:
+        """Return the tree."""
+        return self.build(self.case.tree)
+
+    def build(self, place: Recipe) -> Any:
+        """Return what lies at a place."""
+        chance = random.Random(f"{self.case.seed} {place.number} {self.rank}")
+        change = self.case.change if (self.case.rank, self.case.number) == (self.rank, place.number) else ""
+        if place.kind in CONTAINERS:
+            value = self._container(place, change, chance)
+        else:
+            value = getattr(self, f"_{place.kind}")(place, change, chance)
+        self.made[place.number] = value
+        return value if change not in WRAPPED else _wrapped(change, value)
+
+    def _container(self, place: Recipe, change: str, chance: random.Random) -> Any:
+        items = {}
+        for key, item in place.items:
+            items[key] = self.build(item)
+        if change == "order":
+            items = dict(reversed(items.items()))
+        elif change == "key more":
+            items["a key more"] = 1
+        elif change == "key less":
+            del items[chance.choice([*items])]
+        elif change == "moved":
+            key = chance.choice([*items])
+            items["another key"] = items.pop(key)
+        elif change == "length":
+            items.popitem()
+        kind = place.kind
+        if change == "container":
+            kind = {"list": "tuple", "pair": "tuple", "config": "pair", "dict": "list"}[kind]
+        values = list(items.values())
+        if kind in ("pair", "config", "frozen"):
+            return {"pair": Pair, "config": Config, "frozen": Frozen}[kind](*values)
+        if kind in ("list", "items", "tuple"):
+            return {"list": list, "items": Items, "tuple": tuple}[kind](values)
+        return {"dict": dict, "ordered": OrderedDict, "table": Table}[kind](items)
+
+    def _tensor(self, place: Recipe, change: str, chance: random.Random) -> Any:
+        dtype, shape, form = place.detail
+        generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+        if change == "shape":
+            shape = (*shape[:-1], shape[-1] + 1)
+        if change == "dtype":
+            dtype = "float32" if dtype != "float32" else "int32"
+        if change == "kind":
+            return 3
+        if self.case.change == "overlap" and self.case.number == place.number:
+            flat = torch.rand(10, generator=generator)
+            return Pair(flat[:6], flat[4:] if change else torch.rand(6, generator=generator))
+        if change == "expanded" and shape and 0 not in shape:
+            return torch.ones((1,) * len(shape)).to(getattr(torch, dtype)).expand([size + 1 for size in shape])
+        if change == "strides":
+            form = chance.choice(["strided", "turned", "plain"])
+        tensor = (torch.rand(shape, generator=generator) * 9).to(getattr(torch, dtype))
+        if form == "strided" and shape:
+            wide = torch.zeros((*shape[:-1], 2 * shape[-1] + 1), dtype=tensor.dtype)
+            view = wide[..., 1 : 2 * shape[-1] : 2]
+            tensor = view.copy_(tensor) if tensor.numel() else view
+        if form == "turned" and len(shape) > 1:
+            tensor = tensor.transpose(0, -1).contiguous().transpose(0, -1)
+        if form == "grad" and tensor.is_floating_point() and tensor.itemsize > 1:
+            tensor.requires_grad_(True)
+        if change == "expanded":
+            return torch.ones(1).expand(3)
+        return tensor
+
+    def _parameter(self, place: Recipe, change: str, chance: random.Random) -> Any:
+        generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+        return nn.Parameter(torch.rand((2, 2), generator=generator))
+
+    def _tie(self, place: Recipe, change: str, chance: random.Random) -> Any:
+        value = self.made[place.detail]
+        if change == "untied" and isinstance(value, torch.Tensor):
+            return value.detach().clone()
+        return value
+
+    def _view(self, place: Recipe, change: str, chance: random.Random) -> Any:
+        value = self.made[place.detail]
+        if not isinstance(value, torch.Tensor) or not value.dim():
+            return torch.ones(2)
+        return value.detach()[: max(1, len(value) - 1)]
+
+    def _array(self, place: Recipe, change: str, chance: random.Random) -> Any:
+        numbers = np.random.default_rng(chance.randrange(1 << 30)).integers(0, 9, 4 + (change == "shape"))
+        kind = place.detail if change != "dtype" else ("f8" if place.detail != "f8" else "f4")
+        if change == "kind":
+            return torch.from_numpy(numbers)
+        if kind == "record":
+            array = np.zeros(len(numbers), [("a", "i4"), ("b", "f8")])
+            array["a"] = numbers
+        else:
+            array = numbers.astype(getattr(ml_dtypes, kind, kind))
+        if change == "read-only":
+            array.flags.writeable = False
+        return array[::-1] if chance.random() < 0.2 and change != "read-only" else array
+
+    def _value(self, place: Recipe, change: str, chance: random.Random) -> Any:
+        if change == "none":
+            return None
+        if change == "kind":
+            return object()
+        if change == "unknown":
+            return Unknown.ONE
+        if self.case.change == "unknown" and self.case.number == place.number:
+            return None
+        value = {
+            "number": chance.choice([chance.randrange(100), chance.random(), True, 1j]),
+            "str": f"text {chance.randrange(5)}",
+            "enum": chance.choice([*Mode]),
+            "dtype": chance.choice([torch.float32, torch.bfloat16]),
+            "numpy": chance.choice([np.float32(chance.random()), np.int8(chance.randrange(9))]),
+            "None": None,
+            "nan": chance.choice([float("nan"), -0.0, 0.0, float("inf")]),
+        }[place.detail]
+        if self.case.change == "refuses" and self.case.number == place.number:
+            return (Refusing if change else dict)({"step": self.rank})
+        return value
+
+    def _own(self, place: Recipe, change: str, chance: random.Random) -> Any:
+        if change == "kind":
+            return 2.5
+        return {
+            "object": object(),
+            "device": torch.device("cpu", self.rank),
+            "bytes": b"%d" % self.rank,
+            "set": {self.rank},
+            "deque": deque([self.rank]),
+            "function": _kept,
+        }[place.detail]
+
+    def _module(self, place: Recipe, change: str, chance: random.Random) -> Any:
+        kind, more = place.detail, int(change == "shape")
+        if kind == "linear":
+            module: nn.Module = nn.Linear(2, 2 + more)
+        elif kind == "norm":
+            module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2 + more))
+        elif kind == "tied":
+            module = Tied()
+            if more:
+                module.more = nn.Linear(1, 1)
+        elif kind == "list":
+            module = nn.ModuleList([nn.Linear(2, 1) for _ in range(1 + more)])
+        else:
+            module = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 1 + more, bias=False)))
+        if kind == "ignoring":
+            module._ddp_params_and_buffers_to_ignore = ["0.bias"]
+        generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+        with torch.no_grad():
+            for tensor in [*module.parameters(), *module.buffers()]:
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) * 9)
+        return module
+
+    def _optimizer(self, place: Recipe, change: str, chance: random.Random) -> Any:
+        kind, module, num_groups, names, has_steps = place.detail
+        if change == "optimizer":
+            kind = "sgd" if kind not in ("sgd", "momentum", "tensor lr", "nested") else "adam"
+        generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+        parameters = [nn.Parameter(torch.rand((2, 2 + at), generator=generator)) for at in range(3)]
+        if isinstance(self.made.get(module), nn.Module):
+            parameters = [p for p in self.made[module].parameters() if p.requires_grad] or parameters
+        if change == "parameters":
+            parameters = [*parameters, nn.Parameter(torch.ones(1))]
+        num_groups = min(num_groups, len(parameters)) if kind != "lbfgs" else 1
+        groups: list[dict[str, Any]] = []
+        for at in range(num_groups):
+            of_group: list[Any] = parameters[at::num_groups]
+            if names:
+                of_group = [(f"name {at} {index}", parameter) for index, parameter in enumerate(of_group)]
+            groups.append({"params": of_group})
+        if kind == "lbfgs" and names:
+            groups = [{"params": parameters}]
+        optimizer = _make_optimizer(kind, groups)
+        if change == "hyperparameters" or chance.random() < 0.5:
+            optimizer.param_groups[0]["lr"] = chance.random()
+            optimizer.param_groups[0]["note"] = {"on": [self.rank, (None, chance.random())]}
+        steps = chance.randrange(3) if has_steps else 0
+        if change == "steps":
+            steps = 2
+        if change == "no steps":
+            steps = 0
+        for _ in range(steps):
+            for parameter in parameters:
+                parameter.grad = torch.rand(parameter.shape, generator=generator)
+            optimizer.step((lambda: torch.ones(())) if kind == "lbfgs" else None)
+        if change == "group":
+            optimizer.param_groups.append({**optimizer.param_groups[0], "params": [nn.Parameter(torch.ones(1))]})
+        if kind == "nested" and steps:
+            shared = torch.full((2,), float(self.rank))
+            moment = {1: (shared, [shared, np.float32(self.rank)]), "array": np.arange(3) + self.rank, "none": None}
+            optimizer.state[parameters[0]] = {"odd": moment, "step": torch.tensor(self.rank), "seen": Mode.FAST}
+            optimizer.state["all"] = {"count": self.rank, "mean": torch.full((2,), float(self.rank))}
+        if kind == "more":
+            optimizer.count = self.rank + 1
+        if change == "helper":
+            optimizer.param_groups[0]["helper"] = object()
+        if change == "stale":
+            optimizer.state[nn.Parameter(torch.ones(1))] = {"step": 1}
+        return optimizer
+
+    def _scheduler(self, place: Recipe, change: str, chance: random.Random) -> Any:
+        kind, number = place.detail
+        optimizer = self.made[number]
+        scheduler = _make_scheduler(kind, optimizer)
+        for _ in range(chance.randrange(3)):
+            if kind == "plateau":
+                scheduler.step(chance.random())
+            else:
+                scheduler.step()
+        return scheduler
+
+    def _holder(self, place: Recipe, change: str, chance: random.Random) -> Any:
+        kind, has_less = place.detail
+        if change == "kind":
+            return "text"
+        rank = self.rank
+        shared = torch.full((2,), float(rank))
+        state: Any = {
+            "tensors": {"a": torch.full((2, 2), float(rank)), "b": [torch.tensor(rank), (shared, 1)], 3: Mode.SLOW},
+            "array": {"array": np.arange(3, dtype=">i4") + rank, "half": np.ones(2, ml_dtypes.bfloat16) * rank},
+            "plain": OrderedDict(count=rank, text="x" * rank, nested={"deep": [{"er": rank}]}),
+            "object": {"function": _kept, "step": rank},
+            "empty": {},
+            "shared": {"one": shared, "two": shared, "three": shared[:1]},
+        }[kind]
+        if has_less and not self.is_root and kind != "object":
+            state = {}
+        return Holder(state, raises=change == "raises")
+
+
+def _kept() -> None:
+    """Stay each rank's own."""
+
+
+def _wrapped(change: str, value: Any) -> Any:
+    if change == "sparse":
+        return torch.eye(2).to_sparse()
+    if change == "meta":
+        return torch.ones(2, device="meta")
+    if change == "generator":
+        return (number for number in range(3))
+    if change == "odd key":
+        return {object(): value}
+    if change == "cycle":
+        cycle: list[Any] = [value]
+        cycle.append({"again": cycle})
+        return cycle
+    if change == "set":
+        return {nn.Parameter(torch.ones(1))}
+    return np.longdouble(1)
+
+
+def _make_optimizer(kind: str, groups: list[dict[str, Any]]) -> Any:
+    makers: dict[str, Callable[[], Any]] = {
+        "sgd": lambda: torch.optim.SGD(groups, lr=0.2),
+        "momentum": lambda: torch.optim.SGD(groups, lr=0.2, momentum=0.9),
+        "adam": lambda: torch.optim.Adam(groups, lr=0.2, amsgrad=True),
+        "adamw": lambda: torch.optim.AdamW(groups, lr=0.2),
+        "adagrad": lambda: torch.optim.Adagrad(groups, lr=0.2),
+        "rprop": lambda: torch.optim.Rprop(groups, lr=0.2),
+        "tensor lr": lambda: torch.optim.AdamW(groups, lr=torch.tensor(0.2), foreach=False),
+        "nested": lambda: torch.optim.SGD(groups, lr=0.1),
+        "more": lambda: More(groups, lr=0.1, momentum=0.5),
+        "lbfgs": lambda: torch.optim.LBFGS(groups[0]["params"], max_iter=2),
+    }
+    return makers[kind]()
+
+
+def _make_scheduler(kind: str, optimizer: Any) -> Any:
+    count = len(optimizer.param_groups)
+    makers: dict[str, Callable[[], Any]] = {
+        "step": lambda: lr_scheduler.StepLR(optimizer, 2),
+        "multistep": lambda: lr_scheduler.MultiStepLR(optimizer, [1, 3]),
+        "lambda": lambda: lr_scheduler.LambdaLR(optimizer, [lambda epoch: 0.5] * count),
+        "plateau": lambda: lr_scheduler.ReduceLROnPlateau(optimizer),
+        "cosine": lambda: lr_scheduler.CosineAnnealingLR(optimizer, 5),
+        "sequential": lambda: lr_scheduler.SequentialLR(
+            optimizer, [lr_scheduler.ConstantLR(optimizer), lr_scheduler.ExponentialLR(optimizer, 0.9)], [2]
+        ),
+    }
+    return makers[kind]()
+
+
+# Looking
+
+
+class Atom(NamedTuple):
+    """What lies at one place: whether it stays a rank's own, what all ranks share of it, and what is a rank's own."""
+
+    is_own: bool
+    shared: str
+    own: str
+
+
+def atoms(tree: Any) -> dict[str, Atom]:
+    """Return everything in a tree by its path."""
+    looking: dict[str, Atom] = {}
+    _look(tree, "", looking)
+    return looking
+
+
+def _look(value: Any, path: str, looking: dict[str, Atom], *, in_state: bool = False) -> None:
+    kind = type(value).__name__
+    if isinstance(value, torch.Tensor) and (value.is_sparse or value.is_meta):
+        looking[path] = Atom(True, "", kind)
+        return
+    if isinstance(value, torch.Tensor):
+        dtype, shape, data = bits_of(value)
+        digest = hashlib.sha1(data, usedforsecurity=False).hexdigest()
+        looking[path] = Atom(
+            False, f"{dtype} {shape} {digest}", "" if in_state else f"{kind} {value.stride()} {value.requires_grad}"
+        )
+        return
+    if isinstance(value, np.ndarray):
+        shared = f"{value.dtype.str} {value.dtype} {value.shape} {value.tobytes()!r}"
+        looking[path] = Atom(False, shared, "" if in_state else f"{kind} {value.strides}")
+        return
+    if isinstance(value, nn.Module):
+        ignored = getattr(value, "_ddp_params_and_buffers_to_ignore", ())
+        tensors = {**dict(value.named_parameters(remove_duplicate=False)), **dict(value.named_buffers())}
+        for name, tensor in tensors.items():
+            _look(tensor, f"{path}.{name}", looking)
+            if name in ignored:
+                looking[f"{path}.{name}"] = looking[f"{path}.{name}"]._replace(is_own=True)
+        return
+    if isinstance(value, torch.optim.Optimizer):
+        numbers: dict[Any, int] = {}
+        for at, group in enumerate(value.param_groups):
+            looking[f"{path}.names[{at}]"] = Atom(True, "", str(group.get("param_names")))
+            settings = {key: item for key, item in group.items() if key not in ("params", "param_names")}
+            _look(settings, f"{path}.g[{at}]", looking, in_state=True)
+            for parameter in group["params"]:
+                numbers[parameter] = len(numbers)
+        for key, entries in value.state.items():
+            _look(entries, f"{path}.state[{numbers.get(key, repr(key))}]", looking, in_state=True)
+        looking[f"{path}.count"] = Atom(False, str(getattr(value, "count", None)), kind)
+        return
+    if hasattr(value, "load_state_dict") and not isinstance(value, type):
+        looking[f"{path} "] = Atom(False, kind, "")
+        _look(value.state_dict(), path, looking, in_state=True)
+        return
+    items = _items(value)
+    if items is None:
+        plain = (int, float, complex, str, enum.Enum, torch.dtype, np.generic, type(None))
+        text = f"{kind} {value!r}" if isinstance(value, plain) else ""
+        looking[path] = Atom(not text, text, "" if text else kind)
+        return
+    if not in_state:
+        looking[f"{path}/"] = Atom(True, "", f"{kind} {[*map(_key, items)]}")
+    if len(path) > 400:  # a tree that contains itself
+        return
+    for key, item in items.items():
+        _look(item, f"{path}/{_key(key)}", looking, in_state=in_state)
+
+
+def _key(key: Any) -> str:
+    return type(key).__name__ if type(key) is object else repr(key)
+
+
+def _items(value: Any) -> dict[Any, Any] | None:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    return None
+
+
+def shared_atoms(looking: Mapping[str, Atom]) -> dict[str, str]:
+    """Return what all ranks share of a tree after a call."""
+    return {path: atom.shared for path, atom in looking.items() if not atom.is_own}
+
+
+def own_atoms(looking: Mapping[str, Atom]) -> dict[str, tuple[str, str]]:
+    """Return what stays a rank's own: types, orders of keys, strides, and what `synchronize` does not know."""
+    return {path: (atom.shared if atom.is_own else "", atom.own) for path, atom in looking.items() if atom.own}
+
+
+def objects(tree: Any, path: str = "") -> dict[str, Any]:
+    """Return the containers, tensors and other objects of a tree by path, to compare whether they are still there."""
+    reached = {path: tree}
+    if isinstance(tree, torch.optim.Optimizer):
+        for number, entries in enumerate(tree.state.values()):
+            reached |= objects(entries, f"{path}.state[{number}]")
+        for number, group in enumerate(tree.param_groups):
+            reached[f"{path}.groups[{number}]"] = group
+    if len(path) < 400:
+        for key, item in (_items(tree) or {}).items():
+            reached |= objects(item, f"{path}/{_key(key)}")
+    return reached
