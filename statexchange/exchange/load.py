@@ -20,7 +20,7 @@ from statexchange.exchange.reading import ReadItem, assign_readers, read_all
 from statexchange.sharding.options import FLOATS
 from statexchange.state.describe import Description, LocalTensor, local_tensors
 from statexchange.state.flatten import flatten
-from statexchange.state.install import LoadPlan, Matching
+from statexchange.state.load_plan import LoadPlan, Matching
 from statexchange.state.match import match
 from statexchange.tensors import check_writable, collector_paused, mark_changed, without_grad
 
@@ -94,7 +94,7 @@ def _load(request: LoadRequest, comm: Communicator, *, reads_again: bool = False
     return LoadReport(source.path, len(plan.targets), nbytes, missing, unexpected, seconds, source.step, notes)
 
 
-class _Target(NamedTuple):
+class _LiveTarget(NamedTuple):
     """A live tensor at `path` of the state, or a part of one, and the source's name of what fills it.
 
     Of a padded tensor, as Megatron-Core pads vocabularies, the part is read that the source has, too.
@@ -133,7 +133,7 @@ def _mark_targets(plan: LoadPlan, items: Sequence[ReadItem]) -> None:
     mark_changed(changed)
 
 
-def _targets(plan: LoadPlan, loaded: LoadSource, rank: int) -> list[_Target]:
+def _targets(plan: LoadPlan, loaded: LoadSource, rank: int) -> list[_LiveTarget]:
     """Describe the live tensors to fill; a layout's rule may split one into several."""
     matching, layout = loaded.matching, loaded.matching.layout
     # Before any is described: a rule for a parameter is one for its moments, too.
@@ -148,7 +148,7 @@ def _targets(plan: LoadPlan, loaded: LoadSource, rank: int) -> list[_Target]:
                 name = target.name
                 if name is None or local.shard.name != target.path:
                     name = matching.name_of_part(local.shard.name)
-                targets.append(_Target(name, target.path, local, is_padded))
+                targets.append(_LiveTarget(name, target.path, local, is_padded))
     return targets
 
 
@@ -163,7 +163,7 @@ def _like_parameters(plan: LoadPlan, loaded: LoadSource) -> dict[str, str]:
     return like
 
 
-def _placed(targets: Sequence[_Target], matching: Matching, comm: Communicator) -> list[_Target]:
+def _placed(targets: Sequence[_LiveTarget], matching: Matching, comm: Communicator) -> list[_LiveTarget]:
     """Return the targets with each part's boxes in its whole, which follow from the parts of all ranks. Collective."""
     tensors: dict[str, LocalTensor] = {}
     for target in targets:
@@ -181,7 +181,7 @@ def _placed(targets: Sequence[_Target], matching: Matching, comm: Communicator) 
     return wholes
 
 
-def _items(targets: Sequence[_Target], loaded: LoadSource) -> list[ReadItem]:
+def _items(targets: Sequence[_LiveTarget], loaded: LoadSource) -> list[ReadItem]:
     """Return what is read for the targets."""
     items = []
     path, options = loaded.matching.path, loaded.matching.names.options
@@ -210,7 +210,7 @@ def _items(targets: Sequence[_Target], loaded: LoadSource) -> list[ReadItem]:
     return items
 
 
-def _other_shape(target: _Target, loaded: LoadSource, expected: tuple[int, ...]) -> InvalidArgumentError:
+def _other_shape(target: _LiveTarget, loaded: LoadSource, expected: tuple[int, ...]) -> InvalidArgumentError:
     shape = target.local.shard.global_shape
     hint = "; build the state as it was saved, or leave this tensor out by exclude"
     # A plain tensor may be this rank's part of one that the job has cut itself.

@@ -47,7 +47,9 @@ def load_checkpoint(
     the page cache, from an object store by one rank, which sends it to the others. Shapes, dtypes and names are checked
     before anything is changed; a failure on any rank is raised on all. After a failure during reading, each tensor is
     as it was, or as it was saved; one that was read in part, or whose bytes differ from their digest, is filled with
-    NaN (all bits set) unless its old values are still there. The error says how many tensors have changed.
+    NaN (all bits set) unless its old values are still there. The error says how many tensors have changed. Optimizers,
+    plain values and other objects change on no rank before all have read everything; if one of them then refuses its
+    state, what comes before it in the state has changed.
 
     Values that differ between ranks (e.g. RNG state) are restored per rank if the world size is unchanged. Otherwise
     they raise ReplicaError, unless `exclude` leaves them as they are or `replicas` is "root". So does the state of an
@@ -65,7 +67,9 @@ def load_checkpoint(
         state: a module, a mapping of names to tensors or a list of modules, with the source's names for tensors; or a
             nested mapping as for `save_checkpoint`, ``{"model": ..., "optimizer": ..., "step": 7}``, in which
             optimizers get state and param groups, objects with `load_state_dict` get their own state, and other entries
-            are replaced. Megatron-Core's ShardedTensors are matched by their keys.
+            are replaced. State of an optimizer goes to the parameter of the same name, in whatever group; that of a
+            source with numbers alone, as an optimizer's own `state_dict()`, goes by order, as in torch.
+            Megatron-Core's ShardedTensors are matched by their keys.
         path: a path or URL of anything that `merge_checkpoint` reads.
         comm: the communicator; by default the current one.
         strict: raise an error for names of the state that the source lacks and for names of the source that no rank

@@ -14,7 +14,7 @@ from statexchange.exchange.saved_names import saved_names
 from statexchange.formats.converted import configs_beside, convert_source, converted_by, tensors_of
 from statexchange.formats.sections import section_of
 from statexchange.formats.source import Section, Source
-from statexchange.state.install import NameFilter
+from statexchange.state.load_plan import NameFilter
 from statexchange.state.pretrained import adapter_names, is_adapter_model
 from statexchange.state.units import module_items
 from statexchange.tensors import is_tensor

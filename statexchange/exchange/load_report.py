@@ -16,7 +16,7 @@ from statexchange.formats.source import abbreviated_names
 from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.shards import Box
 from statexchange.state.describe import State
-from statexchange.state.install import LoadPlan
+from statexchange.state.load_plan import LoadPlan
 from statexchange.units import format_transfer
 
 __all__ = ["LoadReport", "LoadRequest", "notes_on_lost_ties", "notes_on_overflows"]

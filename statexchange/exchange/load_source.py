@@ -18,7 +18,7 @@ from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, section
 from statexchange.formats.source import Source
 from statexchange.state.entries import Entries, Entry, OpaqueValue, RankEntries, SavedTensor, flatten_tree
 from statexchange.state.flatten import LiveState, types_in_objects
-from statexchange.state.install import Matching, NameFilter, strips_wrappers
+from statexchange.state.load_plan import Matching, NameFilter, has_wrappers
 from statexchange.state.units import ObjectStates, is_module, module_items
 from statexchange.storage.json_text import decode_stored
 
@@ -84,7 +84,7 @@ def source_content(request: LoadRequest, source: Source, live: LiveState, comm: 
     stored: set[str] = set()
     for file in source.files:
         stored.update(file.tensors)
-    names = NameFilter(options, live.units, strips_wrappers=strips_wrappers(stored, state))
+    names = NameFilter(options, live.units, strips_wrappers=has_wrappers(stored, state))
     converted = ConvertedSource(source, names)
     # Only a module can be a model of transformers or PEFT, whose names in files are others.
     if request.conversion is not None or is_module(state):
@@ -156,7 +156,7 @@ def _source_entries(
         of_rank = RankEntries(rank)
         flatten_tree(tree, of_rank)
         of_rank.entries = names.entries(of_rank.entries, source.path)
-        if names.renames:
+        if names.changes_names:
             of_rank.templates = _moved(of_rank.templates, names)
             of_rank.containers = _moved(of_rank.containers, names)
         ranks.append(of_rank)

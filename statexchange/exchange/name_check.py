@@ -14,7 +14,7 @@ from statexchange.formats.sections import SECTIONS
 from statexchange.sharding.paths import WRAPPERS, paths_above
 from statexchange.sharding.rename_hint import suggest_rename
 from statexchange.state.entries import SavedTensor
-from statexchange.state.install import LoadPlan
+from statexchange.state.load_plan import LoadPlan
 from statexchange.state.tree import walk
 from statexchange.state.types import Leaf
 from statexchange.state.units import is_extra_state, is_module, live_items

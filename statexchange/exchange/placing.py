@@ -20,13 +20,13 @@ from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.sharding.shards import Shard
 from statexchange.state.describe import Description
 from statexchange.state.flatten import LiveState
-from statexchange.state.install import Matching
+from statexchange.state.load_plan import Matching
 from statexchange.state.units import live_items
 
-__all__ = ["parameter_names", "place_parts", "renumbered_names"]
+__all__ = ["names_in_optimizer_state", "place_parts", "renumbered_names"]
 
 
-def parameter_names(name: str) -> Iterable[str]:
+def names_in_optimizer_state(name: str) -> Iterable[str]:
     """Return the parameter names that an optimizer tensor's name may contain: ``optimizer.state.NAME.exp_avg``."""
     # Several, as the path of the optimizer and the parameter's own name may have ".state." in them.
     base = "." + name.rpartition(".")[0]

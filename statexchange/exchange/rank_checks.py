@@ -22,7 +22,7 @@ from statexchange.formats.source import Source
 from statexchange.sharding.paths import paths_above
 from statexchange.sharding.rules import with_dots
 from statexchange.state.flatten import LiveState
-from statexchange.state.install import LoadPlan
+from statexchange.state.load_plan import LoadPlan
 from statexchange.storage.files import digest
 from statexchange.units import format_number
 

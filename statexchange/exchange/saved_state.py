@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from statexchange.errors import InvalidArgumentError, type_text
-from statexchange.exchange.placing import parameter_names
+from statexchange.exchange.placing import names_in_optimizer_state
 from statexchange.sharding.rules import Layout
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.flatten import is_leaf
@@ -59,7 +59,7 @@ def _parse_layout(layout: Mapping[str, object] | None, tensors: Mapping[str, Ten
             )
     like = {}
     for name, tensor in tensors.items():
-        for parameter in parameter_names(name):
+        for parameter in names_in_optimizer_state(name):
             # A scalar of the optimizer, such as a step, belongs to the whole parameter.
             if parameter in tensors and tuple(tensors[parameter].shape) == tuple(tensor.shape):
                 like[name] = parameter

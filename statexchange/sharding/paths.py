@@ -5,8 +5,8 @@ numbers. A source's name that has no path is a name alone: nothing about it is g
 
 Wrappers of modules put parts of their own into these texts, and the rules here remove them. torch.compile, FSDP1 and
 activation checkpointing put theirs anywhere; no attribute of a model is called so. DistributedDataParallel and
-AveragedModel put ``module.`` in front of all names. A user's own attribute may have that name, too, so it is removed
-only where all names begin with it.
+AveragedModel put ``module.`` in front of all names. A user's own attribute may have that name, too, so it counts as
+theirs only where all names begin with it; parameters of optimizers are also found by their names without it.
 """
 
 from __future__ import annotations

@@ -1,585 +1,146 @@
-"""The plan of a load: what decides which entries of a source fill the live state, and what they change in it.
+"""Install: let modules, optimizers and other objects take what a load, or `synchronize`, has for them.
 
-A source's name goes through `rename`, loses what wrappers put into it, and is then paired with the live path of the
-same text. `include` and `exclude` are asked for names of the state::
-
-    model._orig_mod.w  --rename ("^model", "net")-->  net._orig_mod.w  --wrappers-->  net.w  --exclude="net.*"-->  left
-
-The plan has the tensors to be read, and the calls that then install them and the plain values, in order. Making it
-changes nothing: an error leaves the live state as it was.
-
-A saved tensor is read into the live one if it fits, else into a new one. Example: AdamW has made no state yet. The
-moments of a parameter that is a DTensor become DTensors on its mesh, and the count of steps a plain tensor on the CPU,
-as torch's `load_state_dict` leaves it.
+Nothing here runs before all ranks have everything that they read or receive. An object that refuses its state by then
+leaves what came before it changed, and the error says so.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-import numpy as np
+from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt, type_text
+from statexchange.sharding.paths import without_wrappers
+from statexchange.state.types import Leaf, Module, Optimizer
+from statexchange.state.units import KEPT, are_alike, does_more, hyperparameters, layers, layers_of_optimizer
+from statexchange.tensors import is_torch
 
-from statexchange.errors import InvalidArgumentError, ReplicaError, UnsafeError, UnsupportedError, type_text
-from statexchange.lazy import is_installed
-from statexchange.sharding.options import LoadOptions, renamed
-from statexchange.sharding.paths import (
-    ListItem,
-    TupleItem,
-    have_wrappers,
-    joined,
-    paths_above,
-    text_of,
-    without_wrappers,
-)
-from statexchange.sharding.rules import Layout, with_dots
-from statexchange.state.dtensors import is_sharded, new_dtensor
-from statexchange.state.entries import Conflicts, Entries, Entry, SavedTensor, are_equal, refuse_opaque
-from statexchange.state.flatten import is_leaf
-from statexchange.state.tree import check_change, children, walk, with_children, with_types_of
-from statexchange.state.types import Leaf, Path
-from statexchange.state.units import ObjectStates, is_module
-from statexchange.tensors import is_array, is_dtensor, is_torch, memory_of, name_of_dtype, numpy_dtype, torch_dtype
-from statexchange.units import format_number
+__all__ = ["install_optimizer", "load_items", "load_object"]
 
-__all__ = [
-    "PLAIN",
-    "LoadPlan",
-    "LoadTarget",
-    "Matching",
-    "NameFilter",
-    "Place",
-    "name_of",
-    "named",
-    "other_kind_error",
-    "strips_wrappers",
-    "tensor_to_fill",
-]
+# What torch's `load_state_dict` replaces in an optimizer.
+_REPLACED: tuple[str, ...] = ("param_groups", "state")
 
 
-# Values that are installed as they are.
-PLAIN = (bool, int, float, str, type(None))
+def load_items(module: Module, items: Mapping[str, Leaf], filled: Collection[str] = ()) -> None:
+    """Let a module load `items` and its present tensors `filled`, all by names without wrappers."""
+    model = layers(module)[-1]
+    state = model.state_dict()
+    for name in [*state]:
+        # The loader of the model expects the names that its own state dict has.
+        bare = without_wrappers(name)
+        if bare in items:
+            state[name] = items[bare]
+        elif bare not in filled:
+            # A loader would take a present value for one of the source.
+            del state[name]
+    model.load_state_dict(state, strict=False)
 
 
-# The source's names
+def install_optimizer(
+    optimizer: Optimizer,
+    groups: Sequence[Mapping[str, Leaf] | None],
+    state: Mapping[Leaf, Leaf],
+    dropped: Iterable[Leaf],
+    more: Mapping[str, Leaf],
+) -> None:
+    """Install hyperparameters and state in an optimizer. Not collective.
 
-
-class NameFilter:
-    """Gives the entries of a source the names of the state.
-
-    `units` are the paths of the live optimizers and other objects, which move whole. With `strips_wrappers` names lose
-    what torch.compile and others put into them.
-    """
-
-    def __init__(self, options: LoadOptions, units: Collection[str], *, strips_wrappers: bool = False) -> None:
-        self.options = options
-        self._units = units
-        self._strips_wrappers = strips_wrappers
-        self._places: dict[str, str] = {}
-        self.renames = bool(options.rename) or strips_wrappers
-        self.selects = bool(options.include or options.exclude)
-
-    def without_renames(self) -> NameFilter:
-        """Return the filter for a source whose names are the state's already."""
-        return NameFilter(replace(self.options, rename=()), self._units)
-
-    def name(self, name: str) -> str:
-        """Return the state's name of an entry of the source."""
-        new = name
-        if self.options.rename:
-            new = renamed(name, self.options.rename)
-        if self._strips_wrappers:
-            # After the renames, whose patterns are for the names that the source has.
-            return without_wrappers(new)
-        return new
-
-    def wants_any(self, value: Leaf, path: str) -> bool:
-        """Whether anything in a value at a path is selected."""
-        return not self.selects or any(self.options.wants(step.path) for step in walk(value, path=path))
-
-    def wants_whole(self, *parts: tuple[Leaf, str]) -> bool:
-        """Whether what has these values at these paths is loaded: if one path is included, and none is excluded."""
-        if not self.selects:
-            return True
-        paths = []
-        for value, path in parts:
-            for step in walk(value, path=path):
-                paths.append(step.path)
-        return self.options.wants_object(paths)
-
-    def place(self, path: str) -> str:
-        """Return the new path of a container, also if a pattern for what is inside it moves it: ``^opt\\.``."""
-        if path not in self._places:
-            new = self.name(path)
-            # A function expects whole names.
-            if new == path and not callable(self.options.rename):
-                inside = self.name(f"{path}.")
-                if inside.endswith("."):
-                    new = inside[:-1]
-            self._places[path] = new
-        return self._places[path]
-
-    def entries(self, entries: Sequence[Entry], path: str) -> list[Entry]:
-        """Return the entries of one rank by the names of the state; `path` is that of the source.
-
-        Raises:
-            UnsafeError: two entries have one name then.
-        """
-        if not self.renames:
-            return [*entries]
-        new_entries = list(map(self._entry, entries))
-        first: dict[str, Entry] = {}
-        moved: list[tuple[Entry, Entry]] = []
-        for new, old in zip(new_entries, entries, strict=True):
-            other = first.setdefault(new.text, old)
-            # Tied tensors may get one name: they have the same values.
-            if other.text != old.text and not _are_one_tensor(other, old):
-                text = f"rename gives one name to both {other.text!r} and {old.text!r}: change rename"
-                raise UnsafeError(text, name=new.text, path=path)
-            if new.text != old.text:
-                moved.append((new, old))
-        _check_places(new_entries, moved, path)
-        return new_entries
-
-    def _entry(self, entry: Entry) -> Entry:
-        text = self._text(entry.text, entry.keys)
-        if text == entry.text:
-            return entry
-        return entry._replace(text=text, keys=_kept_keys(entry.keys, text))
-
-    def _text(self, text: str, keys: Path) -> str:
-        # An optimizer, or another object, is loaded by itself: all of it goes where its own path goes.
-        for unit in paths_above(text):
-            new = self.place(unit)
-            if new in self._units:
-                return new + text[len(unit) :]
-        # What is inside a list moves with the list.
-        for index, key in enumerate(keys):
-            if isinstance(key, ListItem | TupleItem):
-                inside = text_of(keys[index:])
-                head = text[: -len(inside) - 1]
-                if self._strips_wrappers:
-                    inside = without_wrappers(inside)
-                if not head:
-                    return inside
-                return joined(self.place(head), inside)
-        return self.name(text)
-
-
-def _check_places(entries: Sequence[Entry], moved: Sequence[tuple[Entry, Entry]], path: str) -> None:
-    """Raise UnsafeError if an entry was moved to the place of a mapping of others, or into another entry.
-
-    `moved` are those with a new name, each with the entry that it was.
-    """
-    if not moved:
-        return
-    above: set[str] = set()
-    for entry in entries:
-        above.update(list(paths_above(entry.text))[:-1])
-    above_moved: dict[str, Entry] = {}
-    for new, old in moved:
-        for place in list(paths_above(new.text))[:-1]:
-            above_moved[place] = old
-    clashes: list[tuple[Entry, Entry]] = []
-    for new, old in moved:
-        if new.text in above:
-            clashes.append((new, old))
-    for entry in entries:
-        if entry.text in above_moved:
-            clashes.append((entry, above_moved[entry.text]))
-    for entry, old in clashes:
-        # An empty mapping takes what others put into it.
-        if entry.leaf != {}:
-            text = f"rename moves {old.text!r} to the place of another entry of the source, or into it: change rename"
-            raise UnsafeError(text, name=entry.text, path=path)
-
-
-def _are_one_tensor(entry: Entry, other: Entry) -> bool:
-    """Whether two entries are names of one tensor."""
-    return isinstance(entry.leaf, SavedTensor) and are_equal(entry.leaf, other.leaf)
-
-
-def _kept_keys(keys: Path, text: str) -> Path:
-    """Return the last keys with which a new text still ends: what moves with its mapping keeps its keys."""
-    end, count = len(text), 0
-    for key in reversed(keys):
-        part = str(key)
-        begin = end - len(part)
-        if begin < 0 or text[begin:end] != part or (begin > 0 and text[begin - 1] != "."):
-            break
-        count, end = count + 1, begin - 1
-    return keys[len(keys) - count :]
-
-
-def strips_wrappers(names: Collection[str], state: Leaf) -> bool:
-    """Whether names of a source have parts that wrappers have put into them, and those of the state do not.
-
-    Names of live modules have none; a mapping of the state may, as the state dict of a compiled model.
-    """
-    if not have_wrappers(names):
-        return False
-    # A model may have a tensor under both names: then these parts are no wrapper's.
-    if {*map(without_wrappers, names)} <= {*names}:
-        return False
-    for step in walk(state, lambda _, value: isinstance(value, Mapping) and not is_module(value)):
-        # Each key is the last one of a step.
-        key = str(step.keys[-1]) if step.keys else ""
-        if key != without_wrappers(key):
-            return False
-    return True
-
-
-@dataclass(slots=True)
-class Matching:
-    """The entries of a source, and what decides which of them fill a live state.
-
-    Attributes:
-        names: the filter of the load, with its options.
-        entries: the entries of the source.
-        objects: the present states of objects.
-        has_tree: whether the source is a save of ours, with the names of parameters in the whole state.
-        classes: the classes of optimizers that the source records, by path.
-        path: that of the source, for errors.
-        saved_by: the number of ranks that have saved; None if the source does not record it.
-        loaded_by: the number of ranks that load.
-        layout: the rules for live tensors that are parts of whole ones; one without rules if the load has none.
-        renumbered: the source's names of tensors that the layout renumbers over all ranks.
-        knows_owners: whether the source records which tensors belong to a rank: one that several ranks have saved, or
-            as many as load.
-    """
-
-    names: NameFilter
-    entries: Entries
-    objects: ObjectStates
-    has_tree: bool
-    classes: Mapping[str, frozenset[str]]
-    path: str
-    saved_by: int | None
-    loaded_by: int
-    layout: Layout = field(init=False)
-    renumbered: Mapping[str, str] = field(default_factory=dict)
-    knows_owners: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        # A copy: it notes which patterns have matched, and a load may run twice.
-        options = self.names.options
-        self.layout = Layout({})
-        if options.layout is not None:
-            self.layout = options.layout.unmatched()
-        self.knows_owners = self.saved_by == self.loaded_by or self.saved_by not in (None, 1)
-
-    def stored(self, text: str, keys: Path) -> list[Entry] | None:
-        """Return the entries that fill a live tensor, several if a layout splits it; None if the source lacks one."""
-        names = [text]
-        if self.layout.rules:
-            names = self._names_by_layout(text)
-        entries = []
-        for name in names:
-            # A part has a name of the layout's making, of which the live keys say nothing.
-            entry = self.entries.at(name, keys if name == text else None)
-            if entry is None or not isinstance(entry.leaf, SavedTensor):
-                return None
-            entries.append(entry)
-        return entries
-
-    def _names_by_layout(self, name: str) -> list[str]:
-        # Experts and layers have numbers of their own on each rank; those in the source follow from all ranks.
-        rule = self.layout.rule_for(name)
-        if rule is None:
-            return [self.renumbered.get(name, name)]
-        return [self.renumbered.get(part, part) for part in rule.names(name)]
-
-    def name_of_part(self, name: str) -> str:
-        """Return the source's name of a tensor that a layout's rule has made of a live one."""
-        name = self.renumbered.get(name, name)
-        entry = self.entries.at(name)
-        if entry is None or not isinstance(entry.leaf, SavedTensor):
-            return name
-        return entry.leaf.name
-
-    def parameter(self, name: str) -> SavedTensor | None:
-        """Return the source's tensor of the parameter that has this name in the state; None if it has none."""
-        if not name:
-            return None
-        # A layout's patterns may write the items of lists as "a[0]"; paths have dots.
-        entry = self.entries.at(with_dots(name))
-        if entry is not None and isinstance(entry.leaf, SavedTensor):
-            return entry.leaf
-        return None
-
-    def is_like_parameter(self, saved: SavedTensor, parameter_name: str) -> bool:
-        """Whether a tensor of an optimizer's state has its parameter's shape in the source, and a layout shards that.
-
-        Then the live tensor is this rank's part of it, as the parameter is.
-        """
-        if not parameter_name or self.layout.rule_for(parameter_name) is None:
-            return False
-        parameter = self.parameter(parameter_name)
-        return parameter is not None and parameter.shape == saved.shape
-
-
-# What is changed
-
-
-class Place(NamedTuple):
-    """A place of the live state for a saved tensor that may need a new one.
-
-    Attributes:
-        live: the live tensor or array there, or None.
-        is_filled: whether that itself is filled if the saved tensor fits, or else always a new one like it.
-        parameter: the parameter whose optimizer state it is, or None.
-        parameter_name: the parameter's name in the state, or "".
-        is_step: whether it counts the parameter's steps.
-        on_host: whether a new tensor lies on the CPU, wherever the parameter is.
-    """
-
-    live: Leaf = None
-    is_filled: bool = True
-    parameter: Leaf = None
-    parameter_name: str = ""
-    is_step: bool = False
-    on_host: bool = False
-
-
-def tensor_to_fill(matching: Matching, saved: SavedTensor, place: Place, path: str) -> Leaf:
-    """Return the tensor of a place that a saved one is read into.
-
-    It is the live one if the saved one fits into it. A new one is like the live one, or else like the parameter whose
-    state it is: it lies on the same device, and is a DTensor on the same mesh. Where torch is not installed, it is an
-    array of numpy.
+    Groups and each parameter's state stay the same dicts: LR schedulers and others may refer to them.
 
     Args:
-        matching: the load.
-        saved: the saved tensor.
-        place: the place.
-        path: the path of the place, for errors.
+        optimizer: the optimizer.
+        groups: the hyperparameters of each group; None leaves a group as it is.
+        state: the state by key.
+        dropped: keys whose state is removed.
+        more: the other entries of the optimizer's state dict.
+    """
+    _install(optimizer, groups, state, dropped)
+    # torch's load_state_dict calls __setstate__, in which an optimizer may derive values from its state.
+    set_state = getattr(type(optimizer), "__setstate__", None)
+    derives = not getattr(set_state, "__module__", "torch.optim").startswith("torch.optim")
+    if more or derives or does_more(optimizer, "load_state_dict"):
+        _load(optimizer, more)
+
+
+def _load(optimizer: Optimizer, more: Mapping[str, Leaf]) -> None:
+    """Let an optimizer load its present state, and further entries, by its own `load_state_dict`. Not collective."""
+    # torch's load_state_dict casts the state, and replaces the dicts, to which others may refer, also in a wrapped
+    # optimizer. So the old dicts are put back, and get what the loader has made of their entries.
+    before: list[tuple[dict[str, Leaf], dict[str, Leaf]]] = []
+    for layer in layers_of_optimizer(optimizer):
+        attributes = vars(layer)
+        old = {name: attributes[name] for name in _REPLACED if name in attributes}
+        before.append((attributes, old))
+    optimizer.load_state_dict({**optimizer.state_dict(), **more})
+    groups, state = optimizer.param_groups, optimizer.state
+    for attributes, old in before:
+        attributes.update(old)
+    new_groups = []
+    for new_group, group in zip(groups, optimizer.param_groups, strict=True):
+        new_groups.append(hyperparameters(_without_casts(new_group, group)))
+    new_state = {key: _without_casts(entries, optimizer.state.get(key)) for key, entries in state.items()}
+    _install(optimizer, new_groups, new_state, {*optimizer.state} - {*new_state})
+
+
+def _without_casts(new: Leaf, old: Leaf) -> Leaf:
+    """Return what a loader has made of `old`, with the old tensors where it has only copied or cast them."""
+    if is_torch(new) and is_torch(old):
+        # A loader may put the moments of a BF16 parameter into BF16, which would lose what was read.
+        cast = old.detach().to(device=new.device, dtype=new.dtype)
+        if are_alike(new.detach(), cast):
+            return old
+        return new
+    if isinstance(new, dict) and isinstance(old, Mapping):
+        return {key: _without_casts(value, old.get(key)) for key, value in new.items()}
+    if isinstance(new, list) and isinstance(old, list) and len(new) == len(old):
+        return list(map(_without_casts, new, old))
+    return new
+
+
+def _install(
+    optimizer: Optimizer,
+    groups: Sequence[Mapping[str, Leaf] | None],
+    state: Mapping[Leaf, Leaf],
+    dropped: Iterable[Leaf],
+) -> None:
+    for group, settings in zip(optimizer.param_groups, groups, strict=True):
+        if settings is not None:
+            # The parameters and their names stay: those of the source may be another job's.
+            kept = {name: group[name] for name in KEPT if name in group}
+            group.clear()
+            group.update(kept)
+            group.update(settings)
+    for key in dropped:
+        optimizer.state.pop(key, None)
+    for key, entries in state.items():
+        live = optimizer.state.get(key)
+        if isinstance(live, dict) and isinstance(entries, dict):
+            # `entries` may be `live` itself, which a loader has changed.
+            new = dict(entries)
+            live.clear()
+            live.update(new)
+        else:
+            optimizer.state[key] = entries
+
+
+def load_object(
+    value: object,
+    load: Callable[[Leaf], object],
+    state: Leaf,
+    path: str,
+    advice: str = ", or leave it out by exclude",
+) -> None:
+    """Let an object load its state by `load`. Not collective.
 
     Raises:
-        ReplicaError: it may be a value for each row of a parameter, of which this rank has only some.
-        CorruptError: files of the source disagree on the tensor.
+        InvalidArgumentError: it raises an error, which becomes one that names `path` and ends with `advice`.
     """
-    if saved.problem is not None:
-        raise saved.problem
-    live, parameter = place.live, place.parameter
-    shape = saved.shape
-    if matching.layout.rules and matching.is_like_parameter(saved, place.parameter_name):
-        shape = tuple(parameter.shape)  # a part, as the parameter is
-    if not matching.knows_owners:
-        _check_is_of_all_ranks(matching, saved, shape, parameter, path)
-    is_live_torch = is_torch(live)
-    if place.is_filled and (is_live_torch or is_array(live)) and tuple(live.shape) == shape:
-        dtype = name_of_dtype(live.dtype) or ""
-        has_dtype = dtype == saved.dtype or matching.names.options.casts(saved.dtype, dtype)
-        # A fused or capturable optimizer wants its counts of steps beside the parameters, all others on the CPU.
-        moves = place.is_step and not place.on_host and live.device != parameter.device
-        if has_dtype and not moves:
-            return live
-    like = parameter
-    if is_live_torch and not place.is_step:
-        like = live
-    if is_array(live) or (like is None and not is_installed("torch")):
-        return np.empty(shape, numpy_dtype(saved.dtype))
-    return _new_tensor(matching, saved, shape, place, like)
-
-
-def _check_is_of_all_ranks(
-    matching: Matching, saved: SavedTensor, shape: tuple[int, ...], parameter: Leaf, path: str
-) -> None:
-    """Raise ReplicaError for a whole tensor beside a sharded parameter that is neither a scalar nor of its shape.
-
-    It may be a value for each row of the parameter, of which this rank has only some. A save of several ranks records
-    what belongs to a rank; one of a single rank, or of torch, does not show that the parameter would be sharded.
-    """
-    if saved.cut_dims or shape == () or not is_sharded(parameter):
-        return
-    expected = tuple(parameter.shape)
-    if shape != expected:
-        ranks = format_number(matching.saved_by or 1, "rank")
-        raise ReplicaError(
-            f"state of a sharded parameter has neither its shape nor is it a scalar: {ranks} saved it, and "
-            f"{matching.loaded_by} load it, each with a part of the parameter; exclude={path!r} leaves it",
-            name=path,
-            path=matching.path,
-            expected=expected,
-            found=shape,
-        )
-
-
-def _new_tensor(matching: Matching, saved: SavedTensor, shape: tuple[int, ...], place: Place, like: Leaf) -> Leaf:
-    """Return a new tensor of `shape`, like the live tensor or parameter `like` if that is not None."""
-    import torch
-
-    dtype = torch_dtype(saved.dtype)
-    # A quantized or sparse tensor has no form that another dtype or shape could have.
-    if like is None or place.on_host or like.layout is not torch.strided or like.is_quantized:
-        return torch.empty(shape, dtype=dtype)
-    has_shape = tuple(like.shape) == shape
-    if has_shape and not place.is_step and matching.names.options.casts(saved.dtype, memory_of(like, saved.name).dtype):
-        dtype = like.dtype
-    if has_shape and not (is_dtensor(like) and _was_whole(matching, saved, place, like)):
-        return torch.zeros_like(like, dtype=dtype, requires_grad=False)
-    if is_dtensor(like) and saved.cut_dims:
-        return new_dtensor(like, shape, dtype, set(saved.cut_dims))
-    return torch.empty(shape, dtype=dtype, device=like.device)
-
-
-def _was_whole(matching: Matching, saved: SavedTensor, place: Place, like: Leaf) -> bool:
-    """Whether each rank that saved had the whole of this tensor, and a part of its parameter: then it was a plain one.
-
-    A tensor of the parameter's shape is else taken for one that lies as the parameter does.
-    """
-    if saved.cut_dims or like is not place.parameter:
-        return False
-    parameter = matching.parameter(place.parameter_name)
-    return parameter is not None and bool(parameter.cut_dims)
-
-
-class LoadTarget(NamedTuple):
-    """A live tensor that is to be filled.
-
-    Attributes:
-        name: the source's name of the tensor that it is filled with; None if a layout's rule names the parts.
-        live: the live tensor.
-        path: its path in the state, for messages and layouts.
-        parameter_name: the parameter whose optimizer state it is, or "".
-    """
-
-    name: str | None
-    live: Leaf
-    path: str
-    parameter_name: str = ""
-
-
-@dataclass(slots=True)
-class LoadPlan:
-    """The steps that turn a live state into the saved one.
-
-    Example:
-        `fill` of the saved value ``{"exp_avg": SavedTensor("o.m"), "step": 3}``, beside a live dict without entries,
-        returns ``{"exp_avg": <a new tensor>, "step": 3}``, and the new tensor is a target of the plan.
-
-    Attributes:
-        matching: the load.
-        targets: the tensors to be read.
-        callbacks: to be called, in order, once the tensors are read.
-        missing: paths of the live state that the source lacks.
-        stateful: those among them that are of tensors or of objects with a state.
-        unexpected: paths of the source that the live state lacks.
-        tolerated: those of `missing` and `unexpected` that are no error with ``strict``.
-        loaded: the paths of all that is loaded, in the source by the names of the state.
-        matched: the paths of all entries of the source that the live state has a place for, loaded or not.
-        conflicts: parameters of optimizers for which ranks saved different hyperparameters, or other state, by path.
-        num_values: the number of plain values that are loaded.
-        parameters: those of `missing` that are parameters of optimizers.
-        nameless: the paths of optimizers whose parameters have names in the source, and only numbers in the live state.
-    """
-
-    matching: Matching
-    targets: list[LoadTarget] = field(default_factory=list)
-    callbacks: list[Callable[[], object]] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-    stateful: set[str] = field(default_factory=set)
-    unexpected: list[str] = field(default_factory=list)
-    tolerated: set[str] = field(default_factory=set)
-    loaded: set[str] = field(default_factory=set)
-    matched: set[str] = field(default_factory=set)
-    conflicts: Conflicts = field(default_factory=dict)
-    num_values: int = 0
-    parameters: set[str] = field(default_factory=set)
-    nameless: set[str] = field(default_factory=set)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing is loaded."""
-        return not (self.targets or self.callbacks or self.num_values)
-
-    def add_loaded(self, entries: Iterable[Entry]) -> None:
-        """Add entries of the source that are loaded."""
-        for entry in entries:
-            self.matched.add(entry.text)
-            self.loaded.add(entry.text)
-
-    def add_missing(self, paths: Sequence[str], *, stateful: bool = True) -> None:
-        """Add paths of the live state that the source lacks."""
-        self.missing += paths
-        if stateful:
-            self.stateful.update(paths)
-
-    def fill(self, saved: Leaf, path: str, place: Place = Place()) -> Leaf:  # noqa: B008 (immutable)
-        """Return a saved value with tensors, in containers of the types of the live value, `place.live`."""
-        if isinstance(saved, SavedTensor):
-            live = tensor_to_fill(self.matching, saved, place, path)
-            self.targets.append(LoadTarget(saved.name, live, path, place.parameter_name))
-            return live
-        if isinstance(saved, PLAIN):
-            return saved
-        # The tree of a save is JSON: an OrderedDict of the live state was saved as a mapping like any other.
-        with named(path):
-            return with_types_of(place.live, self._with_tensors(saved, path, place))
-
-    def in_types_of(self, live: Leaf, new: Leaf, path: str) -> Leaf:
-        """Return a new value in containers of the live one's types: those of JSON are plain dicts and lists."""
-        with named(path):
-            return with_types_of(live, new)
-
-    def _with_tensors(self, saved: Leaf, path: str, place: Place) -> Leaf:
-        if isinstance(saved, SavedTensor):
-            return self.fill(saved, path, place)
-        items = children(saved)
-        if items is None:
-            refuse_opaque(saved, path)
-            return saved
-        # An object that is a leaf may have items, too, but they are not places of the state.
-        live_items = {} if is_leaf(place.live) else children(place.live) or {}
-        new = {}
-        for key, item in items.items():
-            # A key may be of a type that only the job that saved it had.
-            if type(key) is not str:
-                refuse_opaque(key, path)
-            if isinstance(item, PLAIN):
-                new[key] = item
-            else:
-                new[key] = self._with_tensors(item, joined(path, key), place._replace(live=live_items.get(key)))
-        if isinstance(saved, list):
-            return list(new.values())
-        return new if type(saved) is dict else with_children(saved, new)
-
-    def change(self, container: Leaf, change: Callable[[Leaf], object], path: str) -> None:
-        """Plan the change of a mutable container; raise UnsupportedError if a copy of it refuses the change."""
-        # A class of the user's may refuse, or check, what is put into it. Tried on a copy this is an error of the
-        # plan; later it would be one of a state that is half loaded.
-        with named(path):
-            check_change(container, change)
-        self.callbacks.append(functools.partial(change, container))
-
-
-def name_of(stored: Sequence[Entry]) -> str | None:
-    """Return the source's name of the one tensor that fills a live one; None if a layout splits that."""
-    return stored[0].leaf.name if len(stored) == 1 else None
-
-
-@contextlib.contextmanager
-def named(path: str) -> Iterator[None]:
-    """Let an error about a container name its path, and say what to do."""
     try:
-        yield
-    except UnsupportedError as error:
-        # An inner container has been named already.
-        if error.name is not None:
-            raise
-        text = f"{error.message}: give a dict, list or tuple, or leave it out by exclude"
-        raise UnsupportedError(text, name=path) from error.__cause__
-
-
-def other_kind_error(wanted: str, saved: Leaf, path: str) -> InvalidArgumentError:
-    """Return the error for a source that has something else at `path` than what the live state needs."""
-    kind = type_text(saved)
-    if isinstance(saved, SavedTensor):
-        kind = "a tensor"
-    elif isinstance(saved, list | tuple):
-        kind = format_number(len(saved), "item")
-    text = "this was saved as something else: build it as it was saved, or leave it out by exclude"
-    return InvalidArgumentError(text, name=path, expected=wanted, found=kind)
+        load(state)
+    except StateExchangeError:
+        raise
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"{type_text(value)} does not take the state that it is given here, and raised {excerpt(error, 200)}. What "
+            f"comes before it in the state has been changed: make the object as it was saved{advice}",
+            name=path,
+        ) from error

@@ -7,8 +7,12 @@ have in the source, in whatever groups they were::
     groups ["a", "b"] lr 0.1, ["c"] lr 0.2        ["c"], ["a", "b"]    lr 0.2 and 0.1, the state of each parameter
     groups ["a"] lr 0.1, ["b"] lr 0.2             ["a", "b"]           refused: one group cannot have both
 
-Only groups without parameters go by their order. A scheduler has values by the number of a group, so that it is loaded
-only if each parameter lies in the group of the same number on both sides.
+A source without names, as an optimizer's own `state_dict()`, has numbers. They go by order, as in torch, where the
+groups have the same sizes on both sides, and are refused where they have not: a permutation among parameters of one
+shape does not show. Groups without parameters go by their order, too.
+
+A scheduler has values by the number of a group, so that it is loaded only if each parameter lies in the group of the
+same number on both sides.
 """
 
 from __future__ import annotations
@@ -22,7 +26,8 @@ from statexchange.errors import InvalidArgumentError, StateExchangeError, Unsupp
 from statexchange.sharding.paths import joined
 from statexchange.state.entries import Entry, SavedTensor, are_equal, refuse_opaque
 from statexchange.state.flatten import LiveEntry, LiveState, ParameterName, parameter_names, places
-from statexchange.state.install import PLAIN, LoadPlan, Place, other_kind_error
+from statexchange.state.install import install_optimizer, load_object
+from statexchange.state.load_plan import PLAIN, LoadPlan, Place, other_kind_error
 from statexchange.state.optimizer_parameters import (
     LiveParameters,
     OtherKey,
@@ -32,14 +37,7 @@ from statexchange.state.optimizer_parameters import (
     read_optimizer,
 )
 from statexchange.state.types import Leaf, Optimizer
-from statexchange.state.units import (
-    class_name,
-    hyperparameters,
-    install_optimizer,
-    is_optimizer,
-    load_object,
-    state_of_optimizer,
-)
+from statexchange.state.units import class_name, hyperparameters, is_optimizer, state_of_optimizer
 from statexchange.tensors import is_tensor, is_torch
 
 __all__ = ["OptimizerMatcher"]
@@ -214,7 +212,7 @@ class OptimizerMatcher:
             if not live.in_state.keys().isdisjoint(of_tensors):  # else those of a wrapped model
                 return of_tensors
         names = self._matching.names
-        if not names.renames:
+        if not names.changes_names:
             return labels
         begin, end = joined(path, "state."), ".step"
         new_names = []

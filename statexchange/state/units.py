@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from statexchange import values
@@ -19,15 +19,17 @@ from statexchange.state.types import Leaf, Module, Optimizer, Stateful
 from statexchange.tensors import is_dtensor, is_torch
 
 __all__ = [
+    "KEPT",
     "ObjectStates",
     "OptimizerState",
+    "are_alike",
     "bare_name",
     "check_module",
     "check_optimizer",
     "class_name",
+    "does_more",
     "has_loader",
     "hyperparameters",
-    "install_optimizer",
     "is_extra_state",
     "is_module",
     "is_optimizer",
@@ -36,9 +38,8 @@ __all__ = [
     "is_stateful",
     "labelled_parameters",
     "layers",
+    "layers_of_optimizer",
     "live_items",
-    "load_items",
-    "load_object",
     "model_items",
     "module_items",
     "named_parameters",
@@ -54,7 +55,7 @@ __all__ = [
 # Modules
 
 # The attribute of each wrapper that has the module inside.
-_WRAPPERS = {"DistributedDataParallel": "module", "AveragedModel": "module", "OptimizedModule": "_orig_mod"}
+_WRAPPER_CLASSES = {"DistributedDataParallel": "module", "AveragedModel": "module", "OptimizedModule": "_orig_mod"}
 
 
 def is_module(value: object) -> bool:
@@ -207,27 +208,12 @@ def resizes(part: Module, name: str, tensor: Leaf) -> bool:
     return not problems and tuple(getattr(trial, name).shape) == tuple(tensor.shape)
 
 
-def load_items(module: Module, items: Mapping[str, Leaf], filled: Collection[str] = ()) -> None:
-    """Let a module load `items` and its present tensors `filled`, all by names without wrappers."""
-    model = layers(module)[-1]
-    state = model.state_dict()
-    for name in [*state]:
-        # The loader of the model expects the names that its own state dict has.
-        bare = without_wrappers(name)
-        if bare in items:
-            state[name] = items[bare]
-        elif bare not in filled:
-            # A loader would take a present value for one of the source.
-            del state[name]
-    model.load_state_dict(state, strict=False)
-
-
 def layers(module: Module) -> list[Module]:
     """Return the wrappers around a model, the outermost first, and the model."""
     around = [module]
     inner: Leaf = module
-    while type(inner).__name__ in _WRAPPERS:
-        inner = getattr(inner, _WRAPPERS[type(inner).__name__])
+    while type(inner).__name__ in _WRAPPER_CLASSES:
+        inner = getattr(inner, _WRAPPER_CLASSES[type(inner).__name__])
         around.append(inner)
     return around
 
@@ -239,9 +225,8 @@ def bare_name(name: str) -> str:
 
 # Optimizers
 
-# What torch's `load_state_dict` replaces in an optimizer, and what of a param group is not the source's to say.
-_REPLACED: tuple[str, ...] = ("param_groups", "state")
-_KEPT: tuple[str, ...] = ("params", "param_names")
+# What of a param group is not the source's to say.
+KEPT: tuple[str, ...] = ("params", "param_names")
 
 OptimizerState = dict[str, Any]
 """``param_groups``: without parameters. ``state``: by a parameter's number. ``shared``: state under other keys.
@@ -278,13 +263,13 @@ def class_name(optimizer: Optimizer) -> str:
     A wrapper, such as accelerate's or DistributedOptimizer, is known by having the same state as the optimizer inside.
     """
     kind = type(optimizer)
-    for layer in _layers(optimizer):
+    for layer in layers_of_optimizer(optimizer):
         if layer.state is optimizer.state:
             kind = type(layer)
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _layers(optimizer: Optimizer) -> list[Optimizer]:
+def layers_of_optimizer(optimizer: Optimizer) -> list[Optimizer]:
     """Return an optimizer and all that it wraps, the outermost first."""
     layers, seen = [optimizer], {id(optimizer)}
     for layer in layers:  # which grows in the loop
@@ -352,7 +337,7 @@ def named_parameters(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str
 def hyperparameters(group: Mapping[str, Leaf]) -> dict[str, Leaf]:
     """Return a param group without its parameters and their names. Not collective."""
     settings = dict(group)
-    for name in _KEPT:
+    for name in KEPT:
         settings.pop(name, None)
     return settings
 
@@ -367,7 +352,7 @@ def state_of_optimizer(optimizer: Optimizer, path: str) -> OptimizerState:
     """
     check_optimizer(optimizer, path)
     saved = None
-    if _does_more(optimizer, "state_dict"):
+    if does_more(optimizer, "state_dict"):
         saved = optimizer.state_dict()  # first, as a hook may change the state
     parameters = parameters_of(optimizer)
     numbers: dict[Leaf, int] = dict(zip(parameters, range(len(parameters)), strict=True))
@@ -387,7 +372,7 @@ def state_of_optimizer(optimizer: Optimizer, path: str) -> OptimizerState:
     return {"param_groups": groups, "state": state, "shared": shared, "more": more}
 
 
-def _does_more(optimizer: Optimizer, method: str) -> bool:
+def does_more(optimizer: Optimizer, method: str) -> bool:
     """Whether an optimizer's `state_dict` or `load_state_dict` does more than torch's, by an override or hooks."""
     torch_optim = sys.modules.get("torch.optim")
     of_type = getattr(type(optimizer), method, None)
@@ -407,7 +392,7 @@ def _more_entries(
         more = dict(saved)
         saved_groups = list(map(hyperparameters, more.pop("param_groups")))
         unpacked = {key: _unpacked(entries, state.get(key)) for key, entries in more.pop("state").items()}
-        if _are_alike(unpacked, state) and _are_alike(saved_groups, groups):
+        if are_alike(unpacked, state) and are_alike(saved_groups, groups):
             return more
     raise UnsupportedError(
         f"the state_dict of {type_text(optimizer)} is not its param_groups and state, as that of torch's optimizers: "
@@ -433,16 +418,16 @@ def _unpacked(entries: Leaf, live: Leaf) -> Leaf:
     return unpacked
 
 
-def _are_alike(value: Leaf, other: Leaf) -> bool:
+def are_alike(value: Leaf, other: Leaf) -> bool:
     """Whether two nested values have the same objects, equal tensors or equal plain values."""
     if value is other:
         return True
     if is_torch(value) and is_torch(other):
         return _are_alike_tensors(value, other)
     if isinstance(value, Mapping) and isinstance(other, Mapping):
-        return value.keys() == other.keys() and all(_are_alike(item, other[key]) for key, item in value.items())
+        return value.keys() == other.keys() and all(are_alike(item, other[key]) for key, item in value.items())
     if isinstance(value, list | tuple) and type(value) is type(other):
-        return len(value) == len(other) and all(map(_are_alike, value, other))
+        return len(value) == len(other) and all(map(are_alike, value, other))
     return values.is_same(value, other)
 
 
@@ -480,93 +465,6 @@ def optimizer_tree(optimizer: Optimizer, names: Mapping[int, str], path: str) ->
         )
         raise UnsupportedError(text, name=path)
     return {"state": {**state, **numbered["shared"]}, "param_groups": groups, **numbered["more"]}
-
-
-def install_optimizer(
-    optimizer: Optimizer,
-    groups: Sequence[Mapping[str, Leaf] | None],
-    state: Mapping[Leaf, Leaf],
-    dropped: Iterable[Leaf],
-    more: Mapping[str, Leaf],
-) -> None:
-    """Install hyperparameters and state in an optimizer. Not collective.
-
-    Groups and each parameter's state stay the same dicts: LR schedulers and others may refer to them.
-
-    Args:
-        optimizer: the optimizer.
-        groups: the hyperparameters of each group; None leaves a group as it is.
-        state: the state by key.
-        dropped: keys whose state is removed.
-        more: the other entries of the optimizer's state dict.
-    """
-    _install(optimizer, groups, state, dropped)
-    # torch's load_state_dict calls __setstate__, in which an optimizer may derive values from its state.
-    set_state = getattr(type(optimizer), "__setstate__", None)
-    derives = not getattr(set_state, "__module__", "torch.optim").startswith("torch.optim")
-    if more or derives or _does_more(optimizer, "load_state_dict"):
-        _load(optimizer, more)
-
-
-def _load(optimizer: Optimizer, more: Mapping[str, Leaf]) -> None:
-    """Let an optimizer load its present state, and further entries, by its own `load_state_dict`. Not collective."""
-    # torch's load_state_dict casts the state, and replaces the dicts, to which others may refer, also in a wrapped
-    # optimizer. So the old dicts are put back, and get what the loader has made of their entries.
-    before: list[tuple[dict[str, Leaf], dict[str, Leaf]]] = []
-    for layer in _layers(optimizer):
-        attributes = vars(layer)
-        old = {name: attributes[name] for name in _REPLACED if name in attributes}
-        before.append((attributes, old))
-    optimizer.load_state_dict({**optimizer.state_dict(), **more})
-    groups, state = optimizer.param_groups, optimizer.state
-    for attributes, old in before:
-        attributes.update(old)
-    new_groups = []
-    for new_group, group in zip(groups, optimizer.param_groups, strict=True):
-        new_groups.append(hyperparameters(_without_casts(new_group, group)))
-    new_state = {key: _without_casts(entries, optimizer.state.get(key)) for key, entries in state.items()}
-    _install(optimizer, new_groups, new_state, {*optimizer.state} - {*new_state})
-
-
-def _without_casts(new: Leaf, old: Leaf) -> Leaf:
-    """Return what a loader has made of `old`, with the old tensors where it has only copied or cast them."""
-    if is_torch(new) and is_torch(old):
-        # A loader may put the moments of a BF16 parameter into BF16, which would lose what was read.
-        cast = old.detach().to(device=new.device, dtype=new.dtype)
-        if _are_alike(new.detach(), cast):
-            return old
-        return new
-    if isinstance(new, dict) and isinstance(old, Mapping):
-        return {key: _without_casts(value, old.get(key)) for key, value in new.items()}
-    if isinstance(new, list) and isinstance(old, list) and len(new) == len(old):
-        return list(map(_without_casts, new, old))
-    return new
-
-
-def _install(
-    optimizer: Optimizer,
-    groups: Sequence[Mapping[str, Leaf] | None],
-    state: Mapping[Leaf, Leaf],
-    dropped: Iterable[Leaf],
-) -> None:
-    for group, settings in zip(optimizer.param_groups, groups, strict=True):
-        if settings is not None:
-            # The parameters and their names stay: those of the source may be another job's.
-            kept = {name: group[name] for name in _KEPT if name in group}
-            group.clear()
-            group.update(kept)
-            group.update(settings)
-    for key in dropped:
-        optimizer.state.pop(key, None)
-    for key, entries in state.items():
-        live = optimizer.state.get(key)
-        if isinstance(live, dict) and isinstance(entries, dict):
-            # `entries` may be `live` itself, which a loader has changed.
-            new = dict(entries)
-            live.clear()
-            live.update(new)
-        else:
-            optimizer.state[key] = entries
 
 
 # Other objects
@@ -627,27 +525,3 @@ class ObjectStates:
         if id(live) not in self._states:
             self._states[id(live)] = live, state_of_object(live, path, "leave it out by exclude")
         return self._states[id(live)][1]
-
-
-def load_object(
-    value: object,
-    load: Callable[[Leaf], object],
-    state: Leaf,
-    path: str,
-    advice: str = ", or leave it out by exclude",
-) -> None:
-    """Let an object load its state by `load`. Not collective.
-
-    Raises:
-        InvalidArgumentError: it raises an error, which becomes one that names `path` and ends with `advice`.
-    """
-    try:
-        load(state)
-    except StateExchangeError:
-        raise
-    except Exception as error:
-        raise InvalidArgumentError(
-            f"{type_text(value)} does not take the state that it is given here, and raised {excerpt(error, 200)}. What "
-            f"comes before it in the state has been changed: make the object as it was saved{advice}",
-            name=path,
-        ) from error

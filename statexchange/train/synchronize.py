@@ -37,18 +37,17 @@ from statexchange.comm.defaults import as_communicator
 from statexchange.comm.typed import agree, from_root
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, excerpt, type_text
 from statexchange.state.flatten import ParameterName, check_no_state_in, nodes, parameter_names, replaced
+from statexchange.state.install import install_optimizer, load_object
 from statexchange.state.tree import children, path_to, steps, with_children, with_types_of
 from statexchange.state.types import Leaf, Module, Optimizer
 from statexchange.state.units import (
     bare_name,
     check_module,
     check_optimizer,
-    install_optimizer,
     is_extra_state,
     is_optimizer,
     is_plain_entry,
     is_stateful,
-    load_object,
     model_items,
     names_of_groups,
     parameters_of,
