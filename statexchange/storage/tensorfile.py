@@ -324,35 +324,6 @@ def _entries(raw: Mapping[str, object], data_start: int, path: str) -> list[Entr
     return entries
 
 
-def _header_metadata(shards: Sequence[Shard], no_digest: str, metadata: Mapping[str, object]) -> dict[str, str]:
-    """Return the text metadata of a file: the workspace's, "format", and torch's sharding keys.
-
-    `no_digest` stands in the place of each digest.
-    """
-    tensors = {}
-    torch_sharding = {}
-    for shard in shards:
-        boxes = shard.boxes
-        # JSON has tuples as lists, so that a box is written as `Box.to_json` returns it.
-        tensors[shard.name] = {
-            "dtype": shard.dtype,
-            "global_shape": shard.global_shape,
-            "boxes": boxes,
-            "digests": [no_digest] * len(boxes),
-        }
-        if len(boxes) == 1:
-            offsets = boxes[0].offsets
-            if shard.dtype == "C128":
-                offsets = (*offsets, 0)  # in the file a number is a pair, in a dim of its own
-            torch_sharding[shard.name] = {"saved_offsets": offsets}
-    return {
-        WORKSPACE_KEY: json.dumps({**metadata, "tensors": tensors}, separators=(",", ":")),
-        "format": "pt",
-        TORCH_SHARDING_KEY: json.dumps(torch_sharding, separators=(",", ":")),
-        _TORCH_VERSION_KEY: _TORCH_VERSION,
-    }
-
-
 def write_tensor_file(
     dir_fd: int,
     name: str,
@@ -449,19 +420,37 @@ def _by_name(shards: Sequence[ShardData], digests: Sequence[str]) -> dict[str, l
 
 
 class _RankHeader:
-    """The header of a rank's file, encoded before the digests are known: they all have the same length."""
+    """The header of a rank's file, encoded before the digests are known: they all have the same length.
+
+    Its text metadata are the workspace's, "format", and torch's sharding keys.
+    """
 
     def __init__(self, shards: Sequence[ShardData], metadata: Mapping[str, object]) -> None:
         no_digest = secrets.token_hex(16)  # as long as a digest; random, so that no name and no value contains it
-        described, entries, nbytes = [], [], 0
+        entries, tensors, torch_sharding, nbytes = [], {}, {}, 0
         with collector_paused():
             for data in shards:
                 shard = data.shard
-                described.append(shard)
-                shape = shard.local_shape
-                entries.append((shard.name, shard.dtype, shape))
-                nbytes += math.prod(shape) * ITEMSIZE[shard.dtype]
-            header = encode_header(entries, _header_metadata(described, no_digest, metadata))
+                name, dtype, boxes = shard.name, shard.dtype, shard.boxes
+                if len(boxes) == 1:
+                    offsets, shape = boxes[0]
+                    if dtype == "C128":
+                        offsets = (*offsets, 0)  # in the file a number is a pair, in a dim of its own
+                    torch_sharding[name] = {"saved_offsets": offsets}
+                else:
+                    shape = shard.local_shape
+                entries.append((name, dtype, shape))
+                nbytes += math.prod(shape) * ITEMSIZE[dtype]
+                # JSON has tuples as lists, so that a box is written as `Box.to_json` returns it.
+                digests = [no_digest] * len(boxes)
+                tensors[name] = {"dtype": dtype, "global_shape": shard.global_shape, "boxes": boxes, "digests": digests}
+            texts = {
+                WORKSPACE_KEY: json.dumps({**metadata, "tensors": tensors}, separators=(",", ":")),
+                "format": "pt",
+                TORCH_SHARDING_KEY: json.dumps(torch_sharding, separators=(",", ":")),
+                _TORCH_VERSION_KEY: _TORCH_VERSION,
+            }
+            header = encode_header(entries, texts)
         self.nbytes = len(header)
         self.file_nbytes = len(header) + nbytes
         self._between_digests = header.split(no_digest.encode())
