@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from statexchange.checkpoint.extra_files import FilesFrom, extra_files, given_config
-from statexchange.checkpoint.publication import PlannedFile, Publication
+from statexchange.checkpoint.extra_files import extra_files, given_config
+from statexchange.checkpoint.publication import Publication
 from statexchange.checkpoint.tensor_notes import note_on_extra_state, notes_on_tensors
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.exchange.converting import Conversion, convert_live
-from statexchange.exchange.rank_metadata import RankMetadata, gather_metadata, merge_metadata, parse_metadata
+from statexchange.exchange.rank_metadata import RankMetadata, gather_distinct, merge_metadata, parse_metadata
 from statexchange.formats.config_check import unties_heads, without_heads
 from statexchange.messages import decode, encoded
-from statexchange.sharding.options import ExportOptions, WriteOptions
+from statexchange.sharding.options import CallOptions, ExportOptions
 from statexchange.sharding.plan import Plan, RankShards, plan_merge
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor
 from statexchange.state.describe import Description
-from statexchange.storage.location import target_path
+from statexchange.storage.build import OutputFile
 
 __all__ = ["Clock", "ExportRequest", "RootExport", "agree_on_plan"]
 
@@ -32,16 +31,11 @@ __all__ = ["Clock", "ExportRequest", "RootExport", "agree_on_plan"]
 class ExportRequest:
     """The checked arguments of `export_checkpoint`; `model_files` are the files that the model itself has, on root."""
 
-    path: str | os.PathLike[str]
+    path: str
     options: ExportOptions
-    writing: WriteOptions
+    call: CallOptions
     conversion: Conversion | None
-    files_from: FilesFrom
     model_files: Mapping[str, bytes]
-
-    def __post_init__(self) -> None:
-        # Now: in the background the program may change its working directory before root opens the target.
-        object.__setattr__(self, "path", target_path(self.path, local=True))
 
 
 class Clock:
@@ -76,7 +70,7 @@ class RootExport:
     options: ExportOptions
     plan: Plan
     publication: Publication
-    outputs: Sequence[PlannedFile]
+    outputs: Sequence[OutputFile]
     extra: Mapping[str, bytes]
     notes: tuple[str, ...]
 
@@ -114,7 +108,7 @@ def agree_on_plan(
     described = replace(converted, extra_state=described.extra_state)
     # The options as they were given: a conversion has applied its patterns, which must be equal on all ranks, too.
     metadata_here = RankMetadata.of(described, request.options.texts())
-    metadata, nbytes = gather_metadata(comm, metadata_here, root=0)
+    metadata, nbytes = gather_distinct(comm, encoded(metadata_here, RankMetadata), root=0)
     clock.lap("describe", nbytes)
     root: RootExport | None = None
     plan: WritePlan | None = None
@@ -141,9 +135,9 @@ def _planned(
 ) -> tuple[RootExport, WritePlan]:
     """Prove the cover, claim the target, and create the files. Root only."""
     merged = merge_metadata(metadata, options.new_layout())
-    has_files = request.files_from is not None or bool(request.model_files)
+    has_files = request.options.files_from is not None or bool(request.model_files)
     # transformers would give a head that its config does not tie, and that no file has, random values.
-    is_untied = has_files and unties_heads(given_config(request.files_from, request.model_files))
+    is_untied = has_files and unties_heads(given_config(request.options.files_from, request.model_files))
     by_rank = []
     for rank, (shards, aliases) in enumerate(zip(merged.shards, merged.aliases, strict=True)):
         by_rank.append(RankShards(rank, shards, without_heads(aliases) if is_untied else aliases))
@@ -160,9 +154,9 @@ def _planned(
         notes += note_on_extra_state(extra_state, request.options)
     extra: dict[str, bytes] = {}
     if has_files:
-        extra = extra_files(request.files_from, plan, request.model_files, updates_dtype=True)
+        extra = extra_files(request.options.files_from, plan, request.model_files, updates_dtype=True)
     # Last: from here on there is something to clean up. Two exports to one path meet here, and one is refused.
-    publication = Publication(request.path, plan, source="export", extra=extra, overwrite=request.writing.overwrite)
+    publication = Publication(request.path, plan, source="export", extra=extra, overwrite=request.call.overwrite)
     building.enter_context(publication)
     outputs = [publication.create(file) for file in plan.files]
     root = RootExport(options, plan, publication, outputs, extra, notes)

@@ -81,7 +81,7 @@ def publish(
         clock: the time that has passed.
     """
     report: ExportReport | None = None
-    with comm.phase("publishing", timeout_s=request.writing.stall_timeout_s), collector_paused():
+    with comm.phase("publishing", timeout_s=request.call.stall_timeout_s), collector_paused():
         if root is not None:
             provenance = _box_provenance(root, receipts)
             for output, node in zip(root.outputs, nodes, strict=True):
@@ -118,7 +118,7 @@ def _report(
     plan = root.plan
     files = [*small_files]
     for file, output in zip(plan.files, root.outputs, strict=True):
-        files.append((file.name, output.nbytes))
+        files.append((file.name, len(output.header) + file.data_nbytes))
     return ExportReport(
         root.publication.path,
         tuple(sorted(files)),
