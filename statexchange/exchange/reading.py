@@ -246,11 +246,15 @@ def differing_text(what: str, exclude: str | list[str], holder: HolderLabel, oth
 
 @dataclass(frozen=True, slots=True)
 class WantedBox:
-    """A box of the source's tensor `name`, to be read into memory of dtype `dtype`."""
+    """A box of the source's tensor `name`, to be read into memory of dtype `dtype`.
+
+    `content` says which bytes: ranks that have saved different values of one box each get their own.
+    """
 
     name: str
     box: Box
     dtype: str
+    content: str
 
 
 class ReadItem(NamedTuple):
@@ -272,7 +276,24 @@ class _Part(NamedTuple):
     @property
     def wanted(self) -> WantedBox:
         """What ranks of one host compare, to read it once."""
-        return WantedBox(self.item.name, self.box, self.item.local.shard.dtype)
+        item = self.item
+        whole = item.boxes.get(self.box)
+        content = []
+        if whole is not None:
+            content = [_content(whole)]
+        else:
+            for box, stored in item.boxes.items():
+                if intersect(box, self.box) is not None:
+                    content.append(f"{box} {_content(stored)}")
+        # Each rank has its own file first among the holders, so that the order says nothing.
+        return WantedBox(
+            item.name, self.box, item.local.shard.dtype, xxh3_128_hexdigest(" ".join(sorted(content)).encode())
+        )
+
+
+def _content(stored: ByteRange) -> str:
+    """Return what tells the bytes of a stored box from others: their digest, or where they lie."""
+    return stored.digest or f"{stored.file.path}:{stored.begin}"
 
 
 def _parts_of(items: Sequence[ReadItem]) -> list[_Part]:
@@ -297,7 +318,7 @@ def assign_readers(items: Sequence[ReadItem], comm: Communicator) -> dict[Wanted
     load = dict.fromkeys(range(comm.world_size), 0)  # elements that each rank reads for others
     readers = {}
     # All ranks send and receive in this order, so that no two of them wait for each other.
-    for wanted in sorted(needed_by, key=lambda box: (box.name, box.box.offsets, box.box.shape, box.dtype)):
+    for wanted in sorted(needed_by, key=lambda box: (box.name, box.box.offsets, box.box.shape, box.dtype, box.content)):
         ranks = needed_by[wanted]
         if len(ranks) > 1:
             reader = min(ranks, key=lambda rank: (load[rank], rank))
@@ -521,7 +542,8 @@ class _Reading:
         for file, pieces in self.files.items():
             if pieces and file.is_remote == remote:
                 buffer = buffer or memoryview(bytearray(limits.together))
-                pieces.sort(key=operator.attrgetter("begin"))
+                # An empty tensor begins where the next one does, and comes first: it is no gap between its neighbours.
+                pieces.sort(key=operator.attrgetter("begin", "memory.nbytes"))
                 for together in _neighbours(pieces, limits):
                     self._read_together(file, together, buffer)
                 pieces.clear()

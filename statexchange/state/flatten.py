@@ -53,6 +53,7 @@ __all__ = [
     "ParameterName",
     "check_no_state_in",
     "contains_state",
+    "empty_key_error",
     "flatten",
     "is_leaf",
     "kind_of",
@@ -144,7 +145,15 @@ def _add(live: LiveState, value: Leaf, keys: Path, text: str) -> None:
         raise InvalidArgumentError(text)
     live.containers[keys] = value
     for key, item in items.items():
-        _add(live, item, (*keys, key), joined(text, key))
+        inner = joined(text, key)
+        if not inner:
+            raise empty_key_error()
+        _add(live, item, (*keys, key), inner)
+
+
+def empty_key_error() -> InvalidArgumentError:
+    """Return the error for an empty text as a key of the whole state: the path of its entry would be the whole's."""
+    return InvalidArgumentError("the state has an empty text as a key, which leads to the whole: give it a name")
 
 
 def types_in_objects(live: LiveState, options: LoadOptions, objects: ObjectStates) -> dict[str, type]:

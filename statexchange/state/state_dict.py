@@ -17,7 +17,7 @@ from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.rules import with_dots
 from statexchange.state.dtensors import is_sharded
-from statexchange.state.flatten import Node, contains_state, kind_of, nodes, parameter_names
+from statexchange.state.flatten import Node, contains_state, empty_key_error, kind_of, nodes, parameter_names
 from statexchange.state.megatron import MegatronTensor, add_sharded, sharded_kind
 from statexchange.state.tree import children, is_dataclass, other_with, walk, with_children
 from statexchange.state.types import Leaf, Optimizer
@@ -67,6 +67,8 @@ def encode_state(state: Leaf) -> EncodedState:
     # First, as this refuses keys of mappings that have no text, which all that follows makes of them.
     placed = nodes(state)
     for node in placed:
+        if node.path and not node.text:
+            raise empty_key_error()
         if node.kind == "module":
             check_module(node.value)
     names = {key: name.in_state for key, name in parameter_names(placed).items()}

@@ -564,9 +564,11 @@ class RankFile:
             entry = header.entries[name]
             shape, boxes = entry.shape, [full_box(entry.shape)]
             try:
-                # Most records are those of whole tensors, whose shapes have been checked in the header.
+                # Most records are those of whole tensors, whose shapes have been checked in the header. Their texts are
+                # compared: as numbers, true and 2.0 in a record would equal 1 and 2.
                 in_header = [*shape]
-                if raw["global_shape"] != in_header or raw["boxes"] != [[[0] * len(shape), in_header]]:
+                text, whole = repr(in_header), repr([[[0] * len(shape), in_header]])
+                if repr(raw["global_shape"]) != text or repr(raw["boxes"]) != whole:
                     shape = sizes_from_json(raw["global_shape"])
                     boxes = list(map(Box.from_json, raw["boxes"]))
                 shard = Shard(name, raw["dtype"], shape, tuple(boxes))

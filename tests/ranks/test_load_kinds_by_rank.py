@@ -268,3 +268,20 @@ def test_no_rank_installs_anything_where_another_could_not_read(tmp_path: Path) 
     for state in states.values():
         assert state["step"] == 0
         assert not state["optimizer"].state
+
+
+@pytest.mark.parametrize("where", ["memory://{}/saved", "{}/saved"], ids=["object store", "directory"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_each_rank_gets_its_own_values_from_any_store(world_size: int, where: str, tmp_path: Path) -> None:
+    loaded = {}
+
+    def save_and_load() -> None:
+        rank = sx.get_rank()
+        target = where.format(tmp_path)
+        sx.save_checkpoint({"w": torch.ones(2), "own": torch.full((3,), float(rank))}, target)
+        state = {"w": torch.zeros(2), "own": torch.full((3,), -1.0)}
+        sx.load_checkpoint(state, target)
+        loaded[rank] = state["own"].tolist(), state["w"].tolist()
+
+    run_ranks(save_and_load, world_size, backend="threads")
+    assert loaded == {rank: ([float(rank)] * 3, [1.0, 1.0]) for rank in range(world_size)}

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from stateful import WithExtra
+from stored import flip_bit
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
@@ -499,3 +500,25 @@ def test_extra_state_may_have_another_length(write: Write, length: int, tmp_path
     sx.load_checkpoint({"m": live}, write({"m": saved.state_dict()}, tmp_path))
     assert torch.equal(live[0].extra, saved[0].extra)
     assert torch.equal(live[0].weight, saved[0].weight)
+
+
+@pytest.mark.parametrize(
+    "state", [{"": 3, "w": 1}, {"": {"a": 1}}, {"": nn.Linear(1, 1)}], ids=["value", "mapping", "module"]
+)
+def test_an_empty_key_at_the_root_is_refused(state: Any, tmp_path: Path) -> None:
+    with pytest.raises(sx.errors.InvalidArgumentError, match="an empty text"):
+        sx.save_checkpoint(state, tmp_path / "saved")
+    sx.save_checkpoint({"w": 1}, tmp_path / "other")
+    with pytest.raises(sx.errors.InvalidArgumentError, match="an empty text"):
+        sx.load_checkpoint(state, tmp_path / "other", strict=False)
+
+
+@pytest.mark.parametrize("names", ["aewx", "xwea"])
+def test_an_empty_tensor_does_not_part_what_is_read_together(names: str, tmp_path: Path) -> None:
+    shapes = {"a": 3, "e": 0, "w": 3, "x": 3}
+    sx.save_checkpoint({name: torch.ones(shapes[name]) for name in "aewx"}, tmp_path / "saved")
+    flip_bit(tmp_path / "saved/rank-00000-of-00001.safetensors", -1)
+    state = {name: torch.zeros(shapes[name]) for name in names}
+    with pytest.raises(sx.errors.CorruptError, match="state is unchanged"):
+        sx.load_checkpoint(state, tmp_path / "saved")
+    assert not any(tensor.any() for tensor in state.values())
