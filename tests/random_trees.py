@@ -300,7 +300,9 @@ class _Drawing:
         if kind == "scheduler":
             return chance.choice(SCHEDULERS), chance.choice(self.drawn["optimizer"]).number
         if kind == "holder":
-            return chance.choice(["tensors", "array", "plain", "object", "empty", "shared"]), chance.random() < 0.4
+            return chance.choice(
+                ["tensors", "array", "plain", "object", "empty", "shared", "joined"]
+            ), chance.random() < 0.4
         if kind in ("tie", "view"):
             return chance.choice(self.drawn["tensor"]).number
         return None
@@ -421,7 +423,9 @@ class Building:
         if change == "none":
             return None
         if change == "kind":
-            return object()
+            if place.detail == "None" or chance.random() < 0.3:
+                return object()
+            return 3 if place.detail in ("str", "enum", "dtype") else "text"
         if change == "unknown":
             return Unknown.ONE
         if self.case.change == "unknown" and self.case.number == place.number:
@@ -543,6 +547,7 @@ class Building:
             "plain": OrderedDict(count=rank, text="x" * rank, nested={"deep": [{"er": rank}]}),
             "object": {"function": _kept, "step": rank},
             "empty": {},
+            "joined": {"one": shared, "two": shared + 1 if self.is_root else shared},
             "shared": {"one": shared, "two": shared, "three": shared[:1]},
         }[kind]
         if has_less and not self.is_root and kind != "object":

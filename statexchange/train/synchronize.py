@@ -22,6 +22,7 @@ import enum
 import functools
 import hashlib
 import itertools
+import operator
 from collections.abc import Callable, Generator, Mapping, MappingView, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
@@ -36,9 +37,10 @@ from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.comm.typed import agree, from_root
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, excerpt, type_text
+from statexchange.sharding.paths import joined
 from statexchange.state.flatten import ParameterName, check_no_state_in, nodes, parameter_names, replaced
 from statexchange.state.install import install_optimizer, load_object
-from statexchange.state.tree import children, path_to, steps, with_children, with_types_of
+from statexchange.state.tree import children, steps, with_children, with_types_of
 from statexchange.state.types import Leaf, Module, Optimizer
 from statexchange.state.units import (
     bare_name,
@@ -297,7 +299,7 @@ class _Held:
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         _check_entries(module, path)
         for name in sorted(named.keys() - ignored):
-            self._add_tensor(f"{path}.{name}" if path else name, named[name])
+            self._add_tensor(joined(path, name), named[name])
 
     def _add_tensor(self, path: str, value: TensorLike) -> None:
         tensor = _dense(value, path, written=self._written)
@@ -345,7 +347,7 @@ def _check_entries(module: Module, path: str) -> None:
             raise UnsupportedError(
                 f"the module's state dict has {type_text(value)} here that is no parameter or buffer, as those "
                 "of quantized modules: it cannot be changed in place",
-                name=f"{path}.{name}" if path else name,
+                name=joined(path, name),
             )
 
 
@@ -366,7 +368,9 @@ def _kind_of_value(value: Leaf) -> str | None:
     if isinstance(value, enum.Enum) and values.has_text(value):
         return f"enum {type(value).__qualname__}"
     # Not those of other classes: a rank might not have them.
-    return type(value).__name__ if type(value) in (str, torch.dtype) else None
+    if type(value) in (str, torch.dtype):
+        return type(value).__name__
+    return None
 
 
 def _dense(value: TensorLike, path: str, *, written: bool) -> TensorLike:
@@ -382,7 +386,10 @@ def _dense(value: TensorLike, path: str, *, written: bool) -> TensorLike:
     check_dense(value, path)
     if written:
         check_writable(value, path)
-    return np.asarray(value) if isinstance(value, np.ndarray) else value.detach()
+    if isinstance(value, np.ndarray):
+        # A subclass may keep its dims in a slice, as np.matrix does.
+        return np.asarray(value)
+    return value.detach()
 
 
 def _tensor_text(tensor: TensorLike) -> str:
@@ -422,6 +429,7 @@ class _LeafSpec:
     def tensor_for(self, live: Leaf, like: torch.Tensor | None, device: torch.device) -> TensorLike:
         """Return `live` if it is such a tensor or array on `device`, else a new one, where possible like `like`."""
         if self.kind == "array":
+            # No text of numpy's is a name of safetensors.
             array_dtype = numpy_dtype(self.dtype) if self.dtype in ITEMSIZE else np.dtype(self.dtype)
             if isinstance(live, np.ndarray) and live.dtype == array_dtype and live.shape == self.shape:
                 return live
@@ -575,7 +583,7 @@ def _difference(
             break
     path = expected.path
     if live.path != path:  # one side lacks the path that the other has here
-        if path in [nothing.path, *[entry.path for entry in entries]]:
+        if path in (nothing.path, *map(operator.itemgetter(0), entries)):
             expected, path = nothing, live.path
         else:
             live = nothing
@@ -615,7 +623,7 @@ def _fill(comm: Communicator, root: int, describe: Describe, tree: Leaf) -> Leaf
         broadcast_tensors(comm, [tensor for _, tensor in tensors], root)
         if shares_memory or len(tensors) > len(held.tensors):  # the same on all ranks
             check_shared_memory(comm, tensors, root)
-    # After all that can fail: until here an error leaves states and values as they were.
+    # Last, as reading and sending may fail: until here an error leaves states and values as they were.
     for callback in callbacks:
         callback()
     return tree
@@ -678,35 +686,41 @@ class _PartReader:
         if isinstance(decoded, _LeafSpec):
             return self._leaf(decoded, live, path, step, like)
         # By the steps, as a mapping that was decoded may have other keys of the same text.
-        live_items = {inner: child for inner, _, child in steps(live, path)}
+        live_items = {inner: child for inner, _, child in steps(live, path.removeprefix("."))}
         changed = {}
         for inner, key, child in steps(decoded, path):
-            new = self._filled(child, live_items.get(inner, _NOTHING), path_to(path, inner), step, like)
+            new = self._filled(child, live_items.get(inner, _NOTHING), path + inner, step, like)
             if new is not child:
                 changed[key] = new
-        return with_children(decoded, changed) if changed else decoded
+        if not changed:
+            return decoded
+        return with_children(decoded, changed)
 
     def _leaf(self, spec: _LeafSpec, live: Leaf, path: str, step: str, like: torch.Tensor | None) -> Leaf:
         if spec.kind == "object":
             if live is _NOTHING or children(live) is not None:
-                raise UnsupportedError(
-                    f"root has an object at {path} that cannot be sent, and this rank has none there", name=self.path
+                text = (
+                    f"root has an object at {path.removeprefix('.')} that cannot be sent, and this rank has none there"
                 )
+                raise UnsupportedError(text, name=self.path)
             return live
-        if id(spec) not in self._tensors:
-            device = self._device if like is None else like.device
-            if spec.kind == "tensor" and spec.device_type == "cpu":
-                device = torch.device("cpu")
-            tensor = spec.tensor_for(live, like, device)
-            if tensor is live:
-                # Filled twice, it would have the second one's values at both places.
-                key = same_memory(live)
-                if key in self._used:
-                    tensor = spec.tensor_for(None, like, device)
-                self._used.add(key)
-            joint = "" if path[:1] in ("", "[") else "."
-            self._tensors[id(spec)] = f"{self.path}{step}{joint}{path}".removeprefix("."), tensor
-        return self._tensors[id(spec)][1]
+        # One tensor at two places of root is one here.
+        if id(spec) in self._tensors:
+            return self._tensors[id(spec)][1]
+        device = self._device
+        if spec.kind == "tensor" and spec.device_type == "cpu":
+            device = torch.device("cpu")
+        elif like is not None:
+            device = like.device
+        tensor = spec.tensor_for(live, like, device)
+        if tensor is live:
+            # Filled twice, it would have the second one's values at both places.
+            key = same_memory(live)
+            if key in self._used:
+                tensor = spec.tensor_for(None, like, device)
+            self._used.add(key)
+        self._tensors[id(spec)] = f"{self.path}{step}{path}".removeprefix("."), tensor
+        return tensor
 
 
 def _optimizer_callback(optimizer: Optimizer, live: Mapping[str, Leaf], reader: _PartReader) -> Callable[[], None]:

@@ -42,7 +42,7 @@ def windows(tensors: Sequence[TensorLike]) -> Iterator[list[TensorLike]]:
     """Cut tensors into windows, one message each, by shapes and dtypes alone: strides may differ between ranks."""
     by_device: dict[str, list[TensorLike]] = {}
     for tensor in tensors:
-        by_device.setdefault(_device_of(tensor).type, []).append(tensor)
+        by_device.setdefault("cpu" if isinstance(tensor, np.ndarray) else tensor.device.type, []).append(tensor)
     # Sorted, as ranks send their tensors in one order, whichever device each had first.
     for kind in sorted(by_device):
         window: list[TensorLike] = []
@@ -76,10 +76,6 @@ def _pieces(tensor: TensorLike) -> Iterator[TensorLike]:
         yield from _pieces(row)
 
 
-def _device_of(tensor: TensorLike) -> torch.device:
-    return torch.device("cpu") if isinstance(tensor, np.ndarray) else tensor.device
-
-
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
 
@@ -107,7 +103,8 @@ def _staged(window: Sequence[TensorLike]) -> tuple[torch.Tensor, list[TensorLike
         begins.append(_aligned(end))
         # No padding at the end: another rank may send a single piece in place, without this buffer.
         end = begins[-1] + piece.nbytes
-    flat = torch.empty(end, dtype=torch.uint8, device=_device_of(window[0]))
+    device = "cpu" if isinstance(window[0], np.ndarray) else window[0].device
+    flat = torch.empty(end, dtype=torch.uint8, device=device)
     pieces: list[TensorLike] = []
     parts: list[TensorLike] = []
     for begin, piece in zip(begins, window, strict=True):
@@ -127,10 +124,10 @@ def _staged(window: Sequence[TensorLike]) -> tuple[torch.Tensor, list[TensorLike
 
 def _copy(sources: Sequence[TensorLike], targets: Sequence[TensorLike]) -> None:
     for source, target in zip(sources, targets, strict=True):
-        if isinstance(target, np.ndarray):
-            np.copyto(target, np.asarray(source))
+        if isinstance(source, torch.Tensor) and isinstance(target, torch.Tensor):
+            target.copy_(source)
         else:
-            target.copy_(torch.as_tensor(source))
+            np.copyto(np.asarray(target), np.asarray(source))
 
 
 # Tensors that share memory
