@@ -26,7 +26,7 @@ from statexchange.formats.config_check import LIVE_MODEL, is_adapter, live_name,
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG, WEIGHT_SUFFIXES
 from statexchange.formats.source import abbreviated_list
-from statexchange.sharding.options import FLOATS
+from statexchange.sharding.options import FLOATS, FilesFrom
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.location import OpenedPath, open_path
 from statexchange.storage.store import Budget, resolve_path
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from statexchange.storage.store import Store, StoredFile
 
 __all__ = [
-    "FilesFrom",
     "extra_files",
     "given_config",
     "notes_on_adapters",
@@ -48,8 +47,6 @@ __all__ = [
     "notes_on_missing_files",
     "own_files",
 ]
-
-FilesFrom = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | bytes] | None
 
 _VERL_DIRECTORY = "huggingface"
 _TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")

@@ -19,7 +19,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from statexchange.checkpoint.extra_files import (
-    FilesFrom,
     extra_files,
     given_config,
     notes_on_adapters,
@@ -32,7 +31,6 @@ from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about, notes_on_written
 from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication
 from statexchange.checkpoint.tensor_notes import notes_on_tensors
-from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import (
     CorruptError,
@@ -41,7 +39,6 @@ from statexchange.errors import (
     ReplacedError,
     StateExchangeError,
     UnsafeError,
-    excerpt,
     without_secrets,
 )
 from statexchange.formats import directories, rank_files
@@ -68,8 +65,17 @@ from statexchange.formats.replicas import check_tensor_copies, check_tied
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, section_of
 from statexchange.formats.source import Section, SectionName, Source, Weights, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
-from statexchange.settings import check_flags, check_progress
-from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas, renamed
+from statexchange.sharding.options import (
+    ADAPTER_PATTERN,
+    CallOptions,
+    Cast,
+    Convert,
+    ExportOptions,
+    FilesFrom,
+    Rename,
+    Replicas,
+    renamed,
+)
 from statexchange.sharding.paths import note_on_wrappers, wrapper_rules
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout, layout_advice, rule_for_dim
@@ -248,20 +254,16 @@ def merge_checkpoint(
         >>> sorted(os.listdir("merged"))
         ['model.safetensors', 'statexchange.json']
     """
+    arguments = locals()
     began = time.perf_counter()
-    check_flags(overwrite=overwrite, resume=resume, dry_run=dry_run)
-    check_progress(on_progress)
-    if threads is not None and not (isinstance(threads, int) and threads >= 1):
-        raise InvalidArgumentError(f"threads must be a number from 1 on, not {excerpt(threads)}")
-    options = ExportOptions(
-        include, exclude, rename, replicas, dtype, max_shard_size, filename_pattern, _read_layout(layout)
-    )
-
-    conversion = None if convert is None else read_conversion(convert)
-    numbers = check_numbers(convert_with, convert)
+    call = CallOptions.of(arguments)
+    if threads == 0:
+        raise InvalidArgumentError("threads must be a number from 1 on, not 0")
+    options = ExportOptions.of({**arguments, "layout": _read_layout(layout)})
+    conversion, numbers = read_conversion(options)
 
     def merge_once() -> MergeReport:
-        checkpoint, reductions = _open(source, section, weights, options, converts=conversion is not None)
+        checkpoint, reductions = _open(source, call, options)
         with checkpoint:
             checkpoint.read_ahead()
             return merge_opened(checkpoint, reductions)
@@ -274,7 +276,7 @@ def merge_checkpoint(
         if conversion is None:
             plan_options, notes = _unwrapping_options(checkpoint, options, config)
         else:
-            converted, notes = _converted(checkpoint, options, conversion, numbers, files_from, own)
+            converted, notes = _converted(checkpoint, options, conversion, numbers, own)
             merged, reductions = converted.source, converted.renamed_keys(reductions)
             plan_options = replace(options, include=(), exclude=())  # `_converted` has applied them
         merged = _with_heads(merged, config)
@@ -412,17 +414,11 @@ def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> M
     return Layout.parse(read_option_file(layout, "a layout"))
 
 
-def _open(
-    path: str | os.PathLike[str],
-    section: str | None,
-    weights: Weights | None,
-    options: ExportOptions,
-    *,
-    converts: bool,
-) -> tuple[Source, Mapping[str, str]]:
+def _open(path: str | os.PathLike[str], call: CallOptions, options: ExportOptions) -> tuple[Source, Mapping[str, str]]:
     """Return a section of the source, sharded by the layout if there is one, and the reductions by tensor name."""
+    section, weights = call.section, call.weights
     has_patterns = bool(options.layout is not None or options.include or options.exclude or options.rename)
-    if section is None and has_patterns and not converts:
+    if section is None and has_patterns and options.convert is None:
         section = MODEL_OF_PARTS
     if options.layout is None:
         wants = options.wants if options.include or options.exclude else None
@@ -476,7 +472,6 @@ def _converted(
     options: ExportOptions,
     conversion: ConversionRules,
     numbers: Mapping[str, int],
-    files_from: FilesFrom,
     model_files: Mapping[str, bytes],
 ) -> tuple[Converted, tuple[str, ...]]:
     """Convert the selected tensors under their names without wrappers' parts; return notes about names, too."""
@@ -484,7 +479,7 @@ def _converted(
     options.check_include(names)
     wanted = frozenset(filter(options.wants, names))
     selected = section_of(source, Section("model", "", wanted)).unwrapped()
-    content = given_config(files_from)
+    content = given_config(options.files_from)
     given_configs = [] if content is None else config_of(f"{CONFIG} of files_from", content)
     converted = convert_source(selected, conversion, numbers, [*given_configs, *configs_beside(source)])
     config_files = [*given_configs, *config_files_beside(source)]

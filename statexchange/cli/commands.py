@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from statexchange.cli.output import Output
 
 __all__ = [
-    "CONVERT_WITH",
     "command",
     "common_options",
     "each_path",
-    "parse_renames",
     "refuse_other_ranks",
     "requested_format",
 ]
@@ -162,31 +160,3 @@ def requested_format(arguments: Sequence[str]) -> str:
     pairs = [option.partition("=")[::2] for option in options if option.startswith("--format=")]
     pairs += [pair for pair in pairwise(options) if pair[0] == "--format"]
     return next((value for _, value in pairs if value in FORMATS), "auto")
-
-
-def parse_renames(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Split at the last ``=``: a lookahead in the regex may contain one, a tensor's name hardly ever does."""
-    for value in values:
-        if "=" not in value:
-            raise click.BadParameter(f"{value!r} is not REGEX=REPL", context, parameter)
-    return [value.rpartition("=")[::2] for value in values]
-
-
-def _parse_numbers(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
-    """Return numbers by name."""
-    numbers: dict[str, int] = {}
-    for value in values:
-        name, _, number = value.partition("=")
-        if not name or not number.isascii() or not number.isdigit() or len(number) > 15:
-            raise click.BadParameter(f"{value!r} is not NAME=NUMBER", context, parameter)
-        numbers[name] = int(number)
-    return numbers
-
-
-CONVERT_WITH = click.option(
-    "--convert-with",
-    multiple=True,
-    metavar="NAME=NUMBER",
-    callback=_parse_numbers,
-    help="A number that the conversion needs and no config.json has, such as n_heads=32; repeatable.",
-)

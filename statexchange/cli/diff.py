@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import commands
+from statexchange.cli.options import option
 from statexchange.cli.output import Output, Row, fields_of
 from statexchange.cli.progress import Progress
 from statexchange.cli.table_layout import Narrowing
 from statexchange.formats.sections import ALL, SECTIONS
-from statexchange.formats.source import WEIGHTS
+from statexchange.sharding.options import CallOptions, ExportOptions
 from statexchange.units import format_shape
 
 if TYPE_CHECKING:
@@ -31,46 +32,16 @@ _BAR, _DECADES = 20, 10  # a full bar is a relative difference of 1 and more; ea
 @commands.command
 @click.argument("a")
 @click.argument("b")
-@click.option("--section", type=click.Choice([*SECTIONS, ALL]), help="Compare this section. [default: the model]")
-@click.option(
-    "--weights", type=click.Choice(WEIGHTS), help="Weights of a DeepSpeed checkpoint, in A and B, as for merge."
-)
-@click.option("--include", "-i", multiple=True, metavar="GLOB", help="Compare only names that match; repeatable.")
-@click.option("--exclude", "-x", multiple=True, metavar="GLOB", help="Leave out names that match; repeatable.")
-@click.option(
-    "--rename",
-    multiple=True,
-    metavar="REGEX=REPL",
-    callback=commands.parse_renames,
-    help="Rename the tensors of A before they are compared; repeatable.",
-)
-@click.option(
-    "--convert",
-    metavar="NAME|FILE.json",
-    help="Convert A to another model family's names and values first, as merge does.",
-)
-@commands.CONVERT_WITH
-@click.option(
-    "--tolerance",
-    type=click.FloatRange(min=0),
-    metavar="X",
-    help="Compare by value; a difference of at most X counts as none. [default: compare bits and dtypes]",
-)
+@option("section", choices=[*SECTIONS, ALL], help="Compare this section. [default: the model]")
+@option("weights", help="Weights of a DeepSpeed checkpoint, in A and B, as for merge.")
+@option("include", "-i", help="Compare only names that match; repeatable.")
+@option("exclude", "-x", help="Leave out names that match; repeatable.")
+@option("rename", help="Rename the tensors of A before they are compared; repeatable.")
+@option("convert", help="Convert A to another model family's names and values first, as merge does.")
+@option("convert_with")
+@option("tolerance", type=click.FloatRange(min=0))
 @click.option("--stat", is_flag=True, help="Show a bar for each tensor that differs, by the size of the difference.")
-def command(
-    output: Output,
-    a: str,
-    b: str,
-    section: str | None,
-    weights: str | None,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    rename: list[tuple[str, str]],
-    convert: str | None,
-    convert_with: dict[str, int],
-    tolerance: float | None,
-    stat: bool,
-) -> int:
+def command(output: Output, a: str, b: str, *, stat: bool, **arguments: object) -> int:
     """Compare the checkpoints A and B: names, shapes, dtypes and values.
 
     They may be of any formats and shardings. Exits with 1 if they differ. Where both have
@@ -84,19 +55,8 @@ def command(
     from statexchange.report.diff import diff_paths
 
     with Progress(output, "diff") as progress:
-        report = diff_paths(
-            a,
-            b,
-            section=section,  # type: ignore[arg-type]
-            weights=weights,  # type: ignore[arg-type]
-            include=include,
-            exclude=exclude,
-            rename=rename,
-            convert=convert,
-            convert_with=convert_with,
-            tolerance=tolerance,
-            on_progress=progress,
-        )
+        call = CallOptions.of({**arguments, "on_progress": progress})
+        report = diff_paths(a, b, ExportOptions.of(arguments), call)
     notes = [*report.notes, *_note_on_names(report)]
     for note in notes:
         output.message(f"note: {note}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import commands
+from statexchange.cli.options import option
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
 from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.cli.table_layout import Narrowing
@@ -36,9 +37,7 @@ _SAVES_NARROWING = Narrowing(
 @commands.command
 @picture_options("Draw which rank or file supplied which bytes into an SVG.")
 @commands.each_path()
-@click.option(
-    "--include", "-i", multiple=True, metavar="GLOB", help="List only tensors whose name matches; repeatable."
-)
+@option("include", "-i", help="List only tensors whose name matches; repeatable.")
 @click.option("--rounds", is_flag=True, help="List the files of a workspace, by run, round and rank.")
 def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, picture: PictureFile | None) -> int:
     """List the tensors at PATH with dtypes, global shapes and bytes.

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
 
 from statexchange.conversions.builtin import BUILTIN
 from statexchange.conversions.plan import unknown_names
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import InvalidArgumentError, excerpt
+from statexchange.sharding.options import Convert
 
-__all__ = ["Convert", "check_numbers", "choose_conversion", "conversion_of"]
-
-Convert = str | Mapping[str, Any]
+__all__ = ["check_numbers", "choose_conversion", "conversion_of"]
 
 _INVERSE = "inverse:"
 

@@ -37,7 +37,7 @@ from statexchange.exchange.save import save_state
 from statexchange.exchange.save_schedule import SaveSchedule, whole_number
 from statexchange.exchange.saves_directory import SavesDirectory
 from statexchange.exchange.saving import SaveReport, SaveRequest
-from statexchange.sharding.options import WriteOptions
+from statexchange.sharding.options import CallOptions
 from statexchange.state.describe import State
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class Checkpoints:
     ) -> None:
         self._saves = SavesDirectory(path, keep, keep_every, best)
         self._schedule = SaveSchedule(every_steps, every_s, on_signal, agree_every, grace_s)
-        self._writing = WriteOptions(stall_timeout_s=stall_timeout_s)
+        self._call = CallOptions(stall_timeout_s=stall_timeout_s)
         self._memory = memory_copies(self.path, stall_timeout_s, memory=memory)
         self._comm = comm
         self._layout = layout
@@ -254,7 +254,7 @@ class Checkpoints:
             self._saves.path_of(number),
             self._layout,
             comm.run,
-            replace(self._writing, overwrite=overwrite, background=background),
+            replace(self._call, overwrite=overwrite, background=background),
             step=number,
             metrics=self._saves.checked_metrics(metrics, number, comm.rank),
             before=functools.partial(self._saves.prepare, number, comm.run, overwrite=overwrite),
@@ -322,7 +322,7 @@ class Checkpoints:
             with comm.phase("looking for saves"):
                 self._wait()
                 wanted = None if step is None else whole_number(step, "step")
-            trip = {"layout": self._layout, "stall_timeout_s": self._writing.stall_timeout_s}
+            trip = {"layout": self._layout, "stall_timeout_s": self._call.stall_timeout_s}
             loader = SaveLoader(self._saves, self._memory, {**trip, **options}, comm)
             report = loader.load(state, wanted, missing_ok=missing_ok)
         if report is not None:

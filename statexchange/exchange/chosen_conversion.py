@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_root
-from statexchange.conversions.choice import Convert, check_numbers
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.conversions.plan import ConversionPlan, plan_conversion
 from statexchange.conversions.rules import ConversionRules
@@ -16,7 +15,7 @@ from statexchange.exchange.rank_metadata import all_tensors
 from statexchange.exchange.saved_names import SavedNames, note_on_container, saved_names
 from statexchange.formats.converted import config_of, read_conversion
 from statexchange.formats.model_files import CONFIG
-from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.options import ExportOptions, Selection
 from statexchange.state.describe import Description
 from statexchange.state.pretrained import model_config
 
@@ -34,14 +33,14 @@ class ChosenConversion:
     configs: Sequence[KnownConfig]
 
     @classmethod
-    def of(cls, convert: Convert | None, numbers: Mapping[str, int] | None, state: object) -> ChosenConversion | None:
+    def of(cls, options: Selection, state: object) -> ChosenConversion | None:
         """Return the conversion that the options of a call name; None if they name none."""
-        checked = check_numbers(numbers, convert)
-        if convert is None:
+        rules, numbers = read_conversion(options)
+        if rules is None:
             return None
         config = model_config(state)
         configs = [] if config is None else [KnownConfig("the model's config", config)]
-        return cls(read_conversion(convert), checked, configs)
+        return cls(rules, numbers, configs)
 
     def with_config(self, content: bytes | None) -> ChosenConversion:
         """Return the conversion with the config.json of `files_from`, if there is one, before other configs."""
@@ -75,16 +74,15 @@ class ChosenConversion:
 
 
 def chosen_conversion(
-    convert: Convert | None, numbers: Mapping[str, int] | None, state: object, config: bytes | None, *, is_root: bool
+    options: Selection, state: object, config: bytes | None, *, is_root: bool
 ) -> ChosenConversion | SavedNames | None:
     """Return the conversion that the options of a call name, or else that of `save_pretrained`. Not collective.
 
     `config` is a config.json that the caller gave. Root warns of a model whose conversion is not used.
     """
-    if convert is not None or numbers is not None:
-        conversion = ChosenConversion.of(convert, numbers, state)
-        if conversion is not None:
-            return conversion.with_config(config)
+    conversion = ChosenConversion.of(options, state) if options.converts else None
+    if conversion is not None:
+        return conversion.with_config(config)
     names = saved_names(state)
     note = note_on_container(state) if is_root and names is None else ""
     if note:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
-from statexchange.conversions.choice import Convert
 from statexchange.exchange.chosen_conversion import ChosenConversion, chosen_conversion
 from statexchange.exchange.live_diff import LiveComparison
 from statexchange.exchange.saved_state import describe_save
 from statexchange.formats.source import SectionName, Weights
-from statexchange.report.diff import DiffReport, check_tolerance, diff_paths
-from statexchange.settings import check_progress
-from statexchange.sharding.options import ExportOptions, Rename
+from statexchange.report.diff import DiffReport, diff_paths
+from statexchange.sharding.options import CallOptions, Convert, ExportOptions, Rename
 from statexchange.state.describe import State
 
 __all__ = ["diff_checkpoints"]
@@ -90,33 +89,18 @@ def diff_checkpoints(
         >>> diff_checkpoints({"w": torch.ones(4, dtype=torch.float64)}, "a.safetensors", include="w").equal
         True
     """
-    check_progress(on_progress)
+    arguments = locals()
     if isinstance(a, str | os.PathLike):
-        return diff_paths(
-            a,
-            b,
-            section=section,
-            weights=weights,
-            include=include,
-            exclude=exclude,
-            rename=rename,
-            convert=convert,
-            convert_with=convert_with,
-            tolerance=tolerance,
-            threads=threads,
-            on_progress=on_progress,
-        )
+        return diff_paths(a, b, ExportOptions.of(arguments), CallOptions.of(arguments))
     with public_call("diff_checkpoints"):
         communicator = as_communicator(comm)
         with communicator.phase("describing its state"):
-            check_tolerance(tolerance)
-            selected = ExportOptions(include=include, exclude=exclude, rename=rename)
-            conversion = chosen_conversion(convert, convert_with, a, None, is_root=False)
+            options, call = ExportOptions.of(arguments), CallOptions.of(arguments)
+            conversion = chosen_conversion(options, a, None, is_root=False)
             saved = describe_save(a, layout, communicator.rank)
             names = None
             if not isinstance(conversion, ChosenConversion):
                 conversion, names = None, None if layout is not None else conversion
                 if section is None and isinstance(a, Mapping):
-                    section = "all"  # the names of a job's state begin with its sections
-        comparison = LiveComparison(communicator, saved, conversion, names, selected, tolerance)
-        return comparison.run(b, layout, section, weights)
+                    call = replace(call, section="all")  # the names of a job's state begin with its sections
+        return LiveComparison(communicator, saved, conversion, names, options, call).run(b)

@@ -7,19 +7,28 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from statexchange.checkpoint.extra_files import FilesFrom, given_config
+from statexchange.checkpoint.extra_files import given_config
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
-from statexchange.conversions.choice import Convert
 from statexchange.exchange.background import run_trip
 from statexchange.exchange.chosen_conversion import chosen_conversion
 from statexchange.exchange.export_plan import Clock, ExportRequest, agree_on_plan
 from statexchange.exchange.exporting import ExportReport, publish
 from statexchange.exchange.writing import write_boxes, writing_nodes
-from statexchange.sharding.options import ADAPTER_PATTERN, Cast, ExportOptions, Rename, Replicas, WriteOptions
+from statexchange.sharding.options import (
+    ADAPTER_PATTERN,
+    CallOptions,
+    Cast,
+    Convert,
+    ExportOptions,
+    FilesFrom,
+    Rename,
+    Replicas,
+)
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.pretrained import adapter_state, is_adapter_model, model_files, tokenizer_files
 from statexchange.tensors import collector_paused
@@ -161,23 +170,24 @@ def export_checkpoint(
         >>> report.num_tensors, report.nbytes
         (1, 24)
     """
+    arguments = locals()
     communicator = as_communicator(comm)
 
     def prepare() -> tuple[Description, Callable[[Description, Communicator], ExportReport]]:
         began = None if background else time.perf_counter()
-        writing = WriteOptions(overwrite, background, stall_timeout_s, on_progress)
+        call, options = CallOptions.of(arguments), ExportOptions.of(arguments)
         # Files and notes are root's alone; all else is equal on all ranks, and is checked on each.
         is_root, is_adapter = communicator.rank == 0, is_adapter_model(state)
-        pattern = ADAPTER_PATTERN if filename_pattern is None and is_adapter else filename_pattern
-        options = ExportOptions(include, exclude, rename, replicas, dtype, max_shard_size, pattern, layout)
+        if filename_pattern is None and is_adapter:
+            options = replace(options, filename_pattern=ADAPTER_PATTERN)
         own_files: dict[str, bytes] = {}
         if is_root:
             own_files = model_files(state)
             if tokenizer is not None:
                 own_files |= tokenizer_files(tokenizer)
         config = given_config(files_from) if is_root and convert is not None else None
-        conversion = chosen_conversion(convert, convert_with, state, config, is_root=is_root)
-        request = ExportRequest(path, options, writing, conversion, files_from, own_files)
+        conversion = chosen_conversion(options, state, config, is_root=is_root)
+        request = ExportRequest(path, options, call, conversion, own_files)
         tensors = adapter_state(state) if is_adapter else state
         # A new layout each time: it remembers which patterns have matched a name.
         with collector_paused():
@@ -199,6 +209,6 @@ def _export(described: Description, request: ExportRequest, comm: Communicator, 
             headers, nbytes = [output.header for output in root.outputs], root.plan.nbytes
         # Which hosts see the directory is known only now that it exists.
         nodes = writing_nodes(comm, plan)
-        receipts = write_boxes(comm, described, plan, nodes, headers, request.writing)
+        receipts = write_boxes(comm, described, plan, nodes, headers, request.call)
         clock.lap("write", nbytes)
         return publish(comm, root, receipts, nodes, request, clock)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from statexchange.checkpoint.extra_files import FilesFrom, extra_files, given_config
+from statexchange.checkpoint.extra_files import extra_files, given_config
 from statexchange.checkpoint.publication import PlannedFile, Publication
 from statexchange.checkpoint.tensor_notes import note_on_extra_state, notes_on_tensors
 from statexchange.comm.communicator import Communicator
@@ -19,7 +19,7 @@ from statexchange.exchange.converting import Conversion, convert_live
 from statexchange.exchange.rank_metadata import RankMetadata, gather_metadata, merge_metadata, parse_metadata
 from statexchange.formats.config_check import unties_heads, without_heads
 from statexchange.messages import decode, encoded
-from statexchange.sharding.options import ExportOptions, WriteOptions
+from statexchange.sharding.options import CallOptions, ExportOptions
 from statexchange.sharding.plan import Plan, RankShards, plan_merge
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor
 from statexchange.state.describe import Description
@@ -34,9 +34,8 @@ class ExportRequest:
 
     path: str | os.PathLike[str]
     options: ExportOptions
-    writing: WriteOptions
+    call: CallOptions
     conversion: Conversion | None
-    files_from: FilesFrom
     model_files: Mapping[str, bytes]
 
     def __post_init__(self) -> None:
@@ -141,9 +140,9 @@ def _planned(
 ) -> tuple[RootExport, WritePlan]:
     """Prove the cover, claim the target, and create the files. Root only."""
     merged = merge_metadata(metadata, options.new_layout())
-    has_files = request.files_from is not None or bool(request.model_files)
+    has_files = request.options.files_from is not None or bool(request.model_files)
     # transformers would give a head that its config does not tie, and that no file has, random values.
-    is_untied = has_files and unties_heads(given_config(request.files_from, request.model_files))
+    is_untied = has_files and unties_heads(given_config(request.options.files_from, request.model_files))
     by_rank = []
     for rank, (shards, aliases) in enumerate(zip(merged.shards, merged.aliases, strict=True)):
         by_rank.append(RankShards(rank, shards, without_heads(aliases) if is_untied else aliases))
@@ -160,9 +159,9 @@ def _planned(
         notes += note_on_extra_state(extra_state, request.options)
     extra: dict[str, bytes] = {}
     if has_files:
-        extra = extra_files(request.files_from, plan, request.model_files, updates_dtype=True)
+        extra = extra_files(request.options.files_from, plan, request.model_files, updates_dtype=True)
     # Last: from here on there is something to clean up. Two exports to one path meet here, and one is refused.
-    publication = Publication(request.path, plan, source="export", extra=extra, overwrite=request.writing.overwrite)
+    publication = Publication(request.path, plan, source="export", extra=extra, overwrite=request.call.overwrite)
     building.enter_context(publication)
     outputs = [publication.create(file) for file in plan.files]
     root = RootExport(options, plan, publication, outputs, extra, notes)

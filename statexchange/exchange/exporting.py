@@ -81,7 +81,7 @@ def publish(
         clock: the time that has passed.
     """
     report: ExportReport | None = None
-    with comm.phase("publishing", timeout_s=request.writing.stall_timeout_s), collector_paused():
+    with comm.phase("publishing", timeout_s=request.call.stall_timeout_s), collector_paused():
         if root is not None:
             provenance = _box_provenance(root, receipts)
             for output, node in zip(root.outputs, nodes, strict=True):

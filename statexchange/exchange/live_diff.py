@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator
@@ -16,9 +15,8 @@ from statexchange.exchange.placing import place_parts
 from statexchange.exchange.saved_state import SavedState
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.registry import open_source
-from statexchange.formats.source import Weights
 from statexchange.report.diff import DiffReport
-from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.options import CallOptions, ExportOptions
 from statexchange.state.describe import Description, LocalTensor
 
 __all__ = ["LiveComparison"]
@@ -33,33 +31,29 @@ class LiveComparison:
         saved: the state of this rank.
         conversion: the conversion that the call names.
         names: that of transformers for the state, if no other is to be used.
-        selected: the options that select and rename names.
-        tolerance: by how much equal values may differ; None for equal bits.
+        options: the options that select and rename names, and the layout.
+        call: what is read of the checkpoint, and by how much equal values may differ.
     """
 
     comm: Communicator
     saved: SavedState
     conversion: Conversion | None
     names: Conversion | None
-    selected: ExportOptions
-    tolerance: float | None
+    options: ExportOptions
+    call: CallOptions
 
-    def run(
-        self,
-        path: str | os.PathLike[str],
-        layout: Mapping[str, object] | None,
-        section: str | None,
-        weights: Weights | None,
-    ) -> DiffReport:
+    def run(self, path: str | os.PathLike[str]) -> DiffReport:
         """Compare all tensors with those at `path`. Collective."""
-        described, _ = convert_live(self.comm, self.saved.described, self.conversion, ExportOptions(layout=layout))
-        has_layout = any(from_all(self.comm, layout is not None, bool, "its layout"))
+        # The patterns are for the names after the conversion.
+        placing = ExportOptions(layout=self.options.layout)
+        described, _ = convert_live(self.comm, self.saved.described, self.conversion, placing)
+        has_layout = any(from_all(self.comm, placing.layout is not None, bool, "its layout"))
         if self.conversion is None and has_layout:
             # With a conversion they are placed already.
             described = place_parts(self.comm, described, self.saved.rules)
         with contextlib.ExitStack() as holding:
             with self.comm.phase("reading the headers"):
-                source = open_source(path, section=section, weights=weights).unwrapped()
+                source = open_source(path, section=self.call.section, weights=self.call.weights).unwrapped()
                 stored = holding.enter_context(OpenCheckpoint(source))
                 names = list(stored)
             live = self._live(described, stored)
@@ -67,9 +61,9 @@ class LiveComparison:
             with self.comm.phase("comparing its rows"):
                 facts = {}
                 for name, tensor in stored.items():
-                    if self.selected.wants(name):
+                    if self.options.wants(name):
                         facts[name] = (tensor.dtype, tensor.shape)
-                rows = RowComparison(self.comm, self.tolerance)
+                rows = RowComparison(self.comm, self.call.tolerance)
                 rows.check_copies(source, facts)
                 compared = rows.compare(live, stored)
         parts: dict[str, list[Compared]] = {}
@@ -82,7 +76,7 @@ class LiveComparison:
         tensors = []
         # A name may come from a, from b or from both.
         for name in sorted(parts.keys() | facts.keys()):
-            tensors.append(joined(name, parts.get(name, []), facts.get(name), self.tolerance))
+            tensors.append(joined(name, parts.get(name, []), facts.get(name), self.call.tolerance))
         if not tensors and not names:
             raise InvalidArgumentError("there is nothing to compare: neither has a tensor", path=source.path)
         if not tensors:
@@ -98,11 +92,11 @@ class LiveComparison:
         live: dict[str, LocalTensor] = {}
         apart: dict[str, LocalTensor] = {}
         for name, local in described.tensors.items():
-            (live if self.selected.renamed(name) in stored else apart)[name] = local
+            (live if self.options.renamed(name) in stored else apart)[name] = local
         converted, _ = convert_live(self.comm, replace(described, tensors=apart), self.names, ExportOptions())
         wanted = {}
         for name, local in (live | dict(converted.tensors)).items():
-            new_name = self.selected.renamed(name)
-            if self.selected.wants(new_name):
+            new_name = self.options.renamed(name)
+            if self.options.wants(new_name):
                 wanted[new_name] = local
         return wanted

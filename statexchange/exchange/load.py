@@ -48,7 +48,7 @@ def _load(request: LoadRequest, comm: Communicator, *, reads_again: bool = False
     Each phase ends in an agreement of all ranks: what one raises in it, all raise, so that none waits for another that
     has failed. That is why collectives lie between the phases, and a step with a collective in its middle has two.
     """
-    state, timeout_s = request.state, request.stall_timeout_s
+    state, timeout_s = request.state, request.call.stall_timeout_s
     with contextlib.ExitStack() as holding:
         with collector_paused():
             with comm.phase("reading the headers", timeout_s=timeout_s):
@@ -79,7 +79,7 @@ def _load(request: LoadRequest, comm: Communicator, *, reads_again: bool = False
         readers = assign_readers(items, comm) if source.opened.store.is_remote else {}
         with comm.phase("reading", timeout_s=timeout_s):
             _mark_targets(plan, items)
-            nbytes, overflows = read_all(items, readers, comm, request.on_progress, reads_again=reads_again)
+            nbytes, overflows = read_all(items, readers, comm, request.call.on_progress, reads_again=reads_again)
         # Once all ranks have read everything: where one cannot, no rank has another epoch or optimizer than before.
         with comm.phase("installing what was read", timeout_s=timeout_s):
             for install in plan.callbacks:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal
 
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
-from statexchange.conversions.choice import Convert
 from statexchange.exchange.chosen_conversion import ChosenConversion
 from statexchange.exchange.load import load_now
 from statexchange.exchange.load_report import LoadReport, LoadRequest
-from statexchange.settings import check_progress
-from statexchange.sharding.options import LoadOptions, Rename, Replicas
+from statexchange.sharding.options import CallOptions, Convert, LoadOptions, Rename, Replicas
 from statexchange.state.describe import State
 
 __all__ = ["load_checkpoint"]
@@ -143,13 +140,12 @@ def load_checkpoint(
         >>> state
         {'model': {'w': tensor([1., 1.])}, 'step': 7}
     """
+    arguments = locals()
     communicator = as_communicator(comm)
     began = time.perf_counter()
     # Once, before a load that may run twice: `include` may be an iterator, which a second run would find used up.
     with communicator.phase("checking its options"):
-        check_progress(on_progress)
-        options = LoadOptions(strict, layout, include, exclude, rename, dtype, replicas)
-        request = LoadRequest(state, path, options, stall_timeout_s, began, on_progress)
-        if convert is not None or convert_with is not None:
-            request = replace(request, conversion=ChosenConversion.of(convert, convert_with, state))
+        options = LoadOptions.of(arguments)
+        conversion = ChosenConversion.of(options, state) if options.converts else None
+        request = LoadRequest(state, path, options, CallOptions.of(arguments), began, conversion)
     return load_now(request, communicator)

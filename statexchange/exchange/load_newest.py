@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_root
@@ -16,10 +17,9 @@ from statexchange.exchange.load_report import LoadReport, LoadRequest
 from statexchange.exchange.memory_copy import COPY_ERRORS, MemoryCopies
 from statexchange.exchange.rank_metadata import equal_options
 from statexchange.exchange.saves_directory import SavesDirectory
-from statexchange.settings import check_flags, check_progress
-from statexchange.sharding.options import LoadOptions
+from statexchange.settings import check_flags
+from statexchange.sharding.options import CallOptions, LoadOptions
 from statexchange.state.describe import State
-from statexchange.state.types import Leaf
 
 __all__ = ["SaveLoader"]
 
@@ -40,7 +40,7 @@ class SaveLoader:
 
     saves: SavesDirectory
     memory: MemoryCopies | None
-    options: Mapping[str, Leaf]
+    options: Mapping[str, Any]
     comm: Communicator
 
     def load(self, state: State, step: int | None, *, missing_ok: bool) -> LoadReport | None:
@@ -94,15 +94,12 @@ class SaveLoader:
         if not copy.is_on_disk and is_root:
             text = "%s: step %d is loaded from memory, as the disk does not have it any more; delete(%d) removes it"
             _log.warning(text, shown, copy.step, copy.step)
-        choices = {**self.options}
-        stall_timeout_s, on_progress = choices.pop("stall_timeout_s"), choices.pop("on_progress", None)
         with self.comm.phase("checking its options"):
-            check_progress(on_progress)
-            options = LoadOptions(**choices)
-            request = LoadRequest(state, self.saves.path, options, stall_timeout_s, began, on_progress)
+            options, call = LoadOptions.of(self.options), CallOptions.of(self.options)
         try:
             with copies.opened(copy, self.comm) as (path, before_reading):
-                return load_now(replace(request, path=path, before_reading=before_reading), self.comm)
+                request = LoadRequest(state, path, options, call, began, before_reading=before_reading)
+                return load_now(request, self.comm)
         except COPY_ERRORS as error:  # on all ranks
             if not copy.has_other:
                 raise

@@ -13,7 +13,7 @@ from statexchange.comm.typed import from_all
 from statexchange.exchange.chosen_conversion import ChosenConversion
 from statexchange.exchange.reading import Overflows, ReadItem
 from statexchange.formats.source import abbreviated_names
-from statexchange.sharding.options import LoadOptions
+from statexchange.sharding.options import CallOptions, LoadOptions
 from statexchange.sharding.shards import Box
 from statexchange.state.describe import State
 from statexchange.state.load_plan import LoadPlan
@@ -30,10 +30,9 @@ class LoadRequest:
         state: the live state.
         path: the source.
         options: the options that decide what is loaded.
-        stall_timeout_s: limit of the time in which no rank moves a byte.
+        call: the options that decide how it goes.
         began: when the call began, by `time.perf_counter`.
         conversion: the conversion of the source's model; None for none.
-        on_progress: called with the bytes that this rank has read and those that it will read.
         before_reading: called on all ranks with what this rank will read, once all is checked and before the state is
             changed; it may be collective.
     """
@@ -41,9 +40,8 @@ class LoadRequest:
     state: State
     path: str | os.PathLike[str]
     options: LoadOptions
-    stall_timeout_s: float
+    call: CallOptions
     began: float
-    on_progress: Callable[[int, int], None] | None = None
     conversion: ChosenConversion | None = None
     before_reading: Callable[[Sequence[ReadItem]], None] | None = None
 

@@ -19,8 +19,15 @@ from statexchange.exchange.background import run_trip
 from statexchange.exchange.declared_copies import compare_copies
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.saved_state import SavedState, describe_save
-from statexchange.exchange.saving import SaveReport, SaveRequest, exchange_starts, open_target, publish, write_rank_file
-from statexchange.sharding.options import WriteOptions
+from statexchange.exchange.saving import (
+    SaveReport,
+    SaveRequest,
+    exchange_starts,
+    open_target,
+    publish,
+    write_rank_file,
+)
+from statexchange.sharding.options import CallOptions
 from statexchange.state.describe import Description, State
 from statexchange.storage.location import target_path
 
@@ -110,11 +117,11 @@ def save_checkpoint(
         >>> report.num_tensors
         2
     """
+    arguments = locals()
     communicator = as_communicator(comm)
 
     def request() -> SaveRequest:
-        writing = WriteOptions(overwrite, background, stall_timeout_s)
-        return SaveRequest(target_path(path), layout, communicator.run, writing)
+        return SaveRequest(target_path(path), layout, communicator.run, CallOptions.of(arguments))
 
     return save_state("save_checkpoint", state, path, request, communicator, background=background)
 

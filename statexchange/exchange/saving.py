@@ -27,7 +27,7 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, without_sec
 from statexchange.exchange.declared_copies import may_have_copies
 from statexchange.exchange.saved_state import SavedState
 from statexchange.exchange.staging import Staging, shard_data
-from statexchange.sharding.options import WriteOptions
+from statexchange.sharding.options import CallOptions
 from statexchange.state.describe import Description
 from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.location import location
@@ -87,7 +87,7 @@ class SaveRequest:
     path: str
     layout: Mapping[str, Any] | None
     job: str
-    writing: WriteOptions
+    call: CallOptions
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     before: Callable[[], None] | None = None
@@ -132,12 +132,12 @@ def open_target(request: SaveRequest, comm: Communicator, building: contextlib.E
 
     It is abandoned at the end of `building`, unless it is committed.
     """
-    with comm.phase("opening the target", timeout_s=request.writing.stall_timeout_s):
+    with comm.phase("opening the target", timeout_s=request.call.stall_timeout_s):
         if comm.rank != 0:
             return None
         if request.before is not None:
             request.before()
-        check = removable_files if request.writing.overwrite else None
+        check = removable_files if request.call.overwrite else None
         # The id of the build is random: an interrupted save is never continued, as the state has changed since.
         names = [*rank_file_names(comm.world_size), MANIFEST]
         build = location(request.path).open_build(secrets.token_hex(16), names, check=check, is_own=is_stray)
@@ -175,7 +175,7 @@ def write_rank_file(
     described: Description, saved: SavedState, request: SaveRequest, start: _Start, comm: Communicator
 ) -> tuple[WrittenFile, str]:
     """Write this rank's file into the directory of root; return it, and where this rank looks for it. Collective."""
-    with comm.phase("saving", timeout_s=request.writing.stall_timeout_s):
+    with comm.phase("saving", timeout_s=request.call.stall_timeout_s):
         extra = {"aliases": dict(described.aliases), **saved.owners}
         metadata = rank_metadata(start.save, comm.rank, comm.world_size, saved.config, extra)
         # Tens of thousands of small objects, none of which is garbage.
@@ -196,7 +196,7 @@ def publish(
     # Outside of the phase: a rank that has failed before takes part in the end of a phase, and in no collective in it.
     part_here = _Written(file.nbytes, file.version, folder)
     written = from_all(comm, part_here, _Written, "the written file")
-    with comm.phase("publishing", timeout_s=request.writing.stall_timeout_s):
+    with comm.phase("publishing", timeout_s=request.call.stall_timeout_s):
         sizes = tuple(part.nbytes for part in written)
         if build is not None:
             # On NFS a client may not see yet what another has written: a save is whole only if root sees all of it.

@@ -25,7 +25,7 @@ from statexchange.exchange.rank_metadata import local_box
 from statexchange.exchange.reducing import reduce_copies
 from statexchange.exchange.staging import Progress, Staging
 from statexchange.messages import encoded
-from statexchange.sharding.options import WriteOptions
+from statexchange.sharding.options import CallOptions
 from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipt, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import Description
@@ -77,7 +77,7 @@ def write_boxes(
     plan: WritePlan,
     nodes: Sequence[int],
     headers: Sequence[bytes],
-    options: WriteOptions,
+    options: CallOptions,
 ) -> list[bytes]:
     """Write all ranks' boxes, and the headers of files that are written on another host than root's. Collective.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from statexchange.conversions.choice import Convert, choose_conversion
+from statexchange.conversions.choice import check_numbers, choose_conversion
 from statexchange.conversions.config_facts import ModelTensors, check_configs
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.conversions.patches import Block
@@ -19,6 +19,7 @@ from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import CorruptError, StateExchangeError
 from statexchange.formats.model_files import CONFIG
 from statexchange.formats.source import ShardFile, Source, SourceTensor
+from statexchange.sharding.options import Selection
 from statexchange.sharding.shards import Box, Shard, c_strides
 from statexchange.storage.json_text import parse_json
 from statexchange.storage.location import read_option_file
@@ -38,14 +39,17 @@ __all__ = [
 ]
 
 
-def read_conversion(convert: Convert) -> ConversionRules:
-    """Return the conversion that the option `convert` names: a known one, or a JSON file. Not collective.
+def read_conversion(options: Selection) -> tuple[ConversionRules | None, dict[str, int]]:
+    """Return the conversion that `convert` names, a known one or a JSON file, and its numbers. Not collective.
 
     Raises:
         InvalidArgumentError: there is no such conversion, or the file has none.
         NotFoundError: there is no such file.
     """
-    return choose_conversion(convert, partial(read_option_file, what="a conversion"))
+    numbers = check_numbers(options.convert_with, options.convert)
+    if options.convert is None:
+        return None, numbers
+    return choose_conversion(options.convert, partial(read_option_file, what="a conversion")), numbers
 
 
 def configs_beside(source: Source) -> list[KnownConfig]:

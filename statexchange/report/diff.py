@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import TYPE_CHECKING, Literal
 
-from statexchange.conversions.choice import Convert, check_numbers
-from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
+from statexchange.errors import InvalidArgumentError, without_secrets
 from statexchange.formats.converted import configs_beside, convert_source, read_conversion
 from statexchange.formats.registry import has_master_weights, open_source
 from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies, check_tied
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.report.value_sums import ValueDiff, ValueSums, same_bytes
-from statexchange.sharding.options import ExportOptions, Rename, rename_rules, renamed
+from statexchange.sharding.options import CallOptions, ExportOptions, Rename, renamed
 from statexchange.sharding.paths import without_wrappers
 from statexchange.sharding.plan import TensorPlan, plan_merge
 from statexchange.sharding.shards import Box
@@ -30,9 +28,9 @@ from statexchange.tensors import PACKED, array_over, element_shape
 from statexchange.units import format_bytes
 
 if TYPE_CHECKING:
-    from statexchange.formats.source import SectionName, Source, Weights
+    from statexchange.formats.source import Source
 
-__all__ = ["DiffReport", "TensorDiff", "check_tolerance", "diff_paths"]
+__all__ = ["DiffReport", "TensorDiff", "diff_paths"]
 
 Status = Literal["equal", "values", "dtype", "shape", "only in a", "only in b"]
 
@@ -114,39 +112,25 @@ class DiffReport:
 
 
 def diff_paths(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
-    *,
-    section: SectionName | Literal["all"] | None = None,
-    weights: Weights | None = None,
-    include: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
-    rename: Rename = (),
-    convert: Convert | None = None,
-    convert_with: Mapping[str, int] | None = None,
-    tolerance: float | None = None,
-    threads: int | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    a: str | os.PathLike[str], b: str | os.PathLike[str], options: ExportOptions, call: CallOptions
 ) -> DiffReport:
     """Compare two checkpoints as `diff_checkpoints` does, the first converted if `convert` is given. Not collective.
 
     Raises:
         StateExchangeError: as `diff_checkpoints`.
     """
-    check_tolerance(tolerance)
-    if threads is not None and not (isinstance(threads, int) and threads >= 0):
-        raise InvalidArgumentError(f"threads must be a number from 0 on, not {excerpt(threads)}")
-    selected = ExportOptions(include=include, exclude=exclude)
-    conversion, numbers = None if convert is None else read_conversion(convert), check_numbers(convert_with, convert)
-    weights_a, weights_b = weights, weights
-    if weights is not None:  # for the one that has them, or for both
+    conversion, numbers = read_conversion(options)
+    weights_a = weights_b = call.weights
+    if call.weights is not None:
         has_a, has_b = has_master_weights(a), has_master_weights(b)
-        weights_a, weights_b = (weights if has_a or not has_b else None), (weights if has_b or not has_a else None)
+        # For the one that has them, or for both.
+        if has_a != has_b:
+            weights_a, weights_b = (call.weights, None) if has_a else (None, call.weights)
     # Which stored names are compared is not known before a conversion gives them theirs: all problems count then.
-    wants_a = None if conversion is not None else _wants(selected, rename)
+    wants_a = None if conversion is not None else _wants(options, options.rename)
     with (
-        open_source(a, section=section, weights=weights_a, wants=wants_a) as source_a,
-        open_source(b, section=section, weights=weights_b, wants=_wants(selected, ())) as source_b,
+        open_source(a, section=call.section, weights=weights_a, wants=wants_a) as source_a,
+        open_source(b, section=call.section, weights=weights_b, wants=_wants(options, ())) as source_b,
     ):
         source_a.read_ahead()
         source_b.read_ahead()
@@ -155,14 +139,14 @@ def diff_paths(
             source_a = convert_source(source_a.unwrapped(), conversion, numbers, configs).source  # noqa: PLW2901
         source_a, source_b = source_a.unwrapped(), source_b.unwrapped()  # noqa: PLW2901
         names_a = {tensor.shard.name for _, tensor in source_a.shards()}
-        sides = _sides(
-            _side(source_a, ExportOptions(rename=rename), selected), _side(source_b, ExportOptions(), selected)
-        )
-        comparison = _Comparison(*sides, selected, tolerance, on_progress)
-        tensors = comparison.run(threads)
+        # The patterns match the names of both after those of a are renamed.
+        renaming = ExportOptions(rename=options.rename)
+        sides = _sides(_side(source_a, renaming, options), _side(source_b, ExportOptions(), options))
+        comparison = _Comparison(*sides, options, call)
+        tensors = comparison.run()
         for source in (source_a, source_b):
             source.check_unchanged()
-        notes = [*comparison.notes, *ExportOptions(rename=rename).notes_on_rename(names_a)]
+        notes = [*comparison.notes, *options.notes_on_rename(names_a)]
         notes += [f"a: {note}" for note in source_a.notes] + [f"b: {note}" for note in source_b.notes]
     shown_a, shown_b = without_secrets(os.fspath(a)), without_secrets(os.fspath(b))
     return DiffReport(shown_a, shown_b, tensors, comparison.done, tuple(notes))
@@ -176,19 +160,12 @@ def _wants(selected: ExportOptions, rename: Rename) -> Callable[[str], bool] | N
     """
     if not selected.include and not selected.exclude:
         return None
-    rules = rename_rules(rename)
 
     def wants(name: str) -> bool:
         bare = without_wrappers(name)
-        return any(selected.wants(renamed(text, rules)) for text in {name, bare, bare.removeprefix("module.")})
+        return any(selected.wants(renamed(text, rename)) for text in {name, bare, bare.removeprefix("module.")})
 
     return wants
-
-
-def check_tolerance(tolerance: float | None) -> None:
-    """Raise InvalidArgumentError unless this is a tolerance."""
-    if tolerance is not None and not (isinstance(tolerance, Real) and tolerance >= 0):
-        raise InvalidArgumentError(f"tolerance must be a number from 0 on, not {excerpt(tolerance)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,8 +225,7 @@ class _Comparison:
         a: _Side,
         b: _Side,
         selected: ExportOptions,
-        tolerance: float | None,
-        on_progress: Callable[[int, int], None] | None,
+        call: CallOptions,
     ) -> None:
         self._a, self._b = a, b
         names = sorted(a.tensors.keys() | b.tensors.keys())
@@ -259,8 +235,7 @@ class _Comparison:
             raise InvalidArgumentError(text, path=f"{a.source.path} and {b.source.path}")
         selected.check_include(names)
         self.notes = selected.notes_on_exclude(names)
-        self._tolerance = tolerance
-        self._on_progress = on_progress
+        self._call = call
         self._total = 0
         for side in (a, b):
             self._total += sum(side.tensors[name].nbytes for name in self._names if name in side.tensors)
@@ -269,9 +244,9 @@ class _Comparison:
         self._memory = threading.local()
         self.done = 0
 
-    def run(self, threads: int | None) -> tuple[TensorDiff, ...]:
+    def run(self) -> tuple[TensorDiff, ...]:
         """Compare all tensors."""
-        with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
+        with ThreadPoolExecutor(self._call.threads or os.cpu_count() or 1) as pool:
             futures = [pool.submit(self._compare, name) for name in self._names]
             try:
                 return tuple(future.result() for future in futures)
@@ -296,7 +271,7 @@ class _Comparison:
             if self._same_bytes(a, b):
                 return _result(name, "equal", a, b, "bytes")
         shape = element_shape(a.dtype, a.shape)
-        return TensorDiff.of_values(name, (a.dtype, b.dtype), shape, self._values(a, b), self._tolerance)
+        return TensorDiff.of_values(name, (a.dtype, b.dtype), shape, self._values(a, b), self._call.tolerance)
 
     def _settle(
         self,
@@ -323,8 +298,8 @@ class _Comparison:
         for (window, data_a), (_, data_b) in zip(windows_a, windows_b, strict=True):
             with self._lock:
                 self.done += len(data_a) + len(data_b)
-                if self._on_progress is not None:
-                    self._on_progress(min(self.done + self._settled, self._total), self._total)
+                if self._call.on_progress is not None:
+                    self._call.on_progress(min(self.done + self._settled, self._total), self._total)
             yield window, data_a, data_b
         for reader in readers:
             reader.check()
@@ -339,7 +314,7 @@ class _Comparison:
         sums = ValueSums()
         for window, data_a, data_b in self._pairs(a, b):
             values = array_over(data_a, a.dtype, window.shape), array_over(data_b, b.dtype, window.shape)
-            sums.add(window, *values, self._tolerance)
+            sums.add(window, *values, self._call.tolerance)
         return sums.result()
 
 

@@ -1,14 +1,21 @@
-"""The options of export, merge and load: checked once, and applied."""
+"""The options of merge, export, save, load and diff: one record, whose fields say how each is checked and shown.
+
+A public call makes its records from its arguments, `ExportOptions.of(locals())`. Its parameters and the fields have the
+same names, so that an option is named in two places: in its field here, and in the signatures of the calls that have
+it. Commands make their options from the fields, too (cli/commands.py).
+"""
 
 from __future__ import annotations
 
 import fnmatch
 import functools
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from numbers import Real
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 from statexchange.errors import InvalidArgumentError, did_you_mean, excerpt
 from statexchange.settings import check_flags, check_progress, check_timeout
@@ -16,29 +23,36 @@ from statexchange.sharding.rules import Layout, with_dots
 from statexchange.tensors import DTYPE_NAMES, LONG_NAMES
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from statexchange.tensors import DType
 
 __all__ = [
     "ADAPTER_PATTERN",
     "FLOATS",
     "MODEL_PATTERN",
-    "REPLICAS",
+    "CallOptions",
     "Cast",
+    "Convert",
     "ExportOptions",
+    "FilesFrom",
     "LoadOptions",
+    "Options",
     "Rename",
     "Replicas",
-    "WriteOptions",
+    "Selection",
     "mesh_option",
-    "rename_rules",
     "renamed",
 ]
 
-Rename = Callable[[str], str] | Sequence[tuple[str, str]]
+T = TypeVar("T")
+Rename: TypeAlias = Callable[[str], str] | Sequence[tuple[str, str]]
 Replicas = Literal["equal", "root"]
+REPLICAS: tuple[Replicas, ...] = get_args(Replicas)
 Cast: TypeAlias = "DType | Mapping[str, DType]"  # one for all tensors, or by patterns of names
+Convert: TypeAlias = str | Mapping[str, Any]
+FilesFrom: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | bytes] | None
 
-REPLICAS: tuple[str, ...] = ("equal", "root")
 MODEL_PATTERN = "model{suffix}.safetensors"
 ADAPTER_PATTERN = "adapter_model{suffix}.safetensors"  # of an adapter of PEFT
 FLOATS = ("F16", "BF16", "F32", "F64")
@@ -50,55 +64,342 @@ _MAX_COMPARED = 1 << 16  # characters of an option that ranks compare
 _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True)
-class ExportOptions:
-    """The options by which tensors are selected, named, converted and assigned to files.
+def _name_patterns(option: str, value: object) -> tuple[str, ...]:
+    """Return one shell pattern or several as a tuple; raise InvalidArgumentError for anything else."""
+    if isinstance(value, str):
+        return (value,)
+    patterns = tuple(value) if isinstance(value, Iterable) else (None,)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise InvalidArgumentError(f"{option} must be a pattern or several, not {excerpt(value)}")
+    return patterns
 
-    Accepts the arguments of `export_checkpoint` and `merge_checkpoint` and normalises them: patterns and pairs become
-    tuples, `dtype` a safetensors name, `max_shard_size` bytes, and `layout` is parsed.
+
+def _rename_rules(_option: str, value: object) -> Rename:
+    """Return a `rename` as a function or a tuple of pairs; raise InvalidArgumentError for anything else."""
+    if callable(value):
+        return value
+    pairs = tuple(value) if isinstance(value, Iterable) else (value,)
+    if not all(map(_is_pair, pairs)):
+        text = f"rename must be a function or a list of (regex, replacement) pairs, not {excerpt(value)}"
+        raise InvalidArgumentError(text)
+    for pattern, _ in pairs:
+        try:
+            re.compile(pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise InvalidArgumentError(f"rename pattern {excerpt(pattern)}: {error}") from None
+    return tuple((pattern, replacement) for pattern, replacement in pairs)
+
+
+def _is_pair(value: object) -> bool:
+    """Whether this is a (regex, replacement) pair."""
+    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(part, str) for part in value)
+
+
+def _parsed_layout(_option: str, value: object) -> Layout | None:
+    return value if isinstance(value, Layout | None) else Layout.parse(value)
+
+
+def _replicas(option: str, value: object) -> object:
+    if value not in REPLICAS:
+        raise InvalidArgumentError(f"{option} must be 'equal' or 'root', not {excerpt(value)}")
+    return value
+
+
+def _cast_rules(_option: str, dtype: object) -> tuple[tuple[str, str], ...]:
+    """Return a `dtype` option as (pattern, safetensors name of a floating dtype) pairs."""
+    if dtype is None:
+        return ()
+    if isinstance(dtype, tuple) and all(_is_pair(rule) and rule[1] in FLOATS for rule in dtype):
+        # A copy of a record has the checked options, which are checked again.
+        return dtype
+    if not isinstance(dtype, Mapping):
+        return ((_EVERY_NAME, _float_name(dtype)),)
+    if not all(isinstance(pattern, str) for pattern in dtype):
+        raise InvalidArgumentError(f"dtype must be a dtype, or a mapping of patterns to dtypes, not {excerpt(dtype)}")
+    return tuple((pattern, _float_name(wanted)) for pattern, wanted in dtype.items())
+
+
+def _float_name(dtype: object) -> str:
+    """Return the safetensors name of a floating dtype, given by any of its names or as torch's."""
+    text = str(dtype).removeprefix("torch.").lower()
+    name = DTYPE_NAMES.get(text, text.upper())
+    if name not in FLOATS:
+        raise InvalidArgumentError(f"dtype must be one of {', '.join(_CAST_DTYPES)}, not {excerpt(dtype)}")
+    return name
+
+
+def _state_dtype(_option: str, value: object) -> object:
+    if value is not None and value != "state":
+        raise InvalidArgumentError(
+            f'dtype must be None or "state", which casts to the dtype that the state has, not {excerpt(value)}'
+        )
+    return value
+
+
+def _num_bytes(option: str, size: object) -> int:
+    """Return a size in bytes, given as int, or as text with KB, MB, GB, TB (powers of 1000) or KiB ... (of 1024)."""
+    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        number, unit, binary = match.groups()
+        base = 1024 if binary else 1000
+        exponent = "KMGT".index(unit.upper()) + 1 if unit else 0
+        size = int(Fraction(number) * base**exponent)
+    if type(size) is not int:
+        raise InvalidArgumentError(f"{option}: {excerpt(size)} is not a size like '5GB', '512MiB' or 2_000_000")
+    if size <= 0:
+        raise InvalidArgumentError(f"{option} must be positive, not {size}")
+    return size
+
+
+def _file_names(option: str, value: object) -> object:
+    if value is not None and not (isinstance(value, str) and _FILENAME_PATTERN.fullmatch(value)):
+        raise InvalidArgumentError(f"{option} must be like 'model{{suffix}}.safetensors', not {excerpt(value)}")
+    return value
+
+
+def _flag(option: str, value: object) -> object:
+    check_flags(**{option: value})
+    return value
+
+
+def _from_zero(option: str, value: float | None, kind: type = Real) -> object:
+    if value is not None and not (isinstance(value, kind) and value >= 0):
+        raise InvalidArgumentError(f"{option} must be a number from 0 on, not {excerpt(value)}")
+    return value
+
+
+def _timeout(option: str, value: object) -> float:
+    return check_timeout(value, option)
+
+
+def _progress(_option: str, value: object) -> object:
+    check_progress(value)
+    return value
+
+
+def _text(value: object) -> str:
+    """Return an option as ranks compare it. Functions cannot be compared."""
+    return "a function" if callable(value) else excerpt(value, _MAX_COMPARED)
+
+
+def _cast_text(rules: Sequence[tuple[str, str]]) -> str:
+    """Return cast rules as the user may have given them."""
+    named = {pattern: LONG_NAMES[wanted] for pattern, wanted in rules}
+    return _text(named.get(_EVERY_NAME) if named.keys() <= {_EVERY_NAME} else named)
+
+
+def _option(
+    default: T,
+    check: Callable[..., object] | None = None,
+    text: Callable[..., str] | None = None,
+    **shown: object,
+) -> T:
+    """Return the field of an option.
 
     Args:
-        include: shell patterns of names in the source; by default all are selected.
-        exclude: shell patterns of names to leave out.
-        rename: a function of a name, or (regex, replacement) pairs, which are applied in order.
-        replicas: "equal": copies of a box must be equal; "root": the lowest rank's copy is taken.
-        dtype: write floating tensors in this floating dtype, torch's or its name; or a mapping of shell patterns of
-            names in the source to dtypes, of which the first that matches counts; None: keep each tensor's dtype.
-        max_shard_size: a new file begins before a tensor that would make it larger: bytes, or text like "5GB".
-        filename_pattern: names of the files, with ``{suffix}`` for their numbers; None: those of a model.
-        layout: rules for plain tensors (`statexchange.sharding.rules`).
+        default: what the option is unless it is given, in all calls and commands.
+        check: returns the checked and normalised value, given the option's name and value.
+        text: returns the value as ranks compare it; None: ranks may differ, or compare it elsewhere.
+        shown: how a command shows the option, as click's keyword arguments.
+    """
+    return field(default=default, metadata={"check": check, "text": text, "shown": shown})
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """A record of options, which are checked and normalised by their fields.
 
     Raises:
         InvalidArgumentError: a value is not accepted; the message names the option.
     """
 
-    include: str | Sequence[str] = ()
-    exclude: str | Sequence[str] = ()
-    rename: Rename = ()
-    replicas: Replicas = "equal"
-    dtype: Any = None
-    max_shard_size: int | str = "5GB"
-    filename_pattern: str | None = None
-    layout: Any = None
-
     def __post_init__(self) -> None:
-        accepted = {
-            "include": _name_patterns("include", self.include),
-            "exclude": _name_patterns("exclude", self.exclude),
-            "rename": rename_rules(self.rename),
-            "dtype": _cast_rules(self.dtype),
-            "max_shard_size": _parse_size(self.max_shard_size),
-            "layout": self.layout if isinstance(self.layout, Layout | None) else Layout.parse(self.layout),
-        }
-        _check_replicas_option(self.replicas)
-        if self.filename_pattern is not None and not (
-            isinstance(self.filename_pattern, str) and _FILENAME_PATTERN.fullmatch(self.filename_pattern)
-        ):
-            raise InvalidArgumentError(
-                f"filename_pattern must be like 'model{{suffix}}.safetensors', not {excerpt(self.filename_pattern)}"
-            )
-        for option, value in accepted.items():
-            object.__setattr__(self, option, value)
+        for option in fields(self):
+            check = option.metadata["check"]
+            if check is not None:
+                object.__setattr__(self, option.name, check(option.name, getattr(self, option.name)))
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> Self:
+        """Return the record of a call's arguments; an option that the call does not have keeps its default.
+
+        Example: ``LoadOptions.of({"state": ..., "strict": False})`` is ``LoadOptions(strict=False)``.
+        """
+        return cls(**{option.name: arguments[option.name] for option in fields(cls) if option.name in arguments})
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions(Options):
+    """How a call goes, whatever its tensors are.
+
+    Attributes:
+        section: the section of a job's state that is read; None: the model, where it is known.
+        weights: which weights of a DeepSpeed checkpoint are read; None: the master weights, where they can be read.
+        tolerance: by how much equal values may differ; None: bits are compared.
+        threads: files or tensors at once; None: one per core.
+        overwrite: replace the target.
+        resume: also use or remove what killed processes on other hosts have left.
+        dry_run: write nothing.
+        background: write in a thread.
+        stall_timeout_s: limit of the time in which no rank moves a byte.
+        on_progress: called with (bytes done, bytes in total).
+    """
+
+    section: str | None = _option(
+        None,
+        help="Merge this section of a job's state, as info lists them. By default the model; all if patterns are "
+        "given.",
+    )
+    weights: Literal["master", "model"] | None = _option(
+        None,
+        choices=("master", "model"),
+        help="Of a DeepSpeed checkpoint: the fp32 master weights (default, where they can be read), or the module's "
+        "own.",
+    )
+    tolerance: float | None = _option(
+        None,
+        _from_zero,
+        metavar="X",
+        help="Compare by value; a difference of at most X counts as none. [default: compare bits and dtypes]",
+    )
+    threads: int | None = _option(
+        None,
+        functools.partial(_from_zero, kind=int),
+        metavar="N",
+        help="Number of files written at once; by default one per core.",
+    )
+    overwrite: bool = _option(False, _flag, help="Replace the checkpoint at PATH.")
+    resume: bool = _option(
+        False, _flag, help="Reuse or remove files of interrupted merges on other hosts, which must have ended."
+    )
+    dry_run: bool = _option(False, _flag, help="Check everything and show what would be written.")
+    background: bool = _option(False, _flag)
+    stall_timeout_s: float = _option(300.0, _timeout)
+    on_progress: Callable[[int, int], None] | None = _option(None, _progress)
+
+
+@dataclass(frozen=True, slots=True)
+class Selection(Options):
+    """The options by which tensors are selected, named and converted.
+
+    Patterns and pairs become tuples, and `layout` is parsed.
+
+    Attributes:
+        layout: rules for plain tensors (`statexchange.sharding.rules`).
+        include: shell patterns of names; by default all are selected.
+        exclude: shell patterns of names to leave out.
+        rename: a function of a name, or (regex, replacement) pairs, which are applied in order.
+        convert: a conversion to the names and values of another model family.
+        convert_with: numbers that the conversion needs, by name.
+        replicas: "equal": copies of a box must be equal; "root": the lowest rank's copy is taken.
+    """
+
+    differing: ClassVar[tuple[str, ...]] = ()  # options that may differ between ranks
+
+    layout: Any = _option(
+        None,
+        _parsed_layout,
+        metavar="FILE.json",
+        help="How plain tensors of per-rank files are sharded, by name pattern: see above.",
+    )
+    include: str | Sequence[str] = _option(
+        (),
+        _name_patterns,
+        _text,
+        metavar="GLOB",
+        multiple=True,
+        help="Merge only tensors whose name matches; repeatable.",
+    )
+    exclude: str | Sequence[str] = _option(
+        (),
+        _name_patterns,
+        _text,
+        metavar="GLOB",
+        multiple=True,
+        help="Leave out tensors whose name matches; repeatable.",
+    )
+    rename: Rename = _option(
+        (),
+        _rename_rules,
+        _text,
+        metavar="REGEX=REPL",
+        multiple=True,
+        help="Replace REGEX by REPL in tensor names; repeatable, applied in order.",
+    )
+    convert: Convert | None = _option(
+        None,
+        metavar="NAME|FILE.json",
+        help="Write another model family's names and values: a built-in conversion such as torchtitan:llama3, or your "
+        "own. inverse: before it converts in the other direction.",
+    )
+    convert_with: Mapping[str, int] | None = _option(
+        None,
+        metavar="NAME=NUMBER",
+        multiple=True,
+        help="A number that the conversion needs and no config.json has, such as n_heads=32; repeatable.",
+    )
+    replicas: Replicas = _option(
+        "equal",
+        _replicas,
+        _text,
+        choices=REPLICAS,
+        help="equal: copies must be equal; root: take the lowest rank's copy.",
+    )
+
+    @property
+    def converts(self) -> bool:
+        """Whether a conversion is named, or numbers for one."""
+        return self.convert is not None or self.convert_with is not None
+
+    def texts(self) -> dict[str, str]:
+        """Return the options that must be equal on all ranks, as text by name.
+
+        Rules of a layout may differ, as they may have each rank's own boxes.
+        """
+        texts = {}
+        for option in fields(self):
+            text = option.metadata["text"]
+            if text is not None and option.name not in self.differing:
+                texts[option.name] = text(getattr(self, option.name))
+        return {**texts, **mesh_option(self.layout)}
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions(Selection):
+    """The options of what `export_checkpoint` and `merge_checkpoint` write.
+
+    Attributes:
+        dtype: write floating tensors in this floating dtype, torch's or its name; or a mapping of shell patterns of
+            names in the source to dtypes, of which the first that matches counts; None: keep each tensor's dtype.
+            It becomes pairs of a pattern and a safetensors name.
+        max_shard_size: a new file begins before a tensor that would make it larger: bytes, or text like "5GB".
+        filename_pattern: names of the files, with ``{suffix}`` for their numbers; None: those of a model.
+        files_from: the small files beside the tensors.
+    """
+
+    dtype: Any = _option(
+        None,
+        _cast_rules,
+        _cast_text,
+        metavar="[GLOB=]DTYPE",
+        multiple=True,
+        help="Write floating tensors in this dtype (bfloat16, float16, float32, float64), or those whose name "
+        "matches; repeatable. Integers, float8 and its scales stay as they are.",
+    )
+    max_shard_size: int | str = _option("5GB", _num_bytes, _text, metavar="SIZE", help="Start a new file at this size.")
+    filename_pattern: str | None = _option(
+        None,
+        _file_names,
+        _text,
+        metavar="NAME",
+        help="Output file name; {suffix} becomes -00001-of-00004 where there are several files.  "
+        "[default: model{suffix}.safetensors; for an adapter of PEFT, adapter_model{suffix}.safetensors]",
+    )
+    files_from: FilesFrom = _option(
+        None,
+        metavar="PATH",
+        multiple=True,
+        help="Extra files to copy (config, tokenizer), or a directory of them; repeatable.",
+    )
 
     @property
     def max_shard_bytes(self) -> int:
@@ -156,83 +457,23 @@ class ExportOptions:
         """Return a new copy of the layout, in which no pattern has matched a name yet."""
         return Layout({}) if self.layout is None else self.layout.unmatched()
 
-    def texts(self) -> dict[str, str]:
-        """Return the options that must be equal on all ranks, as text by name.
-
-        Rules of a layout may differ, as they may have each rank's own boxes. Functions cannot be compared.
-        """
-        return {
-            "include": excerpt(self.include, _MAX_COMPARED),
-            "exclude": excerpt(self.exclude, _MAX_COMPARED),
-            "rename": "a function" if callable(self.rename) else excerpt(self.rename, _MAX_COMPARED),
-            "replicas": repr(self.replicas),
-            "dtype": _cast_text(self.dtype),
-            "max_shard_size": repr(self.max_shard_size),
-            "filename_pattern": repr(self.filename_pattern),
-            **mesh_option(self.layout),
-        }
-
 
 @dataclass(frozen=True, slots=True)
-class WriteOptions:
-    """How an export or save is written, whatever it holds: the arguments of these names.
-
-    Raises:
-        InvalidArgumentError: a value is not accepted; the message names the option.
-    """
-
-    overwrite: bool = False
-    background: bool = False
-    stall_timeout_s: float = 300.0
-    on_progress: Callable[[int, int], None] | None = None
-
-    def __post_init__(self) -> None:
-        check_flags(background=self.background, overwrite=self.overwrite)
-        check_timeout(self.stall_timeout_s, "stall_timeout_s")
-        check_progress(self.on_progress)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
+class LoadOptions(Selection):
     """The options by which a checkpoint's tensors are matched with live state.
 
-    Args:
-        strict: names that are missing or unexpected are an error.
-        layout: rules for plain tensors of the state (`statexchange.sharding.rules`).
-        include: shell patterns of names in the state, or of what contains them; by default all are loaded.
-        exclude: shell patterns, in the same form, of what is not loaded.
-        rename: from the source's names to the state's: a function, or (regex, replacement) pairs.
-        dtype: None: dtypes must be equal; "state": floating values are cast to the dtype that the state has.
-        replicas: "equal": several ranks' copies of a region must be equal, unless each rank loads its own; "root": the
-            lowest rank's copy is taken.
+    Patterns are of names in the state, or of what contains them. `rename` is from the source's names to the state's.
+    Pipeline stages may load other names.
 
-    Raises:
-        InvalidArgumentError: a value is not accepted; the message names the option.
+    Attributes:
+        strict: names that are missing or unexpected are an error.
+        dtype: None: dtypes must be equal; "state": floating values are cast to the dtype that the state has.
     """
 
-    strict: bool = True
-    layout: Any = None
-    include: str | Sequence[str] = ()
-    exclude: str | Sequence[str] = ()
-    rename: Rename = ()
-    dtype: str | None = None
-    replicas: Replicas = "equal"
+    differing: ClassVar[tuple[str, ...]] = ("include", "exclude", "rename")
 
-    def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype != "state":
-            raise InvalidArgumentError(
-                f'dtype must be None or "state", which casts to the dtype that the state has, not {excerpt(self.dtype)}'
-            )
-        _check_replicas_option(self.replicas)
-        check_flags(strict=self.strict)
-        accepted = {
-            "layout": self.layout if isinstance(self.layout, Layout | None) else Layout.parse(self.layout),
-            "include": _name_patterns("include", self.include),
-            "exclude": _name_patterns("exclude", self.exclude),
-            "rename": rename_rules(self.rename),
-        }
-        for option, value in accepted.items():
-            object.__setattr__(self, option, value)
+    strict: bool = _option(True, _flag, _text)
+    dtype: str | None = _option(None, _state_dtype, _text)
 
     def wants(self, name: str) -> bool:
         """Whether the state's tensor or value with this name is loaded."""
@@ -262,15 +503,6 @@ class LoadOptions:
         """Whether values of dtype `stored` are cast to `live`."""
         return self.dtype == "state" and stored in FLOATS and live in FLOATS
 
-    def texts(self) -> dict[str, str]:
-        """Return the options that must be equal on all ranks, as text by name; pipeline stages may load other names."""
-        return {
-            "strict": repr(bool(self.strict)),
-            "dtype": repr(self.dtype),
-            "replicas": repr(self.replicas),
-            **mesh_option(self.layout),
-        }
-
 
 def _matches(patterns: Sequence[str], name: str) -> bool:
     """Whether a pattern matches a path, or that of something that contains it. A list's index is a part, as "a.0"."""
@@ -295,40 +527,6 @@ def mesh_option(layout: Layout | None) -> dict[str, str]:
     return {"layout's mesh": excerpt({} if layout is None else dict(layout.mesh), _MAX_COMPARED)}
 
 
-def _name_patterns(option: str, value: object) -> tuple[str, ...]:
-    """Return one shell pattern or several as a tuple; raise InvalidArgumentError for anything else."""
-    patterns: tuple[Any, ...] | None = None
-    if isinstance(value, str):
-        patterns = (value,)
-    elif isinstance(value, Iterable):
-        patterns = tuple(value)
-    if patterns is None or not all(isinstance(pattern, str) for pattern in patterns):
-        raise InvalidArgumentError(f"{option} must be a pattern or several, not {excerpt(value)}")
-    return patterns
-
-
-def rename_rules(value: object) -> Rename:
-    """Return a `rename` as a function or a tuple of pairs; raise InvalidArgumentError for anything else."""
-    if callable(value):
-        function: Callable[[str], str] = value
-        return function
-    pairs: tuple[Any, ...] = tuple(value) if isinstance(value, Iterable) else (value,)
-    if not all(map(_is_pair, pairs)):
-        text = f"rename must be a function or a list of (regex, replacement) pairs, not {excerpt(value)}"
-        raise InvalidArgumentError(text)
-    for pattern, _ in pairs:
-        try:
-            re.compile(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise InvalidArgumentError(f"rename pattern {excerpt(pattern)}: {error}") from None
-    return tuple((pattern, replacement) for pattern, replacement in pairs)
-
-
-def _is_pair(value: object) -> bool:
-    """Whether this is a (regex, replacement) pair."""
-    return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(part, str) for part in value)
-
-
 def renamed(name: str, rename: Rename) -> str:
     """Return the new name of a tensor."""
     if callable(rename):
@@ -346,53 +544,3 @@ def renamed(name: str, rename: Rename) -> str:
             text = f"rename replacement {excerpt(replacement)} of pattern {excerpt(pattern)}: {error}"
             raise InvalidArgumentError(text, name=name) from None
     return name
-
-
-def _check_replicas_option(replicas: object) -> None:
-    """Raise InvalidArgumentError unless `replicas` is a value that the option accepts."""
-    if replicas not in REPLICAS:
-        raise InvalidArgumentError(f"replicas must be 'equal' or 'root', not {excerpt(replicas)}")
-
-
-def _cast_rules(dtype: object) -> tuple[tuple[str, str], ...]:
-    """Return a `dtype` option as (pattern, safetensors name of a floating dtype) pairs."""
-    if dtype is None:
-        return ()
-    if isinstance(dtype, tuple) and all(_is_pair(rule) and rule[1] in FLOATS for rule in dtype):
-        return dtype  # a copy of `ExportOptions` has the checked options
-    if not isinstance(dtype, Mapping):
-        return ((_EVERY_NAME, _float_name(dtype)),)
-    if not all(isinstance(pattern, str) for pattern in dtype):
-        raise InvalidArgumentError(f"dtype must be a dtype, or a mapping of patterns to dtypes, not {excerpt(dtype)}")
-    return tuple((pattern, _float_name(wanted)) for pattern, wanted in dtype.items())
-
-
-def _cast_text(rules: Sequence[tuple[str, str]]) -> str:
-    """Return cast rules as the user may have given them."""
-    named = {pattern: LONG_NAMES[wanted] for pattern, wanted in rules}
-    if named.keys() <= {_EVERY_NAME}:
-        return repr(named.get(_EVERY_NAME))
-    return excerpt(named, _MAX_COMPARED)
-
-
-def _float_name(dtype: object) -> str:
-    """Return the safetensors name of a floating dtype, given by any of its names or as torch's."""
-    text = str(dtype).removeprefix("torch.").lower()
-    name = DTYPE_NAMES.get(text, text.upper())
-    if name not in FLOATS:
-        raise InvalidArgumentError(f"dtype must be one of {', '.join(_CAST_DTYPES)}, not {excerpt(dtype)}")
-    return name
-
-
-def _parse_size(size: object) -> int:
-    """Return a size in bytes, given as int, or as text with KB, MB, GB, TB (powers of 1000) or KiB ... (of 1024)."""
-    if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
-        number, unit, binary = match.groups()
-        base = 1024 if binary else 1000
-        exponent = "KMGT".index(unit.upper()) + 1 if unit else 0
-        size = int(Fraction(number) * base**exponent)
-    if type(size) is not int:
-        raise InvalidArgumentError(f"max_shard_size: {excerpt(size)} is not a size like '5GB', '512MiB' or 2_000_000")
-    if size <= 0:
-        raise InvalidArgumentError(f"max_shard_size must be positive, not {size}")
-    return size

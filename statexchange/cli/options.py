@@ -1,0 +1,72 @@
+"""The options of commands that are those of a public call: made from the fields of its records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TypeVar
+
+import click
+
+from statexchange.sharding.options import CallOptions, ExportOptions
+
+__all__ = ["option"]
+
+F = TypeVar("F", bound=Callable[..., object])
+
+
+def _parse_renames(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> list[tuple[str, str]]:
+    """Split at the last ``=``: a lookahead in the regex may contain one, a tensor's name hardly ever does."""
+    for value in values:
+        if "=" not in value:
+            raise click.BadParameter(f"{value!r} is not REGEX=REPL", context, parameter)
+    return [value.rpartition("=")[::2] for value in values]
+
+
+def _parse_numbers(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
+    """Return numbers by name."""
+    numbers: dict[str, int] = {}
+    for value in values:
+        name, _, number = value.partition("=")
+        if not name or not number.isascii() or not number.isdigit() or len(number) > 15:
+            raise click.BadParameter(f"{value!r} is not NAME=NUMBER", context, parameter)
+        numbers[name] = int(number)
+    return numbers
+
+
+def _parse_dtypes(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> dict[str, str] | None:
+    """Return dtypes by pattern; the one for all tensors comes last, because the first match counts."""
+    by_pattern: dict[str, str] = {}
+    for value in values:
+        pattern, _, dtype = value.rpartition("=")
+        if not pattern and "*" in by_pattern:
+            raise click.BadParameter(f"{by_pattern['*']} and {dtype} are both for all tensors", context, parameter)
+        by_pattern[pattern or "*"] = dtype
+    if "*" in by_pattern:
+        by_pattern["*"] = by_pattern.pop("*")
+    return by_pattern or None
+
+
+_FIELDS = {field.name: field for record in (CallOptions, ExportOptions) for field in fields(record)}
+_CALLBACKS = {"rename": _parse_renames, "convert_with": _parse_numbers, "dtype": _parse_dtypes}
+
+
+def option(name: str, *short: str, **changes: object) -> Callable[[F], F]:
+    """Return a decorator that adds the option of a public call to a command.
+
+    Args:
+        name: its name in the call, as "max_shard_size" for ``--max-shard-size``.
+        short: its short form, as "-i".
+        changes: what this command shows in another way than the field says, such as `help`.
+    """
+    default = _FIELDS[name].default
+    shown = {**_FIELDS[name].metadata["shown"], **changes}
+    if "choices" in shown:
+        shown["type"] = click.Choice(shown.pop("choices"))
+    if default is False:
+        shown["is_flag"] = True
+    elif default:
+        shown |= {"default": default, "show_default": True}
+    return click.option(f"--{name.replace('_', '-')}", *short, callback=_CALLBACKS.get(name), **shown)
