@@ -15,7 +15,6 @@ from statexchange.errors import InvalidArgumentError, excerpt
 __all__ = [
     "Launch",
     "check_flags",
-    "check_progress",
     "check_timeout",
     "default_timeout_s",
     "detect_launch",
@@ -231,12 +230,6 @@ def check_flags(**flags: object) -> None:
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise InvalidArgumentError(f"{name} must be True or False, not {excerpt(value)}")
-
-
-def check_progress(on_progress: object) -> None:
-    """Raise InvalidArgumentError unless `on_progress` is None or can be called. Not collective."""
-    if on_progress is not None and not callable(on_progress):
-        raise InvalidArgumentError(f"on_progress must be a function of two numbers, not {excerpt(on_progress)}")
 
 
 def has_agent_store() -> bool:

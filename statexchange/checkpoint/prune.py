@@ -15,7 +15,7 @@ from statexchange.errors import (
     TargetExistsError,
     without_secrets,
 )
-from statexchange.settings import check_flags, check_progress
+from statexchange.sharding.options import CallOptions
 from statexchange.storage.location import location, open_path
 from statexchange.storage.save_check import check_saves, whole_saves
 from statexchange.storage.save_directory import SaveManifest, removable_files
@@ -123,8 +123,7 @@ def prune_saves(
         (20, 'kept', 'one of the newest 2')
         (30, 'kept', 'one of the newest 2')
     """
-    check_flags(dry_run=dry_run)
-    check_progress(on_progress)
+    CallOptions.of(locals())  # checks them
     root = saves_path(path)
     rows: list[PruneRow] = []
     checks = check_saves(root)

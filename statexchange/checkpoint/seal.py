@@ -27,7 +27,7 @@ from statexchange.formats import huggingface
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.registry import holds_saves, open_source
 from statexchange.formats.sealed_files import SealedFile, seal_file
-from statexchange.settings import check_flags, check_progress
+from statexchange.sharding.options import CallOptions
 from statexchange.sharding.shards import full_box
 from statexchange.storage.added_file import AddedFile
 from statexchange.storage.atomic import is_temporary
@@ -102,8 +102,7 @@ def seal_checkpoint(
         >>> report.num_tensors, report.num_files
         (1, 1)
     """
-    check_flags(overwrite=overwrite, dry_run=dry_run)
-    check_progress(on_progress)
+    CallOptions.of(locals())  # checks them
     folder = _directory_of(resolve_path(path, "a checkpoint"))
     with open_path(folder) as opened:
         if MANIFEST in opened.store.listing and not overwrite:

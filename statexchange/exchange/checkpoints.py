@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import os
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -31,13 +32,13 @@ from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.exchange.background import raise_unreported, wait_for_end
 from statexchange.exchange.load_newest import SaveLoader
-from statexchange.exchange.load_report import LoadReport
+from statexchange.exchange.load_report import LoadReport, LoadRequest
 from statexchange.exchange.memory_copy import memory_copies
 from statexchange.exchange.save import save_state
 from statexchange.exchange.save_schedule import SaveSchedule, whole_number
 from statexchange.exchange.saves_directory import SavesDirectory
 from statexchange.exchange.saving import SaveReport, SaveRequest
-from statexchange.sharding.options import CallOptions
+from statexchange.sharding.options import CallOptions, LoadOptions
 from statexchange.state.describe import State
 
 if TYPE_CHECKING:
@@ -319,12 +320,16 @@ class Checkpoints:
             raise InvalidArgumentError(text + own, path=self.path)
         with public_call("Checkpoints.load"):
             comm = as_communicator(self._comm)
+            began = time.perf_counter()
             with comm.phase("looking for saves"):
                 self._wait()
                 wanted = None if step is None else whole_number(step, "step")
-            trip = {"layout": self._layout, "stall_timeout_s": self._call.stall_timeout_s}
-            loader = SaveLoader(self._saves, self._memory, {**trip, **options}, comm)
-            report = loader.load(state, wanted, missing_ok=missing_ok)
+            with comm.phase("checking its options"):
+                # Once: an iterator of patterns is used up by the copy in memory, and the disk may be read after it.
+                arguments = {"layout": self._layout, "stall_timeout_s": self._call.stall_timeout_s, **options}
+                choices, call = LoadOptions.of(arguments), CallOptions.of(arguments)
+                request = LoadRequest(state, self.path, choices, call, began)
+            report = SaveLoader(self._saves, self._memory, comm).load(request, wanted, missing_ok=missing_ok)
         if report is not None:
             self._schedule.note_save()
         return report

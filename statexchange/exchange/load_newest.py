@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_root
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplicaError, without_secrets
 from statexchange.exchange.load import load_now
-from statexchange.exchange.load_checkpoint import load_checkpoint
 from statexchange.exchange.load_report import LoadReport, LoadRequest
 from statexchange.exchange.memory_copy import COPY_ERRORS, MemoryCopies
 from statexchange.exchange.rank_metadata import equal_options
 from statexchange.exchange.saves_directory import SavesDirectory
 from statexchange.settings import check_flags
-from statexchange.sharding.options import CallOptions, LoadOptions
-from statexchange.state.describe import State
 
 __all__ = ["SaveLoader"]
 
@@ -34,29 +28,27 @@ class SaveLoader:
     Attributes:
         saves: the directory.
         memory: the copies in memory; None if there are none.
-        options: options of `load_checkpoint`.
         comm: the communicator.
     """
 
     saves: SavesDirectory
     memory: MemoryCopies | None
-    options: Mapping[str, Any]
     comm: Communicator
 
-    def load(self, state: State, step: int | None, *, missing_ok: bool) -> LoadReport | None:
+    def load(self, request: LoadRequest, step: int | None, *, missing_ok: bool) -> LoadReport | None:
         """Load the save of `step`, by default the newest; return None if there is none. Collective."""
         with self.comm.phase("looking for saves"):
             check_flags(missing_ok=missing_ok)
         # Ranks that ask for different steps would each load a save that is whole, and of another time.
         asked = {"step": str(step), "missing_ok": str(missing_ok)}
         equal_options(self.comm, asked, "what to load")
-        report = None if self.memory is None else self._from_memory(state, step, self.memory)
+        report = None if self.memory is None else self._from_memory(request, step, self.memory)
         for attempt in range(_ATTEMPTS):
             chosen = self._choose(step, missing_ok=missing_ok) if report is None else None
             if chosen is None:
                 break
             try:
-                report = load_checkpoint(state, self.saves.path_of(chosen), comm=self.comm, **self.options)
+                report = load_now(replace(request, path=self.saves.path_of(chosen)), self.comm)
             except NotFoundError as error:  # on all ranks: its names are missing, or the save was removed
                 # The retention of another job may remove the newest save while it is opened: then there is a newer one.
                 if attempt + 1 == _ATTEMPTS or not self._was_removed(chosen):
@@ -84,9 +76,8 @@ class SaveLoader:
         is_gone = self.comm.rank == 0 and step not in self.saves.steps()
         return from_root(self.comm, is_gone, bool, "whether the save is gone")
 
-    def _from_memory(self, state: State, step: int | None, copies: MemoryCopies) -> LoadReport | None:
+    def _from_memory(self, request: LoadRequest, step: int | None, copies: MemoryCopies) -> LoadReport | None:
         """Load the copy in memory; None if it is absent, older than the disk's save or broken. Collective."""
-        began = time.perf_counter()
         copy = copies.find(step, self.comm)
         if copy is None:
             return None
@@ -94,12 +85,9 @@ class SaveLoader:
         if not copy.is_on_disk and is_root:
             text = "%s: step %d is loaded from memory, as the disk does not have it any more; delete(%d) removes it"
             _log.warning(text, shown, copy.step, copy.step)
-        with self.comm.phase("checking its options"):
-            options, call = LoadOptions.of(self.options), CallOptions.of(self.options)
         try:
             with copies.opened(copy, self.comm) as (path, before_reading):
-                request = LoadRequest(state, path, options, call, began, before_reading=before_reading)
-                return load_now(request, self.comm)
+                return load_now(replace(request, path=path, before_reading=before_reading), self.comm)
         except COPY_ERRORS as error:  # on all ranks
             if not copy.has_other:
                 raise

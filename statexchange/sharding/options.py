@@ -18,7 +18,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
 from statexchange.errors import InvalidArgumentError, did_you_mean, excerpt
-from statexchange.settings import check_flags, check_progress, check_timeout
+from statexchange.settings import check_flags, check_timeout
 from statexchange.sharding.rules import Layout, with_dots
 from statexchange.tensors import DTYPE_NAMES, LONG_NAMES
 
@@ -171,8 +171,9 @@ def _timeout(option: str, value: object) -> float:
     return check_timeout(value, option)
 
 
-def _progress(_option: str, value: object) -> object:
-    check_progress(value)
+def _progress(option: str, value: object) -> object:
+    if value is not None and not callable(value):
+        raise InvalidArgumentError(f"{option} must be a function of two numbers, not {excerpt(value)}")
     return value
 
 
@@ -408,32 +409,31 @@ class ExportOptions(Selection):
 
     def wants(self, name: str) -> bool:
         """Whether a name in the source is selected."""
-        included = not self.include or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.include)
-        return included and not any(fnmatch.fnmatchcase(name, pattern) for pattern in self.exclude)
+        for pattern in self.exclude:
+            if fnmatch.fnmatchcase(name, pattern):
+                return False
+        return not self.include or _any_match(self.include, [name])
 
     def check_include(self, names: Collection[str]) -> None:
         """Raise InvalidArgumentError if the patterns select nothing of these names, or one matches none of them."""
         for pattern in self.include:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                text = f"include pattern {pattern!r} matches no tensor{did_you_mean(pattern, names)}"
-                raise InvalidArgumentError(text)
+            if not _any_match([pattern], names):
+                raise InvalidArgumentError(_no_match("include", pattern, names))
         if names and not any(map(self.wants, names)):
             raise InvalidArgumentError(f"exclude patterns {list(self.exclude)} leave no tensor")
 
-    def notes_on_exclude(self, names: Iterable[str]) -> list[str]:
+    def notes_on_exclude(self, names: Collection[str]) -> list[str]:
         """Return a note for each exclude pattern that matches none of these names."""
-        notes = []
-        for pattern in self.exclude:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
-                notes.append(f"exclude pattern {pattern!r} matches no tensor{did_you_mean(pattern, names)}")
-        return notes
+        return [_no_match("exclude", pattern, names) for pattern in self.exclude if not _any_match([pattern], names)]
 
-    def notes_on_rename(self, names: Iterable[str]) -> list[str]:
+    def notes_on_rename(self, names: Collection[str]) -> list[str]:
         """Return a note for each rename pattern that matches none of these names, after the renames before it."""
-        notes = []
-        for pattern, replacement in () if callable(self.rename) else self.rename:
-            if not any(re.search(pattern, name) for name in names):
-                notes.append(f"rename pattern {pattern!r} matches no tensor{did_you_mean(pattern, names)}")
+        notes: list[str] = []
+        if callable(self.rename):
+            return notes
+        for pattern, replacement in self.rename:
+            if not any(map(re.compile(pattern).search, names)):
+                notes.append(_no_match("rename", pattern, names))
             names = {renamed(name, [(pattern, replacement)]) for name in names}
         return notes
 
@@ -451,7 +451,7 @@ class ExportOptions(Selection):
 
     def casts(self, name: str) -> bool:
         """Whether a pattern of `dtype` matches the name of a tensor in the source."""
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern, _ in self.dtype)
+        return _any_match([pattern for pattern, _ in self.dtype], [name])
 
     def new_layout(self) -> Layout:
         """Return a new copy of the layout, in which no pattern has matched a name yet."""
@@ -502,6 +502,15 @@ class LoadOptions(Selection):
     def casts(self, stored: str, live: str) -> bool:
         """Whether values of dtype `stored` are cast to `live`."""
         return self.dtype == "state" and stored in FLOATS and live in FLOATS
+
+
+def _any_match(patterns: Iterable[str], names: Iterable[str]) -> bool:
+    """Whether a pattern matches a whole name."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
+
+
+def _no_match(option: str, pattern: str, names: Collection[str]) -> str:
+    return f"{option} pattern {pattern!r} matches no tensor{did_you_mean(pattern, names)}"
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:
