@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -116,29 +116,26 @@ class _ArenaNote:
 def _metadata_of(tensors: Mapping[str, TensorLike]) -> list[_TensorMetadata]:
     """Return metadata with offsets into one block; a tied tensor has its first name as alias and no bytes."""
     metadata: list[_TensorMetadata] = []
-    seen: dict[tuple[object, ...], str] = {}
+    first_names: dict[tuple[object, ...], str] = {}
     offset = 0
     for name, tensor in tensors.items():
-        entry = _metadata_of_one(name, tensor, offset)
+        if hasattr(tensor, "__create_chunk_list__"):
+            raise UnsupportedError("this is a part of a sharded tensor: pass its to_local()", name=name)
+        kind: Literal["tensor", "parameter", "numpy"] = "numpy"
+        requires_grad = False
+        if not isinstance(tensor, np.ndarray):
+            kind = "parameter" if type(tensor).__name__ == "Parameter" else "tensor"
+            requires_grad = bool(tensor.requires_grad)
         key = same_memory(tensor)
-        if key is not None:  # a Parameter and its plain data are two objects over one memory
-            first = seen.setdefault((*key, entry.kind, entry.requires_grad), name)
-            if first != name:
-                entry = replace(entry, alias=first)
+        # A Parameter and its plain data are two objects over one memory.
+        first = name if key is None else first_names.setdefault((*key, kind, requires_grad), name)
+        alias = None if first == name else first
+        shape = tuple(int(size) for size in tensor.shape)
+        entry = _TensorMetadata(name, memory_of(tensor, name).dtype, shape, kind, requires_grad, alias, offset)
         metadata.append(entry)
-        if entry.alias is None:
+        if alias is None:
             offset += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
     return metadata
-
-
-def _metadata_of_one(name: str, tensor: TensorLike, offset: int) -> _TensorMetadata:
-    if hasattr(tensor, "__create_chunk_list__"):
-        raise UnsupportedError("this is a part of a sharded tensor: pass its to_local()", name=name)
-    dtype, shape = memory_of(tensor, name).dtype, tuple(int(size) for size in tensor.shape)
-    if isinstance(tensor, np.ndarray):
-        return _TensorMetadata(name, dtype, shape, "numpy", False, None, offset)
-    kind: Literal["tensor", "parameter"] = "parameter" if type(tensor).__name__ == "Parameter" else "tensor"
-    return _TensorMetadata(name, dtype, shape, kind, bool(tensor.requires_grad), None, offset)
 
 
 def _rebuild(entry: _TensorMetadata, data: bytearray | NDArray[np.uint8]) -> TensorLike:
@@ -147,8 +144,8 @@ def _rebuild(entry: _TensorMetadata, data: bytearray | NDArray[np.uint8]) -> Ten
     if entry.kind == "parameter":
         import torch
 
-        return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
-    if entry.requires_grad:
+        tensor = torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
+    elif entry.requires_grad:
         tensor.requires_grad_()
     rebuilt: TensorLike = tensor
     return rebuilt
@@ -207,6 +204,7 @@ class _MemoryTransport:
         """Copy this rank's tensors into its arena; return the arena's address."""
         total = max((entry.offset + entry.nbytes for entry in metadata if entry.alias is None), default=0)
         if not total:
+            # Nothing to copy, so that there is no arena to which root would attach.
             return None
         self._arena = self._comm.arenas.acquire(total)
         for entry in metadata:
@@ -239,12 +237,13 @@ class _MemoryTransport:
             owned.append(self._arena.ident)
         return encode(_ArenaNote(owned, arenas.referenced_ids()), _ArenaNote)
 
-    def end(self, notes: Sequence[Any] | None) -> None:
+    def end(self, notes: Sequence[object] | None) -> None:
         """Recycle arenas that no rank views; close this one if there was no agreement (None)."""
         arenas = self._comm.arenas
         arena, self._arena = self._arena, None
         if notes is None:
             if arena is not None:
+                # Another rank may still view it, so it is not used again; the memory goes with the last view.
                 arena.close()
             return
         if arena is not None:
@@ -281,7 +280,10 @@ class _FileTransport:
     def send(self, tensors: Mapping[str, TensorLike], metadata: Sequence[_TensorMetadata]) -> object:
         """Write this rank's tensors as one durable file; return its receipt."""
         staging = Staging()
-        shards = [_shard_data(tensors[entry.name], entry, staging) for entry in metadata if entry.alias is None]
+        shards = []
+        for entry in metadata:
+            if entry.alias is None:
+                shards.append(_shard_data(tensors[entry.name], entry, staging))
         comm = self._comm
         number = self._workspace.next_round(comm.run, comm.rank)
         self._receipt = self._workspace.write(
@@ -302,12 +304,13 @@ class _FileTransport:
     def note(self) -> None:
         """No-op: a file needs no note."""
 
-    def end(self, notes: Sequence[Any] | None) -> None:
+    def end(self, notes: Sequence[object] | None) -> None:
         """Remove this rank's file; after a failure root removes those of ranks that cannot."""
         if self._receipt is not None:
             self._workspace.remove([self._receipt.relative])
             self._receipt = None
-        else:  # the rank that reads
+        else:
+            # The rank that reads. After a failure a writer may be gone, and root is the one that is left to clean up.
             if notes is None:
                 self._workspace.remove_uncommitted(self._comm.run)
             self._workspace.sweep()
@@ -349,41 +352,9 @@ def _gathered(
     `call` is the name of the public function; calls that the user makes inside the block are not part of it.
     """
     with public_call(call):
-        transport, blocks = _exchange(comm, root, tensors, message, workspace)
-    yield from _until_done(call, comm, transport, blocks)
-
-
-def _exchange(
-    comm: Communicator, root: int, tensors: Mapping[str, TensorLike], message: object, workspace: _WorkspaceLike
-) -> tuple[_Transport, list[_Sent]]:
-    """Send every rank's block and message to root. Collective."""
-    with comm.phase("choosing a transport"):
-        transport = _transport(comm, workspace)
-    own_message = _RankMessage()
-    try:
-        with comm.phase("sending"):
-            if comm.rank != root:
-                metadata = _metadata_of(tensors)
-                own_message = _RankMessage(tuple(metadata), transport.send(tensors, metadata), message)
-        sent = comm.all_gather_bytes(encoded(own_message, _RankMessage), root=root, operation="sending to root")
-        blocks: list[_Sent] = []
-        with comm.phase("receiving"):
-            for rank, data in enumerate(sent):
-                blocks.append((_block_of_root(tensors), message) if rank == root else _receive(transport, data, rank))
-        transport.received()
-    except BaseException:
-        transport.end(None)
-        raise
-    return transport, blocks
-
-
-def _receive(transport: _Transport, data: bytes, rank: int) -> _Sent:
-    sent = decode(data, _RankMessage, "the description of its tensors", rank, _RankMessage.check)
-    return transport.receive(sent.metadata, sent.address, rank), sent.message
-
-
-def _until_done(call: str, comm: Communicator, transport: _Transport, blocks: list[_Sent]) -> Iterator[list[_Sent]]:
-    """Run the user's block, then agree; the agreement waits without limit while all ranks are alive."""
+        with comm.phase("choosing a transport"):
+            transport = _transport(comm, workspace)
+        blocks = _exchange(comm, root, tensors, message, transport)
     failure: BaseException | None = None
     try:
         yield blocks
@@ -391,8 +362,9 @@ def _until_done(call: str, comm: Communicator, transport: _Transport, blocks: li
         failure = error
         raise
     finally:
-        notes: list[Any] | None = None
+        notes: list[object] | None = None
         try:
+            # Before the note, which lists the arenas that are still viewed: what the user kept, and no view of ours.
             for block, _ in blocks:
                 block.close()
             with public_call(call):
@@ -401,15 +373,47 @@ def _until_done(call: str, comm: Communicator, transport: _Transport, blocks: li
             transport.end(notes)
 
 
-def _agree(comm: Communicator, failure: BaseException | None, note: object) -> list[Any] | None:
-    """Agree on the end of the block; return all ranks' notes, or None after a failure. Collective."""
+def _exchange(
+    comm: Communicator, root: int, tensors: Mapping[str, TensorLike], message: object, transport: _Transport
+) -> list[_Sent]:
+    """Send every rank's block and message to root. Collective."""
+    sent_here = _RankMessage()
+    blocks: list[_Sent] = []
+    try:
+        with comm.phase("sending"):
+            if comm.rank != root:
+                metadata = _metadata_of(tensors)
+                sent_here = _RankMessage(tuple(metadata), transport.send(tensors, metadata), message)
+        received = comm.all_gather_bytes(encoded(sent_here, _RankMessage), root=root, operation="sending to root")
+        with comm.phase("receiving"):
+            for rank, data in enumerate(received):
+                if rank == root:
+                    blocks.append((_block_of_root(tensors), message))
+                    continue
+                sent = decode(data, _RankMessage, "the description of its tensors", rank, _RankMessage.check)
+                blocks.append((transport.receive(sent.metadata, sent.address, rank), sent.message))
+        # The end of the phase is an agreement: root has attached to every arena.
+        transport.received()
+    except BaseException:
+        transport.end(None)
+        raise
+    return blocks
+
+
+def _agree(comm: Communicator, failure: BaseException | None, note: object) -> list[object] | None:
+    """Agree on the end of the block; return all ranks' notes, or None after a failure. Collective.
+
+    The agreement waits without limit while all ranks are alive: root may work in its block for as long as it wants.
+    """
     if failure is None:
         return comm.agree(phase="its block", timeout_s=_NO_LIMIT_S, note=note)
     if not isinstance(failure, Exception):
+        # An interrupt or exit: this process may not live to see an agreement.
         comm.close(failure)
-    else:
-        with contextlib.suppress(StateExchangeError):  # this rank raises the block's own error, the others a PeerError
-            comm.agree(failure, phase="its block", timeout_s=_NO_LIMIT_S, note=note)
+        return None
+    # This rank raises the block's own error, and the others a PeerError.
+    with contextlib.suppress(StateExchangeError):
+        comm.agree(failure, phase="its block", timeout_s=_NO_LIMIT_S, note=note)
     return None
 
 
@@ -600,12 +604,12 @@ def get_configs_parallel(
 
 def _other_configs(blocks: Sequence[_Sent], types: Mapping[str, type]) -> list[Leaf]:
     """Return the configs of all ranks but the first."""
-    return [_config(rank, block, message, types) for rank, (block, message) in enumerate(blocks) if rank != 0]
-
-
-def _config(rank: int, block: _Block, message: object, types: Mapping[str, type]) -> Leaf:
-    text = decode(message, str, "the config", rank)
-    return values.decode(text, types=types, leaves=_SentTensors(block, rank))
+    configs = []
+    for rank, (block, message) in enumerate(blocks):
+        if rank != 0:
+            text = decode(message, str, "the config", rank)
+            configs.append(values.decode(text, types=types, leaves=_SentTensors(block, rank)))
+    return configs
 
 
 class _SentTensors(dict[str, TensorLike]):
