@@ -33,7 +33,7 @@ from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.exchange.background import raise_unreported, wait_for_end
 from statexchange.exchange.load_newest import SaveLoader
 from statexchange.exchange.load_report import LoadReport, LoadRequest
-from statexchange.exchange.memory_copy import memory_copies
+from statexchange.exchange.memory_copy import MemoryCopies
 from statexchange.exchange.save import save_state
 from statexchange.exchange.save_schedule import SaveSchedule, whole_number
 from statexchange.exchange.saves_directory import SavesDirectory
@@ -117,8 +117,8 @@ class Checkpoints:
     ) -> None:
         self._saves = SavesDirectory(path, keep, keep_every, best)
         self._schedule = SaveSchedule(every_steps, every_s, on_signal, agree_every, grace_s)
-        self._call = CallOptions(stall_timeout_s=stall_timeout_s)
-        self._memory = memory_copies(self.path, stall_timeout_s, memory=memory)
+        self._call = CallOptions(memory=memory, stall_timeout_s=stall_timeout_s)
+        self._memory = MemoryCopies(self.path, stall_timeout_s) if memory else None
         self._comm = comm
         self._layout = layout
         self._last: Future[SaveReport] | None = None
@@ -224,44 +224,30 @@ class Checkpoints:
         """
         with public_call("Checkpoints.save"):
             comm = as_communicator(self._comm)
+
+            def request() -> SaveRequest:
+                number = whole_number(step, "step")
+                return SaveRequest(
+                    self._saves.path_of(number),
+                    self._layout,
+                    comm.run,
+                    replace(self._call, overwrite=overwrite, background=background),
+                    step=number,
+                    metrics=self._saves.checked_metrics(metrics, number, comm.rank),
+                    before=functools.partial(self._saves.prepare, number, comm.run, overwrite=overwrite),
+                    after=self._note_saved,
+                    keep_in_memory=None if self._memory is None else self._memory.keep,
+                )
+
             if not background:
                 with comm.phase("waiting for the previous save"):
                     self._wait()
-            report = save_state(
-                "Checkpoints.save",
-                state,
-                os.path.join(self.path, f"step {excerpt(step)}"),
-                lambda: self._request(step, metrics, comm, overwrite=overwrite, background=background),
-                comm,
-                background=background,
-            )
+            shown = os.path.join(self.path, f"step {excerpt(step)}")
+            report = save_state("Checkpoints.save", state, shown, request, comm, background=background)
         if isinstance(report, Future):
             self._last = report
             self._schedule.note_save()
         return report
-
-    def _request(
-        self,
-        step: int,
-        metrics: Mapping[str, SupportsFloat] | None,
-        comm: Communicator,
-        *,
-        overwrite: bool,
-        background: bool,
-    ) -> SaveRequest:
-        """Check and keep the arguments of a save. Not collective."""
-        number = whole_number(step, "step")
-        return SaveRequest(
-            self._saves.path_of(number),
-            self._layout,
-            comm.run,
-            replace(self._call, overwrite=overwrite, background=background),
-            step=number,
-            metrics=self._saves.checked_metrics(metrics, number, comm.rank),
-            before=functools.partial(self._saves.prepare, number, comm.run, overwrite=overwrite),
-            after=self._note_saved,
-            keep_in_memory=None if self._memory is None else self._memory.keep,
-        )
 
     def _note_saved(self, report: SaveReport, comm: Communicator) -> None:
         """Record a published save; root removes those that are not kept. Not collective."""

@@ -33,18 +33,21 @@ class ChosenConversion:
     configs: Sequence[KnownConfig]
 
     @classmethod
-    def of(cls, options: Selection, state: object) -> ChosenConversion | None:
-        """Return the conversion that the options of a call name; None if they name none."""
+    def of(cls, options: Selection, state: object, config_file: bytes | None = None) -> ChosenConversion | None:
+        """Return the conversion that the options of a call name; None if they name none.
+
+        `config_file` is the content of a config.json that the caller gave, which comes before other configs.
+        """
         rules, numbers = read_conversion(options)
         if rules is None:
             return None
+        configs: list[KnownConfig] = []
+        if config_file is not None:
+            configs += config_of(CONFIG, config_file)
         config = model_config(state)
-        configs = [] if config is None else [KnownConfig("the model's config", config)]
+        if config is not None:
+            configs.append(KnownConfig("the model's config", config))
         return cls(rules, numbers, configs)
-
-    def with_config(self, content: bytes | None) -> ChosenConversion:
-        """Return the conversion with the config.json of `files_from`, if there is one, before other configs."""
-        return self if content is None else replace(self, configs=[*config_of(CONFIG, content), *self.configs])
 
     def texts(self) -> dict[str, str]:
         """Return the options that must be equal on all ranks, as text by name."""
@@ -52,21 +55,20 @@ class ChosenConversion:
 
     def plan(self, comm: Communicator, described: Description, options: ExportOptions) -> ConversionPlan:
         """Return the conversion of the tensors of all ranks that `include` and `exclude` select. Collective."""
-        shared = self.shared(comm)
+        keys: set[str] = set()
+        for rule in self.rules.numbers.values():
+            keys.update(rule.config)
+        configs = []
+        for config in self.configs:
+            # What the rules use alone: a config has many other values, which may differ.
+            configs.append(KnownConfig(config.where, {key: config.values.get(key) for key in keys}))
+        # Numbers decide names and shapes, so that all ranks need the same: a config file may differ between hosts.
+        shared = from_root(comm, configs, list[KnownConfig], "the model's config")
         tensors = all_tensors(comm, described)
         with comm.phase("converting its state"):
             options.check_include(tensors)
             selected = {name: info for name, info in tensors.items() if options.wants(name)}
-            return plan_conversion(shared.rules, selected, shared.numbers, shared.configs)
-
-    def shared(self, comm: Communicator) -> ChosenConversion:
-        """Return the conversion with the numbers of root's configs that its rules use. Collective."""
-        keys = {key for rule in self.rules.numbers.values() for key in rule.config}
-        configs = []
-        for config in self.configs:
-            configs.append(KnownConfig(config.where, {key: config.values.get(key) for key in keys}))
-        # Numbers decide names and shapes, so that all ranks need the same: a config file may differ between hosts.
-        return replace(self, configs=from_root(comm, configs, list[KnownConfig], "the model's config"))
+            return plan_conversion(self.rules, selected, self.numbers, shared)
 
     def left_options(self, options: ExportOptions) -> ExportOptions:
         """Return the options that apply to the converted tensors: the patterns match names before the conversion."""
@@ -80,11 +82,14 @@ def chosen_conversion(
 
     `config` is a config.json that the caller gave. Root warns of a model whose conversion is not used.
     """
-    conversion = ChosenConversion.of(options, state) if options.converts else None
-    if conversion is not None:
-        return conversion.with_config(config)
+    if options.converts:
+        conversion = ChosenConversion.of(options, state, config)
+        if conversion is not None:
+            return conversion
     names = saved_names(state)
-    note = note_on_container(state) if is_root and names is None else ""
-    if note:
-        _log.warning("%s", note)
+    if names is None and is_root:
+        # Once: all ranks have the same model.
+        note = note_on_container(state)
+        if note:
+            _log.warning("%s", note)
     return names

@@ -11,7 +11,7 @@ from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
 from statexchange.exchange.chosen_conversion import ChosenConversion, chosen_conversion
-from statexchange.exchange.live_diff import LiveComparison
+from statexchange.exchange.live_diff import diff_live
 from statexchange.exchange.saved_state import describe_save
 from statexchange.formats.source import SectionName, Weights
 from statexchange.report.diff import DiffReport, diff_paths
@@ -103,4 +103,4 @@ def diff_checkpoints(
                 conversion, names = None, None if layout is not None else conversion
                 if section is None and isinstance(a, Mapping):
                     call = replace(call, section="all")  # the names of a job's state begin with its sections
-        return LiveComparison(communicator, saved, conversion, names, options, call).run(b)
+        return diff_live(communicator, saved, (conversion, names), options, call, b)

@@ -16,7 +16,7 @@ from statexchange.checkpoint.tensor_notes import note_on_extra_state, notes_on_t
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.exchange.converting import Conversion, convert_live
-from statexchange.exchange.rank_metadata import RankMetadata, gather_metadata, merge_metadata, parse_metadata
+from statexchange.exchange.rank_metadata import RankMetadata, gather_distinct, merge_metadata, parse_metadata
 from statexchange.formats.config_check import unties_heads, without_heads
 from statexchange.messages import decode, encoded
 from statexchange.sharding.options import CallOptions, ExportOptions
@@ -113,7 +113,7 @@ def agree_on_plan(
     described = replace(converted, extra_state=described.extra_state)
     # The options as they were given: a conversion has applied its patterns, which must be equal on all ranks, too.
     metadata_here = RankMetadata.of(described, request.options.texts())
-    metadata, nbytes = gather_metadata(comm, metadata_here, root=0)
+    metadata, nbytes = gather_distinct(comm, encoded(metadata_here, RankMetadata), root=0)
     clock.lap("describe", nbytes)
     root: RootExport | None = None
     plan: WritePlan | None = None

@@ -62,7 +62,6 @@ from statexchange.exchange.copy_transfer import (
     send_to_next,
 )
 from statexchange.exchange.reading import ReadItem
-from statexchange.settings import check_flags
 from statexchange.sharding.shards import Box, intersect
 from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.files import digest
@@ -72,7 +71,7 @@ from statexchange.storage.save_directory import MANIFEST, SaveManifest, rank_of_
 from statexchange.storage.steps import identity_of_saves, make_identity, read_saves, step_name
 from statexchange.storage.store import ByteRange
 
-__all__ = ["COPY_ERRORS", "MemoryCopies", "memory_copies"]
+__all__ = ["COPY_ERRORS", "MemoryCopies"]
 
 _log = logging.getLogger(__name__)
 
@@ -338,12 +337,6 @@ class MemoryCopies:
                 dropped = directory.drop(step)
                 directory.remove_empty()
         return any(from_all(comm, dropped, bool, "whether it had the copy"))
-
-
-def memory_copies(path: str, stall_timeout_s: float, *, memory: bool) -> MemoryCopies | None:
-    """Return the copies in memory that the option `memory` of `Checkpoints` asks for."""
-    check_flags(memory=memory)
-    return MemoryCopies(path, stall_timeout_s) if memory else None
 
 
 # What the ranks send each other

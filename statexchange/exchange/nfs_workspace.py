@@ -17,12 +17,11 @@ from statexchange.settings import check_timeout, detect_launch
 from statexchange.state.describe import describe
 from statexchange.storage.json_text import decode_stored
 from statexchange.storage.save_directory import MANIFEST
-from statexchange.storage.tensorfile import RankFile
 from statexchange.storage.workspace import RankName, Workspace, WorkspaceView
 from statexchange.tensors import from_bytes
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 __all__ = ["NFSWorkspace"]
 
@@ -54,6 +53,7 @@ class NFSWorkspace:
     def __init__(self, workspace_path: str | os.PathLike[str] | None = None, *, run: str | None = None) -> None:
         if run is not None and not isinstance(run, str):
             raise InvalidArgumentError(f"run must be text or None, not {excerpt(run)}")
+        # ModelOpt's callers pass "" for the current directory, which no other path of ours may be.
         path = os.curdir if workspace_path == "" else workspace_path
         self._workspace = Workspace(path) if path is not None else None
         self._run = run
@@ -85,6 +85,7 @@ class NFSWorkspace:
         workspace = self._initialized()
         rank, world_size = _position()
         run = self._writing_run()
+        # Counted from here on: a listing on NFS may lack the round that this rank has just written.
         self._round = workspace.next_round(run, rank) if self._round is None else self._round + 1
         staging = Staging()
         shards = shard_data(describe(weights).tensors.values(), staging)
@@ -96,7 +97,10 @@ class NFSWorkspace:
             world_size=world_size,
             config=values.encode(config_json),
         )
-        for old in [number for number in workspace.rounds(run) if number <= self._round - 2]:
+        for old in workspace.rounds(run):
+            if old > self._round - 2:
+                # A reader may have listed the last round but one, and opens its file only now.
+                continue
             # Another rank may remove the round at the same time: then nothing of this rank is left in it.
             with contextlib.suppress(NotFoundError, ReplacedError):
                 workspace.remove([file.relative for file in workspace.rank_names(run, old) if file.rank == rank])
@@ -105,18 +109,14 @@ class NFSWorkspace:
     def _writing_run(self) -> str:
         """Return the run of this process; chosen once."""
         if self._run is None:
-            comm, launch = defaults.current(), detect_launch()
-            if comm is not None:
-                self._run = comm.run
-            elif launch.job is not None:
-                self._run = launch.job
-            elif _position()[1] == 1:
-                self._run = f"run-{secrets.token_hex(8)}"
-            else:
+            runs = _runs_here()
+            if not runs and _position()[1] > 1:
+                # A random name would give each rank a run of its own, which no reader could put together.
                 raise InvalidArgumentError(
-                    f"the launcher ({launch.launcher}) gives this job no identity of its own: pass run=, the same on "
-                    "all ranks, or call statexchange.init() first"
+                    f"the launcher ({detect_launch().launcher}) gives this job no identity of its own: pass run=, the "
+                    "same on all ranks, or call statexchange.init() first"
                 )
+            self._run = runs[0] if runs else f"run-{secrets.token_hex(8)}"
         return self._run
 
     def read_configs_and_weights_from_rank(
@@ -161,6 +161,7 @@ class NFSWorkspace:
                 observed = str(error)  # no workspace, no run in it, or the listed file is missing
             # A file that was listed but cannot be opened was dropped for a newer round: choose again. A missing file is
             # reported only after two equal listings.
+            # On NFS a listing may be of an older state than the next one.
             is_stable = not was_dropped and observed == last_observed
             waited_s = time.monotonic() - began
             if waited_s >= (timeout_s if is_stable else max(timeout_s, _STABLE_VIEW_S)):
@@ -177,9 +178,10 @@ class NFSWorkspace:
 
 def _read(view: WorkspaceView, name: RankName) -> tuple[Any, dict[str, Any]]:
     """Return the config and weights in a rank's file."""
+    weights = {}
     with view.open(name) as file:
-        weights = {tensor_name: _tensor(file, tensor_name) for tensor_name in file.shards}
-
+        for tensor_name, shard in file.shards.items():
+            weights[tensor_name] = from_bytes(file.read(tensor_name), shard.dtype, shard.local_shape)
         leaves = _NoTensors(name.rank, file.path)
         return decode_stored(file.config, file.path, file.file.budget, leaves=leaves), weights
 
@@ -203,12 +205,6 @@ def _position() -> tuple[int, int]:
     return (defaults.get_rank(), size) if size > 1 else (launch.rank, launch.world_size)
 
 
-def _tensor(file: RankFile, name: str) -> torch.Tensor:
-    shard = file.shards[name]
-    tensor: torch.Tensor = from_bytes(file.read(name), shard.dtype, shard.local_shape)
-    return tensor
-
-
 def _find(view: WorkspaceView, run: str | None, rank: int, number: int | None) -> tuple[RankName | None, object]:
     """Return a rank's newest file, or that of a round, and everything that was listed for it."""
     if MANIFEST in view.files:
@@ -230,13 +226,21 @@ def _find(view: WorkspaceView, run: str | None, rank: int, number: int | None) -
     return None, listed
 
 
+def _runs_here() -> list[str]:
+    """Return the runs that this process may be in, the likeliest first: its communicator's, its launcher's job."""
+    comm, job = defaults.current(), detect_launch().job
+    runs = [] if comm is None else [comm.run]
+    if job is not None:
+        runs.append(job)
+    return runs
+
+
 def _reading_run(view: WorkspaceView) -> str:
     """Return the run of this process if it is in the workspace, else the only run there."""
-    comm, launch = defaults.current(), detect_launch()
     runs = view.runs()
-    for own_run in (comm.run if comm is not None else None, launch.job):
-        if own_run is not None and own_run in runs:
-            return own_run
+    for run in _runs_here():
+        if run in runs:
+            return run
     if len(runs) > 1:
         raise InvalidArgumentError(f"several runs are in this workspace ({', '.join(runs)}): pass run=", path=view.path)
     if not runs:

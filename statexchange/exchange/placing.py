@@ -10,10 +10,11 @@ from statexchange.comm.typed import from_all
 from statexchange.exchange.rank_metadata import (
     RankMetadata,
     check_metadata,
-    gather_metadata,
+    gather_distinct,
     parse_metadata,
     rank_shards,
 )
+from statexchange.messages import encoded
 from statexchange.sharding.options import mesh_option
 from statexchange.sharding.paths import joined
 from statexchange.sharding.rules import Layout, renumber_names
@@ -44,7 +45,7 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
     parts = {name: local for name, local in described.tensors.items() if local.part is not None}
     own = RankMetadata.of(Description(parts, unused=described.unused), mesh_option(layout))
     # Metadata of the parts alone: all other tensors have their boxes already.
-    sent, _ = gather_metadata(comm, own)
+    sent, _ = gather_distinct(comm, encoded(own, RankMetadata))
     tensors = dict(described.tensors)
     with comm.phase("placing its tensors"):
         metadata = parse_metadata(sent, comm.rank, own)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_all
@@ -17,7 +17,7 @@ from statexchange.sharding.sharding_spec import ShardingSpec
 from statexchange.sharding.shards import Shard, shape_from_json
 from statexchange.state.describe import Description
 from statexchange.storage.files import digest
-from statexchange.tensors import itemsize_of
+from statexchange.tensors import TensorLike, itemsize_of
 
 __all__ = [
     "DescribedShard",
@@ -27,7 +27,6 @@ __all__ = [
     "check_metadata",
     "equal_options",
     "gather_distinct",
-    "gather_metadata",
     "local_box",
     "merge_metadata",
     "parse_metadata",
@@ -47,9 +46,10 @@ class DescribedShard:
 
     def renamed(self, name: str) -> DescribedShard:
         """Return the same shard under another name."""
-        return DescribedShard(
-            replace(self.shard, name=name), None if self.part is None else replace(self.part, name=name)
-        )
+        part = self.part
+        if part is not None:
+            part = replace(part, name=name)
+        return DescribedShard(replace(self.shard, name=name), part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +72,15 @@ class RankMetadata:
     def of(cls, described: Description, options: Mapping[str, str]) -> RankMetadata:
         """Return the metadata of a description."""
         shards = []
-        for local in described.tensors.values():
+        reductions: dict[str, str] = {}
+        for name, local in described.tensors.items():
+            if local.reduce is not None:
+                reductions[name] = local.reduce
             shard: Shard | ShardingSpec = local.shard
             if local.placement is not None:
+                # The mesh says what each rank holds: a spec is equal on all of them, where boxes would differ.
                 shard = ShardingSpec(shard.name, shard.dtype, shard.global_shape, local.placement)
             shards.append(DescribedShard(shard, local.part))
-        reductions = {name: local.reduce for name, local in described.tensors.items() if local.reduce is not None}
         names = (described.aliases, described.unused, described.sources, described.extra_state)
         return cls(shards, *names, reductions, options)
 
@@ -104,32 +107,27 @@ class RankMetadata:
         return replace(self, shards=list(shards.values()), aliases=aliases, reductions=reductions)
 
 
-def gather_metadata(comm: Communicator, own: RankMetadata, root: int | None = None) -> tuple[list[bytes], int]:
-    """Return every rank's metadata as bytes on `root` ([] elsewhere; None: on all ranks), and the bytes sent.
-
-    Collective. Of several ranks with equal metadata only the first sends it. `parse_metadata` decodes the bytes.
-    """
-    return gather_distinct(comm, encoded(own, RankMetadata), root)
-
-
 def gather_distinct(comm: Communicator, data: bytes, root: int | None = None) -> tuple[list[bytes], int]:
     """Return every rank's data on `root` ([] elsewhere; None: on all ranks), and the number of bytes sent. Collective.
 
     Of several ranks with equal data only the first sends it.
     """
+    # First the digests alone: with one model on a mesh of thousands of ranks, the data of one rank is all that travels.
     digests = comm.all_gather_bytes(digest(data).encode(), operation="the comparison of descriptions")
     sender: dict[bytes, int] = {}  # the first rank with each digest
     for rank, rank_digest in enumerate(digests):
         sender.setdefault(rank_digest, rank)
     is_sender = sender[digests[comm.rank]] == comm.rank
     sent = comm.all_gather_bytes(data if is_sender else b"", root=root, operation="the gathering of descriptions")
-    metadata = [sent[sender[rank_digest]] for rank_digest in digests] if sent else []
-    return metadata, sum(map(len, sent))
+    by_rank = []
+    if sent:
+        by_rank = [sent[sender[rank_digest]] for rank_digest in digests]
+    return by_rank, sum(map(len, sent))
 
 
-def parse_metadata(sent: Sequence[bytes], own_rank: int, own: RankMetadata) -> list[RankMetadata]:
-    """Decode the result of `gather_metadata`; equal metadata is parsed once, and this rank's own not at all."""
-    parsed = {sent[own_rank]: own}
+def parse_metadata(sent: Sequence[bytes], rank_here: int, metadata_here: RankMetadata) -> list[RankMetadata]:
+    """Decode what `gather_distinct` has gathered; equal metadata is parsed once, and this rank's own not at all."""
+    parsed = {sent[rank_here]: metadata_here}
     for rank, data in enumerate(sent):
         if data not in parsed:
             parsed[data] = decode(data, RankMetadata, "the description of its state", rank, RankMetadata.check)
@@ -158,6 +156,7 @@ def check_metadata(metadata: Sequence[RankMetadata], layout: Layout) -> None:
     """Raise InvalidArgumentError if options or ranks do not fit, or a pattern of the layout matches on no rank."""
     check_equal_options([rank_metadata.options for rank_metadata in metadata])
     layout.check_ranks(range(len(metadata)))
+    # A pattern may be for the tensors of one pipeline stage: it must match on some rank.
     unused = set.intersection(*(set(rank_metadata.unused) for rank_metadata in metadata))
     if unused:
         raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
@@ -176,6 +175,7 @@ def renumbered(comm: Communicator, described: Description, layout: Layout) -> De
     sources: dict[str, str] | None = None
     if any(rule.renumber for rule in layout.rules.values()):
         sources = {name: described.sources.get(name, name) for name in described.tensors}
+    # Also without such a rule: another rank may have one, and would wait here.
     sent = from_all(comm, sources, dict[str, str] | None, "its names")
     with comm.phase("renumbering its tensors"):
         by_rank = {}
@@ -186,6 +186,7 @@ def renumbered(comm: Communicator, described: Description, layout: Layout) -> De
         if sources is None:
             return described
         names = renumber_names(by_rank, layout)[comm.rank]
+        # A conversion has one input by each name, and could not say which of the two it is.
         if len({*names.values()}) < len(names):
             raise InvalidArgumentError("the layout gives one name to two tensors of this rank", rank=comm.rank)
         aliases = {names.get(alias, alias): names.get(name, name) for alias, name in described.aliases.items()}
@@ -196,28 +197,23 @@ def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
     """Raise InvalidArgumentError if an option differs between ranks; it names the option and both values."""
     first = options[0]
     for rank, rank_options in enumerate(options):
-        if rank_options is first:  # equal metadata is one object
+        if rank_options is first:
+            # Equal metadata is one object.
             continue
         for option in {**first, **rank_options}:
             value, rank_value = first.get(option), rank_options.get(option)
             if value != rank_value:
-                raise InvalidArgumentError(
-                    f"{option} is {_shown(value)} on rank 0 and {_shown(rank_value)} on rank {rank}: give all ranks "
-                    "the same",
-                    rank=rank,
-                )
+                shown, rank_shown = str(value)[:_MAX_SHOWN], str(rank_value)[:_MAX_SHOWN]
+                text = f"{option} is {shown} on rank 0 and {rank_shown} on rank {rank}: give all ranks the same"
+                raise InvalidArgumentError(text, rank=rank)
 
 
-def local_box(described: Description, name: str, index: int) -> Any:
+def local_box(described: Description, name: str, index: int) -> TensorLike:
     """Return the tensor of box `index` of `name`; raise MismatchError if this rank does not hold it."""
     local = described.tensors.get(name)
     if local is None or index >= len(local.tensors):
         raise MismatchError("the plan names a box that this rank does not hold", name=name)
     return local.tensors[index]
-
-
-def _shown(value: str | None) -> str:
-    return str(value)[:_MAX_SHOWN]
 
 
 class MergedMetadata(NamedTuple):
@@ -268,13 +264,9 @@ def _operations(metadata: Sequence[RankMetadata]) -> dict[str, str]:
     for rank, rank_metadata in enumerate(metadata):
         for name, operation in rank_metadata.reductions.items():
             if reductions.setdefault(name, operation) != operation:
-                raise InvalidArgumentError(
-                    "layouts differ in the reduction of this tensor",
-                    name=name,
-                    rank=rank,
-                    expected=reductions[name],
-                    found=operation,
-                )
+                text = "layouts differ in the reduction of this tensor"
+                first = reductions[name]
+                raise InvalidArgumentError(text, name=name, rank=rank, expected=first, found=operation)
     return reductions
 
 
@@ -288,13 +280,14 @@ def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[S
     kept: dict[int, list[DescribedShard]] = {}
     for rank_metadata in metadata:
         if id(rank_metadata) not in kept:
-            kept[id(rank_metadata)] = [one for one in rank_metadata.shards if one.shard not in agreed]
+            kept[id(rank_metadata)] = [shard for shard in rank_metadata.shards if shard.shard not in agreed]
     parts: dict[str, dict[int, Part]] = {}
     for rank, rank_metadata in enumerate(metadata):
         for described in kept[id(rank_metadata)]:
             if described.part is not None:
                 parts.setdefault(described.shard.name, {})[rank] = described.part
     positions = {name: place_parts(tensor_parts, layout.mesh) for name, tensor_parts in parts.items()}
+    # Now by rank: a part has another place on each, and a spec of some ranks alone becomes each one's boxes.
     shards: list[list[Shard | ShardingSpec]] = []
     for rank, rank_metadata in enumerate(metadata):
         of_rank: list[Shard | ShardingSpec] = []
@@ -316,6 +309,7 @@ def _agreed_specs(metadata: Sequence[RankMetadata]) -> set[Shard | ShardingSpec]
         shard = described.shard
         if isinstance(shard, ShardingSpec) and math.prod(shard.placement.mesh_shape) == len(metadata):
             agreed.add(shard)
+    # By identity, as equal metadata is one object: to compare it with itself would take seconds for 100,000 tensors.
     compared = {id(metadata[0])}
     for rank_metadata in metadata:
         if agreed and id(rank_metadata) not in compared:

@@ -33,6 +33,7 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
     """
     results: dict[tuple[str, int], _Bytes] = {}
     for src, dst, pairs in _transfers(reductions):
+        # Both ends walk the transfers in one order, so that each send meets its receive, and none waits for another.
         if comm.rank == dst:
             for reduction, _ in pairs:
                 key = (reduction.name, reduction.index)
@@ -85,9 +86,10 @@ def _copy(comm: Communicator, data: _Bytes) -> _Bytes:
 def _bytes(comm: Communicator, described: Description, name: str, index: int) -> _Bytes:
     """Return a box's bytes as an array, in the dtype that it has."""
     tensor = local_box(described, name, index)
-    own = own_bytes(tensor)
-    if own is not None:
-        return np.frombuffer(own, np.uint8)
+    memory = own_bytes(tensor)
+    if memory is not None:
+        # Dense and on the host: no copy, as the caller only reads it.
+        return np.frombuffer(memory, np.uint8)
     data, at = np.empty(int(tensor.nbytes), np.uint8), 0
     for _, part in Staging().parts(tensor, _dtype_of(described.tensors[name])):
         data[at : at + len(part)] = part
@@ -123,6 +125,7 @@ def _send(comm: Communicator, dst: int, described: Description, boxes: Sequence[
         parts = []
         for number, begin, end in message:
             if number != loaded:
+                # A box on a GPU is copied to the host once, however many messages it takes.
                 data, loaded = _bytes(comm, described, *boxes[number]), number
             parts.append(data[begin:end])
         comm.send(np.concatenate(parts), dst)
@@ -140,6 +143,7 @@ def _receive(
         at = 0
         for number, begin, end in message:
             reduction, result = results[number]
+            # A copy, as an array of the dtype needs aligned memory, which a part of a message may not have.
             _reduce(described, reduction, result[begin:end], data[at : at + end - begin].copy())
             at += end - begin
 

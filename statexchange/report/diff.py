@@ -141,13 +141,13 @@ def diff_paths(
         names_a = {tensor.shard.name for _, tensor in source_a.shards()}
         # The patterns match the names of both after those of a are renamed.
         renaming = ExportOptions(rename=options.rename)
-        sides = _sides(_side(source_a, renaming, options), _side(source_b, ExportOptions(), options))
-        comparison = _Comparison(*sides, options, call)
+        side_a, side_b = _side(source_a, renaming, options), _side(source_b, ExportOptions(), options)
+        comparison = _Comparison(_untied(side_a, side_b), _untied(side_b, side_a), options, call)
         tensors = comparison.run()
-        for source in (source_a, source_b):
-            source.check_unchanged()
         notes = [*comparison.notes, *options.notes_on_rename(names_a)]
-        notes += [f"a: {note}" for note in source_a.notes] + [f"b: {note}" for note in source_b.notes]
+        for label, source in (("a", source_a), ("b", source_b)):
+            source.check_unchanged()
+            notes += [f"{label}: {note}" for note in source.notes]
     shown_a, shown_b = without_secrets(os.fspath(a)), without_secrets(os.fspath(b))
     return DiffReport(shown_a, shown_b, tensors, comparison.done, tuple(notes))
 
@@ -179,14 +179,11 @@ class _Side:
     def digests(self, name: str) -> dict[Box, str | None]:
         """Return the known digest of each box of a tensor."""
         plan = self.tensors[name]
-        return {
-            piece.box: self.source.files[piece.holder].tensors[plan.source].byte_ranges[piece.box_index].digest
-            for piece in plan.pieces
-        }
-
-    def check_copies(self, name: str) -> None:
-        """Raise ReplicaError if the copies of a tensor differ: only one of them is compared with the other side."""
-        check_tensor_copies(self.source, self.tensors[name], TAKE_LOWEST)
+        digests = {}
+        for piece in plan.pieces:
+            stored = self.source.files[piece.holder].tensors[plan.source]
+            digests[piece.box] = stored.byte_ranges[piece.box_index].digest
+        return digests
 
 
 def _side(source: Source, options: ExportOptions, selected: ExportOptions) -> _Side:
@@ -204,12 +201,8 @@ def _side(source: Source, options: ExportOptions, selected: ExportOptions) -> _S
     return _Side(source, tensors, {**aliases, **plan.aliases})
 
 
-def _sides(a: _Side, b: _Side) -> tuple[_Side, _Side]:
-    """Return both sides, each with its tied names that the other side stores as a tensor or ties to another name."""
-    return _untied(a, b), _untied(b, a)
-
-
 def _untied(side: _Side, other: _Side) -> _Side:
+    """Return a side with its tied names that the other side stores as a tensor or ties to another name."""
     tensors = dict(side.tensors)
     for alias, name in side.aliases.items():
         if name in tensors and (alias in other.tensors or other.aliases.get(alias, name) != name):
@@ -220,13 +213,7 @@ def _untied(side: _Side, other: _Side) -> _Side:
 class _Comparison:
     """Compares the tensors of two sides."""
 
-    def __init__(
-        self,
-        a: _Side,
-        b: _Side,
-        selected: ExportOptions,
-        call: CallOptions,
-    ) -> None:
+    def __init__(self, a: _Side, b: _Side, selected: ExportOptions, call: CallOptions) -> None:
         self._a, self._b = a, b
         names = sorted(a.tensors.keys() | b.tensors.keys())
         self._names = [name for name in names if selected.wants(name)]
@@ -260,15 +247,16 @@ class _Comparison:
         if a is None or b is None:
             status: Status = "only in a" if b is None else "only in b"
             return self._settle(name, status, a, b)
-        for side in (self._a, self._b):
-            side.check_copies(name)
+        # Only one of several copies is compared with the other side.
+        check_tensor_copies(self._a.source, a, TAKE_LOWEST)
+        check_tensor_copies(self._b.source, b, TAKE_LOWEST)
         if a.shape != b.shape:
             return self._settle(name, "shape", a, b)
         if a.dtype == b.dtype:
             digests = self._a.digests(name)
             if None not in digests.values() and digests == self._b.digests(name):
                 return self._settle(name, "equal", a, b, "digests")
-            if self._same_bytes(a, b):
+            if all(same_bytes(data_a, data_b) for _, data_a, data_b in self._pairs(a, b)):
                 return _result(name, "equal", a, b, "bytes")
         shape = element_shape(a.dtype, a.shape)
         return TensorDiff.of_values(name, (a.dtype, b.dtype), shape, self._values(a, b), self._call.tolerance)
@@ -303,9 +291,6 @@ class _Comparison:
             yield window, data_a, data_b
         for reader in readers:
             reader.check()
-
-    def _same_bytes(self, a: TensorPlan, b: TensorPlan) -> bool:
-        return all(same_bytes(data_a, data_b) for _, data_a, data_b in self._pairs(a, b))
 
     def _values(self, a: TensorPlan, b: TensorPlan) -> ValueDiff | None:
         """Return the differences in values; None for packed dtypes, whose values are not computed."""

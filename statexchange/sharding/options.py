@@ -241,6 +241,7 @@ class CallOptions(Options):
         resume: also use or remove what killed processes on other hosts have left.
         dry_run: write nothing.
         background: write in a thread.
+        memory: also keep the newest save in the hosts' shared memory.
         stall_timeout_s: limit of the time in which no rank moves a byte.
         on_progress: called with (bytes done, bytes in total).
     """
@@ -274,6 +275,7 @@ class CallOptions(Options):
     )
     dry_run: bool = _option(False, _flag, help="Check everything and show what would be written.")
     background: bool = _option(False, _flag)
+    memory: bool = _option(False, _flag)
     stall_timeout_s: float = _option(300.0, _timeout)
     on_progress: Callable[[int, int], None] | None = _option(None, _progress)
 
