@@ -127,41 +127,39 @@ class MemoryCopies:
         with contextlib.ExitStack() as building:
             build: Build | None = None
 
-            def begin() -> _Answer:
+            def begin() -> str:
                 nonlocal build
                 if not hosts.is_first:
-                    return _Answer()
+                    return ""
                 directory = MemoryDirectory(self.path, start.identity)
+                # Before the new one is begun: the host has room for one copy, not for two.
                 directory.sweep(step)
                 build = building.enter_context(directory.begin(step, hosts.ranks_kept(), manifest))
-                return _Answer(building=build.building_path)
+                return build.building_path
 
-            def copy_file() -> _Answer:
-                if file.content is not None:  # it was uploaded
-                    return _Answer(header=copy_content(file.content, folder, manifest, comm))
-                saved = os.path.join(self.path, step_name(step))
-                return _Answer(header=copy_from_disk(saved, folder, manifest, comm))
+            def copy_file() -> str:
+                if file.content is not None:
+                    # It was uploaded: to read it back would take as long again.
+                    return copy_content(file.content, folder, manifest, comm)
+                return copy_from_disk(os.path.join(self.path, step_name(step)), folder, manifest, comm)
 
-            def send() -> _Answer:
+            def send() -> None:
                 send_to_next(folder, manifest, hosts, comm)
-                return _Answer()
+
+            def publish() -> None:
+                # The manifest last: a copy without it does not exist.
+                if build is not None and headers is not None:
+                    build.put(HEADERS, headers_to_bytes(dict(zip(manifest.files, headers, strict=True))))
+                    build.commit(MANIFEST, manifest.to_bytes())
 
             begun = self._step(begin, comm)
             if begun is None:
                 return
-            folder = begun[hosts.first].building
-            copied = self._step(copy_file, comm)
-            if copied is None or (len(hosts.ranks) > 1 and self._step(send, comm) is None):
-                return
-            headers = {name: answer.header for name, answer in zip(manifest.files, copied, strict=True)}
-
-            def publish() -> _Answer:
-                if build is not None:
-                    build.put(HEADERS, headers_to_bytes(headers))
-                    build.commit(MANIFEST, manifest.to_bytes())
-                return _Answer()
-
-            self._step(publish, comm)
+            folder = begun[hosts.first]
+            headers = self._step(copy_file, comm)
+            # One host has nobody to send to, and is spared the agreement.
+            if headers is not None and (len(hosts.ranks) == 1 or self._step(send, comm) is not None):
+                self._step(publish, comm)
 
     def _start(self, step: int, comm: Communicator) -> _Start | None:
         """Return what root sends; None if the save is not the newest one. Collective."""
@@ -179,18 +177,20 @@ class MemoryCopies:
             self._warn(0, str(problem), comm)
         return from_root(comm, start, _Start | None, "the save to copy")
 
-    def _step(self, work: Callable[[], _Answer], comm: Communicator) -> list[_Answer] | None:
-        """Do a part of a copy; return the answers of all ranks; None, with a warning, if one has failed. Collective."""
+    def _step(self, work: Callable[[], str | None], comm: Communicator) -> list[str] | None:
+        """Do a part of a copy; return the texts of all ranks; None, with a warning, if one has failed. Collective."""
+        text, problem = "", ""
         try:
-            answer = work()
+            text = work() or ""
         except (StateExchangeError, OSError) as error:
-            answer = _Answer(str(error) or repr(error))
-        answers = from_all(comm, answer, _Answer, "the part of a copy")
-        for rank, rank_answer in enumerate(answers):
-            if rank_answer.problem:
-                self._warn(rank, rank_answer.problem, comm)
+            problem = str(error) or repr(error)
+        # No phase, whose end would raise: the save is on disk, and the job goes on without the copy.
+        answers = from_all(comm, (text, problem), tuple[str, str], "the part of a copy")
+        for rank, (_, rank_problem) in enumerate(answers):
+            if rank_problem:
+                self._warn(rank, rank_problem, comm)
                 return None
-        return answers
+        return [rank_text for rank_text, _ in answers]
 
     def _warn(self, rank: int, problem: str, comm: Communicator) -> None:
         """Log once, on rank 0, why there is no copy."""
@@ -354,15 +354,6 @@ def _quietly_removed(directory: MemoryDirectory, path: str) -> None:
     """Remove the directory of a load; if that fails, the next load does it."""
     with contextlib.suppress(StateExchangeError):
         directory.remove_loading(path)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    """The record that a rank sends after a part of a copy: its failure, or "", and what the others need."""
-
-    problem: str = ""
-    building: str = ""
-    header: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ import os
 import secrets
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
 
 from statexchange import values
 from statexchange.comm import defaults
@@ -15,13 +14,11 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedErr
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.settings import check_timeout, detect_launch
 from statexchange.state.describe import describe
+from statexchange.state.types import Leaf
 from statexchange.storage.json_text import decode_stored
 from statexchange.storage.save_directory import MANIFEST
 from statexchange.storage.workspace import RankName, Workspace, WorkspaceView
 from statexchange.tensors import from_bytes
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["NFSWorkspace"]
 
@@ -69,7 +66,7 @@ class NFSWorkspace:
             raise InvalidArgumentError("this NFSWorkspace is not initialized: it was given no path")
         return self._workspace
 
-    def write_configs_and_weights(self, config_json: object, weights: Mapping[str, Any]) -> None:
+    def write_configs_and_weights(self, config_json: object, weights: Mapping[str, Leaf]) -> None:
         """Write this rank's config and weights as one durable file.
 
         Not collective. A rank's n-th write is its round n; its last two rounds stay.
@@ -125,7 +122,7 @@ class NFSWorkspace:
         *,
         round: int | None = None,  # noqa: A002 (the term of a workspace)
         timeout_s: float = 0.0,
-    ) -> tuple[Any, dict[str, Any]]:
+    ) -> tuple[Leaf, dict[str, Leaf]]:
         """Return the config and weights that `target_rank` wrote.
 
         Not collective; waits at most `timeout_s` for the file. A missing file is an error, never None.
@@ -176,7 +173,7 @@ class NFSWorkspace:
         raise NotFoundError(text, rank=target_rank, path=workspace.path)
 
 
-def _read(view: WorkspaceView, name: RankName) -> tuple[Any, dict[str, Any]]:
+def _read(view: WorkspaceView, name: RankName) -> tuple[Leaf, dict[str, Leaf]]:
     """Return the config and weights in a rank's file."""
     weights = {}
     with view.open(name) as file:
