@@ -29,7 +29,7 @@ from statexchange.checkpoint.extra_files import (
 )
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about, notes_on_written
-from statexchange.checkpoint.publication import PlannedFile, Publication, check_publication
+from statexchange.checkpoint.publication import Publication, check_publication
 from statexchange.checkpoint.tensor_notes import notes_on_tensors
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import (
@@ -79,6 +79,7 @@ from statexchange.sharding.options import (
 from statexchange.sharding.paths import note_on_wrappers, wrapper_rules
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout, layout_advice, rule_for_dim
+from statexchange.storage.build import OutputFile
 from statexchange.storage.location import OpenedPath, location, read_option_file, target_path
 from statexchange.storage.store import resolve_path
 from statexchange.tensors import element_shape
@@ -611,7 +612,7 @@ class _Merge:
                 raise
         return provenance
 
-    def _write_file(self, plan: FilePlan, output: PlannedFile) -> dict[str, list[BoxProvenance]]:
+    def _write_file(self, plan: FilePlan, output: OutputFile) -> dict[str, list[BoxProvenance]]:
         memory = memoryview(bytearray(MEMORY_BYTES))
         provenance = {tensor.name: self._write_tensor(tensor, output, memory) for tensor in plan.tensors}
         output.finish()
@@ -621,7 +622,7 @@ class _Merge:
         self._publication.record(plan.name, record)
         return provenance
 
-    def _write_tensor(self, tensor: TensorPlan, output: PlannedFile, memory: memoryview) -> list[BoxProvenance]:
+    def _write_tensor(self, tensor: TensorPlan, output: OutputFile, memory: memoryview) -> list[BoxProvenance]:
         reader = TensorReader(self._source, tensor)
         at = output.offset_of(tensor)
         for _, data in reader.windows(memory):

@@ -7,7 +7,7 @@ content, and which directory it may replace: only one whose own manifest lists e
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from statexchange.checkpoint.index import index_name, index_text, listed_files, manifest_text
 from statexchange.errors import UnsafeError, UnsupportedError
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from statexchange.checkpoint.index import BoxProvenance
-    from statexchange.sharding.plan import FilePlan, Plan, TensorPlan
-    from statexchange.storage.files import Buffer
+    from statexchange.sharding.plan import FilePlan, Plan
 
-__all__ = ["FORMAT_METADATA", "PlannedFile", "Publication", "check_publication"]
+__all__ = ["FORMAT_METADATA", "Publication", "check_publication"]
 
 FORMAT_METADATA = {"format": "pt"}  # as safetensors.torch.save_file writes
 
@@ -63,46 +62,6 @@ def _unlisted(store: Store, listed: Sequence[str], folder: str = "") -> Iterator
             yield from _unlisted(store.below(name), listed, f"{path}/")
         elif kind != "file" or path not in listed:
             yield path
-
-
-class PlannedFile:
-    """An output file under construction: the offsets of its tensors, and how to write them."""
-
-    def __init__(self, plan: FilePlan, output: OutputFile) -> None:
-        self._plan = plan
-        self._output = output
-
-    @property
-    def path(self) -> str:
-        """Path of the file during writing."""
-        return self._output.path
-
-    @property
-    def header(self) -> bytes:
-        """The first bytes of the file."""
-        return self._output.header
-
-    @property
-    def nbytes(self) -> int:
-        """The size of the file."""
-        return len(self.header) + self._plan.data_nbytes
-
-    @property
-    def is_reserved(self) -> bool:
-        """Whether disk space for all its bytes is reserved."""
-        return self._output.is_reserved
-
-    def offset_of(self, tensor: TensorPlan) -> int:
-        """Return the first byte of a tensor in the file."""
-        return len(self._output.header) + tensor.begin
-
-    def write(self, data: Buffer, at: int) -> None:
-        """Write `data` at byte `at`; for an object store in ascending order, without gaps after the header."""
-        self._output.write(data, at)
-
-    def finish(self, *, writes_header: bool = True) -> None:
-        """Write the header, unless another host has written it, and make the file durable."""
-        self._output.finish(writes_header=writes_header)
 
 
 class _Draft:
@@ -151,7 +110,8 @@ class Publication:
     """One checkpoint that is being published to a path or URL.
 
     Root only. The constructor checks the target and takes over or removes what interrupted publishers left. Call
-    `commit` or `abandon` at the end; leaving a with block abandons an uncommitted publication.
+    `commit` or `abandon` at the end; leaving a with block abandons an uncommitted publication. `path` is the target,
+    `building_path` the directory of the files until then, and `finished` the metadata of finished files by name.
 
     Args:
         path: the target.
@@ -195,26 +155,12 @@ class Publication:
             reuse=reuse,
             resume=resume,
         )
+        self.path, self.building_path, self.finished = self._build.path, self._build.building_path, self._build.finished
 
-    @property
-    def path(self) -> str:
-        """The target."""
-        return self._build.path
-
-    @property
-    def building_path(self) -> str:
-        """Directory of the files until commit."""
-        return self._build.building_path
-
-    @property
-    def finished(self) -> Mapping[str, Any]:
-        """Metadata of the finished output files by name."""
-        return self._build.finished
-
-    def create(self, file: FilePlan) -> PlannedFile:
+    def create(self, file: FilePlan) -> OutputFile:
         """Create an output file and reserve its disk space; on tmpfs only the free space is checked. Thread-safe."""
         header = self._draft.headers[file.name]
-        return PlannedFile(file, self._build.create(file.name, len(header) + file.data_nbytes, header))
+        return self._build.create(file.name, len(header) + file.data_nbytes, header)
 
     def record(self, name: str, metadata: object) -> None:
         """Record that an output file is finished, with JSON metadata, for a publisher that resumes after a kill."""

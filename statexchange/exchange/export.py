@@ -31,6 +31,7 @@ from statexchange.sharding.options import (
 )
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.pretrained import adapter_state, is_adapter_model, model_files, tokenizer_files
+from statexchange.storage.location import target_path
 from statexchange.tensors import collector_paused
 
 if TYPE_CHECKING:
@@ -187,7 +188,9 @@ def export_checkpoint(
                 own_files |= tokenizer_files(tokenizer)
         config = given_config(files_from) if is_root and convert is not None else None
         conversion = chosen_conversion(options, state, config, is_root=is_root)
-        request = ExportRequest(path, options, call, conversion, own_files)
+        # Now: in the background the program may change its working directory before root opens the target.
+        target = target_path(path, local=True)
+        request = ExportRequest(target, options, call, conversion, own_files)
         tensors = adapter_state(state) if is_adapter else state
         # A new layout each time: it remembers which patterns have matched a name.
         with collector_paused():

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from statexchange.checkpoint.extra_files import extra_files, given_config
-from statexchange.checkpoint.publication import PlannedFile, Publication
+from statexchange.checkpoint.publication import Publication
 from statexchange.checkpoint.tensor_notes import note_on_extra_state, notes_on_tensors
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError
@@ -23,7 +22,7 @@ from statexchange.sharding.options import CallOptions, ExportOptions
 from statexchange.sharding.plan import Plan, RankShards, plan_merge
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor
 from statexchange.state.describe import Description
-from statexchange.storage.location import target_path
+from statexchange.storage.build import OutputFile
 
 __all__ = ["Clock", "ExportRequest", "RootExport", "agree_on_plan"]
 
@@ -32,15 +31,11 @@ __all__ = ["Clock", "ExportRequest", "RootExport", "agree_on_plan"]
 class ExportRequest:
     """The checked arguments of `export_checkpoint`; `model_files` are the files that the model itself has, on root."""
 
-    path: str | os.PathLike[str]
+    path: str
     options: ExportOptions
     call: CallOptions
     conversion: Conversion | None
     model_files: Mapping[str, bytes]
-
-    def __post_init__(self) -> None:
-        # Now: in the background the program may change its working directory before root opens the target.
-        object.__setattr__(self, "path", target_path(self.path, local=True))
 
 
 class Clock:
@@ -75,7 +70,7 @@ class RootExport:
     options: ExportOptions
     plan: Plan
     publication: Publication
-    outputs: Sequence[PlannedFile]
+    outputs: Sequence[OutputFile]
     extra: Mapping[str, bytes]
     notes: tuple[str, ...]
 

@@ -118,7 +118,7 @@ def _report(
     plan = root.plan
     files = [*small_files]
     for file, output in zip(plan.files, root.outputs, strict=True):
-        files.append((file.name, output.nbytes))
+        files.append((file.name, len(output.header) + file.data_nbytes))
     return ExportReport(
         root.publication.path,
         tuple(sorted(files)),

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from statexchange.errors import StorageError, TargetExistsError
 from statexchange.processes import Owner
+from statexchange.sharding.plan import TensorPlan
 from statexchange.storage.files import Buffer
 from statexchange.storage.store import Store
 from statexchange.storage.tensorfile import DigestedTensors, ShardData
@@ -141,6 +142,10 @@ class OutputFile(ABC):
     path: str
     header: bytes
     is_reserved: bool = False
+
+    def offset_of(self, tensor: TensorPlan) -> int:
+        """Return the first byte of a tensor in the file."""
+        return len(self.header) + tensor.begin
 
     @abstractmethod
     def write(self, data: Buffer, at: int) -> None:
