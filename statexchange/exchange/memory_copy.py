@@ -232,6 +232,7 @@ class MemoryCopies:
                 if part.problem and comm.rank == 0:
                     text = "%s: the copy of step %d in memory of %s cannot be used: %s"
                     _log.warning(text, self._shown, part.step, comm.hosts[ranks[0]], part.problem)
+        # All ranks choose from the same records, so that they agree without another message.
         best = _newest_whole(by_host)
         if best is None:
             return None

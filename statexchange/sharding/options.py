@@ -68,6 +68,7 @@ def _name_patterns(option: str, value: object) -> tuple[str, ...]:
     """Return one shell pattern or several as a tuple; raise InvalidArgumentError for anything else."""
     if isinstance(value, str):
         return (value,)
+    # Once and for all: an iterator of patterns is used up by its first reader.
     patterns = tuple(value) if isinstance(value, Iterable) else (None,)
     if not all(isinstance(pattern, str) for pattern in patterns):
         raise InvalidArgumentError(f"{option} must be a pattern or several, not {excerpt(value)}")
@@ -83,6 +84,7 @@ def _rename_rules(_option: str, value: object) -> Rename:
         text = f"rename must be a function or a list of (regex, replacement) pairs, not {excerpt(value)}"
         raise InvalidArgumentError(text)
     for pattern, _ in pairs:
+        # Now, and not at the first name: by then a rank may wait for others that have no such name.
         try:
             re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:
@@ -121,6 +123,7 @@ def _cast_rules(_option: str, dtype: object) -> tuple[tuple[str, str], ...]:
 
 def _float_name(dtype: object) -> str:
     """Return the safetensors name of a floating dtype, given by any of its names or as torch's."""
+    # By its text: this module does not import torch.
     text = str(dtype).removeprefix("torch.").lower()
     name = DTYPE_NAMES.get(text, text.upper())
     if name not in FLOATS:
@@ -142,7 +145,9 @@ def _num_bytes(option: str, size: object) -> int:
         number, unit, binary = match.groups()
         base = 1024 if binary else 1000
         exponent = "KMGT".index(unit.upper()) + 1 if unit else 0
+        # Exact: a float would make 4.7TB a few bytes less, and ranks of other platforms might round in another way.
         size = int(Fraction(number) * base**exponent)
+    # Not isinstance: True is an int.
     if type(size) is not int:
         raise InvalidArgumentError(f"{option}: {excerpt(size)} is not a size like '5GB', '512MiB' or 2_000_000")
     if size <= 0:
@@ -217,6 +222,7 @@ class Options:
         for option in fields(self):
             check = option.metadata["check"]
             if check is not None:
+                # The record is frozen for all others: only what was checked is in it.
                 object.__setattr__(self, option.name, check(option.name, getattr(self, option.name)))
 
     @classmethod
@@ -361,6 +367,7 @@ class Selection(Options):
         texts = {}
         for option in fields(self):
             text = option.metadata["text"]
+            # What cannot be compared as text, such as a conversion's file, is compared where it is read.
             if text is not None and option.name not in self.differing:
                 texts[option.name] = text(getattr(self, option.name))
         return {**texts, **mesh_option(self.layout)}
@@ -411,6 +418,7 @@ class ExportOptions(Selection):
 
     def wants(self, name: str) -> bool:
         """Whether a name in the source is selected."""
+        # In a loop: it is asked for each of 100,000 tensors, most often without a pattern.
         for pattern in self.exclude:
             if fnmatch.fnmatchcase(name, pattern):
                 return False
@@ -436,6 +444,7 @@ class ExportOptions(Selection):
         for pattern, replacement in self.rename:
             if not any(map(re.compile(pattern).search, names)):
                 notes.append(_no_match("rename", pattern, names))
+            # The next pattern is for the names that this one has made.
             names = {renamed(name, [(pattern, replacement)]) for name in names}
         return notes
 
@@ -498,6 +507,7 @@ class LoadOptions(Selection):
         begin = f"{with_dots(path)}."
         if self._excludes(path) or self._excludes(begin):
             return False
+        # Up to its first wildcard a pattern names one path: what it may match begins with it, or contains it.
         heads = [re.split(r"[*?[]", pattern, maxsplit=1)[0] for pattern in self.include]
         return not heads or any(head.startswith(begin) or begin.startswith(head) for head in heads)
 
@@ -541,6 +551,7 @@ def mesh_option(layout: Layout | None) -> dict[str, str]:
 def renamed(name: str, rename: Rename) -> str:
     """Return the new name of a tensor."""
     if callable(rename):
+        # The caller's function: whatever it raises is named with the tensor.
         try:
             new = rename(name)
         except Exception as error:

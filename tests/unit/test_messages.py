@@ -18,7 +18,7 @@ from statexchange.conversions.numbers import KnownConfig
 from statexchange.exchange.compared_rows import Compared
 from statexchange.exchange.exporting import ExportReport
 from statexchange.exchange.gather import _ArenaAddress, _RankMessage, _TensorMetadata
-from statexchange.exchange.memory_copy import _Answer, _check_parts, _Disk, _Part
+from statexchange.exchange.memory_copy import _check_parts, _Disk, _Part
 from statexchange.exchange.memory_copy import _Start as _Copy
 from statexchange.exchange.rank_checks import _OpenedSource
 from statexchange.exchange.rank_metadata import DescribedShard, RankMetadata, check_equal_options
@@ -90,7 +90,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
         None,
     ),
     (_Written(100, "etag", "/saves"), _Written, None),
-    (_Answer("no room", "/dev/shm/hidden", "digest"), _Answer, None),
+    (("/dev/shm/hidden", "no room"), tuple[str, str], None),
     (_Copy("identity", MANIFEST), _Copy | None, None),
     (_Disk("identity", 8, None, "save"), _Disk | None, None),
     ([_Part(7, "save", "digest", (0, 1), 2, "")], list[_Part], _check_parts),
