@@ -47,6 +47,7 @@ __all__ = [
     "group_shape",
     "is_array",
     "is_dtensor",
+    "is_sharded",
     "is_tensor",
     "is_torch",
     "itemsize_of",
@@ -392,6 +393,11 @@ def is_tensor(value: object) -> bool:
 def is_dtensor(value: object) -> bool:
     """Whether `value` is a DTensor: it has placements and a local part."""
     return hasattr(value, "placements") and hasattr(value, "to_local")
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether this is a DTensor that a placement divides; of torch's placements, only those that do have a `dim`."""
+    return is_dtensor(tensor) and any(hasattr(placement, "dim") for placement in tensor.placements)
 
 
 def replicated_part(tensor: Any, name: str | None, advice: str) -> torch.Tensor:

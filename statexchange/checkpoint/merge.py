@@ -28,9 +28,8 @@ from statexchange.checkpoint.extra_files import (
     own_files,
 )
 from statexchange.checkpoint.index import BoxProvenance
-from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about, notes_on_written
+from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about, notes_on_tensors, notes_on_written
 from statexchange.checkpoint.publication import Publication, check_publication
-from statexchange.checkpoint.tensor_notes import notes_on_tensors
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import (
     CorruptError,

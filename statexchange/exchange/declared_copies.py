@@ -14,10 +14,10 @@ from statexchange.checkpoint.notes import JoinedParts, notes_on_equal_parts
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_all, from_root
 from statexchange.errors import MismatchError
-from statexchange.exchange.saved_state import SavedState
 from statexchange.sharding.plan import replica_error
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import Description, LocalTensor
+from statexchange.state.state_dict import SavedState
 from statexchange.storage.files import digest
 
 __all__ = ["compare_copies", "may_have_copies"]

@@ -12,11 +12,11 @@ from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
 from statexchange.exchange.chosen_conversion import ChosenConversion, chosen_conversion
 from statexchange.exchange.live_diff import diff_live
-from statexchange.exchange.saved_state import describe_save
 from statexchange.formats.source import SectionName, Weights
 from statexchange.report.diff import DiffReport, diff_paths
 from statexchange.sharding.options import CallOptions, Convert, ExportOptions, Rename
 from statexchange.state.describe import State
+from statexchange.state.state_dict import describe_save
 
 __all__ = ["diff_checkpoints"]
 

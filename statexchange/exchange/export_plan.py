@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from statexchange.checkpoint.extra_files import extra_files, given_config
+from statexchange.checkpoint.notes import note_on_extra_state, notes_on_tensors
 from statexchange.checkpoint.publication import Publication
-from statexchange.checkpoint.tensor_notes import note_on_extra_state, notes_on_tensors
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.exchange.converting import Conversion, convert_live

@@ -12,12 +12,12 @@ from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
 from statexchange.exchange.compared_rows import Compared, RowComparison, joined
 from statexchange.exchange.converting import Conversion, convert_live
 from statexchange.exchange.placing import place_parts
-from statexchange.exchange.saved_state import SavedState
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.registry import open_source
 from statexchange.report.diff import DiffReport
 from statexchange.sharding.options import CallOptions, ExportOptions
 from statexchange.state.describe import Description, LocalTensor
+from statexchange.state.state_dict import SavedState
 
 __all__ = ["diff_live"]
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from statexchange.checkpoint.tensor_notes import note_on_overflows
+from statexchange.checkpoint.notes import note_on_overflows
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_all
 from statexchange.exchange.chosen_conversion import ChosenConversion

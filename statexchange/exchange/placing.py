@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from statexchange.comm.communicator import Communicator
@@ -24,17 +24,7 @@ from statexchange.state.flatten import LiveState
 from statexchange.state.load_plan import Matching
 from statexchange.state.units import live_items
 
-__all__ = ["names_in_optimizer_state", "place_parts", "renumbered_names"]
-
-
-def names_in_optimizer_state(name: str) -> Iterable[str]:
-    """Return the parameter names that an optimizer tensor's name may contain: ``optimizer.state.NAME.exp_avg``."""
-    # Several, as the path of the optimizer and the parameter's own name may have ".state." in them.
-    base = "." + name.rpartition(".")[0]
-    at = base.find(".state.")
-    while at >= 0:
-        yield base[at + len(".state.") :]
-        at = base.find(".state.", at + 1)
+__all__ = ["place_parts", "renumbered_names"]
 
 
 def place_parts(comm: Communicator, described: Description, layout: Layout) -> Description:

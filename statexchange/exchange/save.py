@@ -18,7 +18,6 @@ from statexchange.errors import without_secrets
 from statexchange.exchange.background import run_trip
 from statexchange.exchange.declared_copies import compare_copies
 from statexchange.exchange.placing import place_parts
-from statexchange.exchange.saved_state import SavedState, describe_save
 from statexchange.exchange.saving import (
     SaveReport,
     SaveRequest,
@@ -29,6 +28,7 @@ from statexchange.exchange.saving import (
 )
 from statexchange.sharding.options import CallOptions
 from statexchange.state.describe import Description, State
+from statexchange.state.state_dict import SavedState, describe_save
 from statexchange.storage.location import target_path
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_all
 from statexchange.errors import InvalidArgumentError, NotFoundError, without_secrets
 from statexchange.exchange.declared_copies import may_have_copies
-from statexchange.exchange.saved_state import SavedState
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.sharding.options import CallOptions
 from statexchange.state.describe import Description
+from statexchange.state.state_dict import SavedState
 from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.location import location
 from statexchange.storage.save_directory import (

@@ -15,7 +15,7 @@ from statexchange.errors import UnsupportedError
 from statexchange.sharding.sharding_spec import DimSplit, Placement, coordinate_of, local_boxes
 from statexchange.sharding.shards import Box
 from statexchange.state.types import Leaf
-from statexchange.tensors import is_dtensor, wait_tensor
+from statexchange.tensors import wait_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -23,12 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["chunks_of", "is_sharded", "new_dtensor"]
-
-
-def is_sharded(tensor: Leaf) -> bool:
-    """Whether this is a DTensor that a placement divides; of torch's placements, only those that do have a `dim`."""
-    return is_dtensor(tensor) and any(hasattr(placement, "dim") for placement in tensor.placements)
+__all__ = ["chunks_of", "new_dtensor"]
 
 
 def new_dtensor(like: DTensor, shape: Sequence[int], dtype: torch.dtype, dims: Collection[int]) -> DTensor:

@@ -39,13 +39,22 @@ from statexchange.sharding.paths import (
     without_wrappers,
 )
 from statexchange.sharding.rules import Layout, with_dots
-from statexchange.state.dtensors import is_sharded, new_dtensor
+from statexchange.state.dtensors import new_dtensor
 from statexchange.state.entries import Conflicts, Entries, Entry, SavedTensor, are_equal, refuse_opaque
 from statexchange.state.flatten import is_leaf
 from statexchange.state.tree import check_change, children, walk, with_children, with_types_of
 from statexchange.state.types import Leaf, Path
 from statexchange.state.units import ObjectStates, is_module
-from statexchange.tensors import is_array, is_dtensor, is_torch, memory_of, name_of_dtype, numpy_dtype, torch_dtype
+from statexchange.tensors import (
+    is_array,
+    is_dtensor,
+    is_sharded,
+    is_torch,
+    memory_of,
+    name_of_dtype,
+    numpy_dtype,
+    torch_dtype,
+)
 from statexchange.units import format_number
 
 __all__ = [

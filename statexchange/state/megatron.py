@@ -34,11 +34,11 @@ def sharded_kind(value: Leaf) -> Literal["tensor", "factory", "object", "local"]
     kind = type(value)
     if kind.__name__ == "LocalNonpersistentObject":
         return "local"
-    # First, as no value of most states has it, and all others have all of their attributes looked for.
-    if kind in _PLAIN_TYPES or not hasattr(value, "replica_id"):
+    # A user's mapping may have its keys as attributes, and raise KeyError for one that it lacks.
+    if kind in _PLAIN_TYPES or isinstance(value, Mapping):
         return None
-    # A user's mapping may have its keys as attributes.
-    if is_tensor(value) or isinstance(value, Mapping):
+    # One attribute first, which no value of most states has.
+    if not hasattr(value, "replica_id") or is_tensor(value):
         return None
     if _has(value, _TENSOR):
         return "tensor"

@@ -10,14 +10,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
-from statexchange.sharding.rules import with_dots
-from statexchange.state.dtensors import is_sharded
-from statexchange.state.flatten import Node, contains_state, empty_key_error, kind_of, nodes, parameter_names
+from statexchange.sharding.rules import Layout, with_dots
+from statexchange.state.describe import Description, State, describe
+from statexchange.state.flatten import (
+    Node,
+    contains_state,
+    empty_key_error,
+    is_leaf,
+    kind_of,
+    nodes,
+    parameter_names,
+)
 from statexchange.state.megatron import MegatronTensor, add_sharded, sharded_kind
 from statexchange.state.tree import children, is_dataclass, other_with, walk, with_children
 from statexchange.state.types import Leaf, Optimizer
@@ -31,9 +39,9 @@ from statexchange.state.units import (
     parameters_of,
     state_of_object,
 )
-from statexchange.tensors import TensorLike, is_dtensor, is_tensor
+from statexchange.tensors import TensorLike, collector_paused, is_dtensor, is_sharded, is_tensor
 
-__all__ = ["EncodedState", "encode_state", "note_on_stale_optimizers", "owners_of"]
+__all__ = ["SavedState", "describe_save"]
 
 
 class EncodedState(NamedTuple):
@@ -164,6 +172,67 @@ def note_on_stale_optimizers(placed: Sequence[Node], names: Mapping[int, str]) -
 
 
 @dataclass(frozen=True, slots=True)
+class SavedState:
+    """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose.
+
+    `notes` are for the report.
+    """
+
+    config: str
+    owners: Mapping[str, object]
+    described: Description
+    rules: Layout
+    notes: tuple[str, ...]
+
+
+def describe_save(state: State, layout: Mapping[str, object] | None, rank: int) -> SavedState:
+    """Describe the state of this rank. Not collective."""
+    if not is_leaf(state) and children(state) is None:
+        what = "a module, an optimizer, or a mapping or list of these and of tensors and values"
+        raise InvalidArgumentError(f"the state is {type_text(state)}: give {what}")
+    with collector_paused():
+        config, tensors, places, names = encode_state(state)
+        rules = _parse_layout(layout, tensors)
+        described = describe(tensors, rules, rank)
+        placed = {name for name, local in described.tensors.items() if local.part is not None}
+        owners = owners_of(places, names, placed.__contains__)
+        return SavedState(config, owners, described, rules, note_on_stale_optimizers(places, names))
+
+
+def _parse_layout(layout: Mapping[str, object] | None, tensors: Mapping[str, TensorLike]) -> Layout:
+    """Parse the layout; an optimizer's tensor follows its parameter's rule if both have the same shape."""
+    if layout is None:
+        return Layout({})
+    rules = Layout.parse(layout)
+    for rule in rules.rules.values():
+        if rule.renames or rule.reduce is not None:
+            what = "renames tensors" if rule.renames else "reduces copies"
+            raise InvalidArgumentError(
+                f"layout rule for {rule.pattern!r} {what}, and save_checkpoint saves tensors as they are: leave it "
+                "out, or use export_checkpoint"
+            )
+    like = {}
+    for name, tensor in tensors.items():
+        for parameter in _names_in_optimizer_state(name):
+            # A scalar of the optimizer, such as a step, belongs to the whole parameter.
+            if parameter in tensors and tuple(tensors[parameter].shape) == tuple(tensor.shape):
+                like[name] = parameter
+    return replace(rules, like=like)
+
+
+def _names_in_optimizer_state(name: str) -> list[str]:
+    """Return the parameter names that an optimizer tensor's name may contain: ``optimizer.state.NAME.exp_avg``."""
+    # Several, as the path of the optimizer and the parameter's own name may have ".state." in them.
+    base = "." + name.rpartition(".")[0]
+    names = []
+    at = base.find(".state.")
+    while at >= 0:
+        names.append(base[at + len(".state.") :])
+        at = base.find(".state.", at + 1)
+    return names
+
+
+@dataclass(frozen=True, slots=True)
 class _Context:
     """The names of parameters by `id`, and the ShardedTensors found so far by key."""
 
@@ -227,7 +296,7 @@ def _plain_container(value: Leaf, path: str, context: _Context, depth: int, owne
         if is_tensor(item):
             new[key] = item
         # What Megatron-Core itself does not save. Left out of a list, it would change the indices of others.
-        elif not (isinstance(value, Mapping) and sharded_kind(item) == "local"):
+        elif not (isinstance(value, Mapping) and kind_of(item) == "sharded" and sharded_kind(item) == "local"):
             new[key] = _plain(item, f"{path}.{key}", context, depth, owner)
     if isinstance(value, list):
         return list(new.values())
