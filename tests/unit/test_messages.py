@@ -75,7 +75,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     ((BoxReceipt(0, 1, 0, "aa"), BoxReceipt(1, 0, 2, "bb")), tuple[BoxReceipt, ...], None),
     (_RankMessage(TENSORS_METADATA, {"id": "a"}, ["x"]), _RankMessage, _RankMessage.check),
     (_ArenaAddress("a", 1, 2, 3, 4096, None), _ArenaAddress, None),
-    ([WantedBox("w", Box((0,), (2,)), "F32")], list[WantedBox], None),
+    ([WantedBox("w", Box((0,), (2,)), "F32", "0f")], list[WantedBox], None),
     ([Overflows("w", Box((0,), (2,)), 3)], list[Overflows], None),
     (
         ExportReport("/p", (("a", 1),), 1, 1, {"b": "a"}, 0.5, {"write": 0.1}, {"write": 1}, (1, 0), ("a note",)),

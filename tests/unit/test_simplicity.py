@@ -43,10 +43,10 @@ class Walk(NamedTuple):
 
 
 CEILINGS = {
-    "load": Walk(44, 760, 85, 0),
-    "save": Walk(38, 1180, 180, 6),
-    "export": Walk(51, 880, 68, 1),
-    "merge": Walk(38, 1000, 165, 0),
+    "load": Walk(33, 670, 53, 0),
+    "save": Walk(32, 770, 80, 3),
+    "export": Walk(41, 730, 28, 1),
+    "merge": Walk(37, 920, 130, 0),
     "synchronize": Walk(14, 270, 40, 1),
 }
 
