@@ -68,7 +68,11 @@ def _load(optimizer: Optimizer, more: Mapping[str, Leaf]) -> None:
     before: list[tuple[dict[str, Leaf], dict[str, Leaf]]] = []
     for layer in layers_of_optimizer(optimizer):
         attributes = vars(layer)
-        old = {name: attributes[name] for name in _REPLACED if name in attributes}
+        old = {}
+        for name in _REPLACED:
+            # A wrapper may pass these on from the optimizer inside, and have none of its own.
+            if name in attributes:
+                old[name] = attributes[name]
         before.append((attributes, old))
     optimizer.load_state_dict({**optimizer.state_dict(), **more})
     groups, state = optimizer.param_groups, optimizer.state

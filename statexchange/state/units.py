@@ -92,6 +92,7 @@ def module_items(module: Leaf, *, keep_vars: bool = False) -> dict[str, Leaf]:
 
 def check_module(module: Module) -> None:
     """Raise UnsupportedError for FSDP1, whose state dicts are copies that cannot be filled in place."""
+    # By name: a model without FSDP1 should not have to import it.
     for part in module.modules():
         if type(part).__name__ == "FullyShardedDataParallel":
             raise UnsupportedError(
@@ -131,6 +132,7 @@ def _items(model: Module, *, keep_vars: bool) -> dict[str, Leaf]:
     items: dict[str, Leaf] = {}
     for name, value in state.items():
         bare = without_wrappers(name)
+        # A model that keeps itself compiled beside the original has each tensor twice.
         if bare in items:
             raise _two_of(bare)
         items[bare] = value
