@@ -168,12 +168,14 @@ def _moved(by_path: Mapping[str, T], names: NameFilter) -> dict[str, T]:
 
 
 class _TreeLeaves(dict[str, SavedTensor]):
-    """The tensors that a saved tree may refer to, by name."""
+    """The tensors that a saved tree may refer to, by name; `path` is that of the source."""
 
-    path = ""
+    def __init__(self, tensors: StoredTensors, path: str) -> None:
+        super().__init__({name: stored.saved for name, stored in tensors.by_name.items()})
+        self._path = path
 
     def __missing__(self, name: str) -> SavedTensor:
-        raise CorruptError("the saved state has this tensor, but no file has it", name=name, path=self.path)
+        raise CorruptError("the saved state has this tensor, but no file has it", name=name, path=self._path)
 
 
 def _decoded_trees(
@@ -183,8 +185,7 @@ def _decoded_trees(
 
     Equal trees count once. If as many ranks load as have saved, this rank's tree comes first, as its entries count.
     """
-    leaves = _TreeLeaves({name: stored.saved for name, stored in tensors.by_name.items()})
-    leaves.path = source.path
+    leaves = _TreeLeaves(tensors, source.path)
     trees: dict[int, object] = {}
     decoded: set[str] = set()
     # As many trees as ranks, most of them equal: decoding one takes as long as reading all its tensors' headers.

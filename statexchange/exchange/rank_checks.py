@@ -15,9 +15,7 @@ from statexchange.errors import InvalidArgumentError, ReplacedError, ReplicaErro
 from statexchange.exchange.load_report import LoadRequest
 from statexchange.exchange.load_source import LoadSource
 from statexchange.exchange.rank_metadata import check_equal_options
-from statexchange.exchange.reading import (
-    differing_text,
-)
+from statexchange.exchange.reading import differing_text
 from statexchange.formats.source import Source
 from statexchange.sharding.paths import paths_above
 from statexchange.sharding.rules import with_dots

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -310,7 +310,8 @@ def assign_readers(items: Sequence[ReadItem], comm: Communicator) -> dict[Wanted
     Return {box: [reader, *receivers]} in an order equal on all ranks, balanced by elements.
     """
     needed_by: dict[WantedBox, list[int]] = {}
-    wanted_here = list(_first_tensors(_parts_of(items)))
+    # Each once, in the order of the items: a tensor that is tied wants its box twice.
+    wanted_here = list(dict.fromkeys([part.wanted for part in _parts_of(items)]))
     for rank, boxes in enumerate(from_all(comm, wanted_here, list[WantedBox], "the boxes to read")):
         if comm.nodes[rank] == comm.node_rank:
             for wanted in boxes:
@@ -326,17 +327,6 @@ def assign_readers(items: Sequence[ReadItem], comm: Communicator) -> dict[Wanted
             ranks.remove(reader)
             readers[wanted] = [reader, *ranks]
     return readers
-
-
-def _first_tensors(parts: Sequence[_Part]) -> dict[WantedBox, TensorLike]:
-    """Return the first live tensor of each box that this rank needs."""
-    tensors: dict[WantedBox, TensorLike] = {}
-    for part in parts:
-        tensor = part.memory.tensor
-        if not isinstance(tensor, np.ndarray):
-            tensor = tensor.detach()
-        tensors.setdefault(part.wanted, tensor)
-    return tensors
 
 
 def read_all(
@@ -359,9 +349,10 @@ def read_all(
     """
     parts = _parts_of(items)
     to_read: Sequence[_Part] = parts
+    tensors: dict[WantedBox, TensorLike] = {}
     if readers:
-        tensors = _first_tensors(parts)
-        to_read = _without_received(parts, readers, comm.rank)
+        received = {wanted for wanted, (_, *receivers) in readers.items() if comm.rank in receivers}
+        to_read, tensors = _to_read(parts, received)
     reading = _Reading(comm, on_progress)
     try:
         reading.run(to_read)
@@ -384,17 +375,20 @@ def read_all(
     return reading.nbytes, reading.overflows
 
 
-def _without_received(parts: Sequence[_Part], readers: Mapping[WantedBox, Sequence[int]], rank: int) -> list[_Part]:
-    """Return the parts that this rank reads."""
-    received = {wanted for wanted, (_, *receivers) in readers.items() if rank in receivers}
+def _to_read(
+    parts: Sequence[_Part], received: Collection[WantedBox]
+) -> tuple[list[_Part], dict[WantedBox, TensorLike]]:
+    """Return the parts that this rank reads, and the first live tensor of each box, which is sent or received."""
     to_read = []
+    tensors: dict[WantedBox, TensorLike] = {}
     for part in parts:
+        wanted, tensor = part.wanted, part.memory.tensor
         # A box is sent once, into its first live tensor; a second one, as a copy of the module, reads it.
-        if part.wanted in received:
-            received.remove(part.wanted)
-        else:
+        if wanted in tensors or wanted not in received:
             to_read.append(part)
-    return to_read
+        if wanted not in tensors:
+            tensors[wanted] = tensor if isinstance(tensor, np.ndarray) else tensor.detach()
+    return to_read, tensors
 
 
 class _Block(NamedTuple):

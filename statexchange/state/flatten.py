@@ -21,6 +21,7 @@ from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.paths import Key, Path, joined
 from statexchange.state.megatron import sharded_kind
 from statexchange.state.tree import (
+    PLAIN_TYPES,
     check_change,
     children,
     has_indices,
@@ -31,6 +32,7 @@ from statexchange.state.tree import (
     step_form,
     step_of,
     steps,
+    too_deep_error,
     with_children,
 )
 from statexchange.state.types import Leaf
@@ -65,7 +67,6 @@ __all__ = [
 ]
 
 Kind = Literal["tensor", "module", "optimizer", "object", "sharded", "value"]
-_PLAIN_TYPES = (type(None), bool, int, float, str, dict, list, tuple)
 
 
 class LiveEntry(NamedTuple):
@@ -96,13 +97,6 @@ class LiveState:
     entries: list[LiveEntry] = field(default_factory=list)
     containers: dict[Path, Leaf] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, state: Leaf) -> LiveState:
-        """Flatten a state, which may be plain values alone, as one that is saved; else as `flatten`."""
-        live = cls()
-        _add(live, state, (), "")
-        return live
-
     @property
     def units(self) -> set[str]:
         """The paths of optimizers and other objects."""
@@ -126,7 +120,9 @@ def flatten(state: Leaf) -> LiveState:
     """
     if not isinstance(state, Mapping) and not contains_state(state):
         raise InvalidArgumentError(f"the state is {type_text(state)}: give modules, optimizers or mappings")
-    return LiveState.of(state)
+    live = LiveState()
+    _add(live, state, (), "")
+    return live
 
 
 def _add(live: LiveState, value: Leaf, keys: Path, text: str) -> None:
@@ -141,8 +137,7 @@ def _add(live: LiveState, value: Leaf, keys: Path, text: str) -> None:
         live.entries.append(LiveEntry(text, keys, value, kind))
         return
     if len(keys) > values.MAX_DEPTH:
-        text = f"the state at {text[:80]}... is nested deeper than {values.MAX_DEPTH}, or contains itself"
-        raise InvalidArgumentError(text)
+        raise too_deep_error(text)
     live.containers[keys] = value
     for key, item in items.items():
         inner = joined(text, key)
@@ -179,7 +174,7 @@ def types_in_objects(live: LiveState, options: LoadOptions, objects: ObjectState
 
 def kind_of(value: Leaf) -> Kind:
     """Return how a value of a live state is loaded; containers are plain values, whatever is inside."""
-    if type(value) in _PLAIN_TYPES:
+    if type(value) in PLAIN_TYPES:
         return "value"
     if is_tensor(value):
         return "tensor"
@@ -202,7 +197,7 @@ def is_leaf(value: Leaf) -> bool:
 
 def contains_state(value: Leaf) -> bool:
     """Whether `value` is, or contains, a tensor or an object with a state, to be filled in place. Not collective."""
-    others = [part for part in parts(value) if type(part) not in _PLAIN_TYPES]
+    others = [part for part in parts(value) if type(part) not in PLAIN_TYPES]
     return any(kind_of(part) != "value" for part in others)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from statexchange.errors import CorruptError, InvalidArgumentError, UnsupportedError
-from statexchange.state.tree import children, parts, path_to, step_form
+from statexchange.state.tree import PLAIN_TYPES, children, parts, path_to, step_form
 from statexchange.state.types import Leaf
 from statexchange.tensors import TensorLike, is_tensor
 
@@ -22,7 +22,6 @@ __all__ = ["MegatronTensor", "add_sharded", "holds_sharded", "leaves", "sharded_
 _OBJECT = ("key", "data", "global_shape", "global_offset", "replica_id")
 _TENSOR = (*_OBJECT, "local_shape", "dtype", "prepend_axis_num")
 _FACTORY = ("key", "data", "build_fn", "merge_fn", "replica_id")
-_PLAIN_TYPES = (type(None), bool, int, float, str, dict, list, tuple)
 
 
 def sharded_kind(value: Leaf) -> Literal["tensor", "factory", "object", "local"] | None:
@@ -35,7 +34,7 @@ def sharded_kind(value: Leaf) -> Literal["tensor", "factory", "object", "local"]
     if kind.__name__ == "LocalNonpersistentObject":
         return "local"
     # A user's mapping may have its keys as attributes, and raise KeyError for one that it lacks.
-    if kind in _PLAIN_TYPES or isinstance(value, Mapping):
+    if kind in PLAIN_TYPES or isinstance(value, Mapping):
         return None
     # One attribute first, which no value of most states has.
     if not hasattr(value, "replica_id") or is_tensor(value):

@@ -27,7 +27,7 @@ from statexchange.state.flatten import (
     parameter_names,
 )
 from statexchange.state.megatron import MegatronTensor, add_sharded, sharded_kind
-from statexchange.state.tree import children, is_dataclass, other_with, walk, with_children
+from statexchange.state.tree import children, is_dataclass, other_with, too_deep_error, walk, with_children
 from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
     check_module,
@@ -247,9 +247,7 @@ def _plain(value: Leaf, path: str, context: _Context, depth: int = 0, owner: Lea
     would find a mapping where the state has another object.
     """
     if depth > values.MAX_DEPTH:
-        raise InvalidArgumentError(
-            f"the state at {path[:80]}... is nested deeper than {values.MAX_DEPTH}, or contains itself"
-        )
+        raise too_deep_error(path)
     kind, name = kind_of(value), path.removeprefix(".")
     if kind == "tensor":
         return value

@@ -22,6 +22,7 @@ from statexchange.sharding.paths import Key, Path
 from statexchange.state.types import Leaf
 
 __all__ = [
+    "PLAIN_TYPES",
     "WalkStep",
     "check_change",
     "children",
@@ -36,6 +37,7 @@ __all__ = [
     "step_form",
     "step_of",
     "steps",
+    "too_deep_error",
     "walk",
     "with_children",
     "with_types_of",
@@ -46,6 +48,8 @@ Container: TypeAlias = Leaf
 
 Items: TypeAlias = Mapping[Leaf, Leaf]
 
+# Of a class that is exactly one of these no value has to be asked what it is.
+PLAIN_TYPES = (type(None), bool, int, float, str, dict, list, tuple)
 _PLAIN_CONTAINERS = (dict, list, tuple, set, deque, OrderedDict, defaultdict)
 
 
@@ -366,15 +370,20 @@ def walk(
         return
     # Each level is a frame of Python, too, of which there are fewer than a value that contains itself would need.
     if len(keys) > values.MAX_DEPTH:
-        raise InvalidArgumentError(
-            f"the state at {path[:80]}... is nested deeper than {values.MAX_DEPTH}, or contains itself"
-        )
+        raise too_deep_error(path)
     form = step_form(tree)
     for key, child in items.items():
         inner = path + form.format(key)
         if not keys and not path:
             inner = inner.removeprefix(".")
         yield from walk(child, enters, inner, (*keys, key))
+
+
+def too_deep_error(path: str) -> InvalidArgumentError:
+    """Return the error for a state that is nested too deep at a path, as one that contains itself."""
+    return InvalidArgumentError(
+        f"the state at {path[:80]}... is nested deeper than {values.MAX_DEPTH}, or contains itself"
+    )
 
 
 def parts(tree: Leaf) -> list[Leaf]:

@@ -40,7 +40,7 @@ from statexchange.errors import InvalidArgumentError, MismatchError, Unsupported
 from statexchange.sharding.paths import joined
 from statexchange.state.flatten import ParameterName, check_no_state_in, nodes, parameter_names, replaced
 from statexchange.state.install import install_optimizer, load_object
-from statexchange.state.tree import children, steps, with_children, with_types_of
+from statexchange.state.tree import PLAIN_TYPES, children, steps, with_children, with_types_of
 from statexchange.state.types import Leaf, Module, Optimizer
 from statexchange.state.units import (
     bare_name,
@@ -76,7 +76,6 @@ T = TypeVar("T")
 Describe = Callable[["_Held"], None]
 
 _NOTHING: Leaf = object()  # where a rank has nothing
-_PLAIN_TYPES = (type(None), bool, int, float, str, dict, list, tuple)
 
 
 @public_call("synchronize")
@@ -466,7 +465,7 @@ def _encode(value: Leaf, path: str, tensors: list[TensorLike]) -> _Part:
     names: dict[int, tuple[str, Leaf]] = {}
 
     def keep(leaf: Leaf, inner: str) -> str | None:
-        if type(leaf) in _PLAIN_TYPES:
+        if type(leaf) in PLAIN_TYPES:
             return None
         if id(leaf) in names:
             return names[id(leaf)][0]
