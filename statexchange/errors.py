@@ -24,7 +24,6 @@ __all__ = [
     "NotFoundError",
     "NotInitializedError",
     "NumericOverflowError",
-    "OutcomeUnknownError",
     "OverlapError",
     "PeerError",
     "ReplacedError",
@@ -374,7 +373,7 @@ class ReplacedError(StorageError):
 
 
 class StallError(StateExchangeError, TimeoutError):
-    """A wait timed out, and no rank has completed the call; ``missing`` lists all ranks that did not arrive."""
+    """A wait timed out; ``missing`` lists all ranks that did not arrive."""
 
     code = "TIMEOUT"
     attributes = (*_ABOUT, "missing")
@@ -382,13 +381,6 @@ class StallError(StateExchangeError, TimeoutError):
     def __init__(self, message: str, *, missing: tuple[int, ...] = (), **about: Any) -> None:
         super().__init__(message, **about)
         self.missing = tuple(missing)
-
-
-class OutcomeUnknownError(StallError):
-    """A wait timed out, and other ranks may have completed the call; ``missing`` lists those that did not answer.
-
-    It is a StallError because the remedy is the same: the communicator cannot be used any more, so restart the job.
-    """
 
 
 class PeerError(StateExchangeError, RuntimeError):

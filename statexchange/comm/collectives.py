@@ -23,7 +23,7 @@ import torch
 
 from statexchange.comm.backends.backend import Backend, Between
 from statexchange.comm.backends.reduction import Reduction
-from statexchange.comm.calls import Call, call_site, text_hash
+from statexchange.comm.calls import Call, call_site, fingerprint_of
 from statexchange.comm.session import Route
 from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work
@@ -245,7 +245,7 @@ def all_reduce_multiple(
 
 def _short(text: str) -> str:
     """Shorten a text that may be long, so that two different ones still differ."""
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... {text_hash(text).hex()}"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... {fingerprint_of(text):016x}"
 
 
 def reduce(
@@ -544,12 +544,12 @@ def _receive_note_first(backend: Backend, peer: int, text: str, note: str, wait:
 
 def _note(text: str, note: str) -> torch.Tensor:
     shown = note.encode()[: _NOTE_BYTES - 8].ljust(_NOTE_BYTES - 8, b"\0")
-    return torch.frombuffer(bytearray(text_hash(text) + shown), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(fingerprint_of(text).to_bytes(8, "little") + shown), dtype=torch.uint8)
 
 
 def _text_if_different(text: str, note: torch.Tensor) -> str | None:
     """Return the peer's text for errors; None if its hash is that of `text`."""
     received = bytes(note.numpy().data)
-    if received[:8] == text_hash(text):
+    if int.from_bytes(received[:8], "little") == fingerprint_of(text):
         return None
     return received[8:].rstrip(b"\0").decode(errors="replace")

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
@@ -54,26 +53,17 @@ def _collectives() -> ModuleType:
     return collectives
 
 
-class _Groups:
-    """The groups made from one communicator, by their ranks, and a lock for each."""
-
-    def __init__(self) -> None:
-        self.communicators: dict[tuple[int, ...], Communicator] = {}
-        self.locks: dict[tuple[int, ...], threading.Lock] = {}  # so that two threads do not make one at once
-
-
 class Communicator:
     """The ranks of one group. Made by `init`, `from_process_group` or `from_mpi`.
 
     Collective methods must be called by all ranks, with matching arguments, in the same order: if the ranks are in
-    different calls, all raise MismatchError. If several threads of a rank call at once, the order of their calls may
-    differ from rank to rank: give each thread its own communicator, from `duplicate`. Calls of a thread are matched
-    with those of the same thread on other ranks; threads are counted in the order of their first calls. So a pool of
-    several threads, as that of `asyncio.to_thread`, cannot use a communicator, even one call at a time: give the pool
-    one worker.
+    different calls, all raise MismatchError. One thread uses a communicator at a time, as two have no common order: it
+    belongs to the first thread that calls, until that thread has ended, and a call of another one is an
+    InvalidArgumentError on all ranks. Give each thread its own, from `duplicate`, and a pool of threads, as that of
+    `asyncio.to_thread`, one worker.
 
     When a rank dies, leaves or does not call, the others raise PeerError or StallError, and every later call raises the
-    same. StallError means that no rank has completed the call; OutcomeUnknownError, that some may have.
+    same. A rank that has completed the call, as its result had arrived before, raises it in its next call.
 
     It belongs to the process that made it: in a child that is forked from a rank every call raises ForkedError, and
     nothing reaches the other ranks; its attributes may be read there. Tensors from `empty`, and gradients that a
@@ -112,7 +102,7 @@ class Communicator:
         self.run = run
         if flat_side_of is None:
             self._route = Route(session, session.backend)
-            self._groups = _Groups()
+            self._groups: dict[tuple[int, ...], Communicator] = {}  # those made from this one, by their ranks
             self._flat: Communicator | None = None
             self.arenas = ArenaExchange(self.shared_memory or "memfd")
         else:
@@ -273,41 +263,13 @@ class Communicator:
         call = Call(operation if root is None else f"{operation} on {root}")
         return self._session.all_gather_bytes(call, payload, root, timeout_s)
 
-    # Callers
-
-    @property
-    def caller(self) -> int:
-        """The number by which this thread's calls are matched with those of other ranks: the order of first use."""
-        return self._session.callers.number()
-
-    def forget_callers(self) -> None:
-        """Restart the count of callers: the thread that made this communicator need not be number 0. Not collective.
+    def release_caller(self) -> None:
+        """Let any thread be the one that calls, which need not be the one that made this communicator. Not collective.
 
         Example:
-            >>> comm = sx.init("single")
-            >>> comm.forget_callers()
-            >>> comm.caller
-            0
+            >>> sx.init("single").release_caller()
         """
-        self._session.callers.restart()
-
-    def called_by(self, caller: int) -> contextlib.AbstractContextManager[None]:
-        """Count calls of autograd's threads inside a block as those of `caller`. Not collective.
-
-        For hooks: which thread runs them differs from rank to rank. Other threads keep their number.
-
-        Args:
-            caller: the number of the thread for which the hooks run.
-
-        Returns:
-            A context manager.
-
-        Example:
-            >>> comm = sx.init("single")
-            >>> with comm.called_by(comm.caller):
-            ...     comm.barrier()
-        """
-        return self._session.callers.called_by(caller)
+        self._session.release_caller()
 
     # Failure
 
@@ -1121,14 +1083,13 @@ class Communicator:
         self._session.raise_if_dead()
         check_ranks(ranks, self.rank, self.world_size)
         key = tuple(ranks)
-        existing = self._groups.communicators
-        with self._groups.locks.setdefault(key, threading.Lock()):
-            if key not in existing or existing[key].is_closed:
-                with self._session.forming_group():
-                    bootstrap = self._session.group_of(key)
-                    is_whole = bootstrap is self._session.transport  # all ranks, in their own order
-                    existing[key] = self if is_whole else self._form(bootstrap, self._session.timeout_s)
-            return existing[key]
+        groups = self._groups
+        if key not in groups or groups[key].is_closed:
+            with self._session.forming_group():
+                bootstrap = self._session.group_of(key)
+                is_whole = bootstrap is self._session.transport  # all ranks, in their own order
+                groups[key] = self if is_whole else self._form(bootstrap, self._session.timeout_s)
+        return groups[key]
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Return the communicator of all ranks that give the same `color`.
@@ -1179,16 +1140,14 @@ class Communicator:
             False
         """
         session, call = self._session, Call("duplicate")
-        everybody = tuple(range(self.world_size))
 
         def make() -> Communicator:
             with session.forming_group():
-                bootstrap = session.transport.new_group(everybody, self.timeout_s)
+                bootstrap = session.transport.new_group(range(self.world_size), self.timeout_s)
                 return self._form(bootstrap, self.timeout_s)
 
-        with self._groups.locks.setdefault(everybody, threading.Lock()):
-            session.all_gather_bytes(call, b"")
-            return session.guarded(call, make)
+        session.all_gather_bytes(call, b"")
+        return session.guarded(call, make)
 
     @property
     def node(self) -> Communicator:
@@ -1234,7 +1193,7 @@ class Communicator:
             return
         for dependent in list(self.dependents):
             dependent.close()
-        for group in self._groups.communicators.values():
+        for group in self._groups.values():
             if group is not self:
                 group.close(error)
         self._session.close(error)

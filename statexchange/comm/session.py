@@ -1,12 +1,15 @@
 """A session: the state of one rank in its group. It orders calls, compares them across ranks, and reports failure.
 
-Order. Several threads of a rank may call:
+Order. The order of calls must be the same on all ranks, and two threads of a rank have none:
 
-* One collective runs at a time: a thread takes the session's lock, and waits while another one has it. Work that was
-  begun with `async_op` takes it in the queue's thread. Sends and receives have a queue for each peer and direction.
-* A call carries the number of its caller (calls.py), so that the calls of a thread are matched with those of the same
-  thread on other ranks. `send`, `recv` and the making of a group do not count as a thread's first call: not all ranks
-  take part, so the counts would differ.
+* A session belongs to the first thread that calls it, until that thread has ended. A call of another thread ends the
+  session on all ranks. Threads of autograd's engine, which run hooks, may call: the thread that called `backward` waits
+  for them.
+* Two threads that begin at once may be first on one rank each, and would get each other's results. So before the first
+  collective of a thread the ranks compare the names of their threads. Where they differ, all wait a moment, in which
+  the call of a second thread ends the session.
+* One collective runs at a time. Work that was begun with `async_op` runs in the queue's thread, for which later calls
+  wait. Sends and receives have a queue for each peer and direction.
 
 Comparison. Before a collective the ranks compare the fingerprints of their calls: in the control page on one host, by
 one small message elsewhere. If they differ, all ranks exchange what they were about to do (`_explanation`), and all
@@ -17,6 +20,7 @@ States. A session is *usable* until it is *dead*; it never becomes usable again.
 * An error that all ranks raise together, as a MismatchError or a refused argument, leaves it usable (`shared_error`).
 * Any other error inside a call ends it: `fail` keeps the error as `dead`, which every later call raises, and reports it
   to the other ranks by the page, the backend and the monitor. They raise it from their waits, and are then dead, too.
+* A rank that had completed the call in which another one failed raises the error in its next call.
 * A rank that dies reports nothing. The monitor of each other rank notices (control_page.py, detector.py), and that
   rank's wait raises PeerError, which ends its session likewise.
 * `close` ends this rank's session. A rank that waits for this one raises PeerError, or the `error` given to `close`.
@@ -46,23 +50,19 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from threading import get_ident
+from collections.abc import Callable, Sequence
+from threading import current_thread
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
 from statexchange import values
 from statexchange.comm import forks
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.calls import (
-    AUTOGRAD,
     Call,
-    Callers,
     call_site,
     encoded,
-    is_swapped,
-    is_unclear,
+    is_autograd_thread,
     note_joined,
-    process_token,
     public_call_name,
     step_text,
 )
@@ -88,8 +88,8 @@ __all__ = ["Route", "Session"]
 
 T = TypeVar("T")
 _CLOSE_S = 1.0
-_ARGUMENT_ERRORS = (TypeError, ValueError, AttributeError)
 _SECOND_CALLER_S = 0.05  # for a second thread, which begins at the same time, to make its first call
+_ARGUMENT_ERRORS = (TypeError, ValueError, AttributeError)
 # Errors that all ranks raise together, after they have exchanged messages.
 _SHARED_ERRORS = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)
 
@@ -143,8 +143,10 @@ class Session:
         self._peer_queues: dict[tuple[str, int], WorkQueue] = {}
         self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._call_lock = threading.Lock()  # held during a call: two at once would take each other's messages
-        self._lock_holder = 0  # the thread that holds it
-        self.callers = Callers(self.world_size)
+        self._last_call = ""  # the text of the call that holds it, or last did
+        self._caller: threading.Thread | None = None  # the thread to which this session belongs
+        self._claiming = threading.Lock()  # held by a thread that becomes the caller
+        self._is_caller_new = True  # whether the ranks have yet to compare the names of their callers
         self.is_inherited = False
         forks.cut_off_in_children(self)
 
@@ -158,41 +160,43 @@ class Session:
         )
         # A thread of the parent, which does not exist here, may have held a lock during the fork: use new ones.
         self._call_lock = threading.Lock()
-        self.callers.disown()
         for queue in [self._queue, *self._peer_queues.values()]:
             queue.disown(self.dead)
 
-    def _check_caller(self, call: Call, wait: Wait) -> None:
-        """Raise DifferentCallsError, on all ranks, if the number of a new caller belongs to different threads.
+    def _claim(self, call: Call) -> None:
+        """Make this thread the caller. If another one is it and still runs, fail: end this group on all ranks."""
+        if is_autograd_thread():
+            return
+        thread = current_thread()
+        with self._claiming:
+            caller = self._caller
+            if caller is None or not caller.is_alive():
+                # The first collective may be that of a thread of autograd on another rank, which is no caller.
+                self._is_caller_new = self._is_caller_new or caller is not None
+                self._caller = thread
+                return
+        error = InvalidArgumentError(
+            f"thread {thread.name!r} called {call.text} at {call_site()}, but the communicator belongs to thread "
+            f"{caller.name!r}, which called {self._last_call or 'it'} and still runs: give each thread a communicator "
+            "of its own, from duplicate()",
+            rank=self.rank,
+        )
+        self.fail(call, error)
+        raise error
 
-        Where the thread that another rank counts first might not have called here yet, wait a moment for it.
-        """
-        number = call.caller
-        accounts = self._compare_callers(call, self.callers.account(), wait)
-        if is_swapped(number, accounts):
-            raise DifferentCallsError
-        if number == 0 and is_unclear(number, accounts):
-            time.sleep(_SECOND_CALLER_S)
-            if any(self._compare_callers(call, self.callers.has_several, wait)):
-                raise DifferentCallsError
-        self.callers.confirm(number)
-        call.thread = None
+    def release_caller(self) -> None:
+        """Let any thread be the caller from now on. Not collective."""
+        self._caller = None
+        self._is_caller_new = True
 
-    def _compare_callers(self, call: Call, account: object, wait: Wait) -> list[Any]:
-        """Return every rank's `account` of its caller. Collective."""
-        call.thread = self.callers.name_of(call.caller)
+    def _compare_callers(self, call: Call, wait: Wait) -> None:
+        """Wait for the call of a second thread, which ends this group, if the ranks' callers differ. Collective."""
+        self._is_caller_new = False
         comparison = Call.of_all(f"{call.text}, the first of its thread")
-        comparison.caller = call.caller
-        return [values.decode(answer) for answer in self.messages(comparison, encoded(account), None, wait)]
-
-    def _await_lock(self, call: Call) -> None:
-        """Wait for another thread's call to end. InvalidArgumentError if this thread itself is inside a call."""
-        if self._lock_holder == get_ident():
-            raise InvalidArgumentError(
-                f"{call.text} was called inside another call of this communicator, by a signal handler perhaps: "
-                "use one of its own, from duplicate()"
-            )
-        self._call_lock.acquire()
+        name = (self._caller or current_thread()).name
+        if len(set(self.messages(comparison, name.encode(), None, wait))) > 1:
+            time.sleep(_SECOND_CALLER_S)
+            self.messages(comparison, b"", None, wait)
 
     # Messages
 
@@ -206,7 +210,8 @@ class Session:
             self._pending_failure = call.failure
             if self.monitor is not None:
                 self.monitor.request_collective()
-        call.caller = self.callers.number()
+        if current_thread() is not self._caller:
+            self._claim(call)
         if self.has_begun_work:
             self._queue.drain()
         if self.world_size == 1:
@@ -214,10 +219,7 @@ class Session:
 
         def job() -> list[bytes]:
             wait = self._begin(call, timeout_s)
-            answers = self.messages(call, payload, root, wait)
-            if self.page is None:
-                self._complete()
-            return answers
+            return self.messages(call, payload, root, wait)
 
         try:
             return self._one_at_a_time(call, job)
@@ -226,16 +228,18 @@ class Session:
                 self._pending_failure = None
 
     def _one_at_a_time(self, call: Call, job: Callable[[], T], *, is_shared: bool = True) -> T:
-        """Run `job` as `guarded` does, while no other thread of this rank is inside a call."""
+        """Run `job` as `guarded` does, unless this rank is inside a call."""
         if not self._call_lock.acquire(False):
-            self._await_lock(call)
-        self._lock_holder = get_ident()
+            raise InvalidArgumentError(
+                f"{call.text} was called inside another call of this communicator, {self._last_call}, by a signal "
+                "handler perhaps: use one of its own, from duplicate()"
+            )
+        self._last_call = call.text
         try:
             result = self.guarded(call, job, is_shared=is_shared)
             note_joined()
             return result
         finally:
-            self._lock_holder = 0
             self._call_lock.release()
 
     def messages(self, call: Call, payload: bytes, root: int | None, wait: Wait) -> list[bytes]:
@@ -264,19 +268,15 @@ class Session:
         return Wait(seconds, call.text, self.monitor, functools.partial(self._enter, call))
 
     def _begin(self, call: Call, timeout_s: float | None = None) -> Wait:
-        """Begin a call: return its Wait. On a thread's first call, compare the ranks' callers before."""
+        """Begin a call: return its Wait. Raise if the group has ended."""
         if self.dead is not None:
             self.raise_if_dead()
         wait = self.wait_for(call, timeout_s)
-        newcomers = self.callers.newcomers
-        if newcomers and call.caller in newcomers:
-            self._check_caller(call, wait)
+        if self.page is None and self.monitor is not None:
+            self.monitor.check(call.text)  # a rank may have given up the call before, which this one had completed
+        if self._is_caller_new and self.world_size > 1:
+            self._compare_callers(call, wait)
         return wait
-
-    def _complete(self) -> None:
-        """Note, where there is no page, that this rank has completed its call; raise if the ranks have given it up."""
-        if self.monitor is not None:
-            self.monitor.complete_op()
 
     # Order
 
@@ -294,17 +294,12 @@ class Session:
             if not backend.enters_itself and self.world_size > 1:
                 wait.enter()
             result = body(wait)
-            if self.page is None:
-                self._complete()
-            elif not backend.enters_itself:
+            if self.page is not None and not backend.enters_itself:
                 self.page.sync(wait)  # as all ranks have entered, but some may not have their results yet
             return result
 
-        try:
-            # Inlined from `callers.number()`: the call would cost small collectives too much.
-            call.caller = self.callers.local.number
-        except AttributeError:
-            call.caller = self.callers.new_number()
+        if current_thread() is not self._caller:
+            self._claim(call)
         if async_op:
             call.site = call_site()
             self.has_begun_work = True
@@ -351,6 +346,8 @@ class Session:
         """
         queue = self._peer_queues.setdefault((verb, peer), WorkQueue(f"statexchange {verb} {peer}"))
         call = Call(f"{operation} ({'to' if verb == 'send' else 'from'} rank {peer})")
+        if current_thread() is not self._caller:
+            self._claim(call)
 
         def job() -> T:
             self.raise_if_dead()
@@ -359,12 +356,11 @@ class Session:
             except AbandonedError:
                 self._has_cut_message = True
                 if self._last_shared_error is not None and not self._is_collective_requested():
-                    self.fail(call, self._last_shared_error)  # another thread has already joined the collective
+                    self.fail(call, self._last_shared_error)  # this rank has already joined the collective
                 raise
 
         def guarded() -> T:
-            with queue.turn:
-                return self.guarded(call, job, is_shared=False)
+            return self.guarded(call, job, is_shared=False)
 
         if async_op:
             self.has_begun_work = True
@@ -431,9 +427,10 @@ class Session:
         except BaseException as error:
             if error is self.shared_error or error is self.dead:
                 raise
-            self.fail(call, error)
-            if isinstance(error, StateExchangeError) and error is not self.dead:
-                raise (self.dead or error) from error
+            if self.dead is None:  # else a second thread has ended this group, which is the reason
+                self.fail(call, error)
+            if isinstance(error, StateExchangeError) and error is not self.dead and self.dead is not None:
+                raise self.dead from error
             raise
         if is_shared:
             self.shared_error = None  # all ranks have gone on since
@@ -451,9 +448,6 @@ class Session:
             "text": call.text,
             "site": call.site or call_site(),
             "failure": call.failure or self._pending_failure,
-            "caller": call.caller,
-            "thread": call.thread,
-            "process": process_token(),
             "public": call.public,
         }
         explaining = Call.of_all("an explanation")
@@ -462,22 +456,14 @@ class Session:
         failures = [account["failure"] for account in accounts if account["failure"] is not None]
         if failures:
             return from_record(failures[0])
-        threads = {account["thread"] for account in accounts}  # their names, while the ranks compare them; else None
-        is_same_call = len({account["text"] for account in accounts}) == 1
-        is_one_process = len({account["process"] for account in accounts}) == 1  # ranks are its threads
-        are_threads_swapped = not is_one_process and (len(threads) > 1 or (is_same_call and threads != {None}))
-        has_several_callers = len({account["caller"] for account in accounts}) > 1 or are_threads_swapped
         if len({account["public"] for account in accounts}) > 1:
             # Name the public calls, which the user has made, and not their steps.
             for account in accounts:
                 account["text"] = account["public"] or account["text"]
-        lines = [_call_text(rank, account, has_several_callers) for rank, account in enumerate(accounts)]
-        hint = ""
-        if has_several_callers:
-            hint = ". Several threads use this communicator: give each its own, from duplicate()"
-        if are_threads_swapped:
-            hint += "; threads that make their first calls at the same time need distinct names, equal on all ranks"
-        return MismatchError("ranks are in different calls: " + "; ".join(lines) + hint)
+        lines = []
+        for rank, account in enumerate(accounts):
+            lines.append(f"rank {rank} called {account['text']} at {account['site']}")
+        return MismatchError("ranks are in different calls: " + "; ".join(lines))
 
     def fail(self, call: Call, error: BaseException) -> None:
         """End this group: keep the error for later calls, and report it to the other ranks. Not collective."""
@@ -597,11 +583,3 @@ class Route:
         if self._suffix:
             call.text += self._suffix
         return self.session.collective(call, backend, body, async_op)
-
-
-def _call_text(rank: int, account: Mapping[str, Any], by_caller: bool) -> str:
-    """Return what a rank was about to do, for a message; with its thread, if that matters."""
-    thread = "autograd's threads" if account["caller"] == AUTOGRAD else f"its thread {account['caller']}"
-    if account["thread"]:
-        thread += f" ({account['thread']})"
-    return f"rank {rank} called {account['text']} at {account['site']}" + (f" in {thread}" if by_caller else "")

@@ -3,10 +3,6 @@
 No wait of this package blocks in a native call. A wait tests its condition, and between two tests it checks its
 monitor. It raises PeerError when the monitor reports a failure, and StallError at its deadline. The deadline is put off
 while any rank reports progress, so it bounds the time without progress, not the whole time.
-
-Before a wait raises, it calls `FailureMonitor.give_up`, which returns if another rank has completed the call meanwhile.
-Then the data for this rank is on its way: the wait goes on for 5 s, and raises OutcomeUnknownError if the data has not
-arrived by then.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from statexchange.comm.calls import absence_text
 from statexchange.comm.failure.monitor import FailureMonitor, outer_monitor
-from statexchange.errors import OutcomeUnknownError, StallError, StateExchangeError
+from statexchange.errors import StallError
 
 __all__ = ["Wait", "yield_core"]
 
@@ -28,7 +24,6 @@ _LONGEST_NAP_S = 2e-3
 _YIELDING_S = 2e-4
 _NAPS_PER_WAIT = 16  # a nap is 1/16 of the time waited so far, so a wait ends at most 1/16 too late
 _MONITOR_PERIOD_S = 0.05
-_ON_ITS_WAY_S = 5.0  # time for data that was sent already to arrive
 
 # Through ctypes, since os.sched_yield holds the GIL, for which another thread may wait.
 yield_core: Callable[[], object] = (
@@ -50,7 +45,6 @@ class Wait:
         "_checked_at",
         "_deadline",
         "_enter",
-        "_is_completed",
         "_progress",
         "monitor",
         "operation",
@@ -71,7 +65,6 @@ class Wait:
         self._deadline = time.monotonic() + timeout_s
         self._checked_at = 0.0
         self._progress = -1
-        self._is_completed = False  # whether another rank has completed the call, so that the data is on its way
 
     def enter(self, location: int = 0) -> Sequence[int]:
         """Enter a collective: wait for all ranks, and compare their calls.
@@ -94,36 +87,20 @@ class Wait:
             self._checked_at = now
             self._check_monitor(now)
         if now > self._deadline:
-            self._stall()
+            raise self.stall_error(() if self.monitor is None else self.monitor.missing_ranks())
 
     def _check_monitor(self, now: float) -> None:
-        if self.monitor is not None and not self._is_completed:
-            try:
-                self.monitor.check(self.operation)
-            except StateExchangeError as error:
-                self._give_up(error)
-        progress = self.monitor.progress_count() if self.monitor is not None else self._progress
+        if self.monitor is None:
+            return
+        self.monitor.check(self.operation)
+        progress = self.monitor.progress_count()
         if progress != self._progress:
             self._progress, self._deadline = progress, now + self.timeout_s
-
-    def _stall(self) -> None:
-        if self._is_completed:
-            message = f"another rank has completed {self.operation}, but not all that it sent has arrived"
-            raise OutcomeUnknownError(message)
-        self._give_up(self.stall_error(self.monitor.missing_ranks() if self.monitor is not None else ()))
 
     def stall_error(self, missing: Sequence[int]) -> StallError:
         """Return the error for ranks that have not come in time; `missing` is () if they are not known."""
         text = absence_text(missing, self.operation, self.timeout_s)
         return StallError(text, missing=tuple(missing), rank=missing[0] if missing else None)
-
-    def _give_up(self, error: StateExchangeError) -> None:
-        """Raise `error`, unless another rank has completed the call: then wait 5 s for the data."""
-        if self.monitor is None or self._is_completed:
-            raise error
-        self.monitor.give_up(error)
-        self._is_completed = True
-        self._deadline = time.monotonic() + _ON_ITS_WAY_S
 
     def until(self, done: Callable[[], object]) -> None:
         """Return once `done()` is true: poll without a pause first, then yield, then nap ever longer.

@@ -151,8 +151,6 @@ class WorkQueue:
         self._jobs: queue.SimpleQueue[tuple[Work[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._works: list[Work[Any]] = []
-        self.turn = threading.Lock()
-        """Serialises synchronous calls with this queue's work."""
 
     def submit(
         self, operation: str, body: Callable[[], T], broken_off: Callable[[], NoReturn] | None = None
@@ -191,7 +189,6 @@ class WorkQueue:
         for work in self._works:
             work.disown(error)
         self._thread = None
-        self.turn = threading.Lock()  # a thread of the parent may have held the old one
 
     def note_raised(self, error: BaseException) -> None:
         """Note that the user has seen `error`: if it is the queue's mismatch, work submitted until now raises it."""

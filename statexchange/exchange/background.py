@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import itertools
 import logging
 import os
 import weakref
@@ -31,7 +30,6 @@ Report = TypeVar("Report")
 
 _log = logging.getLogger(__name__)
 _ALIGN_BYTES = 64
-_numbers = itertools.count()
 
 
 def run_trip(
@@ -174,8 +172,7 @@ class _Background:
     def __init__(self, comm: Communicator) -> None:
         _log_at_exit()
         self.comm = comm
-        # The name must be unique: by their names, ranks match the threads that call for the first time.
-        self._pool = ThreadPoolExecutor(1, f"statexchange background {next(_numbers)} of rank {comm.rank}")
+        self._pool = ThreadPoolExecutor(1, f"statexchange background of rank {comm.rank}")
         self._last: _Result[Any] | None = None
         self._memory: torch.Tensor | None = None
 

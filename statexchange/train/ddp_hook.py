@@ -77,11 +77,10 @@ def _inline_hook(reducer: Reducer) -> Hook:
 
 def _overlapping_hook(comm: Communicator) -> Hook:
     waiting = ThreadPoolExecutor(1, "statexchange comm hook")
-    caller = comm.caller
 
     def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         flat = bucket.buffer()
-        with comm.called_by(caller), site_detail(lambda: _label(bucket)):
+        with site_detail(lambda: _label(bucket)):
             work = comm.all_reduce(flat, "avg", async_op=True)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 

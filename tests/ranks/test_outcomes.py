@@ -1,8 +1,7 @@
-"""No collective returns normally on one rank if another rank has given it up."""
+"""A call that one rank has given up fails on all ranks: in that call, or in the next one where it had completed."""
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import time
@@ -77,7 +76,7 @@ def test_a_late_rank_raises_the_error_of_the_others(where: str, verb: str) -> No
 
 
 def races(where: str, trials: int, seed: int) -> list[list[str]]:
-    """Repeatedly: the last rank calls about when the deadline of the others runs out."""
+    """Repeatedly: the last rank calls about when the deadline of the others runs out; then all call again."""
     own = random.Random(seed)
     ends = []
     for _ in range(trials):
@@ -89,7 +88,7 @@ def races(where: str, trials: int, seed: int) -> list[list[str]]:
             time.sleep(max(0.0, 0.05 + own.uniform(-0.002, 0.06) - (time.monotonic() - began)))
         else:
             own.random()
-        ends.append(outcome_of(comm, "barrier", 0.05)[0])
+        ends.append([outcome_of(comm, "barrier", 0.05)[0], outcome_of(comm, "barrier", None)[0]])
         dist.barrier()
         comm.close()
         if where == "one host":
@@ -100,10 +99,12 @@ def races(where: str, trials: int, seed: int) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("where", "trials"), [("one host", 8), ("several hosts", 8), slow("one host", 150), slow("several hosts", 150)]
 )
-def test_all_fail_or_all_succeed_if_the_last_rank_calls_at_the_deadline(where: str, trials: int) -> None:
+def test_a_failure_reaches_all_ranks_by_their_next_call(where: str, trials: int) -> None:
     outcomes = run_ranks(races, RANKS, backend="gloo", args=(where, trials, 7), timeout_s=200)
     for ends in zip(*outcomes, strict=True):
-        assert set(ends) in ({"passed"}, {"StallError"}), outcomes
+        firsts, seconds = zip(*ends, strict=True)
+        assert set(firsts) <= {"passed", "StallError"}, outcomes
+        assert set(seconds) == ({"passed"} if set(firsts) == {"passed"} else {"StallError"}), outcomes
 
 
 def interrupted(where: str) -> list[Any]:
@@ -160,31 +161,3 @@ def test_an_interrupted_rank_is_named_by_all_others(where: str) -> None:
     for end in others:
         assert end[0] == "PeerError", end
         assert "KeyboardInterrupt" in end[1], end
-
-
-def calls_beside_a_stopped_rank() -> list[Any]:
-    """Rank 2 is stopped before the call, so it cannot answer whether it has completed it."""
-    comm = make_communicator("several hosts")
-    comm.barrier()
-    pids = comm.all_gather_object(os.getpid())
-    if comm.rank == 2:
-        time.sleep(20)
-        return []
-    if comm.rank == 0:
-        os.kill(pids[2], signal.SIGSTOP)
-    try:
-        end = outcome_of(comm, "barrier", PATIENCE_S)
-        return [end, outcome_of(comm, "barrier", None)]
-    finally:
-        if comm.rank == 0:
-            time.sleep(1)
-            os.kill(pids[2], signal.SIGKILL)
-
-
-def test_the_outcome_is_unknown_if_a_rank_cannot_answer() -> None:
-    outcomes = run_ranks(calls_beside_a_stopped_rank, RANKS, backend="gloo", timeout_s=120, allow_failure=True)
-    for rank in (0, 1):
-        end, later = outcomes[rank].value
-        assert end[0] == "OutcomeUnknownError", end
-        assert end[2] == [2]
-        assert later[0] == "OutcomeUnknownError"

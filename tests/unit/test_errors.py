@@ -23,7 +23,6 @@ BUILTINS = {
     "MissingExtraError": ImportError, "NotFoundError": FileNotFoundError, "NotInitializedError": RuntimeError,
     "OverlapError": CorruptError, "PeerError": RuntimeError, "ReplacedError": StorageError,
     "ReplicaError": CorruptError, "StallError": TimeoutError,
-    "OutcomeUnknownError": errors.StallError,
     "StateExchangeError": Exception, "StorageError": OSError, "TargetExistsError": FileExistsError,
     "TruncatedError": CorruptError, "UnknownNameError": KeyError,
     "UnsafeError": ValueError, "UnsupportedError": TypeError,

@@ -13,15 +13,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from failure_detectors import HOSTS, RANKS, Bootstrap, ByteExchange, detectors, failure_of, on_all, until
+from failure_detectors import HOSTS, RANKS, detectors, failure_of, until
 
 from statexchange.comm.failure import start
 from statexchange.comm.failure.detector import FailureDetector
-from statexchange.comm.failure.outcome import PASSED
-from statexchange.comm.failure.start import start_failure_detector
 from statexchange.comm.topology import Topology
-from statexchange.comm.wait import Wait
-from statexchange.errors import PeerError, StallError, to_record
+from statexchange.errors import PeerError, StallError
 
 
 @pytest.mark.parametrize("reporter", range(RANKS))
@@ -111,37 +108,6 @@ def test_a_lost_connection_is_reconnected() -> None:
         assert [failure_of(detector, 0.01) for detector in members] == [None] * RANKS
         members[1].report_failure(PeerError(1, "its own code", "later"))
         assert str(failure_of(members[2], 0.5)) == "rank 1 failed in its own code: later"
-
-
-def test_a_decision_is_dropped_once_all_ranks_are_in_later_calls() -> None:
-    """Else the status, which is sent four times a second, would grow with each call that was given up."""
-    exchange = ByteExchange(2)
-
-    def begin(rank: int) -> Any:
-        bootstrap = Bootstrap(exchange, rank)
-        if rank == 0:
-            return start_failure_detector(bootstrap, Topology(0, (0, 1), ("anna", "bert")), 10)
-        wait = Wait(10, "a test")
-        answers = bootstrap.all_gather_bytes(json.dumps([os.getpid(), 0, None]).encode(), wait)
-        _, port, nonce = json.loads(answers[0])[2]
-        member = socket.create_connection(("127.0.0.1", port), 5)
-        member.sendall(json.dumps([nonce, 1]).encode() + b"\n")
-        bootstrap.all_gather_bytes(b"1", wait)
-        return member
-
-    coordinator, member = on_all(2, begin)
-    with contextlib.closing(coordinator), member, member.makefile() as statuses:
-        coordinator.set_current_op("the first call")
-        coordinator.complete_op()
-        record = to_record(StallError("it is late"), 1, "the first call")
-        for message in (["at", 1, 0, 0], ["closing", 1, record]):
-            member.sendall(json.dumps(message).encode() + b"\n")
-        until(lambda: json.loads(statuses.readline())["closed_ops"] == [[1, PASSED]], 2)
-        coordinator.set_current_op("the second call")
-        for _ in range(3):  # the member is still in the first call
-            assert json.loads(statuses.readline())["closed_ops"] == [[1, PASSED]]
-        member.sendall(b'["at", 2, 0, 1]\n')
-        until(lambda: json.loads(statuses.readline())["closed_ops"] == [], 2)
 
 
 def test_connections_without_the_nonce_are_closed() -> None:

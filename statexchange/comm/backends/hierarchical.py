@@ -46,17 +46,6 @@ class _StepMonitor(OuterMonitor):
     def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:  # noqa: ARG002 (a step's rank)
         return None
 
-    def give_up(self, error: StateExchangeError) -> None:
-        """Give up the collective of the world that this step belongs to, or raise `error`."""
-        if self._outer is None:
-            raise error
-        try:
-            self._outer.give_up(error)
-        except StateExchangeError as raised:
-            if raised is not error:
-                self.raised = raised
-            raise
-
 
 class _Steps:
     """Runs the steps of one collective, and translates the ranks in their errors into ranks of the world."""

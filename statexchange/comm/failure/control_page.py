@@ -6,7 +6,7 @@ then a message. The top bit of the 8 bytes is the flag _SPILLED, the others are 
 the message is the address of an arena that holds the actual, longer message. The words of a row:
 
     _PID, _START      id and start time of the rank's process, by which the others see whether it runs
-    _ARRIVED          4 * the number of the last barrier at which it has arrived + its phase there (outcome.py)
+    _ARRIVED          the number of the last barrier at which it has arrived
     _LEFT             0, or how it has left: _GONE_QUIETLY, or _GONE_WITH_ERROR, with the error in its third slot
     _PROGRESS         how often it has reported that bytes move
     _REQUESTED        the number of a barrier at which it requests all ranks, as it has a failure to report there
@@ -18,16 +18,14 @@ the others. A rank arrives at a barrier only after it has read what belongs to t
 passed barrier n + 1 may overwrite what it wrote for barrier n: two copies suffice, chosen by the parity of the number.
 
 Memory order. Words are aligned and stored whole, and x86-64 keeps stores in order: so a rank that reads an arrival can
-also read all that was written before it. On other processors the page is not used. But x86-64 may delay a store past
-a later load, until its store buffer is empty: so a rank that gives up writes CLOSING, sleeps a millisecond, and only
-then reads the others' phases.
+also read all that was written before it. On other processors the page is not used.
 
 Failure. A rank gives up a barrier at its deadline, at an interrupt, or when a rank that has not arrived has died or
-left. It sees a death by process id and start time, which it checks every 50 ms while it waits. `outcome` has the rule
-for what becomes of that barrier: all ranks raise, or all succeed. A rank that has died counts by the last phase that it
-wrote, but as CLOSING if that is HERE. If a rank has arrived but does not run, as it is stopped, the others wait 5 s for
-it, and then raise OutcomeUnknownError. A rank that leaves with an error writes the error before _LEFT, so that a rank
-that reads _LEFT can read the error.
+left. It sees a death by process id and start time, which it checks every 50 ms while it waits. It takes its arrival
+back, and leaves with the error. So the barrier fails on all ranks that have not passed it: they find this rank missing,
+and raise its error. A rank that reads the last arrival at that very moment passes, with right results, since an arrival
+means that the rank's part is written; it raises at its next barrier, where this rank is missing. A rank that leaves
+with an error writes the error before _LEFT, so that a rank that reads _LEFT can read the error.
 """
 
 from __future__ import annotations
@@ -38,16 +36,8 @@ import time
 
 from statexchange.comm import forks
 from statexchange.comm.failure.monitor import GroupMonitor
-from statexchange.comm.failure.outcome import ABSENT, CLOSING, FAILED, HERE, PASSED, SEEN, UNKNOWN, next_phase
 from statexchange.comm.wait import Wait, yield_core
-from statexchange.errors import (
-    NotInitializedError,
-    OutcomeUnknownError,
-    PeerError,
-    StateExchangeError,
-    from_record,
-    to_record,
-)
+from statexchange.errors import NotInitializedError, PeerError, StateExchangeError, from_record, to_record
 from statexchange.processes import process_is_alive, process_is_stopped, process_start, usable_cores
 from statexchange.shared_memory import Arena, Attached, Kind, attach
 
@@ -63,10 +53,6 @@ _MAILBOX_BYTES = 1024
 _KEPT_BYTES = 1 << 20  # longer messages are rare, and their memory is given back
 _GONE_QUIETLY, _GONE_WITH_ERROR = 1, 2
 _LIVENESS_PERIOD_S = 0.05
-_PHASE_BITS = 2
-_SETTLE_S = 1e-3  # for the store buffer to empty, see the top of this file
-_UNKNOWN_S = 5.0  # after one rank has given up: how long another one that has arrived may be stopped
-_REASON_S = 1.0  # for a rank that has given up to write its error
 _SPINS = 100
 _YIELDS = 1000
 _YIELDING_S = 0.05  # a limit, as one yield may take milliseconds on a busy core, and failures are checked for later
@@ -97,9 +83,8 @@ class DifferentCallsError(Exception):
 class ControlPage(GroupMonitor):
     """One rank's side of the page. Collective calls must be made by all ranks in the same order.
 
-    As a monitor it leaves `set_current_op`, `complete_op`, `report_failure` and `close` empty: the page holds arrivals,
-    phases and leaving already. It keeps the default of `give_up`, which raises: the rule of `outcome` is applied in
-    `sync`, and all ranks have passed a barrier before they wait for anything else.
+    As a monitor it leaves `set_current_op`, `report_failure` and `close` empty: the page holds arrivals and leaving
+    already.
     """
 
     def __init__(
@@ -117,7 +102,6 @@ class ControlPage(GroupMonitor):
         # Where the words _ARRIVED lie in `_words`
         self._own_word = rank * _ROW_WORDS + _ARRIVED
         self._words_of_others = [r * _ROW_WORDS + _ARRIVED for r in range(world_size) if r != rank]
-        self._first_phase = SEEN if world_size == 2 else HERE
         # Spinning on a core that the missing rank needs would only delay that rank.
         self._spins = _SPINS if world_size <= usable_cores() and not threads else 0
         self._set(_START, process_start(os.getpid()) or 0)
@@ -223,118 +207,43 @@ class ControlPage(GroupMonitor):
 
     def sync(self, wait: Wait) -> None:
         """Return when all ranks are here: a barrier without a comparison, for the inside of a collective."""
-        self._count += 1
-        arrival = self._count << _PHASE_BITS  # the word of a rank that is HERE; for other phases, the phase is added
+        count = self._count = self._count + 1
         words = self._words
-        words[self._own_word] = arrival
-        phase = self._first_phase
+        words[self._own_word] = count
         try:
-            # The fast path: pass by readings in which all are HERE (`next_phase` has the number). Else `_await`.
-            while phase != PASSED:
-                for word in self._words_of_others:
-                    if words[word] != arrival:
-                        self._await(arrival, wait)
-                        break
-                else:
-                    phase = next_phase(phase, HERE, HERE, False)
-                    continue
-                break
-            words[self._own_word] = arrival + PASSED
+            for word in self._words_of_others:
+                if words[word] < count:
+                    self._await(wait)
+                    break
         except BaseException:
-            if words[self._own_word] == arrival:  # interrupted: ranks that have not passed yet must close the barrier
-                words[self._own_word] = arrival + CLOSING
+            words[self._own_word] = count - 1  # taken back, see the top of this file
             raise
 
-    def _observe(self, own: int, arrival: int) -> int:
-        """Read the phases of the others once, and return this rank's next one."""
-        lowest, highest = PASSED, ABSENT
+    def _are_all_here(self) -> bool:
+        """Whether all ranks have arrived at this rank's barrier."""
         words = self._words
-        for word in self._words_of_others:
-            seen = words[word] - arrival
-            if seen < lowest:
-                lowest = seen
-            if seen > highest:
-                highest = seen
-        return next_phase(own, lowest, highest, False)
+        return all(words[word] >= self._count for word in self._words_of_others)
 
-    def _await(self, arrival: int, wait: Wait) -> None:
-        """Wait for the end of the barrier: return if it succeeded, raise if it failed or its outcome is unknown."""
-        reason: StateExchangeError | None = None
-        try:
-            phase = self._wait_here(arrival, wait)
-        except StateExchangeError as error:
-            phase, reason = CLOSING, error
-        if phase == CLOSING:
-            phase = self._close_barrier(arrival)
-        if phase == UNKNOWN:
-            stuck = tuple(r for r in range(self.world_size) if self._get(r, _ARRIVED) == arrival)
-            raise OutcomeUnknownError(
-                f"{wait.operation} is given up, but ranks {list(stuck)}, which have arrived, do not run: whether they "
-                "complete it is not known",
-                missing=stuck,
-                rank=stuck[0] if stuck else None,
-            ) from reason
-        if phase == FAILED:
-            raise reason or self._reason_of_others(arrival, wait.operation)
-
-    def _wait_here(self, arrival: int, wait: Wait) -> int:
-        """Return PASSED, or CLOSING if another rank has given up; raise the error for which this one gives up."""
-        phase = self._first_phase
+    def _await(self, wait: Wait) -> None:
+        """Return when all ranks have arrived: poll, then yield, then nap. Raise when the barrier is given up."""
         for _ in range(self._spins):
-            phase = self._observe(phase, arrival)
-            if phase in (PASSED, CLOSING):
-                return phase
+            if self._are_all_here():
+                return
         began = time.monotonic()
         for _ in range(_YIELDS):
-            phase = self._observe(phase, arrival)
-            if phase in (PASSED, CLOSING):
-                return phase
+            if self._are_all_here():
+                return
             if time.monotonic() - began > _YIELDING_S:
                 break
             yield_core()
-        return self._nap(phase, arrival, wait)
+        self._nap(wait)
 
-    def _close_barrier(self, arrival: int) -> int:
-        """Close a barrier that a rank has given up: return its outcome, FAILED, PASSED or UNKNOWN."""
-        words = self._words
-        words[self._own_word] = arrival + CLOSING
-        deadline = time.monotonic() + _UNKNOWN_S
-        phase = CLOSING
-        while phase == CLOSING:
-            time.sleep(_SETTLE_S)
-            seen = [self._phase_of(rank, arrival) for rank in range(self.world_size) if rank != self.rank]
-            phase = next_phase(CLOSING, min(seen), max(seen), time.monotonic() > deadline)
-        if phase != UNKNOWN:
-            words[self._own_word] = arrival + phase
-        return phase
-
-    def _phase_of(self, rank: int, arrival: int) -> int:
-        """Return the phase of another rank; CLOSING if it has died HERE."""
-        ended = self._get(rank, _ARRIVED) == arrival and not self._alive(rank)
-        phase = self._get(rank, _ARRIVED) - arrival  # read last: it may have passed before it died
-        return CLOSING if ended and phase == HERE else phase
-
-    def _reason_of_others(self, arrival: int, operation: str) -> StateExchangeError:
-        """Return the error for a barrier that other ranks have given up: the one with which such a rank leaves."""
-        closing = [r for r in range(self.world_size) if self._get(r, _ARRIVED) - arrival in (CLOSING, FAILED)]
-        deadline = time.monotonic() + _REASON_S
-        while time.monotonic() < deadline:
-            for rank in closing:
-                if rank != self.rank and self._get(rank, _LEFT) == _GONE_WITH_ERROR:
-                    return self._departure_error(rank)
-            time.sleep(_SETTLE_S)
-        others = [rank for rank in closing if rank != self.rank]
-        return PeerError(others[0] if others else -1, operation, "it gave up waiting")
-
-    def _nap(self, phase: int, arrival: int, wait: Wait) -> int:
-        """Wait like `_wait_here`, sleeping between two readings, and checking for failures and the deadline."""
+    def _nap(self, wait: Wait) -> None:
+        """Wait like `_await`, sleeping between two readings, and checking for failures and the deadline."""
         started = moved = time.monotonic()
         checked = 0.0
         progress, nap = -1, 2e-5
-        while (phase := self._observe(phase, arrival)) not in (PASSED, CLOSING):
-            missing = self._behind(arrival)
-            if not missing:
-                continue
+        while missing := self._behind():
             now = time.monotonic()
             if now - checked >= _LIVENESS_PERIOD_S or now - started < 2 * nap:
                 checked = now
@@ -348,11 +257,10 @@ class ControlPage(GroupMonitor):
                     raise wait.stall_error(missing)
             time.sleep(nap)
             nap = min(nap * 1.5, 2e-3)
-        return phase
 
-    def _behind(self, arrival: int) -> list[int]:
-        """Return the ranks that have not arrived at the barrier."""
-        return [r for r in range(self.world_size) if self._get(r, _ARRIVED) < arrival]
+    def _behind(self) -> list[int]:
+        """Return the ranks that have not arrived at this rank's barrier."""
+        return [r for r in range(self.world_size) if self._get(r, _ARRIVED) < self._count]
 
     def check(self, operation: str) -> None:
         """Raise PeerError if a rank has died, or the error with which one has left. This rank awaits `operation`."""
@@ -374,12 +282,12 @@ class ControlPage(GroupMonitor):
     def missing_ranks(self) -> tuple[int, ...]:
         """Return the ranks that have not arrived at this rank's barrier, else those whose process is stopped."""
         stopped = [r for r in range(self.world_size) if process_is_stopped(self._get(r, _PID))]
-        return tuple(self._behind(self._count << _PHASE_BITS) or stopped)
+        return tuple(self._behind() or stopped)
 
     def _raise_for_gone(self, ranks: list[int], operation: str) -> None:
         for rank in ranks:
             reason = self.departure_of(rank, operation)
-            if self._get(rank, _ARRIVED) >= self._count << _PHASE_BITS:
+            if self._get(rank, _ARRIVED) >= self._count:
                 continue  # read last: a rank may arrive and leave between the two readings
             if reason is not None:
                 raise reason

@@ -1,9 +1,8 @@
 """The coordinator of failure detection between hosts: rank 0. detector.py describes the protocol.
 
-It keeps for each rank the number of its call, its progress and the last call that it completed; it decides calls that
-are given up; and it sends the status of the group to all members. Any program that reaches the port may connect. A
-connection counts as a member's only after it has sent the nonce that rank 0 has given to its ranks, and a malformed
-message ends the connection.
+It keeps for each rank the number of its call and its progress, and sends the status of the group to all members. Any
+program that reaches the port may connect. A connection counts as a member's only after it has sent the nonce that rank
+0 has given to its ranks, and a malformed message ends the connection.
 """
 
 from __future__ import annotations
@@ -14,29 +13,15 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from statexchange.comm.failure.connection import ConnectionEndedError, JsonConnection
 from statexchange.comm.failure.detector import FailureDetector
-from statexchange.comm.failure.outcome import CLOSING, FAILED, HERE, PASSED, next_phase
 from statexchange.comm.topology import Topology
 
 __all__ = ["Coordinator"]
 
 _FINISH_S = 0.5
-
-
-@dataclass
-class _PendingDecision:
-    """A closing call that is not decided yet."""
-
-    record: dict[str, Any]
-    """The error of the rank that gave it up first."""
-    deadline: float
-    """When the decision is UNKNOWN if ranks have not answered."""
-    answered: set[int] = field(default_factory=set)
-    """The ranks that have answered."""
 
 
 class Coordinator(FailureDetector):
@@ -50,9 +35,6 @@ class Coordinator(FailureDetector):
         self._connections: dict[int, JsonConnection] = {}
         self._received_at = [time.monotonic()] * self._world_size
         self._progress_of = [0] * self._world_size
-        self._completed_of = [0] * self._world_size
-        self._dead: set[int] = set()
-        self._pending: dict[int, _PendingDecision] = {}
         self._listener = listener
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
@@ -81,65 +63,13 @@ class Coordinator(FailureDetector):
         self._received_at[rank] = time.monotonic()
         if kind == "at":
             self._view.op_numbers[rank], self._progress_of[rank] = int(rest[0]), int(rest[1])
-            self._completed_of[rank] = int(rest[2])
         elif kind == "failure":
             self._post_failure(rest[0])
         elif kind == "collective_requested":
             self._post_request(int(rest[0]))
-        elif kind == "closing":
-            self._close_op(int(rest[0]), rest[1])
-        elif kind == "answer":
-            self._take_answer(rank, int(rest[0]), int(rest[1]))
         else:  # "goodbye"
             self._view.departed[rank] = (rest[0], rest[1])
-            self._completed_of[rank] = int(rest[2])
             self._inform_all()
-
-    # Calls that are given up
-
-    def _close_op(self, number: int, record: dict[str, Any]) -> None:
-        if number in self._closed_ops:
-            return
-        self._closed_ops[number] = CLOSING
-        self._pending[number] = _PendingDecision(record, time.monotonic() + self._silent_s)
-        self._completed_of[0] = self._completed_op  # read after _closed_ops is written, see detector.py
-        self._pending[number].answered.add(0)
-        self._inform_all()
-        self._decide()
-
-    def _take_answer(self, rank: int, number: int, completed_op: int) -> None:
-        self._completed_of[rank] = max(self._completed_of[rank], completed_op)
-        if number in self._pending:
-            self._pending[number].answered.add(rank)
-            self._decide()
-
-    def _report_deaths(self) -> None:
-        super()._report_deaths()
-        self._decide()
-
-    def _decide(self) -> None:
-        """Decide each closing call for which enough ranks have answered, or whose deadline has passed."""
-        for number, pending in list(self._pending.items()):
-            phases = [self._phase_of(rank, number, pending) for rank in range(self._world_size)]
-            is_late = time.monotonic() > pending.deadline
-            phase = next_phase(CLOSING, min(phases), max(phases), is_late)
-            if phase != CLOSING:
-                del self._pending[number]
-                if phase == FAILED and self._failure is None:
-                    self._failure = pending.record
-                # After the failure: a thread of this rank that reads FAILED here reads `_failure` next.
-                self._closed_ops[number] = phase
-                self._inform_all()
-
-    def _phase_of(self, rank: int, number: int, pending: _PendingDecision) -> int:
-        if self._completed_of[rank] >= number:
-            return PASSED
-        has_ended = rank in self._dead or rank in self._view.departed
-        return CLOSING if has_ended or rank in pending.answered else HERE
-
-    def _post_death(self, rank: int) -> None:
-        self._dead.add(rank)
-        super()._post_death(rank)
 
     # Connections
 
@@ -175,18 +105,10 @@ class Coordinator(FailureDetector):
             if now - received_at > self._silent_s and rank not in view.departed:
                 silent.append(rank)
         view.silent = silent  # assigned whole: other threads read it
-        self._forget_closed_ops()
         for connection in self._connections.values():
             connection.flush()
             if not connection.has_unsent:
                 connection.send(self._status())
-
-    def _forget_closed_ops(self) -> None:
-        """Drop the decisions on calls that every rank has left behind: no rank reads these any more."""
-        earliest_op = min(self._view.op_numbers)
-        for number, phase in list(self._closed_ops.items()):
-            if number < earliest_op and phase != CLOSING:
-                del self._closed_ops[number]
 
     def _status(self) -> dict[str, Any]:
         view = self._view
@@ -197,7 +119,6 @@ class Coordinator(FailureDetector):
             "requested_op": view.requested_op,
             "progress_count": view.progress_count,
             "failure": self._failure,
-            "closed_ops": list(self._closed_ops.items()),
         }
 
     def _inform_all(self) -> None:

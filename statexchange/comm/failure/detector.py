@@ -3,13 +3,11 @@
 Rank 0 is the coordinator (coordinator.py), and every other rank is a member (member.py) that holds one TCP connection
 to it. A thread on each rank serves the connection, so that the rank itself may compute or be blocked. The messages:
 
-    member -> coordinator    ["at", op number, progress count, last completed op]    each period, a quarter of a second
-                             ["failure", record]                                     when its communicator has failed
-                             ["collective_requested", op number]                     see `request_collective`
-                             ["closing", op number, record]                          when it gives up a call
-                             ["answer", op number, last completed op]                to a call that is being closed
-                             ["goodbye", op number, cause, last completed op]        when it leaves
-    coordinator -> members   the status of the group, as one object                  each period, and on every change
+    member -> coordinator    ["at", op number, progress count]          each period, a quarter of a second
+                             ["failure", record]                        when its communicator has failed
+                             ["collective_requested", op number]        see `request_collective`
+                             ["goodbye", op number, cause]              when it leaves
+    coordinator -> members   the status of the group, as one object     each period, and on every change
 
 How a failure shows:
 
@@ -21,21 +19,8 @@ How a failure shows:
   missing.
 * Rank 0 dies: each member reports that for itself, after it has tried to connect again (member.py).
 
-A rank that gives up waiting in its n-th call must not simply raise, as another one may just be completing that call:
-
-1. It sends "closing" to the coordinator.
-2. The coordinator notes that the call is closing, and sends that to all ranks.
-3. Each rank answers whether it has completed the call, that is whether it has received all that it waited for. A rank
-   that has died or left without having completed it counts as one that has not.
-4. The coordinator decides by the rule of `outcome`, and sends the decision. If a rank has completed the call, the
-   others wait a little longer for what is on its way to them; if none has, all raise. If one does not answer, because
-   it is stopped or its host is cut off, the decision is UNKNOWN, and a wait that ran out is an OutcomeUnknownError.
-   The same if no decision arrives, as the coordinator itself is stopped, cut off or dead.
-
-The order that this rests on: a rank writes that it has completed the call before it reads whether the call is closing,
-and its detector thread writes that the call is closing before it reads whether the rank has completed it. So a rank
-that answers "no" finds the call closing before it goes on, and waits for the decision. A call that no rank gives up
-sends no message for this. The coordinator keeps a decision until every rank is in a later call.
+A rank that gives up waiting raises, and reports why. The others raise that from their waits, or at the beginning of
+their next call: so a failure ends the group on all ranks, although one may just have completed the call.
 """
 
 from __future__ import annotations
@@ -54,16 +39,8 @@ from typing import Any
 from statexchange.comm import forks
 from statexchange.comm.failure.connection import JsonConnection
 from statexchange.comm.failure.monitor import GroupMonitor
-from statexchange.comm.failure.outcome import CLOSING, FAILED, HERE, PASSED, SEEN, UNKNOWN, next_phase
 from statexchange.comm.topology import Topology
-from statexchange.errors import (
-    OutcomeUnknownError,
-    PeerError,
-    StallError,
-    StateExchangeError,
-    from_record,
-    to_record,
-)
+from statexchange.errors import PeerError, StateExchangeError, from_record, to_record
 from statexchange.processes import process_is_alive
 
 __all__ = ["FailureDetector", "GroupView"]
@@ -74,7 +51,6 @@ _SILENT_PERIODS = 6
 _GRACE_S = 0.4  # for a goodbye, or a second connection, to arrive before a process is reported as dead
 _REPORT_S = 1.0
 _JOIN_S = 2.0
-_DECISION_NAP_S = 1e-3
 
 
 @dataclass
@@ -98,8 +74,7 @@ class FailureDetector(GroupMonitor):
     """One rank's side of failure detection between hosts. Made by `start_failure_detector`.
 
     The rank's own threads call the public methods; `_run` is the detector thread. Each attribute that both use is
-    written by one of them only. In the dicts `_closed_ops` and `_view.departed` that one adds, replaces or removes
-    single items.
+    written by one of them only. In the dict `_view.departed` that one adds single items.
     """
 
     def __init__(self, topology: Topology, processes: Sequence[tuple[int, int]]) -> None:
@@ -111,8 +86,6 @@ class FailureDetector(GroupMonitor):
         self._op_number = 0
         self._operation = "its own code"
         self._progress = 0
-        self._completed_op = 0  # the last call for which this rank has received all that it needs
-        self._closed_ops: dict[int, int] = {}  # calls that a rank has given up: CLOSING, or the decision
         self._failure: dict[str, Any] | None = None
         self._view = GroupView([0] * self._world_size)
         self._ended_at: dict[int, float] = {}  # when a process was first seen to have ended
@@ -143,64 +116,8 @@ class FailureDetector(GroupMonitor):
 
     def set_current_op(self, operation: str) -> None:
         """Note that this rank begins its next collective, which all ranks count. Not collective; sends nothing."""
-        self._completed_op = self._op_number  # a call in which all ranks raised together is over, too
         self._op_number += 1
         self._operation = operation
-
-    def complete_op(self) -> None:
-        """Note that this rank has received all that it needs; raise if the ranks have given the call up.
-
-        Not collective. Blocks only if the call is closing, until it is decided.
-        """
-        number = self._op_number
-        self._completed_op = number  # before reading _closed_ops, see the top of this file
-        others_phase = CLOSING if number in self._closed_ops else HERE
-        if next_phase(SEEN, HERE, others_phase, False) != PASSED:
-            self._await_decision(number, None)
-
-    def give_up(self, error: StateExchangeError) -> None:
-        """Close this rank's call: return if another rank has completed it; else raise `error`, or OutcomeUnknownError.
-
-        Not collective. Blocks until the coordinator has decided. If `error` is that the coordinator has failed, it is
-        raised at once.
-        """
-        number = self._op_number
-        if isinstance(error, PeerError) and error.rank == 0:
-            raise error
-        record = to_record(error, self._topology.rank, self._operation)
-        self._run_in_thread(lambda: self._close_op(number, record))
-        self._await_decision(number, error)
-
-    def _await_decision(self, number: int, error: StateExchangeError | None) -> None:
-        """Return if call `number` is decided as PASSED; else raise.
-
-        Raise `error`, or without one the failure that has been reported. But where the decision is UNKNOWN or does not
-        arrive, and all that this rank has is a deadline, raise OutcomeUnknownError.
-        """
-        deadline = time.monotonic() + 3 * self._silent_s
-        phase = CLOSING
-        while phase == CLOSING:
-            decision = self._closed_ops.get(number, CLOSING)
-            is_decided = decision in (PASSED, FAILED)
-            gives_up = decision == UNKNOWN or time.monotonic() > deadline
-            phase = next_phase(CLOSING, HERE, decision if is_decided else HERE, gives_up)
-            if phase == CLOSING:
-                time.sleep(_DECISION_NAP_S)
-        if phase == PASSED:
-            return
-        cause = error
-        if cause is None and self._failure is not None:
-            cause = from_record(self._failure)
-        if cause is not None and (phase == FAILED or not isinstance(cause, StallError)):
-            raise cause
-        missing = (cause.missing if isinstance(cause, StallError) else ()) or self.missing_ranks()
-        reason = cause.message if cause is not None else f"{self._operation} was given up"
-        ranks = f"ranks {list(missing)}" if missing else "some ranks"
-        raise OutcomeUnknownError(
-            f"{reason}; whether other ranks have completed it is not known, as {ranks} do not answer",
-            missing=missing,
-            rank=missing[0] if missing else None,
-        ) from error
 
     def check(self, operation: str) -> None:
         """Raise the failure that was reported, or PeerError if a rank left before this rank's call. Not collective."""
@@ -227,13 +144,8 @@ class FailureDetector(GroupMonitor):
 
     def report_failure(self, error: StateExchangeError) -> None:
         """Report why this communicator has failed; the first report counts. Not collective; blocks 1 s at most."""
-        number, record = self._op_number, to_record(error, self._topology.rank, self._operation)
-
-        def report() -> None:
-            self._post_failure(record)
-            self._close_op(number, record)
-
-        self._run_in_thread(report)
+        record = to_record(error, self._topology.rank, self._operation)
+        self._run_in_thread(lambda: self._post_failure(record))
 
     def request_collective(self) -> None:
         """Request all ranks at this rank's next collective: waits for one rank then raise AbandonedError.
@@ -334,12 +246,9 @@ class FailureDetector(GroupMonitor):
             if rank in self._view.departed:
                 del self._ended_at[rank]
             elif now - since >= _GRACE_S:
-                self._post_death(rank)
+                self._post_failure(to_record(self._peer_error(rank, "", self._cause_of_death(rank)), rank, ""))
                 del self._ended_at[rank]
                 self._watched_ranks = [watched for watched in self._watched_ranks if watched != rank]
-
-    def _post_death(self, rank: int) -> None:
-        self._post_failure(to_record(self._peer_error(rank, "", self._cause_of_death(rank)), rank, ""))
 
     def disown(self) -> None:
         """Close this child's copies of the parent's connections: else they would stay open when the parent ends."""
@@ -367,9 +276,6 @@ class FailureDetector(GroupMonitor):
         raise NotImplementedError
 
     def _post_request(self, number: int) -> None:
-        raise NotImplementedError
-
-    def _close_op(self, number: int, record: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def _cause_of_death(self, rank: int) -> str:

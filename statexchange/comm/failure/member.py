@@ -21,7 +21,6 @@ from typing import Any
 
 from statexchange.comm.failure.connection import ConnectionEndedError, JsonConnection
 from statexchange.comm.failure.detector import FailureDetector, GroupView
-from statexchange.comm.failure.outcome import CLOSING
 from statexchange.comm.topology import Topology
 
 __all__ = ["CoordinatorAddress", "Member", "connect_member"]
@@ -87,13 +86,6 @@ class Member(FailureDetector):
         self._ended_at.pop(0, None)
         if self._failure is None:
             self._failure = status["failure"]
-        closed_ops = dict(status["closed_ops"])
-        for number, decision in closed_ops.items():
-            self._closed_ops[number] = decision  # before reading _completed_op, see detector.py
-            if decision == CLOSING:
-                self._send(["answer", number, self._completed_op])
-        for number in self._closed_ops.keys() - closed_ops.keys():
-            del self._closed_ops[number]  # every rank is in a later call
 
     def _send(self, message: list[Any]) -> None:
         if self._connection is not None:
@@ -103,7 +95,7 @@ class Member(FailureDetector):
         if self._connection is not None:
             self._connection.flush()
             if not self._connection.has_unsent:
-                self._connection.send(["at", self._op_number, self._progress, self._completed_op])
+                self._connection.send(["at", self._op_number, self._progress])
         is_silent = time.monotonic() - self._view.updated > self._silent_s and not self._host_answers
         if (self._connection is None or is_silent) and time.monotonic() - self._attempted_at > _RECONNECT_S:
             self._reconnect()
@@ -142,9 +134,6 @@ class Member(FailureDetector):
     def _post_request(self, number: int) -> None:
         self._send(["collective_requested", number])
 
-    def _close_op(self, number: int, record: dict[str, Any]) -> None:
-        self._send(["closing", number, record])
-
     def _cause_of_death(self, rank: int) -> str:
         if rank == 0 and rank not in self._watched_ranks:
             return "its process or host is gone: the coordinator does not answer"
@@ -158,7 +147,7 @@ class Member(FailureDetector):
 
     def _send_goodbye(self) -> None:
         if self._connection is not None:
-            self._connection.send(["goodbye", self._op_number, self._goodbye, self._completed_op])
+            self._connection.send(["goodbye", self._op_number, self._goodbye])
             self._connection.finish(time.monotonic() + _FINISH_S)
 
 

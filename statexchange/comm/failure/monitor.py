@@ -4,7 +4,7 @@
 adds what a session writes: which call this rank is in, its progress, and its failure. Two classes implement it: the
 control page (control_page.py) for ranks of one host, the failure detector (detector.py) for ranks of several hosts.
 
-The methods of `FailureMonitor` must not block, except `give_up`: a wait calls them twenty times a second.
+The methods of `FailureMonitor` must not block: a wait calls them twenty times a second.
 """
 
 from __future__ import annotations
@@ -59,13 +59,6 @@ class FailureMonitor(ABC):
     def progress_count(self) -> int:
         """Return a number that grows while any rank reports progress."""
 
-    def give_up(self, error: StateExchangeError) -> None:
-        """Raise `error`, which ends the wait of this rank, unless another rank has completed the call: see `outcome`.
-
-        The default raises: it is for monitors that cannot find out whether another rank has completed the call.
-        """
-        raise error
-
 
 class GroupMonitor(FailureMonitor):
     """One rank's side of the failure detection of its group."""
@@ -86,9 +79,6 @@ class GroupMonitor(FailureMonitor):
 
     def set_current_op(self, operation: str) -> None:
         """Note that this rank begins its next call."""
-
-    def complete_op(self) -> None:
-        """Note that this rank has received all that it needs for its call; raise if the ranks have given it up."""
 
     def report_failure(self, error: StateExchangeError) -> None:
         """Report to the other ranks that this communicator has failed."""

@@ -25,9 +25,8 @@ A round, on every rank:
 With `delay_reduce` step 3 does not happen and step 5 comes before step 4: the sum of weights has to be known before
 gradients are multiplied by their share of it.
 
-Threads. Hooks run in threads of autograd's engine, possibly in different ones on different ranks. Collectives that they
-begin count as calls of the thread that last called `reduce` (`Communicator.called_by`). Reductions during backward run
-in the communicator's work queue; `reduce` waits for them.
+Threads. Hooks run in threads of autograd's engine, possibly in different ones on different ranks, while the thread that
+called backward waits. Reductions during backward run in the communicator's work queue; `reduce` waits for them.
 
 Failure. If one rank cannot copy a gradient (its shape changed, say), all ranks raise the error, by `agree`. A failed
 reduction is raised where it is waited for. After `discard` or `reset` the reducer is usable again if its communicator
@@ -351,8 +350,7 @@ class BucketReducer(Reducer):
     def _backward_ended(self) -> None:
         ended = None if self._on_backward_end is None else self._on_backward_end()
         if ended is not None:
-            with self._comm.called_by(self._sender.caller):
-                ended()
+            ended()
 
     # Averaging
 
@@ -406,7 +404,6 @@ class BucketReducer(Reducer):
             MismatchError: ranks are in different steps or reduce different parameters.
         """
         self._hooks.forget_backward()
-        self._sender.caller = self._comm.caller
         try:
             with torch.no_grad():
                 share = 0.0 if done else self._checked_weight(weight)

@@ -23,10 +23,7 @@ _PENDING_BYTES = 1 << 18  # of gradients that are copied together, while they ar
 
 
 class BucketSender:
-    """Copies gradients into buckets and reduces these, during backward and after it.
-
-    Collectives in autograd's threads count as calls of the thread `caller`; see `Communicator.called_by`.
-    """
+    """Copies gradients into buckets and reduces these, during backward and after it."""
 
     def __init__(
         self,
@@ -39,7 +36,6 @@ class BucketSender:
         scale: float | None,
         communicate: Communicate | None,
     ) -> None:
-        self.caller = comm.caller
         self._comm = comm
         self._plan = plan
         self._arrival = arrival
@@ -69,8 +65,7 @@ class BucketSender:
                 self._copy_pending()
         assert view.bucket is not None
         if not view.bucket.num_waiting and self._overlaps:
-            with self._comm.called_by(self.caller):
-                self._send_full()
+            self._send_full()
 
     def _copy_pending(self) -> None:
         """Copy gradients before they leave the cache, and free their memory for the next ones."""
