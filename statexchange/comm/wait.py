@@ -37,7 +37,7 @@ class Wait:
     Args:
         timeout_s: the deadline, in seconds without progress.
         operation: a description of the awaited call, for errors.
-        monitor: reports failures; by default the monitor of the enclosing `monitored` block.
+        monitor: reports failures; by default the monitor of the enclosing `forming_group` block.
         enter: the function that `enter` calls.
     """
 

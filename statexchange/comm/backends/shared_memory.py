@@ -79,8 +79,7 @@ class SharedMemoryBackend(Backend):
     name = "shm"
     enters_itself = True
 
-    def __init__(self, page: ControlPage, bootstrap: Backend, name: str = "shm") -> None:
-        self.name = name
+    def __init__(self, page: ControlPage, bootstrap: Backend) -> None:
         self.rank = page.rank
         self.world_size = page.world_size
         self._small_bytes = min(_SMALL_BYTES // self.world_size, _WINDOW_BYTES)

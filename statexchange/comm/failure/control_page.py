@@ -87,13 +87,10 @@ class ControlPage(GroupMonitor):
     already.
     """
 
-    def __init__(
-        self, memory: memoryview, rank: int, world_size: int, kind: Kind = "memfd", *, threads: bool = False
-    ) -> None:
+    def __init__(self, memory: memoryview, rank: int, world_size: int, kind: Kind = "memfd") -> None:
         self.rank = rank
         self.world_size = world_size
         self.kind: Kind = kind
-        self._threads = threads
         self._words = memory[: world_size * _ROW_WORDS * 8].cast("Q")
         self._slots = memory[world_size * _ROW_WORDS * 8 :]
         self._count = 0
@@ -103,7 +100,7 @@ class ControlPage(GroupMonitor):
         self._own_word = rank * _ROW_WORDS + _ARRIVED
         self._words_of_others = [r * _ROW_WORDS + _ARRIVED for r in range(world_size) if r != rank]
         # Spinning on a core that the missing rank needs would only delay that rank.
-        self._spins = _SPINS if world_size <= usable_cores() and not threads else 0
+        self._spins = _SPINS if world_size <= usable_cores() else 0
         self._set(_START, process_start(os.getpid()) or 0)
         self._set(_PID, os.getpid())
         forks.cut_off_in_children(self)
@@ -271,7 +268,7 @@ class ControlPage(GroupMonitor):
 
     def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:
         """Return why `rank` will not reach `operation`: it has left with an error, closed or died; None if it may."""
-        alive = self._alive(rank)
+        alive = self.can_see(rank)
         left = self._get(rank, _LEFT)  # read last: a rank may write its error and die between the two readings
         if left == _GONE_WITH_ERROR:
             return self._departure_error(rank)
@@ -294,9 +291,6 @@ class ControlPage(GroupMonitor):
 
     def _departure_error(self, rank: int) -> StateExchangeError:
         return from_record(json.loads(_read_slot(self._slot(rank, 2))[0]))
-
-    def _alive(self, rank: int) -> bool:
-        return self._threads or self.can_see(rank)
 
     def can_see(self, rank: int) -> bool:
         """Whether the process of `rank` runs; False, too, in a PID namespace where this process cannot see it."""

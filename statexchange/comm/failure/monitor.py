@@ -24,7 +24,6 @@ __all__ = [
     "OuterMonitor",
     "PeerMonitor",
     "forming_group",
-    "monitored",
     "named_failure",
     "outer_monitor",
 ]
@@ -146,24 +145,9 @@ class PeerMonitor(OuterMonitor):
 _outer: ContextVar[FailureMonitor | None] = ContextVar("statexchange_outer_monitor", default=None)
 
 
-@contextlib.contextmanager
-def monitored(monitor: FailureMonitor | None) -> Iterator[None]:
-    """A block in which waits without a monitor of their own use `monitor`. Not collective."""
-    token = _outer.set(None if monitor is None else OuterMonitor(monitor))
-    try:
-        yield
-    finally:
-        _outer.reset(token)
-
-
 def outer_monitor() -> FailureMonitor | None:
-    """Return the monitor of the `monitored` block that this is in, if any. Not collective."""
+    """Return the monitor of the `forming_group` block that this is in, if any. Not collective."""
     return _outer.get()
-
-
-def _is_monitored() -> bool:
-    """Whether this is inside a `monitored` block that has a monitor. Not collective."""
-    return _outer.get() is not None
 
 
 @contextlib.contextmanager
@@ -173,17 +157,19 @@ def forming_group(monitor: FailureMonitor | None, hosts: Sequence[str]) -> Itera
     `hosts` are the names of the ranks' hosts. Inside another such block, which forms the parent of this group, the
     monitor of that block is used, and errors have its ranks.
     """
-    if _is_monitored():
+    if _outer.get() is not None:
         yield
         return
+    token = _outer.set(None if monitor is None else OuterMonitor(monitor))
     try:
-        with monitored(monitor):
-            yield
+        yield
     except PeerError as error:
         named = named_failure(error, monitor, hosts)
         if named is error:
             raise
         raise named from error
+    finally:
+        _outer.reset(token)
 
 
 def named_failure(error: PeerError, monitor: FailureMonitor | None, hosts: Sequence[str]) -> StateExchangeError:
