@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch.distributed as dist
 
@@ -13,10 +14,12 @@ from statexchange.settings import default_timeout_s
 
 __all__ = ["thread_communicators"]
 
+_stores: Any = dist  # torch exports its stores there, but not for type checkers
+
 
 def thread_communicators(world_size: int) -> list[Communicator]:
     """Return a communicator for each of `world_size` threads. Not collective: one thread makes them all."""
-    store = dist.HashStore()
+    store = _stores.HashStore()
 
     def form(rank: int) -> Communicator:
         return form_communicator(StoreBootstrap(store, rank, world_size), default_timeout_s())
