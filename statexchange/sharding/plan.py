@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from statexchange.errors import (
@@ -243,7 +242,7 @@ class _OutputDTypes:
         self._weights_in_bytes = set()
         if options.dtype:
             for name, shards in selected.items():
-                first = shards if isinstance(shards, ShardingSpec) else shards[0][1]
+                first = _first(shards)
                 if is_packed_weight(name, first.dtype):
                     self._quantized.add(name.rpartition(".")[0])
                 if first.dtype in ("I8", "U8"):
@@ -332,35 +331,48 @@ def _aliases(rank_shards: Sequence[RankShards], by_name: Mapping[str, _TensorSha
     A name is dropped only if every holder with elements of it has the same alias for it, and the other name is written
     with an equal shard.
     """
-    if not any(map(attrgetter("aliases"), rank_shards)):
-        return {}
-    # The names under which holders keep each tensor; its own name means that it is not tied.
-    kept_as: dict[str, set[str]] = {}
+    tied: set[str] = set()
     for holder in rank_shards:
-        parts = {}
-        for shard in holder.shards:
-            # Empty shards are equal, whatever they are tied to, so they prove nothing.
-            if isinstance(shard, Shard) and shard.nbytes:
-                parts[shard.name] = (shard.dtype, shard.global_shape, shard.boxes)
-        for name, part in parts.items():
-            target = holder.aliases.get(name, name)
-            kept_as.setdefault(name, set()).add(target if parts.get(target) == part else name)
-        for name, target in holder.aliases.items():
-            spec, target_spec = by_name.get(name), by_name.get(target)
-            if isinstance(spec, ShardingSpec):
-                is_equal = isinstance(target_spec, ShardingSpec) and replace(target_spec, name=name) == spec
-                kept_as.setdefault(name, set()).add(target if is_equal else name)
-    for name, shards in by_name.items():
-        if isinstance(shards, ShardingSpec):
-            names = kept_as.setdefault(name, set())
-            if not names or _is_untied_somewhere(shards, rank_shards):
-                names.add(name)
-    agreed = {name: next(iter(names)) for name, names in kept_as.items() if len(names) == 1}
+        tied.update(holder.aliases, holder.aliases.values())
+    kept_as: dict[str, str | None] = {}
+    for name in by_name if tied else ():
+        if name in tied:
+            kept_as[name] = _kept_as(name, by_name, rank_shards)
     aliases = {}
-    for alias, target in agreed.items():
-        if alias != target and alias in by_name and target in by_name and agreed.get(target) == target:
+    for alias, target in kept_as.items():
+        if target is not None and target != alias and kept_as.get(target) == target:
             aliases[alias] = target
     return aliases
+
+
+def _kept_as(name: str, by_name: Mapping[str, _TensorShards], rank_shards: Sequence[RankShards]) -> str | None:
+    """Return the name under which all holders with elements of a tensor keep it; None if they do not agree."""
+    shards = by_name[name]
+    names = set()
+    if isinstance(shards, ShardingSpec):
+        for number, holder in enumerate(rank_shards):
+            target = holder.aliases.get(name)
+            if target is not None:
+                names.add(target if _are_equal(shards, by_name.get(target)) else name)
+            # A rank's boxes take a while, and once one is known to be untied, another one adds nothing.
+            elif name not in names and shards.shard_of(number).nbytes:
+                names.add(name)
+    else:
+        for number, shard in shards:
+            # Empty shards are equal, whatever they are tied to, so they prove nothing.
+            if shard.nbytes:
+                target = rank_shards[number].aliases.get(name, name)
+                others = by_name.get(target, [])
+                other = None if isinstance(others, ShardingSpec) else dict(others).get(number)
+                names.add(target if _are_equal(shard, other) else name)
+    if len(names) > 1:
+        return None
+    return names.pop() if names else name
+
+
+def _are_equal(shard: Shard | ShardingSpec, other: _TensorShards | Shard | None) -> bool:
+    """Whether two tensors differ in their names alone."""
+    return isinstance(other, type(shard)) and replace(other, name=shard.name) == shard
 
 
 def _is_written_alike(
@@ -374,26 +386,24 @@ def _is_written_alike(
 
     Copies that differ may be reduced or left out. Then other holders, whose copies are not tied, change the bytes.
     """
-    first = shards if isinstance(shards, ShardingSpec) else shards[0][1]
-    other = others if isinstance(others, ShardingSpec) else others[0][1]
+    first, other = _first(shards), _first(others)
     reduction = reductions.get(first.name)
-    if reduction != reductions.get(other.name) or dtypes.of(first.name, first.dtype) != dtypes.of(
-        other.name, other.dtype
-    ):
+    if reduction != reductions.get(other.name):
+        return False
+    if dtypes.of(first.name, first.dtype) != dtypes.of(other.name, other.dtype):
         return False
     may_differ = reduction is not None or options.replicas == "root"
     return not may_differ or _holders(shards) == _holders(others)
 
 
+def _first(shards: _TensorShards) -> Shard | ShardingSpec:
+    """Return a tensor's spec or first shard, for what is equal in all."""
+    return shards if isinstance(shards, ShardingSpec) else shards[0][1]
+
+
 def _holders(shards: _TensorShards) -> set[int]:
     """Return the holders with elements; those of a spec are all ranks of its mesh, and are left out."""
     return set() if isinstance(shards, ShardingSpec) else {holder for holder, shard in shards if shard.nbytes}
-
-
-def _is_untied_somewhere(spec: ShardingSpec, rank_shards: Sequence[RankShards]) -> bool:
-    """Whether a holder with elements of the tensor has no alias for it."""
-    untied = [number for number, holder in enumerate(rank_shards) if spec.name not in holder.aliases]
-    return any(spec.shard_of(number).nbytes for number in untied)
 
 
 def _renamed(names: Iterable[str], options: ExportOptions) -> dict[str, str]:
