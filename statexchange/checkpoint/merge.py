@@ -1,8 +1,8 @@
 """Merge a sharded checkpoint on disk into one directory: offline, in bounded memory, without torch.
 
-The steps: open the source; plan the output, which proves that each element is supplied exactly once; compare replicas;
-then write the output files, one thread per file, window by window. All are published together
-(checkpoint/publication.py).
+The story is `_merge`: open the source; select what is merged and convert it; plan the output, which proves that each
+element is supplied exactly once, and compare copies; write the output files, one thread per file, window by window;
+publish all together (checkpoint/publication.py).
 """
 
 from __future__ import annotations
@@ -260,108 +260,175 @@ def merge_checkpoint(
     if threads == 0:
         raise InvalidArgumentError("threads must be a number from 1 on, not 0")
     options = ExportOptions.of({**arguments, "layout": _read_layout(layout)})
-    conversion, numbers = read_conversion(options)
+    request = _Request(target_path(path), call, options, *read_conversion(options), began)
+    try:
+        return _merge(source, request)
+    except ReplacedError:
+        return _merge(source, request)
 
-    def merge_once() -> MergeReport:
-        checkpoint, reductions = _open(source, call, options)
-        with checkpoint:
-            checkpoint.read_ahead()
-            return merge_opened(checkpoint, reductions)
 
-    def merge_opened(checkpoint: Source, reductions: Mapping[str, str]) -> MergeReport:
-        check_readable(checkpoint, options)
-        own, own_notes = ({}, ()) if files_from == () else own_files(checkpoint)
-        merged, converted = checkpoint, None
-        config = given_config(files_from, own)
-        if conversion is None:
-            plan_options, notes = _unwrapping_options(checkpoint, options, config)
-        else:
-            converted, notes = _converted(checkpoint, options, conversion, numbers, own)
-            merged, reductions = converted.source, converted.renamed_keys(reductions)
-            plan_options = replace(options, include=(), exclude=())  # `_converted` has applied them
-        merged = _with_heads(merged, config)
-        left_over: dict[str, bytes] = {}
-        if _writes_adapter(merged, plan_options, own):
-            plan_options = replace(plan_options, filename_pattern=options.filename_pattern or ADAPTER_PATTERN)
-        elif ADAPTER_CONFIG in own:
-            # Beside a whole model it would make transformers look for an adapter: not copied, only compared.
-            left_over = {ADAPTER_CONFIG: own.pop(ADAPTER_CONFIG)}
-        basis = _basis(merged, options, reductions)
-        try:
-            rank_shards = merged.rank_shards()
-            plan = plan_merge(rank_shards, plan_options, basis=basis, reductions=reductions)
-        except (CorruptError, IncompleteError) as error:
-            raise _with_directory(error, checkpoint).located(path=error.path or checkpoint.path) from None
-        if not plan.num_tensors:
-            raise _nothing_to_merge(checkpoint, section)
-        if options.replicas == "equal":
-            check_replicas(merged, plan, plan_options)
-        extra = extra_files(files_from, plan, own, updates_dtype=bool(options.dtype) or checkpoint.kind == "deepspeed")
-        metadata, metadata_notes = kept_metadata(checkpoint, plan_options)
-        sources = [tensor.source for file in plan.files for tensor in file.tensors]
-        has_model = section not in _WITHOUT_MODEL
-        about = notes_about(checkpoint, sources, options, expects_model=has_model)
-        notes = (*checkpoint.notes, *notes, *about, *metadata_notes, *own_notes)
-        notes += notes_on_tensors(rank_shards, plan, plan_options) + notes_on_empty_directories(files_from)
-        is_whole_model = has_model and not options.include and not options.exclude
-        if has_model:
-            notes += notes_on_missing_files(plan, extra, checkpoint)
-            notes += notes_on_adapters(plan, {**left_over, **extra}, checkpoint)
-            notes += notes_on_foreign_names(plan) if conversion is None else ()
-        if is_whole_model:
-            notes += config_warnings(plan.tensors, {**left_over, **extra})
-        target = target_path(path)
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """What the caller asks for, and when: the target, the options, the conversion that these name, and its numbers."""
+
+    path: str
+    call: CallOptions
+    options: ExportOptions
+    conversion: ConversionRules | None
+    numbers: Mapping[str, int]
+    began: float
+
+    @property
+    def has_model(self) -> bool:
+        """Whether what is merged has the tensors of a model."""
+        return self.call.section not in _WITHOUT_MODEL
+
+    @property
+    def is_whole_model(self) -> bool:
+        """Whether nothing of the model is left out."""
+        return self.has_model and not self.options.include and not self.options.exclude
+
+
+@dataclass(frozen=True, slots=True)
+class _Selected:
+    """What is merged of an opened source.
+
+    Attributes:
+        source: the tensors, converted if a conversion was asked for.
+        options: the options that are left to apply to these.
+        reductions: "max" or "min" by name of the tensors whose copies are reduced.
+        files: the small files of the source that are copied.
+        compared_files: those with which the tensors are only compared.
+        converted: the conversion's result.
+        notes: notes about names.
+        file_notes: notes about files that are not copied.
+    """
+
+    source: Source
+    options: ExportOptions
+    reductions: Mapping[str, str]
+    files: dict[str, bytes]
+    compared_files: Mapping[str, bytes]
+    converted: Converted | None
+    notes: tuple[str, ...]
+    file_notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """What is written: the plan of the tensors, the small files, and the text metadata of the tensor files."""
+
+    plan: Plan
+    extra: Mapping[str, bytes]
+    metadata: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def _merge(path: str | os.PathLike[str], request: _Request) -> MergeReport:
+    """Merge once; raise ReplacedError if the source is replaced meanwhile."""
+    opened, reductions = _open(path, request.call, request.options)
+    with opened:
+        opened.read_ahead()
+        selected = _select(opened, reductions, request)
+        output = _plan(opened, selected, request)
+        call, target, plan, notes = request.call, request.path, output.plan, output.notes
+        extra, metadata, overwrite, resume = output.extra, output.metadata, call.overwrite, call.resume
         reused: tuple[str, ...] = ()
-        _check_apart(checkpoint, target)
-        if dry_run:
+        _check_apart(opened, target)
+        if call.dry_run:
             check_publication(target, plan, extra=extra, metadata=metadata, overwrite=overwrite, resume=resume)
         else:
             with Publication(
                 target,
                 plan,
-                source=checkpoint.kind,
+                source=opened.kind,
                 extra=extra,
                 metadata=metadata,
                 overwrite=overwrite,
                 reuse=True,
                 resume=resume,
             ) as publication:
-                target = publication.path
-                reused = tuple(sorted(publication.finished))
-                provenance = _Merge(merged, plan, publication, on_progress).run(threads)
-                if converted is not None:
-                    converted.check_digests()
+                target, reused = publication.path, tuple(sorted(publication.finished))
+                provenance = _FileWriter(selected.source, plan, publication, call).write()
+                if selected.converted is not None:
+                    selected.converted.check_digests()
                 # Before the commit: a copy of a file that was changed in place is half old and half new.
-                checkpoint.check_unchanged()
+                opened.check_unchanged()
                 publication.commit(provenance)
-            notes += notes_on_written(plan, provenance, options.new_layout(), extra if is_whole_model else None)
+            model_files = extra if request.is_whole_model else None
+            notes += notes_on_written(plan, provenance, request.options.new_layout(), model_files)
         report = MergeReport(
             path=target,
             files=tuple((file.name, file.data_nbytes) for file in plan.files),
             nbytes=plan.nbytes,
             num_tensors=plan.num_tensors,
             aliases=plan.aliases,
-            seconds=time.perf_counter() - began,
-            dry_run=dry_run,
+            seconds=time.perf_counter() - request.began,
+            dry_run=call.dry_run,
             notes=notes,
             reused=reused,
-            tensors=_planned(merged, plan) if dry_run else (),
+            tensors=_planned(selected.source, plan) if call.dry_run else (),
         )
         _log.info("merged %s", report)
         return report
 
+
+def _select(opened: Source, reductions: Mapping[str, str], request: _Request) -> _Selected:
+    """Select the tensors, convert them if that was asked for, and find the files that belong to them."""
+    options = request.options
+    check_readable(opened, options)
+    files, file_notes = ({}, ()) if options.files_from == () else own_files(opened)
+    config = given_config(options.files_from, files)
+    source, converted = opened, None
+    if request.conversion is None:
+        left_options, notes = _unwrapping_options(opened, options, config)
+    else:
+        converted, notes = _converted(opened, options, request.conversion, request.numbers, files)
+        source, reductions = converted.source, converted.renamed_keys(reductions)
+        left_options = replace(options, include=(), exclude=())  # `_converted` has applied them
+    if unties_heads(config):
+        # Without the aliases of heads that config.json does not tie, so that they are written.
+        untied = [replace(shard_file, aliases=without_heads(shard_file.aliases)) for shard_file in source.files]
+        source = replace(source, files=tuple(untied))
+    compared_files: dict[str, bytes] = {}
+    if _writes_adapter(source, left_options, files):
+        left_options = replace(left_options, filename_pattern=options.filename_pattern or ADAPTER_PATTERN)
+    elif ADAPTER_CONFIG in files:
+        # Beside a whole model it would make transformers look for an adapter: not copied, only compared.
+        compared_files = {ADAPTER_CONFIG: files.pop(ADAPTER_CONFIG)}
+    return _Selected(source, left_options, reductions, files, compared_files, converted, notes, file_notes)
+
+
+def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
+    """Plan the output, which proves that each element is supplied exactly once, and compare the copies."""
+    options, left_options = request.options, selected.options
     try:
-        return merge_once()
-    except ReplacedError:
-        return merge_once()
-
-
-def _with_heads(source: Source, config: bytes | None) -> Source:
-    """Return the source; without the aliases of heads if config.json does not tie these, so that they are written."""
-    if not unties_heads(config):
-        return source
-    files = [replace(shard_file, aliases=without_heads(shard_file.aliases)) for shard_file in source.files]
-    return replace(source, files=tuple(files))
+        rank_shards = selected.source.rank_shards()
+        basis = _basis(selected.source, options, selected.reductions)
+        plan = plan_merge(rank_shards, left_options, basis=basis, reductions=selected.reductions)
+    except (CorruptError, IncompleteError) as error:
+        raise _with_directory(error, opened).located(path=error.path or opened.path) from None
+    if not plan.num_tensors:
+        raise _nothing_to_merge(opened, request.call.section)
+    if options.replicas == "equal":
+        check_replicas(selected.source, plan, left_options)
+    updates_dtype = bool(options.dtype) or opened.kind == "deepspeed"
+    extra = extra_files(options.files_from, plan, selected.files, updates_dtype=updates_dtype)
+    metadata, metadata_notes = kept_metadata(opened, left_options)
+    names = [tensor.source for tensor in plan.tensors.values()]
+    notes = opened.notes + selected.notes
+    notes += notes_about(opened, names, options, expects_model=request.has_model)
+    notes += metadata_notes + selected.file_notes
+    notes += notes_on_tensors(rank_shards, plan, left_options) + notes_on_empty_directories(options.files_from)
+    compared_files = {**selected.compared_files, **extra}
+    if request.has_model:
+        notes += notes_on_missing_files(plan, extra, opened)
+        notes += notes_on_adapters(plan, compared_files, opened)
+        if request.conversion is None:
+            notes += notes_on_foreign_names(plan)
+    if request.is_whole_model:
+        notes += config_warnings(plan.tensors, compared_files)
+    return _Output(plan, extra, metadata, notes)
 
 
 def _writes_adapter(source: Source, options: ExportOptions, files: Mapping[str, bytes]) -> bool:
@@ -550,13 +617,14 @@ def check_replicas(source: Source, plan: Plan, options: ExportOptions) -> None:
     """Raise ReplicaError unless all copies of each box are equal, and selected tied tensors equal each other."""
     # A layout would concatenate what are copies or versions of one model in files of no rank.
     are_parts = source.has_ranks or are_of_ranks([shard_file.name for shard_file in source.files])
-    for file in plan.files:
-        for tensor in file.tensors:
-            advice = 'to take the lowest rank\'s, replicas="root" (--replicas root)'
-            rules = layout_advice([tensor.shape], rule_for_dim(tensor.source))
-            if rules and len(tensor.pieces) == 1 and are_parts:  # of more pieces the files have the sharding
-                advice = f"if each holds a part, give a layout (--layout): {rules}; {advice}"
-            check_tensor_copies(source, tensor, advice)
+    for tensor in plan.tensors.values():
+        if not any(piece.replicas for piece in tensor.pieces):
+            continue
+        advice = 'to take the lowest rank\'s, replicas="root" (--replicas root)'
+        rules = layout_advice([tensor.shape], rule_for_dim(tensor.source))
+        if rules and len(tensor.pieces) == 1 and are_parts:  # of more pieces the files have the sharding
+            advice = f"if each holds a part, give a layout (--layout): {rules}; {advice}"
+        check_tensor_copies(source, tensor, advice)
     for shard_file in source.files:
         for alias, name in shard_file.aliases.items():
             if options.wants(alias) and options.wants(name):
@@ -566,7 +634,7 @@ def check_replicas(source: Source, plan: Plan, options: ExportOptions) -> None:
 def _provenance_of(plan: FilePlan, record: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[BoxProvenance]]:
     """Return the provenance of the boxes in a file that a killed merge had finished.
 
-    `record` is what `_Merge._write_file` recorded: the fields of a BoxProvenance by tensor and box.
+    `record` is what `_FileWriter._write_file` recorded: the fields of a BoxProvenance by tensor and box.
     """
     provenance = {}
     for tensor, boxes in zip(plan.tensors, record, strict=True):
@@ -574,33 +642,29 @@ def _provenance_of(plan: FilePlan, record: Sequence[Sequence[Sequence[Any]]]) ->
     return provenance
 
 
-class _Merge:
-    """Writes the output files of a proved plan."""
+class _FileWriter:
+    """Writes the output files of a proved plan, each by a thread, window by window."""
 
-    def __init__(
-        self,
-        source: Source,
-        plan: Plan,
-        publication: Publication,
-        on_progress: Callable[[int, int], None] | None,
-    ) -> None:
+    def __init__(self, source: Source, plan: Plan, publication: Publication, call: CallOptions) -> None:
         self._source = source
         self._plan = plan
         self._publication = publication
-        self._on_progress = on_progress
+        self._call = call
         self._done, self._total = 0, plan.nbytes
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
-    def run(self, threads: int | None) -> dict[str, list[BoxProvenance]]:
-        """Write all files and return the provenance of each box by tensor name."""
+    def write(self) -> dict[str, list[BoxProvenance]]:
+        """Write all files that a killed merge has not finished; return the provenance of each box by tensor name."""
         provenance: dict[str, list[BoxProvenance]] = {}
+        files = []
         for file in self._plan.files:
             if file.name in self._publication.finished:
                 provenance |= _provenance_of(file, self._publication.finished[file.name])
                 self._count(file.data_nbytes)
-        files = [file for file in self._plan.files if file.name not in self._publication.finished]
-        with ThreadPoolExecutor(max(1, min(threads or os.cpu_count() or 1, len(files)))) as pool:
+            else:
+                files.append(file)
+        with ThreadPoolExecutor(max(1, min(self._call.threads or os.cpu_count() or 1, len(files)))) as pool:
             outputs = list(pool.map(self._publication.create, files))  # a full disk is found before anything is written
             futures = [pool.submit(self._write_file, *pair) for pair in zip(files, outputs, strict=True)]
             try:
@@ -613,11 +677,13 @@ class _Merge:
 
     def _write_file(self, plan: FilePlan, output: OutputFile) -> dict[str, list[BoxProvenance]]:
         memory = memoryview(bytearray(MEMORY_BYTES))
-        provenance = {tensor.name: self._write_tensor(tensor, output, memory) for tensor in plan.tensors}
-        output.finish()
+        provenance = {}
         record = []
         for tensor in plan.tensors:
-            record.append([[box.rank, box.digest, box.num_overflows] for box in provenance[tensor.name]])
+            boxes = self._write_tensor(tensor, output, memory)
+            provenance[tensor.name] = boxes
+            record.append([[box.rank, box.digest, box.num_overflows] for box in boxes])
+        output.finish()
         self._publication.record(plan.name, record)
         return provenance
 
@@ -636,5 +702,5 @@ class _Merge:
     def _count(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
-            if self._on_progress is not None:
-                self._on_progress(self._done, self._total)
+            if self._call.on_progress is not None:
+                self._call.on_progress(self._done, self._total)

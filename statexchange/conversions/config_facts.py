@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from statexchange.conversions.names import NamePattern
 from statexchange.conversions.numbers import KnownConfig, NumberRule, Numbers, number_in
 from statexchange.errors import InvalidArgumentError
 
-__all__ = ["ConfigFact", "ModelTensors", "check_configs"]
+__all__ = ["ConfigFact", "FactKind", "ModelTensors", "check_configs"]
+
+FactKind = Literal["count", "size", "present", "absent", "number"]
 
 _MODEL_TYPE = "model_type"
 
@@ -24,28 +27,25 @@ _MODEL_TYPE = "model_type"
 class ConfigFact:
     """The meaning of one key of a config, or of the product of several.
 
-    Exactly one of `count`, `size`, `present`, `absent` and `number` is set.
-
     Attributes:
         keys: the keys.
+        kind: what the value is. "count": there are so many of the first name, one for each value of its placeholder.
+            "size": `dim` of the tensors of the first name has this size. "present": it is 1 if one of the names is
+            there, else 0. "absent": it is 1 if the first name is not there, else 0. "number": it is the conversion's
+            number of this name.
+        names: patterns of names.
+        number: the name of a number.
         default: the value where a config of the architecture does not have the last key: a number, or an expression of
             other keys; None if it is not known.
-        count: a name, of which there is one for each value of its placeholder.
-        size: the name of tensors of which `dim` has this size.
-        dim: a dim of `size`.
-        present: names of which one is there if the value is 1, and none if it is 0.
-        absent: a name that is not there if the value is 1, and is there if it is 0.
-        number: the conversion's number that has the same value.
+        dim: a dim of the tensors.
     """
 
     keys: tuple[str, ...]
-    default: int | str | None = None
-    count: NamePattern | None = None
-    size: NamePattern | None = None
-    dim: int = 0
-    present: tuple[NamePattern, ...] = ()
-    absent: NamePattern | None = None
+    kind: FactKind
+    names: tuple[NamePattern, ...] = ()
     number: str = ""
+    default: int | str | None = None
+    dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def check_configs(
             value = _value_in(config, fact, has_defaults=is_of_type)
             if value is None:
                 continue
-            if fact.number:
+            if fact.kind == "number":
                 found = given.get(fact.number)
                 if config is written and found not in (None, value):
                     raise _contradiction(fact, value, config, f"{found} by convert_with (--convert-with)")
@@ -107,8 +107,7 @@ def _contradiction(fact: ConfigFact, value: int, config: KnownConfig, found: str
 
 
 def _shown(fact: ConfigFact, value: int) -> str:
-    is_truth = fact.present or fact.absent is not None
-    return str(bool(value)).lower() if is_truth else str(value)
+    return str(bool(value)).lower() if fact.kind in ("present", "absent") else str(value)
 
 
 def _value_in(config: KnownConfig, fact: ConfigFact, *, has_defaults: bool) -> int | None:
@@ -133,34 +132,29 @@ def _default(config: KnownConfig, default: int | str | None) -> int | None:
 
 def _other_value(fact: ConfigFact, value: int, model: ModelTensors) -> str | None:
     """Return what the tensors show instead of `value`; None if they do not contradict it."""
-    if fact.count is not None:
-        return _other_count(fact.count, value, model)
-    if fact.size is not None:
-        for name, shape in model.shapes.items():
-            if fact.size.match(name) is not None and fact.dim < len(shape) and shape[fact.dim] != value:
-                return f"{shape[fact.dim]} in the checkpoint, by dim {fact.dim} of {name}"
+    text = fact.names[0].text
+    if fact.kind == "absent":
+        is_written = text in model.shapes and text not in model.aliases
+        if value and is_written:
+            return f"false in the checkpoint, which has a {text} of its own"
+        if not value and text not in model.shapes and model.is_whole:
+            return f"true in the checkpoint, which has no {text}"
         return None
-    if fact.absent is not None:
-        return _other_absence(fact.absent.text, bool(value), model)
-    found = next((name for name in model.shapes if any(one.match(name) is not None for one in fact.present)), None)
-    if found is not None and not value:
-        return f"true in the checkpoint, which has {found}"
-    if found is None and value and model.is_whole:
-        return f"false in the checkpoint, which has no {fact.present[0].text}"
-    return None
-
-
-def _other_count(pattern: NamePattern, value: int, model: ModelTensors) -> str | None:
-    found = sum(pattern.match(name) is not None for name in model.shapes)
-    if found > value or (found < value and found and model.is_whole):
-        return f"{found} in the checkpoint, which has that many {pattern.text}"
-    return None
-
-
-def _other_absence(name: str, is_absent: bool, model: ModelTensors) -> str | None:
-    is_written = name in model.shapes and name not in model.aliases
-    if is_absent and is_written:
-        return f"false in the checkpoint, which has a {name} of its own"
-    if not is_absent and name not in model.shapes and model.is_whole:
-        return f"true in the checkpoint, which has no {name}"
+    matching = []
+    for name in model.shapes:
+        if any(pattern.match(name) is not None for pattern in fact.names):
+            matching.append(name)
+    if fact.kind == "size":
+        for name in matching:
+            shape = model.shapes[name]
+            if fact.dim < len(shape) and shape[fact.dim] != value:
+                return f"{shape[fact.dim]} in the checkpoint, by dim {fact.dim} of {name}"
+    elif fact.kind == "count":
+        count = len(matching)
+        if count > value or (count < value and count and model.is_whole):
+            return f"{count} in the checkpoint, which has that many {text}"
+    elif matching and not value:
+        return f"true in the checkpoint, which has {matching[0]}"
+    elif value and not matching and model.is_whole:
+        return f"false in the checkpoint, which has no {text}"
     return None

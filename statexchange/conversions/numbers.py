@@ -87,7 +87,7 @@ class Numbers:
         self._rules = rules
         self._given = dict(given)
         self._configs = configs
-        self._values: dict[tuple[str, int], int | None] = {}  # of expressions, by text and depth, until one is solved
+        self._values: dict[str, int | None] = {}  # of numbers that are expressions, until another number is solved
         self._solved: dict[str, tuple[int, str]] = {}  # with the tensors from whose shapes they follow
 
     def check(self) -> None:
@@ -121,34 +121,30 @@ class Numbers:
                     f'this model, or the right number as convert_with={{"{name}": N}} (--convert-with {name}=N)'
                 )
 
-    def get(self, name: str, depth: int = 0) -> int | None:
+    def get(self, name: str) -> int | None:
         """Return a number; None if it is not known."""
         if name in self._given:
             return self._given[name]
         rule = self._rules.get(name, NumberRule())
-        if rule.value and depth < _MAX_DEPTH:
-            value = self._evaluated(rule.value, depth + 1)
-            if value is not None:
-                return value
+        if rule.value and name not in self._values:
+            self._values[name] = None  # an expression that refers to itself has no value
+            self._values[name] = self.known(rule.value)
+        value = self._values.get(name)
+        if value is not None:
+            return value
         for key in rule.config:
             for config in self._configs:
-                found = number_in(config.values, key)
-                if found is not None:
-                    return found
+                value = number_in(config.values, key)
+                if value is not None:
+                    return value
         return self._solved[name][0] if name in self._solved else None
 
-    def _evaluated(self, expression: str | int, depth: int = 0) -> int | None:
-        if isinstance(expression, int):
-            return expression
-        if (expression, depth) not in self._values:  # an expression may name another one many times
-            self._values[expression, depth] = self._product(expression, depth)
-        return self._values[expression, depth]
-
-    def _product(self, expression: str, depth: int) -> int | None:
-        tokens = _TOKEN.findall(expression)
+    def known(self, expression: str | int) -> int | None:
+        """Return the value of an expression; None if a number in it is not known."""
+        tokens = _TOKEN.findall(str(expression))
         value = 1
         for operator, token in zip(["*", *tokens[1::2]], tokens[::2], strict=True):
-            number = int(token) if token.isdigit() else self.get(token, depth)
+            number = int(token) if token.isdigit() else self.get(token)
             if number is None:
                 return None
             if operator == "*":
@@ -156,7 +152,8 @@ class Numbers:
                 if value >= _MAX_NUMBER:
                     raise InvalidArgumentError(f"convert: {expression} is larger than any tensor")
             elif number == 0 or value % number:
-                raise InvalidArgumentError(f"convert: {expression} is no whole number{self.shown(expression)}")
+                text = f"convert: {expression} is no whole number{self.shown(str(expression))}"
+                raise InvalidArgumentError(text)
             else:
                 value //= number
         return value
@@ -168,16 +165,12 @@ class Numbers:
             UnknownNumberError: a number in it is not known; the message says how to give it.
             InvalidArgumentError: it is 0, which no count or ratio is.
         """
-        value = self._evaluated(expression)
+        value = self.known(expression)
         if value is None:
             raise self._unknown(str(expression))
         if value == 0:
             raise InvalidArgumentError(f"convert: {expression} is 0{self.shown(str(expression))}")
         return value
-
-    def known(self, expression: str | int) -> int | None:
-        """Return the value of an expression; None if a number in it is not known."""
-        return self._evaluated(expression)
 
     def factors(self, expressions: Sequence[str | int], size: int, name: str) -> tuple[int, ...]:
         """Return the factors of a dim of `size` of tensor `name`; one unknown number follows from the size.
@@ -186,7 +179,7 @@ class Numbers:
             UnknownNumberError: two numbers are unknown.
             InvalidArgumentError: the product of the factors is not `size`.
         """
-        values = [self._evaluated(expression) for expression in expressions]
+        values = list(map(self.known, expressions))
         unknown = [number for number, value in enumerate(values) if value is None]
         if len(unknown) == 1 and _NAME.fullmatch(str(expressions[unknown[0]])):
             product = math.prod(value for value in values if value is not None)

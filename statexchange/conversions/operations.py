@@ -6,11 +6,12 @@ inverse, with which a rule is used in the other direction.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 from statexchange.conversions.numbers import Numbers, check_expression
 from statexchange.conversions.patches import Patch, concatenated, identity, permuted, sliced, transposed
@@ -19,12 +20,11 @@ from statexchange.sharding.shards import MAX_DIMS
 
 __all__ = ["Operation", "Planned", "parse_operation"]
 
-T = TypeVar("T")
 _MAX_ENTRIES = 64
 _MAX_PATCHES = 1 << 16  # of one tensor
 _MAX_PERMUTED = 1 << 20  # indices of a dim that is permuted: they are kept as a list
 Expression = str | int
-_ONE: Expression = 1
+_Option: TypeAlias = tuple[str, Callable[[Any], object], object]  # its name, check and default
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,11 @@ class Permute(_Each):
     dim: int
     shape: tuple[Expression, ...]
     order: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != len(self.order):
+            text = f"convert: permute has {len(self.shape)} sizes and an order of {len(self.order)}"
+            raise InvalidArgumentError(text)
 
     def _applied(self, tensor: Planned, numbers: Numbers) -> Planned:
         dim = tensor.dim(self.dim)
@@ -253,40 +258,7 @@ def _inverse_order(order: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(range(len(order)), key=order.__getitem__))
 
 
-# Parsing
-
-
-def parse_operation(raw: object) -> Operation:
-    """Return an operation from its JSON form, ``{"permute": {...}}``; raise InvalidArgumentError for anything else."""
-    if not isinstance(raw, Mapping) or len(raw) != 1:
-        raise InvalidArgumentError(f'convert: an operation is like {{"transpose": {{...}}}}, not {excerpt(raw)}')
-    ((name, options),) = raw.items()
-    if name not in _OPERATIONS or not isinstance(options, Mapping):
-        raise InvalidArgumentError(f"convert: {excerpt(raw)} is no operation; there are {', '.join(_OPERATIONS)}")
-    return _OPERATIONS[name](_Options(name, options))
-
-
-class _Options:
-    """The options of an operation in a file; each is checked when it is taken."""
-
-    def __init__(self, operation: str, options: Mapping[Any, Any]) -> None:
-        self._operation = operation
-        self._left = dict(options)
-
-    def take(self, key: str, read: Callable[[Any], T], default: T) -> T:
-        """Return an option, or the default if it is absent."""
-        return read(self._left.pop(key)) if key in self._left else default
-
-    def need(self, key: str, read: Callable[[Any], T]) -> T:
-        """Return an option; raise InvalidArgumentError if it is absent."""
-        if key not in self._left:
-            raise InvalidArgumentError(f"convert: {self._operation} needs {key!r}")
-        return read(self._left.pop(key))
-
-    def end(self) -> None:
-        """Raise InvalidArgumentError if there are options that nothing has taken."""
-        if self._left:
-            raise InvalidArgumentError(f"convert: {self._operation} has no option {excerpt(next(iter(self._left)))}")
+# The form in JSON
 
 
 def _index(raw: object) -> int:
@@ -319,51 +291,36 @@ def _numbers_of(raw: object) -> tuple[int, ...] | None:
     return numbers
 
 
-def _permute(options: _Options) -> Operation:
-    of, dim = options.take("of", _numbers_of, None), options.take("dim", _index, 0)
-    shape, order = options.need("shape", _expressions), options.need("order", _order)
-    options.end()
-    if len(shape) != len(order):
-        raise InvalidArgumentError(f"convert: permute has {len(shape)} sizes and an order of {len(order)}")
-    return Permute(of, dim, shape, order)
-
-
-def _transpose(options: _Options) -> Operation:
-    operation = Transpose(options.take("of", _numbers_of, None), options.need("order", _order))
-    options.end()
-    return operation
-
-
-def _resize(options: _Options, *, pads: bool) -> Operation:
-    of, dim = options.take("of", _numbers_of, None), options.take("dim", _index, 0)
-    before: Expression | None = options.take("from", check_expression, None)
-    operation = Resize(of, dim, options.need("to", check_expression), before, pads)
-    options.end()
-    return operation
-
-
-def _split(options: _Options) -> Operation:
-    operation = Split(
-        options.take("dim", _index, 0),
-        options.need("sizes", _expressions),
-        options.take("groups", check_expression, _ONE),
-    )
-    options.end()
-    return operation
-
-
-def _fuse(options: _Options) -> Operation:
-    sizes: tuple[Expression, ...] | None = options.take("sizes", _expressions, None)
-    operation = Fuse(options.take("dim", _index, 0), sizes, options.take("groups", check_expression, _ONE))
-    options.end()
-    return operation
-
-
-_OPERATIONS: Mapping[str, Callable[[_Options], Operation]] = {
-    "permute": _permute,
-    "transpose": _transpose,
-    "split": _split,
-    "fuse": _fuse,
-    "pad": lambda options: _resize(options, pads=True),
-    "unpad": lambda options: _resize(options, pads=False),
+_NEEDED: Any = object()
+_OF: _Option = ("of", _numbers_of, None)
+_DIM: _Option = ("dim", _index, 0)
+_GROUPS: _Option = ("groups", check_expression, 1)
+_SIZE: tuple[_Option, ...] = ("to", check_expression, _NEEDED), ("from", check_expression, None)
+# How each operation is made from its options, which are arguments in this order; each with its check and its default.
+_OPERATIONS: Mapping[str, tuple[Callable[..., Operation], Sequence[_Option]]] = {
+    "permute": (Permute, (_OF, _DIM, ("shape", _expressions, _NEEDED), ("order", _order, _NEEDED))),
+    "transpose": (Transpose, (_OF, ("order", _order, _NEEDED))),
+    "split": (Split, (_DIM, ("sizes", _expressions, _NEEDED), _GROUPS)),
+    "fuse": (Fuse, (_DIM, ("sizes", _expressions, None), _GROUPS)),
+    "pad": (functools.partial(Resize, pads=True), (_OF, _DIM, *_SIZE)),
+    "unpad": (functools.partial(Resize, pads=False), (_OF, _DIM, *_SIZE)),
 }
+
+
+def parse_operation(raw: object) -> Operation:
+    """Return an operation from its JSON form, ``{"permute": {...}}``; raise InvalidArgumentError for anything else."""
+    if not isinstance(raw, Mapping) or len(raw) != 1:
+        raise InvalidArgumentError(f'convert: an operation is like {{"transpose": {{...}}}}, not {excerpt(raw)}')
+    ((name, options),) = raw.items()
+    if name not in _OPERATIONS or not isinstance(options, Mapping):
+        raise InvalidArgumentError(f"convert: {excerpt(raw)} is no operation; there are {', '.join(_OPERATIONS)}")
+    operation, accepted = _OPERATIONS[name]
+    left = dict(options)
+    arguments = []
+    for key, check, default in accepted:
+        if key not in left and default is _NEEDED:
+            raise InvalidArgumentError(f"convert: {name} needs {key!r}")
+        arguments.append(check(left.pop(key)) if key in left else default)
+    if left:
+        raise InvalidArgumentError(f"convert: {name} has no option {excerpt(next(iter(left)))}")
+    return operation(*arguments)

@@ -2,7 +2,8 @@
 
 A patch is a box of the output and a map to the input: along each dim of the output, the input's index in one of its
 dims. Mostly this is a range; after a permutation it is a list. Every operation of a conversion divides and moves
-patches, so patches are exact for any chain of operations.
+patches, so patches are exact for any chain of operations. The part of a patch that lies in one stored box of the input
+is a patch, too, of that box.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Block", "Dim", "Patch", "concatenated", "identity", "permuted", "shared_blocks", "sliced", "transposed"]
+__all__ = ["Dim", "Patch", "concatenated", "identity", "permuted", "sliced", "transposed"]
 
 # An array takes 8 bytes an index and compares by its values. The step of a range is positive.
 Indices: TypeAlias = "range | array[int]"
@@ -73,21 +74,64 @@ class Patch:
                 return False
         return True
 
-    def cut(self, dim: int, first: int, count: int, at: int) -> Patch:
-        """Return the part with `count` indices along `dim` from the patch's own `first` on, moved to `at`."""
-        offsets, shape = list(self.box.offsets), list(self.box.shape)
-        offsets[dim], shape[dim] = at, count
-        dims, along = list(self.dims), self.dims[dim]
-        dims[dim] = Dim(along.dim, along.indices[first : first + count])
+    @property
+    def orders(self) -> tuple[array[int] | None, ...]:
+        """For each dim of the output, the indices in the input if they are no range; () if all are ranges."""
+        orders: list[array[int] | None] = []
+        for along in self.dims:
+            orders.append(None if isinstance(along.indices, range) else along.indices)
+        return tuple(orders) if any(order is not None for order in orders) else ()
+
+    def strides(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """Return the strides of the output's dims, where the input has the strides `stored`.
+
+        For a dim that has an order, it is the stride between neighbouring indices of the input.
+        """
+        strides = []
+        for along in self.dims:
+            step = along.indices.step if isinstance(along.indices, range) else 1
+            strides.append(0 if along.dim is None else step * stored[along.dim])
+        return tuple(strides)
+
+    def is_run(self, strides: Sequence[int]) -> bool:
+        """Whether elements with these strides lie in the C order of the box, one after another."""
+        if self.orders:
+            return False
+        for size, stride, dense in zip(self.box.shape, strides, c_strides(self.box.shape), strict=True):
+            if size != 1 and stride != dense:
+                return False
+        return True
+
+    def offset(self, stored: Sequence[int]) -> int:
+        """Return the position of the first element, where the input has the strides `stored`."""
+        offset = 0
+        for index, stride in zip(self.begin, stored, strict=True):
+            offset += index * stride
+        for along in self.dims:
+            if along.dim is not None:
+                offset += along.indices[0] * stored[along.dim]
+        return offset
+
+    def with_dim(self, dim: int, at: int, count: int, indices: Indices) -> Patch:
+        """Return a patch with `count` indices along `dim`, from `at` on in the output, and `indices` in the input."""
+        offsets, shape, dims = list(self.box.offsets), list(self.box.shape), list(self.dims)
+        offsets[dim], shape[dim], dims[dim] = at, count, Dim(dims[dim].dim, indices)
         return Patch(self.source, Box(tuple(offsets), tuple(shape)), self.begin, tuple(dims))
 
+    def cut(self, dim: int, first: int, count: int, at: int) -> Patch:
+        """Return the part with `count` indices along `dim` from the patch's own `first` on, moved to `at`."""
+        return self.with_dim(dim, at, count, self.dims[dim].indices[first : first + count])
+
     def within(self, box: Box) -> list[Patch]:
-        """Return the parts whose elements lie in `box` of the input."""
-        parts = [self]
+        """Return the parts whose elements lie in `box` of the input, as patches of that box."""
+        if not self.box.numel or intersect(self.input_box, box) is None:
+            return []
+        begin = tuple(index - low for index, low in zip(self.begin, box.offsets, strict=True))
+        parts = [replace(self, begin=begin)]
         for dim, along in enumerate(self.dims):
             if along.dim is None:
                 continue
-            low = box.offsets[along.dim] - self.begin[along.dim]
+            low = -begin[along.dim]
             runs = _runs_within(along.indices, low, low + box.shape[along.dim])
             if runs == [(0, len(along.indices))]:
                 continue
@@ -99,12 +143,23 @@ class Patch:
         """Yield the parts in an output whose indices along `dim` are the indices `chosen` of the patch's output."""
         low, along = self.box.offsets[dim], self.dims[dim]
         for first, count in _runs_within(chosen, low, low + self.box.shape[dim]):
-            offsets, shape = list(self.box.offsets), list(self.box.shape)
-            offsets[dim], shape[dim] = first, count
-            dims = list(self.dims)
+            indices = along.indices
             if along.dim is not None:
-                dims[dim] = Dim(along.dim, _taken(along.indices, chosen[first : first + count] - low))
-            yield Patch(self.source, Box(tuple(offsets), tuple(shape)), self.begin, tuple(dims))
+                indices = _taken(indices, chosen[first : first + count] - low)
+            yield self.with_dim(dim, first, count, indices)
+
+    def ranges(self) -> list[Patch]:
+        """Return the patch divided into patches in which all dims run along ranges: each is a view of the input."""
+        patches = [self]
+        for dim, along in enumerate(self.dims):
+            if isinstance(along.indices, range):
+                continue
+            at = self.box.offsets[dim]
+            divided = []
+            for first, run in _ranges(along.indices):
+                divided += [patch.with_dim(dim, at + first, len(run), run) for patch in patches]
+            patches = divided
+        return patches
 
 
 def _bounds(indices: Indices) -> tuple[int, int]:
@@ -136,6 +191,20 @@ def _taken(indices: Indices, positions: NDArray[np.int64]) -> Indices:
     if step > 0 and (np.diff(values) == step).all():
         return range(first, last + 1, step)
     return array("q", values.astype(np.int64).tobytes())
+
+
+def _ranges(indices: Sequence[int]) -> list[tuple[int, range]]:
+    """Divide indices into ranges, each with the position of its first index."""
+    found = []
+    at = 0
+    while at < len(indices):
+        end = at + 1
+        step = indices[end] - indices[at] if end < len(indices) else 0
+        while step > 0 and end < len(indices) and indices[end] - indices[end - 1] == step:
+            end += 1
+        found.append((at, range(indices[at], indices[end - 1] + 1, max(1, step))))
+        at = end
+    return found
 
 
 def identity(shape: Sequence[int], source: int | None = 0) -> tuple[Patch, ...]:
@@ -188,97 +257,3 @@ def permuted(patches: Iterable[Patch], dim: int, factors: Sequence[int], order: 
 
     chosen = np.arange(math.prod(factors), dtype=np.int64).reshape(factors).transpose(order).reshape(-1)
     return tuple(part for patch in patches for part in patch.permuted(dim, chosen))
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The part of a patch that lies in one box of the input.
-
-    Attributes:
-        box: the box in the output.
-        begin: index, relative to the box of the input, to which the indices along the dims are added.
-        dims: for each dim of the output, where it runs in the input.
-    """
-
-    box: Box
-    begin: tuple[int, ...]
-    dims: tuple[Dim, ...]
-
-    @property
-    def first(self) -> tuple[int, ...]:
-        """The index of the first element, relative to the box of the input."""
-        first = list(self.begin)
-        for along in self.dims:
-            if along.dim is not None:
-                first[along.dim] += along.indices[0]
-        return tuple(first)
-
-    @property
-    def orders(self) -> tuple[array[int] | None, ...]:
-        """For each dim of the output, the indices in the input if they are no range; () if all are ranges."""
-        orders = tuple(None if isinstance(along.indices, range) else along.indices for along in self.dims)
-        return orders if any(order is not None for order in orders) else ()
-
-    def strides(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """Return the strides of the output's dims, where the input's box has the strides `stored`.
-
-        For a dim that has an order, it is the stride between neighbouring indices of the input.
-        """
-        strides = []
-        for along in self.dims:
-            step = along.indices.step if isinstance(along.indices, range) else 1
-            strides.append(0 if along.dim is None else step * stored[along.dim])
-        return tuple(strides)
-
-    def is_run(self, strides: Sequence[int]) -> bool:
-        """Whether elements with these strides lie in the C order of the box, one after another."""
-        if self.orders:
-            return False
-        pairs = zip(self.box.shape, strides, c_strides(self.box.shape), strict=True)
-        return all(size == 1 or stride == dense for size, stride, dense in pairs)
-
-    def offset(self, stored: Sequence[int]) -> int:
-        """Return the position of the first element, where the input's box has the strides `stored`."""
-        return sum(index * stride for index, stride in zip(self.first, stored, strict=True))
-
-    def ranges(self) -> list[Block]:
-        """Return the block divided into blocks in which all dims run along ranges: each is a view of the input."""
-        blocks = [self]
-        for dim, along in enumerate(self.dims):
-            if isinstance(along.indices, range):
-                continue
-            runs = _ranges(along.indices)
-            blocks = [block.part(dim, first, run) for block in blocks for first, run in runs]
-        return blocks
-
-    def part(self, dim: int, first: int, run: range) -> Block:
-        """Return the part with the input's indices `run` along `dim`, which begin at position `first` there."""
-        offsets, shape, dims = list(self.box.offsets), list(self.box.shape), list(self.dims)
-        offsets[dim], shape[dim], dims[dim] = offsets[dim] + first, len(run), replace(dims[dim], indices=run)
-        return Block(Box(tuple(offsets), tuple(shape)), self.begin, tuple(dims))
-
-
-def _ranges(indices: Sequence[int]) -> list[tuple[int, range]]:
-    """Divide indices into ranges, each with the position of its first index."""
-    found = []
-    at = 0
-    while at < len(indices):
-        end = at + 1
-        step = indices[end] - indices[at] if end < len(indices) else 0
-        while step > 0 and end < len(indices) and indices[end] - indices[end - 1] == step:
-            end += 1
-        found.append((at, range(indices[at], indices[end - 1] + 1, max(1, step))))
-        at = end
-    return found
-
-
-def shared_blocks(patch: Patch, box: Box) -> list[Block]:
-    """Return the parts of a patch whose elements lie in `box` of the input."""
-    if not patch.box.numel:
-        return []
-    if not patch.begin:  # the input has no dims
-        return [Block(patch.box, (), patch.dims)] if patch.source is not None else []
-    if intersect(patch.input_box, box) is None:
-        return []
-    begin = tuple(index - low for index, low in zip(patch.begin, box.offsets, strict=True))
-    return [Block(part.box, begin, part.dims) for part in patch.within(box)]

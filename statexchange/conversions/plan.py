@@ -11,7 +11,7 @@ from typing import Any
 
 from statexchange.conversions.numbers import KnownConfig, Numbers, UnknownNumberError
 from statexchange.conversions.operations import Planned
-from statexchange.conversions.patches import Block, Dim, Patch, identity, shared_blocks
+from statexchange.conversions.patches import Dim, Patch, identity
 from statexchange.conversions.rules import ConversionRules, Rule
 from statexchange.errors import IncompleteError, InvalidArgumentError, UnsafeError, UnsupportedError
 from statexchange.sharding.shards import Box, full_box
@@ -56,15 +56,15 @@ class InputFills:
             self._lows = np.array([box.offsets for box in boxes], np.int64)
             self._ends = np.array([box.ends for box in boxes], np.int64)
 
-    def blocks(self, box: Box) -> Iterator[tuple[Fill, Block]]:
-        """Yield the parts of patches whose elements lie in `box` of the input, in the order of the patches."""
+    def parts(self, box: Box) -> Iterator[Fill]:
+        """Yield the parts of fills whose elements lie in `box` of the input, as fills by that box, in order."""
         fills = self._fills
         if self._ends is not None:
             overlaps = ((self._lows < box.ends) & (self._ends > box.offsets)).all(axis=1)
             fills = [fills[number] for number in overlaps.nonzero()[0]]
         for fill in fills:
-            for block in shared_blocks(fill.patch, box):
-                yield fill, block
+            for patch in fill.patch.within(box):
+                yield Fill(fill.target, patch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,24 +241,13 @@ class _Planner:
                 raise IncompleteError(text, name=shown)
         if not group.rule.targets:
             return
-        if group.rule.unstack:
-            self._add_unstacked(group)
-        elif group.rule.stack:
+        if group.rule.stack:
             self._add_stacked(group)
         else:
-            self._add_plain(group)
-
-    def _add_plain(self, group: _Group) -> None:
-        names = self._names(group, ())
-        outputs = self._apply(group.rule, names, [self._inputs[name].shape for name in names])
-        for target, output in zip(group.rule.targets, outputs, strict=True):
-            new = self._add_output(target.filled(group.values), names, output.shape)
-            self._add_fills(new, names, output.patches)
-            if len(names) == 1:
-                self._single.add(new)
+            self._add_unstacked(group)
 
     def _add_unstacked(self, group: _Group) -> None:
-        """Add the outputs of each index of the inputs' leading dims."""
+        """Add the outputs of each index of the inputs' leading dims, most often of none: then the one index is ()."""
         names, depth = self._names(group, ()), len(group.rule.unstack)
         shapes = [self._inputs[name].shape for name in names]
         leading = shapes[0][:depth]
@@ -276,6 +265,8 @@ class _Planner:
             for target, output in zip(group.rule.targets, outputs, strict=True):
                 new = self._add_output(target.filled(values), names, output.shape)
                 self._add_fills(new, names, [_of_index(patch, index) for patch in output.patches])
+                if not depth and len(names) == 1:
+                    self._single.add(new)
 
     def _add_stacked(self, group: _Group) -> None:
         """Add the outputs whose leading dims are the indices in the inputs' names."""
@@ -398,7 +389,7 @@ def _layer_number(text: str, name: str) -> int:
 
 def _of_index(patch: Patch, index: tuple[int, ...]) -> Patch:
     """Return a patch whose input is one index of a stacked tensor."""
-    if patch.source is None:
+    if patch.source is None or not index:
         return patch
     dims = tuple(Dim(None if along.dim is None else along.dim + len(index), along.indices) for along in patch.dims)
     return replace(patch, begin=(*index, *patch.begin), dims=dims)

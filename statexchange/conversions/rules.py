@@ -59,9 +59,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, get_args
 
-from statexchange.conversions.config_facts import ConfigFact
+from statexchange.conversions.config_facts import ConfigFact, FactKind
 from statexchange.conversions.names import NamePattern
 from statexchange.conversions.numbers import NumberRule, check_expression
 from statexchange.conversions.operations import Operation, parse_operation
@@ -71,8 +71,8 @@ __all__ = ["ConversionRules", "Rule"]
 
 _KEYS = {"about", "numbers", "rules", "model_type", "config"}
 _NUMBER_KEYS = {"about", "config", "value", "must_be"}
-_FACT_KEYS = {"key", "default", "count", "size", "dim", "present", "absent", "number"}
-_FACT_KINDS = ("count", "size", "present", "absent", "number")
+_FACT_KINDS = get_args(FactKind)
+_FACT_KEYS = {"key", "default", "dim", *_FACT_KINDS}
 _RULE_KEYS = {"from", "to", "values", "unstack", "stack", "tied_to"}
 
 
@@ -238,21 +238,14 @@ def _fact(raw: object) -> ConfigFact:
     if not isinstance(raw, Mapping) or not {"key"} <= raw.keys() <= _FACT_KEYS or len(kinds) != 1:
         text = f"has 'key' and one of {', '.join(map(repr, _FACT_KINDS))}, and may have 'dim' and 'default'"
         raise InvalidArgumentError(f"convert: an entry of config {text}; not {excerpt(raw)}")
-    keys, dim, default = _texts(raw["key"]), raw.get("dim", 0), raw.get("default")
+    (kind,) = kinds
+    keys, texts, dim, default = _texts(raw["key"]), _texts(raw[kind]), raw.get("dim", 0), raw.get("default")
     if not keys or type(dim) is not int or dim < 0:
         raise InvalidArgumentError(f"convert: an entry of config has a key, and dim is a number: {excerpt(raw)}")
     if default not in (None, 0):
         default = check_expression(default)
-    patterns = tuple(map(NamePattern, _texts(raw[kinds[0]]))) if kinds != ["number"] else ()
-    if not patterns and kinds != ["number"]:
+    if kind == "number":
+        return ConfigFact(keys, kind, (), "".join(texts), default)
+    if not texts:
         raise InvalidArgumentError(f"convert: an entry of config names no tensor: {excerpt(raw)}")
-    return ConfigFact(
-        keys,
-        default,
-        count=patterns[0] if kinds == ["count"] else None,
-        size=patterns[0] if kinds == ["size"] else None,
-        dim=dim,
-        present=patterns if kinds == ["present"] else (),
-        absent=patterns[0] if kinds == ["absent"] else None,
-        number="".join(_texts(raw["number"])) if kinds == ["number"] else "",
-    )
+    return ConfigFact(keys, kind, tuple(map(NamePattern, texts)), "", default, dim)

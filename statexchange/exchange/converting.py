@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 
 from statexchange.comm.communicator import Communicator
-from statexchange.conversions.patches import Block
+from statexchange.conversions.patches import Patch
 from statexchange.conversions.plan import ConversionPlan, InputFills
 from statexchange.exchange.chosen_conversion import ChosenConversion
 from statexchange.exchange.placing import place_parts
@@ -56,11 +56,11 @@ def _converted(described: Description, plan: ConversionPlan, *, has_zeros: bool)
                 outputs.setdefault(fill.target, [])
             if local.reduce is not None:
                 reductions[fill.target] = local.reduce
-        parts = InputFills(fills)
+        input_fills = InputFills(fills)
         for box, tensor in zip(local.shard.boxes, local.tensors, strict=True):
-            for fill, block in parts.blocks(box):
-                for part in block.ranges():
-                    outputs.setdefault(fill.target, []).append((part.box, _view(tensor, part)))
+            for fill in input_fills.parts(box):
+                for patch in fill.patch.ranges():
+                    outputs.setdefault(fill.target, []).append((patch.box, _view(tensor, patch)))
     if has_zeros:
         for fill in plan.zeros:
             dtype = numpy_dtype(plan.tensors[fill.target].dtype)
@@ -76,20 +76,20 @@ def _converted(described: Description, plan: ConversionPlan, *, has_zeros: bool)
     return Description(converted, plan.new_aliases(described.aliases))
 
 
-def _view(tensor: TensorLike, block: Block) -> TensorLike:
-    """Return the view of a tensor or array that has the elements of a block of ranges, in its order.
+def _view(tensor: TensorLike, patch: Patch) -> TensorLike:
+    """Return the view of a tensor or array that has the elements of a patch of ranges, in its order.
 
-    For a block whose dims are 1 and 0 of the tensor, it is a transposed part of it.
+    For a patch whose dims are 1 and 0 of the tensor, it is a transposed part of it.
     """
-    index: list[int | slice] = list(block.begin)
+    index: list[int | slice] = list(patch.begin)
     used = []
     shape_index: list[slice | None] = []
-    for along in block.dims:
+    for along in patch.dims:
         if along.dim is None:
             # A dim of one element that the input does not have.
             shape_index.append(None)
             continue
-        first, last = block.begin[along.dim] + along.indices[0], block.begin[along.dim] + along.indices[-1]
+        first, last = patch.begin[along.dim] + along.indices[0], patch.begin[along.dim] + along.indices[-1]
         step = along.indices[1] - along.indices[0] if last > first else 1
         index[along.dim] = slice(first, last + 1, step)
         used.append(along.dim)

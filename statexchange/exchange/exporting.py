@@ -15,8 +15,9 @@ from statexchange.errors import MismatchError, ReplicaError
 from statexchange.exchange.export_plan import Clock, ExportRequest, RootExport
 from statexchange.formats.config_check import config_warnings
 from statexchange.messages import decode
-from statexchange.sharding.plan import Piece, TensorPlan, replica_error
+from statexchange.sharding.plan import TensorPlan, replica_error
 from statexchange.sharding.rules import layout_advice
+from statexchange.sharding.shards import Piece
 from statexchange.sharding.write_plan import BoxReceipt
 from statexchange.tensors import collector_paused
 from statexchange.units import format_shares, format_transfer

@@ -13,8 +13,8 @@ from functools import partial
 from statexchange.conversions.choice import check_numbers, choose_conversion
 from statexchange.conversions.config_facts import ModelTensors, check_configs
 from statexchange.conversions.numbers import KnownConfig
-from statexchange.conversions.patches import Block
-from statexchange.conversions.plan import ConversionPlan, Fill, InputFills, TensorInfo, plan_conversion
+from statexchange.conversions.patches import Patch
+from statexchange.conversions.plan import ConversionPlan, InputFills, TensorInfo, plan_conversion
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import CorruptError, StateExchangeError
 from statexchange.formats.model_files import CONFIG
@@ -217,14 +217,14 @@ def _converted_file(
         for fill in fills:
             if not fill.patch.box.numel:
                 outputs.setdefault(fill.target, _Boxes(plan.tensors[fill.target]))
-        found = InputFills(fills)
+        input_fills = InputFills(fills)
         lost = []
         for index, (box, byte_range) in enumerate(zip(tensor.shard.boxes, tensor.byte_ranges, strict=True)):
             keeps_digest = False
-            for fill, block in found.blocks(box):
+            for fill in input_fills.parts(box):
                 boxes = outputs.setdefault(fill.target, _Boxes(plan.tensors[fill.target]))
-                converted = _byte_range(byte_range, box, block, fill, tensor.shard.dtype)
-                boxes.add(block.box, converted)
+                converted = _byte_range(byte_range, box, fill.patch, tensor.shard.dtype)
+                boxes.add(fill.patch.box, converted)
                 keeps_digest = keeps_digest or converted.is_proven
             if byte_range.is_proven and not keeps_digest:
                 lost.append(index)
@@ -291,19 +291,19 @@ def _union(first: Box, second: Box) -> Box | None:
     return None
 
 
-def _byte_range(stored: ByteRange, box: Box, block: Block, fill: Fill, dtype: str) -> ByteRange:
-    """Return the byte range of a block of a stored box."""
+def _byte_range(stored: ByteRange, box: Box, patch: Patch, dtype: str) -> ByteRange:
+    """Return the byte range of a patch of a stored box."""
     source_strides = c_strides(box.shape) if stored.strides is None else stored.strides
-    strides = block.strides(source_strides)
-    begin = stored.begin + block.offset(source_strides) * ITEMSIZE[dtype]
-    is_whole = block.box.numel == box.numel
-    nbytes = block.box.numel * ITEMSIZE[dtype]
-    run = block.is_run(strides)
-    if not is_whole or not fill.patch.is_identity:
+    strides = patch.strides(source_strides)
+    begin = stored.begin + patch.offset(source_strides) * ITEMSIZE[dtype]
+    is_whole = patch.box.numel == box.numel
+    nbytes = patch.box.numel * ITEMSIZE[dtype]
+    run = patch.is_run(strides)
+    if not is_whole or not patch.is_identity:
         is_same = is_whole and run and stored.strides is None  # as of one layer of a stacked tensor
         digest = stored.digest if is_same else None
-        return ByteRange(stored.file, begin, nbytes, digest, None if run else strides, orders=block.orders)
-    moved = [new - old for new, old in zip(block.box.offsets, box.offsets, strict=True)]
+        return ByteRange(stored.file, begin, nbytes, digest, None if run else strides, orders=patch.orders)
+    moved = [new - old for new, old in zip(patch.box.offsets, box.offsets, strict=True)]
     parts = []
     for part, digest in stored.parts:
         offsets = tuple(offset + distance for offset, distance in zip(part.offsets, moved, strict=True))

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from statexchange.formats.source import Source
-    from statexchange.sharding.plan import Piece, TensorPlan
+    from statexchange.sharding.plan import TensorPlan
+    from statexchange.sharding.shards import Piece
 
 __all__ = ["MEMORY_BYTES", "TensorReader", "reduce_into"]
 

@@ -15,7 +15,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 from statexchange.errors import (
@@ -32,14 +31,13 @@ from statexchange.errors import (
 )
 from statexchange.sharding.options import MODEL_PATTERN, ExportOptions
 from statexchange.sharding.rules import layout_advice, rule_for_dim
-from statexchange.sharding.sharding_spec import Placement, ShardingSpec, SpecBox, SpecBoxes, covers_exactly
-from statexchange.sharding.shards import Box, Shard, full_box, intersect, region_text
+from statexchange.sharding.sharding_spec import Placement, ShardingSpec, SpecPieces, covers_exactly
+from statexchange.sharding.shards import Box, Piece, Shard, full_box, intersect, region_text
 from statexchange.tensors import ITEMSIZE, PACKED, collector_paused
 
 __all__ = [
     "FilePlan",
     "HolderLabel",
-    "Piece",
     "Plan",
     "RankShards",
     "TensorPlan",
@@ -52,12 +50,10 @@ __all__ = [
 ]
 
 _MAX_CUT_DIMS = 12
-_MANY_BOXES = 1000
 _MAX_FILES, _MAX_NAME = 8, 100  # files in a message, and characters of a name
 _FEW_RANKS = 16  # the largest mesh for which the pieces of equal specs are cached
 _FEW_BOXES = 16  # the most of one tensor for which the proof of their cover is cached
-_MAX_CORNERS = 1 << 22  # corners that are counted at once; a box that is cut along n dims has 2**n
-_MAX_VISITS = 64  # how often, on average, a box may be looked at per dim while boxes are divided into slabs
+_MAX_CORNERS = 1 << 22  # of boxes that cannot be divided; a box that is cut along n dims has 2**n
 
 
 HolderLabel: TypeAlias = int | str
@@ -82,18 +78,6 @@ class RankShards:
     shards: Sequence[Shard | ShardingSpec]
     aliases: Mapping[str, str] = field(default_factory=dict)
     label: HolderLabel | None = None
-
-
-class Piece(NamedTuple):
-    """One box of an output tensor, supplied by box `box_index` of the shard of `holder`.
-
-    `replicas` are (holder, box_index) of the other copies of the box.
-    """
-
-    box: Box
-    holder: int
-    box_index: int
-    replicas: tuple[tuple[int, int], ...] = ()
 
 
 class TensorPlan(NamedTuple):
@@ -258,7 +242,7 @@ class _OutputDTypes:
         self._weights_in_bytes = set()
         if options.dtype:
             for name, shards in selected.items():
-                first = shards if isinstance(shards, ShardingSpec) else shards[0][1]
+                first = _first(shards)
                 if is_packed_weight(name, first.dtype):
                     self._quantized.add(name.rpartition(".")[0])
                 if first.dtype in ("I8", "U8"):
@@ -301,33 +285,9 @@ def _check_reducible(reduce: str, shards: _TensorShards, rank_shards: Sequence[R
             )
 
 
-class _SpecPieces(Sequence[Piece]):
-    """The pieces of a tensor with a spec. `turn` selects the replica that writes, which balances the ranks' writes."""
-
-    def __init__(self, boxes: SpecBoxes, turn: int) -> None:
-        self._boxes = boxes
-        self._turn = turn
-
-    def __len__(self) -> int:
-        return len(self._boxes)
-
-    def __iter__(self) -> Iterator[Piece]:
-        return map(self._piece, self._boxes)
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        if isinstance(index, slice):
-            return list(map(self._piece, self._boxes[index]))
-        return self._piece(self._boxes[index])
-
-    def _piece(self, spec_box: SpecBox) -> Piece:
-        owners = spec_box.owners
-        writer = owners[self._turn % len(owners)]
-        return Piece(spec_box.box, *writer, tuple(owner for owner in owners if owner != writer))
-
-
 @functools.lru_cache(1024)  # a model has many tensors of few shapes and placements
 def _cached_pieces(shape: tuple[int, ...], placement: Placement, turn: int) -> tuple[Piece, ...]:
-    return tuple(_SpecPieces(SpecBoxes(shape, placement), turn))
+    return tuple(SpecPieces(shape, placement, turn))
 
 
 def _plan_spec(name: str, spec: ShardingSpec, options: ExportOptions, dtypes: _OutputDTypes, number: int) -> TensorPlan:
@@ -340,7 +300,7 @@ def _plan_spec(name: str, spec: ShardingSpec, options: ExportOptions, dtypes: _O
     if num_ranks <= _FEW_RANKS:
         pieces = _cached_pieces(spec.global_shape, spec.placement, turn % num_ranks)
     else:
-        pieces = _SpecPieces(SpecBoxes(spec.global_shape, spec.placement), turn)
+        pieces = SpecPieces(spec.global_shape, spec.placement, turn)
     return TensorPlan(name, spec.name, dtypes.of(spec.name, spec.dtype), spec.global_shape, 0, pieces)
 
 
@@ -371,35 +331,48 @@ def _aliases(rank_shards: Sequence[RankShards], by_name: Mapping[str, _TensorSha
     A name is dropped only if every holder with elements of it has the same alias for it, and the other name is written
     with an equal shard.
     """
-    if not any(map(attrgetter("aliases"), rank_shards)):
-        return {}
-    # The names under which holders keep each tensor; its own name means that it is not tied.
-    kept_as: dict[str, set[str]] = {}
+    tied: set[str] = set()
     for holder in rank_shards:
-        parts = {}
-        for shard in holder.shards:
-            # Empty shards are equal, whatever they are tied to, so they prove nothing.
-            if isinstance(shard, Shard) and shard.nbytes:
-                parts[shard.name] = (shard.dtype, shard.global_shape, shard.boxes)
-        for name, part in parts.items():
-            target = holder.aliases.get(name, name)
-            kept_as.setdefault(name, set()).add(target if parts.get(target) == part else name)
-        for name, target in holder.aliases.items():
-            spec, target_spec = by_name.get(name), by_name.get(target)
-            if isinstance(spec, ShardingSpec):
-                is_equal = isinstance(target_spec, ShardingSpec) and replace(target_spec, name=name) == spec
-                kept_as.setdefault(name, set()).add(target if is_equal else name)
-    for name, shards in by_name.items():
-        if isinstance(shards, ShardingSpec):
-            names = kept_as.setdefault(name, set())
-            if not names or _is_untied_somewhere(shards, rank_shards):
-                names.add(name)
-    agreed = {name: next(iter(names)) for name, names in kept_as.items() if len(names) == 1}
+        tied.update(holder.aliases, holder.aliases.values())
+    kept_as: dict[str, str | None] = {}
+    for name in by_name if tied else ():
+        if name in tied:
+            kept_as[name] = _kept_as(name, by_name, rank_shards)
     aliases = {}
-    for alias, target in agreed.items():
-        if alias != target and alias in by_name and target in by_name and agreed.get(target) == target:
+    for alias, target in kept_as.items():
+        if target is not None and target != alias and kept_as.get(target) == target:
             aliases[alias] = target
     return aliases
+
+
+def _kept_as(name: str, by_name: Mapping[str, _TensorShards], rank_shards: Sequence[RankShards]) -> str | None:
+    """Return the name under which all holders with elements of a tensor keep it; None if they do not agree."""
+    shards = by_name[name]
+    names = set()
+    if isinstance(shards, ShardingSpec):
+        for number, holder in enumerate(rank_shards):
+            target = holder.aliases.get(name)
+            if target is not None:
+                names.add(target if _are_equal(shards, by_name.get(target)) else name)
+            # A rank's boxes take a while, and once one is known to be untied, another one adds nothing.
+            elif name not in names and shards.shard_of(number).nbytes:
+                names.add(name)
+    else:
+        for number, shard in shards:
+            # Empty shards are equal, whatever they are tied to, so they prove nothing.
+            if shard.nbytes:
+                target = rank_shards[number].aliases.get(name, name)
+                others = by_name.get(target, [])
+                other = None if isinstance(others, ShardingSpec) else dict(others).get(number)
+                names.add(target if _are_equal(shard, other) else name)
+    if len(names) > 1:
+        return None
+    return names.pop() if names else name
+
+
+def _are_equal(shard: Shard | ShardingSpec, other: _TensorShards | Shard | None) -> bool:
+    """Whether two tensors differ in their names alone."""
+    return isinstance(other, type(shard)) and replace(other, name=shard.name) == shard
 
 
 def _is_written_alike(
@@ -413,26 +386,24 @@ def _is_written_alike(
 
     Copies that differ may be reduced or left out. Then other holders, whose copies are not tied, change the bytes.
     """
-    first = shards if isinstance(shards, ShardingSpec) else shards[0][1]
-    other = others if isinstance(others, ShardingSpec) else others[0][1]
+    first, other = _first(shards), _first(others)
     reduction = reductions.get(first.name)
-    if reduction != reductions.get(other.name) or dtypes.of(first.name, first.dtype) != dtypes.of(
-        other.name, other.dtype
-    ):
+    if reduction != reductions.get(other.name):
+        return False
+    if dtypes.of(first.name, first.dtype) != dtypes.of(other.name, other.dtype):
         return False
     may_differ = reduction is not None or options.replicas == "root"
     return not may_differ or _holders(shards) == _holders(others)
 
 
+def _first(shards: _TensorShards) -> Shard | ShardingSpec:
+    """Return a tensor's spec or first shard, for what is equal in all."""
+    return shards if isinstance(shards, ShardingSpec) else shards[0][1]
+
+
 def _holders(shards: _TensorShards) -> set[int]:
     """Return the holders with elements; those of a spec are all ranks of its mesh, and are left out."""
     return set() if isinstance(shards, ShardingSpec) else {holder for holder, shard in shards if shard.nbytes}
-
-
-def _is_untied_somewhere(spec: ShardingSpec, rank_shards: Sequence[RankShards]) -> bool:
-    """Whether a holder with elements of the tensor has no alias for it."""
-    untied = [number for number, holder in enumerate(rank_shards) if spec.name not in holder.aliases]
-    return any(spec.shard_of(number).nbytes for number in untied)
 
 
 def _renamed(names: Iterable[str], options: ExportOptions) -> dict[str, str]:
@@ -535,18 +506,37 @@ def _first_flaw(name: str, shape: tuple[int, ...], boxes: Collection[Box]) -> tu
 
 def _search(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...] | None:
     """Do `_first_flaw`; errors do not name the tensor."""
-    whole = full_box(shape)
-    if len(boxes) == 1 and boxes[0] == whole:
-        return None
-    cut_dims = [dim for dim, size in enumerate(shape) if any(box.shape[dim] != size for box in boxes)]
+    cut_dims = _cut_dims(shape, boxes)
     if len(cut_dims) > _MAX_CUT_DIMS:
         raise UnsupportedError(f"cut along {len(cut_dims)} dims; {_MAX_CUT_DIMS} are supported")
-    if not whole.numel:
+    if 0 in shape:
         return None
-    return _CoverProof(len(boxes)).first_flaw(whole, boxes, cut_dims)
+    flaws = []
+    num_corners = 0
+    for region, inside in _undivided(full_box(shape), boxes, cut_dims):
+        dims = _cut_dims(region.shape, inside)
+        num_corners += len(inside) << len(dims)
+        if num_corners > _MAX_CORNERS:
+            text = f"cannot prove that {len(boxes)} boxes cut along {len(dims)} dims at once cover the tensor"
+            raise UnsupportedError(f"{text}: shard it along fewer dims")
+        flaw = _flaw_by_corners(region, inside, dims)
+        if flaw is not None:
+            flaws.append(flaw)
+    return min(flaws, default=None)
 
 
 _search_cached = functools.lru_cache(1024)(_search)  # a model has many tensors of few shapes and placements
+
+
+def _cut_dims(shape: Sequence[int], boxes: Sequence[Box]) -> list[int]:
+    """Return the dims of a region that a box in it does not span."""
+    cut_dims = []
+    for dim, size in enumerate(shape):
+        for box in boxes:
+            if box.shape[dim] != size:
+                cut_dims.append(dim)
+                break
+    return cut_dims
 
 
 def _flaw_error(
@@ -596,63 +586,49 @@ def _holder_text(holder: HolderLabel) -> str:
     return f"rank {holder}" if isinstance(holder, int) else excerpt(holder, _MAX_NAME)[1:-1]
 
 
-class _CoverProof:
-    """Searches for the first flaw of a cover by `count` boxes, with work and memory bounded by their number."""
+def _undivided(region: Box, boxes: Sequence[Box], dims: Sequence[int]) -> Iterator[tuple[Box, Sequence[Box]]]:
+    """Divide a region along `dims` into parts that no box crosses; yield each with its boxes (none for a gap).
 
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._visits_left = _MAX_VISITS * count * _MAX_CUT_DIMS
-        self._corners_left = 4 * _MAX_CORNERS + _MAX_VISITS * count
-
-    def first_flaw(self, region: Box, boxes: Sequence[Box], dims: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the first element of `region` that is not covered exactly once by the boxes, all of which lie in it.
-
-        The order is lexicographic. If the boxes have too many corners, the region is divided along one dim into slabs
-        that no box crosses, and each slab is searched by itself.
-        """
-        cut_dims = [dim for dim in dims if any(box.shape[dim] != region.shape[dim] for box in boxes)]
-        if len(boxes) << len(cut_dims) <= _MAX_CORNERS:
-            self._corners_left -= len(boxes) << len(cut_dims)
-            if self._corners_left < 0:
-                raise self._too_many(cut_dims)
-            return _flaw_by_corners(region, boxes, cut_dims)
-        for dim in cut_dims:
-            self._visits_left -= len(boxes)
-            if self._visits_left < 0:
-                break
-            slabs = _slabs(region, boxes, dim)
-            if len(slabs) > 1:
-                flaws = (self.first_flaw(slab, slab_boxes, cut_dims) for slab, slab_boxes in slabs)
-                return min((flaw for flaw in flaws if flaw is not None), default=None)
-        raise self._too_many(cut_dims)
-
-    def _too_many(self, cut_dims: Sequence[int]) -> UnsupportedError:
-        text = f"cannot prove that {self._count} boxes cut along {len(cut_dims)} dims at once cover the tensor"
-        return UnsupportedError(f"{text}: shard it along fewer dims")
+    Parts that one box fills are right, and are not yielded. Of nearly all shardings nothing is left then. Each dim is
+    divided once on the way to a part, so that the work is bounded whatever the boxes are.
+    """
+    for dim in dims:
+        slabs = _slabs(region, boxes, dim)
+        if len(slabs) == 1:
+            continue
+        other_dims = [other for other in dims if other != dim]
+        for begin, end, inside in slabs:
+            offsets, shape = list(region.offsets), list(region.shape)
+            offsets[dim], shape[dim] = begin, end - begin
+            slab = Box(tuple(offsets), tuple(shape))
+            if len(inside) != 1 or inside[0] != slab:
+                yield from _undivided(slab, inside, other_dims)
+        return
+    if len(boxes) != 1 or boxes[0] != region:
+        yield region, boxes
 
 
-def _slabs(region: Box, boxes: Sequence[Box], dim: int) -> list[tuple[Box, list[Box]]]:
-    """Divide a region along `dim` into slabs that no box crosses; return each slab with its boxes (none for a gap)."""
-    slabs: list[tuple[int, list[Box]]] = []  # the begin of each slab, which is the end of the one before, and its boxes
-    reached = region.offsets[dim]
+def _slabs(region: Box, boxes: Sequence[Box], dim: int) -> list[tuple[int, int, list[Box]]]:
+    """Divide a region along `dim` where no box crosses; return the begin, the end and the boxes of each slab."""
+    slabs: list[tuple[int, int, list[Box]]] = []
+    inside: list[Box] = []
+    first = reached = region.offsets[dim]
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
         begin = box.offsets[dim]
+        if begin >= reached > first:
+            slabs.append((first, reached, inside))
+            first, inside = reached, []
         if begin > reached:
-            slabs.append((reached, []))
-        if begin >= reached:
-            slabs.append((begin, []))
-        slabs[-1][1].append(box)
+            slabs.append((reached, begin, []))
+            first = reached = begin
+        inside.append(box)
         reached = max(reached, begin + box.shape[dim])
-    if reached < region.ends[dim]:
-        slabs.append((reached, []))
-
-    def slab_box(begin: int, end: int) -> Box:
-        offsets, shape = list(region.offsets), list(region.shape)
-        offsets[dim], shape[dim] = begin, end - begin
-        return Box(tuple(offsets), tuple(shape))
-
-    ends = [*(begin for begin, _ in slabs[1:]), region.ends[dim]]
-    return [(slab_box(begin, end), inside) for (begin, inside), end in zip(slabs, ends, strict=True)]
+    if inside:
+        slabs.append((first, reached, inside))
+    end = region.offsets[dim] + region.shape[dim]
+    if reached < end:
+        slabs.append((reached, end, []))
+    return slabs
 
 
 def _flaw_by_corners(region: Box, boxes: Sequence[Box], cut_dims: Sequence[int]) -> tuple[int, ...] | None:
@@ -666,13 +642,6 @@ def _flaw_by_corners(region: Box, boxes: Sequence[Box], cut_dims: Sequence[int])
     """
     if not boxes:
         return region.offsets
-    if cut_dims and len(boxes) >= _MANY_BOXES:
-        return _flaw_of_many(region, boxes, cut_dims)
-    return _flaw_of_few(region, boxes, cut_dims)
-
-
-def _flaw_of_few(region: Box, boxes: Sequence[Box], cut_dims: Sequence[int]) -> tuple[int, ...] | None:
-    """Do `_flaw_by_corners` with a dictionary of the remaining weights."""
     signs = [(-1) ** sum(bits) for bits in product((0, 1), repeat=len(cut_dims))]
     corners = product(*((region.offsets[dim], region.ends[dim]) for dim in cut_dims))
     weights = {corner: -sign for corner, sign in zip(corners, signs, strict=True)}
@@ -685,41 +654,6 @@ def _flaw_of_few(region: Box, boxes: Sequence[Box], cut_dims: Sequence[int]) -> 
     if not weights:
         return None
     first = dict(zip(cut_dims, min(weights), strict=True))
-    return tuple(first.get(dim, low) for dim, low in enumerate(region.offsets))
-
-
-def _flaw_of_many(region: Box, boxes: Sequence[Box], cut_dims: Sequence[int]) -> tuple[int, ...] | None:
-    """Do `_flaw_by_corners` by sorting numbered corners in numpy, which is faster for many boxes."""
-    import numpy as np
-
-    lows = np.array([[box.offsets[dim] for dim in cut_dims] for box in [*boxes, region]], dtype=np.int64)
-    highs = np.array([[box.shape[dim] for dim in cut_dims] for box in [*boxes, region]], dtype=np.int64)
-    highs += lows
-    signs = np.ones(len(lows), np.int8)
-    signs[-1] = -1  # the region itself, with negated weights
-    # A corner's number follows from its position among the edges of each dim.
-    edges = [np.unique(np.concatenate([lows[:, column], highs[:, column]])) for column in range(len(cut_dims))]
-    counts = tuple(map(len, edges))
-    if math.prod(counts) >= 1 << 62:  # corners cannot be numbered
-        return _flaw_of_few(region, boxes, cut_dims)
-    positions = []
-    for column, dim_edges in enumerate(edges):
-        positions.append([np.searchsorted(dim_edges, side[:, column]) for side in (lows, highs)])
-    corners = list(product((0, 1), repeat=len(cut_dims)))  # for each dim 0 for the low side, 1 for the high side
-    numbers = []
-    for bits in corners:
-        chosen = [positions[column][bit] for column, bit in enumerate(bits)]
-        numbers.append(np.ravel_multi_index(chosen, counts))
-    keys = np.concatenate(numbers)
-    order = np.argsort(keys, kind="stable")
-    keys = keys[order]
-    values = np.concatenate([-signs if sum(bits) % 2 else signs for bits in corners])[order]
-    starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
-    remaining = np.flatnonzero(np.add.reduceat(values, starts, dtype=np.int64))
-    if not remaining.size:
-        return None
-    at = np.unravel_index(keys[starts[remaining[0]]], counts)
-    first = {dim: int(edges[column][at[column]]) for column, dim in enumerate(cut_dims)}
     return tuple(first.get(dim, low) for dim, low in enumerate(region.offsets))
 
 

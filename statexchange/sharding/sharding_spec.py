@@ -11,20 +11,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, islice, product
-from typing import TYPE_CHECKING
 
 from statexchange.messages import Shared
-from statexchange.sharding.shards import Box, Shard
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from statexchange.sharding.shards import Box, Piece, Shard
 
 __all__ = [
     "DimSplit",
     "Placement",
     "ShardingSpec",
-    "SpecBox",
-    "SpecBoxes",
+    "SpecPieces",
     "coordinate_of",
     "covers_exactly",
     "local_boxes",
@@ -180,14 +175,6 @@ class ShardingSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class SpecBox:
-    """One box, and (rank, index among the rank's boxes) of each rank that has it."""
-
-    box: Box
-    owners: tuple[tuple[int, int], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Run:
     """A run of one dim, and the ranks that have it.
 
@@ -252,11 +239,15 @@ def _covers_dim(runs: Sequence[_Run], size: int) -> bool:
     return at == size
 
 
-class SpecBoxes(Sequence[SpecBox]):
-    """The boxes of a tensor in the order of their first elements, each computed when it is accessed."""
+class SpecPieces(Sequence[Piece]):
+    """The pieces of a tensor in the order of their first elements, each computed when it is accessed.
 
-    def __init__(self, shape: tuple[int, ...], placement: Placement) -> None:
+    `turn` selects the replica that writes, which balances the ranks' writes over the tensors.
+    """
+
+    def __init__(self, shape: tuple[int, ...], placement: Placement, turn: int) -> None:
         self._mesh_shape = placement.mesh_shape
+        self._turn = turn
         self._runs = _runs_by_dim(shape, placement)
         split_axes = set()
         for runs in self._runs:
@@ -268,8 +259,8 @@ class SpecBoxes(Sequence[SpecBox]):
     def __len__(self) -> int:
         return math.prod(map(len, self._runs))
 
-    def __iter__(self) -> Iterator[SpecBox]:
-        return (self._box(chosen) for chosen in product(*self._runs))
+    def __iter__(self) -> Iterator[Piece]:
+        return map(self._piece, product(*self._runs))
 
     def __getitem__(self, index):  # type: ignore[no-untyped-def]
         if isinstance(index, slice):
@@ -279,19 +270,21 @@ class SpecBoxes(Sequence[SpecBox]):
         for runs in reversed(self._runs):
             rest, number = divmod(rest, len(runs))
             chosen.append(runs[number])
-        return self._box(tuple(reversed(chosen)))
+        return self._piece(tuple(reversed(chosen)))
 
-    def _box(self, chosen: tuple[_Run, ...]) -> SpecBox:
-        """Return the box that is the product of one run of each dim."""
+    def _piece(self, chosen: tuple[_Run, ...]) -> Piece:
+        """Return the piece whose box is the product of one run of each dim."""
         box = Box(tuple(run.begin for run in chosen), tuple(run.size for run in chosen))
         index = 0
+        coordinates: dict[int, int] = {}
         for run in chosen:
             index = index * run.count + run.number
-        coordinates = {axis: coordinate for run in chosen for axis, coordinate in run.coordinates}
-        ranks = []
+            coordinates.update(run.coordinates)
+        owners = []
         for replica in product(*self._replicas):
             rank = 0
             for axis, size in enumerate(self._mesh_shape):
                 rank = rank * size + coordinates.get(axis, replica[axis])
-            ranks.append(rank)
-        return SpecBox(box, tuple((rank, index) for rank in ranks))
+            owners.append((rank, index))
+        writer = owners.pop(self._turn % len(owners))
+        return Piece(box, *writer, tuple(owners))

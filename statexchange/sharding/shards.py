@@ -18,6 +18,7 @@ __all__ = [
     "MAX_DIMS",
     "MAX_SIZE",
     "Box",
+    "Piece",
     "Shard",
     "boxes_of_run",
     "c_contiguous",
@@ -73,6 +74,18 @@ class Box(NamedTuple):
                 else:
                     return cls(tuple(offsets), tuple(shape))
         raise ValueError(f"not a box: {excerpt(raw)}")
+
+
+class Piece(NamedTuple):
+    """One box of an output tensor, supplied by box `box_index` of the shard of `holder`.
+
+    `replicas` are (holder, box_index) of the other copies of the box.
+    """
+
+    box: Box
+    holder: int
+    box_index: int
+    replicas: tuple[tuple[int, int], ...] = ()
 
 
 def sizes_from_json(raw: object) -> tuple[int, ...]:

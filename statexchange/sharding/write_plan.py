@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from statexchange.sharding.plan import Piece
 from statexchange.sharding.rules import REDUCTIONS
-from statexchange.sharding.shards import is_inside, shape_from_json
+from statexchange.sharding.shards import Piece, is_inside, shape_from_json
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
 __all__ = ["BoxReceipt", "BoxReduction", "WriteFile", "WritePlan", "WriteTensor", "assign_hosts"]

@@ -26,10 +26,9 @@ from statexchange.exchange.reading import Overflows, WantedBox
 from statexchange.exchange.saving import _Start, _Written
 from statexchange.messages import decode, encoded
 from statexchange.report.value_sums import ValueSums
-from statexchange.sharding.plan import Piece
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpec
-from statexchange.sharding.shards import Box
+from statexchange.sharding.shards import Box, Piece
 from statexchange.sharding.write_plan import BoxReceipt, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import describe
 from statexchange.storage.save_directory import SaveManifest

@@ -3,7 +3,6 @@
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -125,16 +124,6 @@ def corruptions(draw: st.DrawFn) -> tuple[tuple[int, ...], list[list[Box]]]:
     return shape, boxes_by_holder
 
 
-@pytest.fixture(params=["few boxes", "many boxes"], scope="module")
-def proof(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Use each of the two algorithms that prove a cover."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "many boxes":
-            patch.setattr("statexchange.sharding.plan._MANY_BOXES", 1)
-        yield
-
-
-@pytest.mark.usefixtures("proof")
 @given(corruptions())
 @example(((4, 4), [[Box((0, 0), (2, 4))], [Box((1, 0), (3, 4))]]))
 def test_corrupted_boxes_get_the_verdict_of_the_reference(case: tuple[tuple[int, ...], list[list[Box]]]) -> None:
@@ -192,8 +181,7 @@ def test_a_cover_of_very_unequal_boxes_is_proved_fast() -> None:
         prove_cover("w", (n, n), long)
 
 
-def test_a_gap_is_found_in_a_shape_too_large_to_number_its_corners(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("statexchange.sharding.plan._MANY_BOXES", 1)
+def test_a_gap_is_found_in_a_shape_too_large_to_number_its_corners() -> None:
     n = 40_000
     shape = (n,) * 4
     diagonal = {Box((i,) * 4, (1,) * 4): [0] for i in range(n)}
@@ -202,7 +190,7 @@ def test_a_gap_is_found_in_a_shape_too_large_to_number_its_corners(monkeypatch: 
 
 
 @pytest.mark.slow
-def test_many_boxes_along_many_dims_are_split_before_their_corners_are_counted(
+def test_many_boxes_along_many_dims_are_divided_before_their_corners_are_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shape, ones = (2,) * 12, (1,) * 12
