@@ -16,7 +16,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.sharding.options import CallOptions
-from statexchange.storage.location import location, open_path
+from statexchange.storage.location import is_remote, open_path
 from statexchange.storage.save_check import check_saves, whole_saves
 from statexchange.storage.save_directory import SaveManifest, removable_files
 from statexchange.storage.steps import (
@@ -225,7 +225,7 @@ def _reason(build: UnfinishedBuild, root: str, step: int) -> str:
     if build.state == "alive":
         return f"{what}, {build.owner} runs"
     whose = "an unknown process" if build.owner is None else f"{build.owner}, which cannot be seen from here"
-    if location(root).is_remote:
+    if is_remote(root):
         url = f"{without_secrets(root)}/{step_name(step)}"
         if build.owner is None:
             return f"{what} of {whose}: if it has ended, remove all objects in {url}"
