@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, SupportsFloat
+from typing import Literal, SupportsFloat
 
 from statexchange.errors import (
     InvalidArgumentError,
@@ -31,8 +31,6 @@ from statexchange.storage.steps import (
     steps_text,
     watch_claims,
 )
-
-if TYPE_CHECKING:
 
 __all__ = ["SavesDirectory"]
 
