@@ -27,9 +27,8 @@ from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG, WEIGHT_SUFFIXES
 from statexchange.formats.source import abbreviated_list
 from statexchange.sharding.options import FLOATS, FilesFrom
-from statexchange.storage.json_text import parse_json
 from statexchange.storage.location import OpenedPath, open_path
-from statexchange.storage.store import Budget, resolve_path
+from statexchange.storage.store import Budget, parse_json, resolve_path
 from statexchange.tensors import LONG_NAMES
 from statexchange.units import format_bytes
 

@@ -18,7 +18,6 @@ from statexchange.errors import (
 from statexchange.sharding.options import CallOptions
 from statexchange.storage.location import is_remote, open_path
 from statexchange.storage.save_check import check_saves, whole_saves
-from statexchange.storage.save_directory import SaveManifest, removable_files
 from statexchange.storage.steps import (
     Retention,
     clear_leftovers,
@@ -27,6 +26,7 @@ from statexchange.storage.steps import (
     step_name,
     unfinished_steps,
 )
+from statexchange.storage.tensorfile import SaveManifest, removable_files
 
 if TYPE_CHECKING:
     from statexchange.storage.build import UnfinishedBuild

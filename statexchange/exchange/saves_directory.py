@@ -19,7 +19,6 @@ from statexchange.storage.location import is_remote, target_path
 from statexchange.storage.object_removal import ClaimWatch
 from statexchange.storage.publish import check_can_be_made
 from statexchange.storage.save_check import check_saves, whole_saves
-from statexchange.storage.save_directory import SaveManifest
 from statexchange.storage.steps import (
     MAX_STEP,
     Retention,
@@ -31,6 +30,7 @@ from statexchange.storage.steps import (
     steps_text,
     watch_claims,
 )
+from statexchange.storage.tensorfile import SaveManifest
 
 __all__ = ["SavesDirectory"]
 

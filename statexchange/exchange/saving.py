@@ -32,7 +32,7 @@ from statexchange.state.state_dict import SavedState
 from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.location import is_remote
 from statexchange.storage.publish import join_build, open_build
-from statexchange.storage.save_directory import (
+from statexchange.storage.tensorfile import (
     MANIFEST,
     SaveManifest,
     is_stray,

@@ -10,8 +10,8 @@ from statexchange.errors import IncompleteError, NotFoundError, StateExchangeErr
 from statexchange.report.verify import VerifyReport, verify
 from statexchange.storage.location import is_remote, local_path
 from statexchange.storage.save_check import list_save_directories
-from statexchange.storage.save_directory import MANIFEST, SaveManifest
 from statexchange.storage.steps import read_saves, saves_path, step_name
+from statexchange.storage.tensorfile import MANIFEST, SaveManifest
 
 __all__ = ["SaveVerdict", "verify_saves"]
 

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, NotFoundError, ReplacedError
 from statexchange.processes import Owner
-from statexchange.storage.json_text import parse_json
-from statexchange.storage.store import Budget
+from statexchange.storage.store import Budget, parse_json
 
 if TYPE_CHECKING:
     from statexchange.storage.store import Store

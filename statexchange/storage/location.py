@@ -54,8 +54,15 @@ from statexchange.storage.files import (
     stat_of,
     warn_of_options,
 )
-from statexchange.storage.json_text import parse_json
-from statexchange.storage.store import EntryKind, Store, StoredFile, absolute_path, resolve_path, strip_file_scheme
+from statexchange.storage.store import (
+    EntryKind,
+    Store,
+    StoredFile,
+    absolute_path,
+    parse_json,
+    resolve_path,
+    strip_file_scheme,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self

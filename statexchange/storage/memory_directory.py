@@ -6,7 +6,7 @@
   (steps.py) and of this host. So a restarted job finds it whatever its processes, ranks and world size are, and hosts
   that share one /dev/shm have one each.
 * ``saves-<digest>/target.json``: the path, identity and host from which the digest was made.
-* ``saves-<digest>/step-000000700/``: a copy, with the names and formats of a save (save_directory.py). ``save.json``
+* ``saves-<digest>/step-000000700/``: a copy, with the names and formats of a save (tensorfile.py). ``save.json``
   lists the files of all ranks; only those of this host and the previous one are here. ``headers.json`` has the process
   that made the copy, and digests of the headers, since the digests in a header do not cover the header itself. A build
   (directory_build.py) makes the directory appear as a whole, so each file that is there is complete.
@@ -48,11 +48,10 @@ from statexchange.processes import Owner, host_identity
 from statexchange.storage import files
 from statexchange.storage.atomic import is_abandoned, new_nonce, write_new
 from statexchange.storage.files import digest
-from statexchange.storage.json_text import parse_json, seal, unseal
 from statexchange.storage.location import is_remote, local_path, open_path
-from statexchange.storage.save_directory import MANIFEST, SaveManifest, read_manifest
 from statexchange.storage.steps import clear_leftovers, identity_of_saves, read_saves, step_name, step_of
-from statexchange.storage.tensorfile import read_header_bytes
+from statexchange.storage.store import parse_json, seal, unseal
+from statexchange.storage.tensorfile import MANIFEST, SaveManifest, read_header_bytes, read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

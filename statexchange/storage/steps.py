@@ -34,10 +34,9 @@ from statexchange.errors import (
 from statexchange.storage import files, publish
 from statexchange.storage.atomic import is_temporary, new_nonce, remove_abandoned
 from statexchange.storage.claim import CLAIM_NAME
-from statexchange.storage.json_text import parse_json, seal, unseal
 from statexchange.storage.location import directory_of, is_remote, open_path, read_with_retry
-from statexchange.storage.save_directory import MANIFEST, SaveManifest, is_stray, read_manifest, removable_files
-from statexchange.storage.store import resolve_path
+from statexchange.storage.store import parse_json, resolve_path, seal, unseal
+from statexchange.storage.tensorfile import MANIFEST, SaveManifest, is_stray, read_manifest, removable_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterable, Mapping
