@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from statexchange.errors import InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
-from statexchange.storage.location import is_remote
-from statexchange.storage.store import resolve_path
+from statexchange.storage.location import is_remote, resolve_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable

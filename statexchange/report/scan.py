@@ -31,9 +31,9 @@ from statexchange.formats.model_files import unread_weights
 from statexchange.formats.registry import UNFINISHED_DOWNLOAD, Probe, probe
 from statexchange.report.summary import count_parameters, model_of, tensor_rows
 from statexchange.storage.files import hidden_target
-from statexchange.storage.location import is_remote, local_path
+from statexchange.storage.location import is_remote, resolve_path
 from statexchange.storage.steps import step_of
-from statexchange.storage.store import resolve_path
+from statexchange.storage.store import local_path
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from statexchange.errors import IncompleteError, NotFoundError, StateExchangeError, without_secrets
 from statexchange.report.verify import VerifyReport, verify
-from statexchange.storage.location import is_remote, local_path
+from statexchange.storage.location import is_remote
 from statexchange.storage.save_check import list_save_directories
 from statexchange.storage.steps import read_saves, saves_path, step_name
+from statexchange.storage.store import local_path
 from statexchange.storage.tensorfile import MANIFEST, SaveManifest
 
 __all__ = ["SaveVerdict", "verify_saves"]

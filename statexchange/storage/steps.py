@@ -34,8 +34,16 @@ from statexchange.errors import (
 from statexchange.storage import files, publish
 from statexchange.storage.atomic import is_temporary, new_nonce, remove_abandoned
 from statexchange.storage.claim import CLAIM_NAME
-from statexchange.storage.location import directory_of, is_remote, open_path, read_with_retry
-from statexchange.storage.store import parse_json, resolve_path, seal, unseal
+from statexchange.storage.location import (
+    directory_of,
+    is_remote,
+    open_path,
+    parse_json,
+    read_with_retry,
+    resolve_path,
+    seal,
+    unseal,
+)
 from statexchange.storage.tensorfile import MANIFEST, SaveManifest, is_stray, read_manifest, removable_files
 
 if TYPE_CHECKING:

@@ -49,8 +49,17 @@ from statexchange.processes import Owner
 from statexchange.settings import check_timeout
 from statexchange.storage import atomic, files
 from statexchange.storage.files import mount_of
-from statexchange.storage.location import OpenedPath, directory_of, is_remote, open_path
-from statexchange.storage.store import Store, parse_json, resolve_path, seal, unseal
+from statexchange.storage.location import (
+    OpenedPath,
+    directory_of,
+    is_remote,
+    open_path,
+    parse_json,
+    resolve_path,
+    seal,
+    unseal,
+)
+from statexchange.storage.store import Store
 from statexchange.storage.tensorfile import SCHEMA, RankFile, ShardData, write_tensor_file
 
 if TYPE_CHECKING:

@@ -30,7 +30,8 @@ from statexchange.errors import (
 from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
-from statexchange.storage.store import Budget, seal
+from statexchange.storage.location import seal
+from statexchange.storage.store import Budget
 from statexchange.storage.tensorfile import SaveManifest
 from statexchange.testing import run_ranks
 

@@ -35,8 +35,8 @@ from statexchange.errors import (
 from statexchange.formats.registry import open_source
 from statexchange.sharding.shards import Box, full_box
 from statexchange.storage import atomic, files
-from statexchange.storage.location import local_path
-from statexchange.storage.store import seal
+from statexchange.storage.location import seal
+from statexchange.storage.store import local_path
 from statexchange.storage.workspace import MANIFEST, RankName, Receipt, Workspace, WorkspaceView
 
 WRITER = """
