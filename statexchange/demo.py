@@ -25,7 +25,7 @@ from statexchange.errors import (
     needing_torch,
     to_record,
 )
-from statexchange.storage.store import resolve_path
+from statexchange.storage.location import resolve_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

@@ -425,7 +425,7 @@ def decode_parsed(
     leaves: Mapping[str, object] | None = None,
     unknown: list[UnknownValue] | None = None,
 ) -> Value:
-    """Return what `decode` returns, from text that is parsed: text from a file needs json_text.py's strict parser."""
+    """Return what `decode` returns, from text that is parsed: text from a file needs location.py's strict parser."""
     return _decoded(_Decoder({**_registered, **(types or {})}, leaves, unknown), parsed)
 
 

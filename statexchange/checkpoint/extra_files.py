@@ -27,16 +27,23 @@ from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG, WEIGHT_SUFFIXES
 from statexchange.formats.source import abbreviated_list
 from statexchange.sharding.options import FLOATS, FilesFrom
-from statexchange.storage.json_text import parse_json
-from statexchange.storage.location import OpenedPath, open_path
-from statexchange.storage.store import Budget, resolve_path
+from statexchange.storage.location import (
+    OpenedPath,
+    open_path,
+    parse_json,
+    resolve_path,
+)
+from statexchange.storage.store import Budget
 from statexchange.tensors import LONG_NAMES
 from statexchange.units import format_bytes
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
     from statexchange.sharding.plan import Plan
-    from statexchange.storage.store import Store, StoredFile
+    from statexchange.storage.store import (
+        Store,
+        StoredFile,
+    )
 
 __all__ = [
     "extra_files",

@@ -79,8 +79,13 @@ from statexchange.sharding.paths import note_on_wrappers, wrapper_rules
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout, layout_advice, rule_for_dim
 from statexchange.storage.build import OutputFile
-from statexchange.storage.location import OpenedPath, location, read_option_file, target_path
-from statexchange.storage.store import resolve_path
+from statexchange.storage.location import (
+    OpenedPath,
+    is_remote,
+    read_option_file,
+    resolve_path,
+    target_path,
+)
 from statexchange.tensors import element_shape
 from statexchange.units import format_transfer
 
@@ -466,7 +471,7 @@ def _check_apart(source: Source, path: str) -> None:
     if (source.kind == "save" or source.manifest is not None) and path.startswith(f"{folder}/"):
         text = "refused: the target is inside the source, which could not be removed or replaced any more"
         raise UnsafeError(f"{text}: choose a path outside of {without_secrets(folder)}", path=path)
-    if not location(path).is_remote:
+    if not is_remote(path):
         return
     prefix = f"{without_secrets(path)}/"
     for _, tensor in source.shards():

@@ -16,9 +16,11 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.sharding.options import CallOptions
-from statexchange.storage.location import location, open_path
+from statexchange.storage.location import (
+    is_remote,
+    open_path,
+)
 from statexchange.storage.save_check import check_saves, whole_saves
-from statexchange.storage.save_directory import SaveManifest, removable_files
 from statexchange.storage.steps import (
     Retention,
     clear_leftovers,
@@ -27,6 +29,7 @@ from statexchange.storage.steps import (
     step_name,
     unfinished_steps,
 )
+from statexchange.storage.tensorfile import SaveManifest, removable_files
 
 if TYPE_CHECKING:
     from statexchange.storage.build import UnfinishedBuild
@@ -225,7 +228,7 @@ def _reason(build: UnfinishedBuild, root: str, step: int) -> str:
     if build.state == "alive":
         return f"{what}, {build.owner} runs"
     whose = "an unknown process" if build.owner is None else f"{build.owner}, which cannot be seen from here"
-    if location(root).is_remote:
+    if is_remote(root):
         url = f"{without_secrets(root)}/{step_name(step)}"
         if build.owner is None:
             return f"{what} of {whose}: if it has ended, remove all objects in {url}"

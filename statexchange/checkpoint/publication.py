@@ -13,7 +13,8 @@ from statexchange.checkpoint.index import index_name, index_text, listed_files, 
 from statexchange.errors import UnsafeError, UnsupportedError
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage.build import OutputFile
-from statexchange.storage.location import location, target_path
+from statexchange.storage.location import target_path
+from statexchange.storage.publish import check_build, open_build
 from statexchange.storage.store import Store
 from statexchange.storage.tensorfile import encode_header
 
@@ -103,7 +104,7 @@ def check_publication(
     """
     draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA)
     check = _ReplaceCheck() if overwrite else None
-    location(target_path(path)).check_build(MANIFEST, check=check, nbytes=draft.nbytes, resume=resume)
+    check_build(target_path(path), MANIFEST, check=check, nbytes=draft.nbytes, resume=resume)
 
 
 class Publication:
@@ -148,7 +149,8 @@ class Publication:
         self._plan = plan
         self._source = source
         self._draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA)
-        self._build = location(target_path(path)).open_build(
+        self._build = open_build(
+            target_path(path),
             plan.digest,
             [*self._draft.names, MANIFEST],
             check=_ReplaceCheck() if overwrite else None,

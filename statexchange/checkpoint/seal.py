@@ -31,8 +31,12 @@ from statexchange.sharding.options import CallOptions
 from statexchange.sharding.shards import full_box
 from statexchange.storage.added_file import AddedFile
 from statexchange.storage.atomic import is_temporary
-from statexchange.storage.location import OpenedPath, location, open_path
-from statexchange.storage.store import resolve_path
+from statexchange.storage.location import (
+    OpenedPath,
+    directory_of,
+    open_path,
+    resolve_path,
+)
 from statexchange.storage.tensorfile import read_header
 
 if TYPE_CHECKING:
@@ -140,12 +144,12 @@ def _directory_of(path: str) -> str:
             raise UnsupportedError(text, path=source.path)
         file = source.opened.file
         if file is None:
-            return location(path).directory
+            return directory_of(path)
         others = [name for name in source.opened.store.files if name.endswith(".safetensors") and name != file]
         if others:
             text = f"its directory has other safetensors files, such as {others[0]!r}: seal the directory"
             raise InvalidArgumentError(text, path=source.opened.store.path_of(file))
-    return location(path).parent
+    return os.path.dirname(path)
 
 
 class _Sealing:

@@ -12,7 +12,7 @@ import click
 from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.picture_file import PictureFile
-from statexchange.storage.store import resolve_path
+from statexchange.storage.location import resolve_path
 from statexchange.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

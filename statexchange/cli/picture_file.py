@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from statexchange.errors import InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
-from statexchange.storage.location import location
-from statexchange.storage.store import resolve_path
+from statexchange.storage.location import is_remote, resolve_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +63,7 @@ class PictureFile:
             UnsafeError: what is to be replaced is not a regular file.
         """
         resolved = resolve_path(path, "--svg")
-        if path == "-" or location(resolved).is_remote:
+        if path == "-" or is_remote(resolved):
             raise InvalidArgumentError("a picture is written to a local file: name one", path=path)
         try:
             mode = os.lstat(resolved).st_mode

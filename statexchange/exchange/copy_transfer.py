@@ -18,10 +18,13 @@ from statexchange.errors import CorruptError, ReplacedError, StateExchangeError,
 from statexchange.storage import files
 from statexchange.storage.atomic import write_new
 from statexchange.storage.files import WINDOW_BYTES, Buffer, digest
-from statexchange.storage.location import OpenedPath, open_path, read_with_retry
-from statexchange.storage.save_directory import MANIFEST, SaveManifest, read_manifest
+from statexchange.storage.location import (
+    OpenedPath,
+    open_path,
+    read_with_retry,
+)
 from statexchange.storage.store import StoredFile
-from statexchange.storage.tensorfile import DigestedTensors, read_header_bytes
+from statexchange.storage.tensorfile import MANIFEST, DigestedTensors, SaveManifest, read_header_bytes, read_manifest
 
 __all__ = ["Hosts", "copy_content", "copy_from_disk", "fetch_files", "fetch_headers", "link_files", "send_to_next"]
 

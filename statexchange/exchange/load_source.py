@@ -20,7 +20,7 @@ from statexchange.state.entries import Entries, Entry, OpaqueValue, RankEntries,
 from statexchange.state.flatten import LiveState, types_in_objects
 from statexchange.state.load_plan import Matching, NameFilter, has_wrappers
 from statexchange.state.units import ObjectStates, is_module, module_items
-from statexchange.storage.json_text import decode_stored
+from statexchange.storage.location import decode_stored
 
 __all__ = ["LoadSource", "located", "open_for_state", "source_content"]
 

@@ -67,9 +67,9 @@ from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.files import digest
 from statexchange.storage.memory_directory import HEADERS, HostCopy, MemoryDirectory, headers_to_bytes
 from statexchange.storage.regions import BoxDigest, blocks, to_global
-from statexchange.storage.save_directory import MANIFEST, SaveManifest, rank_of_file
 from statexchange.storage.steps import identity_of_saves, make_identity, read_saves, step_name
 from statexchange.storage.store import ByteRange
+from statexchange.storage.tensorfile import MANIFEST, SaveManifest, rank_of_file
 
 __all__ = ["COPY_ERRORS", "MemoryCopies"]
 

@@ -15,8 +15,8 @@ from statexchange.exchange.staging import Staging, shard_data
 from statexchange.settings import check_timeout, detect_launch
 from statexchange.state.describe import describe
 from statexchange.state.types import Leaf
-from statexchange.storage.json_text import decode_stored
-from statexchange.storage.save_directory import MANIFEST
+from statexchange.storage.location import decode_stored
+from statexchange.storage.tensorfile import MANIFEST
 from statexchange.storage.workspace import RankName, Workspace, WorkspaceView
 from statexchange.tensors import from_bytes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Literal, SupportsFloat
+from typing import Literal, SupportsFloat
 
 from statexchange.errors import (
     InvalidArgumentError,
@@ -15,9 +15,13 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
-from statexchange.storage.location import location, target_path
+from statexchange.storage.location import (
+    is_remote,
+    target_path,
+)
+from statexchange.storage.object_removal import ClaimWatch
+from statexchange.storage.publish import check_can_be_made
 from statexchange.storage.save_check import check_saves, whole_saves
-from statexchange.storage.save_directory import SaveManifest
 from statexchange.storage.steps import (
     MAX_STEP,
     Retention,
@@ -29,9 +33,7 @@ from statexchange.storage.steps import (
     steps_text,
     watch_claims,
 )
-
-if TYPE_CHECKING:
-    from statexchange.storage.object_removal import ClaimWatch
+from statexchange.storage.tensorfile import SaveManifest
 
 __all__ = ["SavesDirectory"]
 
@@ -84,9 +86,8 @@ class SavesDirectory:
 
     def prepare(self, step: int, job: str, *, overwrite: bool) -> None:
         """Clean up after killed jobs, warn of steps of another job, and refuse a step that is saved."""
-        at = location(self.path)
-        if at.local is not None and not os.path.isdir(at.local):
-            at.check_can_be_made(NotFoundError("no such directory", path=self.path))
+        if not is_remote(self.path) and not os.path.isdir(self.path):
+            check_can_be_made(self.path, NotFoundError("no such directory", path=self.path))
             self._known = set()
         else:
             seen = self._foreign | (self._known or set())
@@ -120,8 +121,8 @@ class SavesDirectory:
 
     def _claims(self) -> ClaimWatch | None:
         """Return the record of the claims that this process has seen; None for a local directory."""
-        if self._watch is None:
-            self._watch = location(self.path).claim_watch()
+        if self._watch is None and is_remote(self.path):
+            self._watch = ClaimWatch()
         return self._watch
 
     def _warn_of_other_job(self, step: int, manifest: SaveManifest | StateExchangeError) -> None:

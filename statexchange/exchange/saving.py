@@ -30,8 +30,9 @@ from statexchange.sharding.options import CallOptions
 from statexchange.state.describe import Description
 from statexchange.state.state_dict import SavedState
 from statexchange.storage.build import Build, WrittenFile
-from statexchange.storage.location import location
-from statexchange.storage.save_directory import (
+from statexchange.storage.location import is_remote
+from statexchange.storage.publish import join_build, open_build
+from statexchange.storage.tensorfile import (
     MANIFEST,
     SaveManifest,
     is_stray,
@@ -140,7 +141,7 @@ def open_target(request: SaveRequest, comm: Communicator, building: contextlib.E
         check = removable_files if request.call.overwrite else None
         # The id of the build is random: an interrupted save is never continued, as the state has changed since.
         names = [*rank_file_names(comm.world_size), MANIFEST]
-        build = location(request.path).open_build(secrets.token_hex(16), names, check=check, is_own=is_stray)
+        build = open_build(request.path, secrets.token_hex(16), names, check=check, is_own=is_stray)
         return building.enter_context(build)
 
 
@@ -150,7 +151,7 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
     tensors = saved.described.tensors.values()
     start = _Start(
         name,
-        location(folder).local or "",
+        "" if is_remote(folder) else folder,
         save=secrets.token_hex(8),
         key="" if build is None else build.share(),
         has_layout=request.layout is not None,
@@ -182,7 +183,7 @@ def write_rank_file(
         with collector_paused():
             shards = shard_data(described.tensors.values(), Staging())
         try:
-            member = location(request.path).join_build(start.key, MANIFEST)
+            member = join_build(request.path, start.key, MANIFEST)
             name = rank_file_names(comm.world_size)[comm.rank]
             return member.write_tensors(name, shards, metadata, comm.progress), member.folder
         except NotFoundError as error:
@@ -222,7 +223,7 @@ def _unseen(error: NotFoundError, rank: int, writer: int, path: str, comm: Commu
     One of the two is rank 0; the error's `rank` is the other one.
     """
     seen_by, made_by = comm.hosts[rank], comm.hosts[writer]
-    if location(path).is_remote:
+    if is_remote(path):
         text = (
             f"{seen_by} does not see at this URL what rank {writer} on {made_by} has put there: give all ranks the "
             "same URL, endpoint and access"

@@ -16,7 +16,7 @@ from statexchange.errors import CorruptError, ReplacedError, StateExchangeError,
 from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG
 from statexchange.formats.sections import sections_of
 from statexchange.sharding.options import FLOATS
-from statexchange.storage.json_text import parse_json
+from statexchange.storage.location import parse_json
 from statexchange.storage.store import Budget
 from statexchange.units import format_number
 

@@ -21,9 +21,12 @@ from statexchange.formats.model_files import CONFIG
 from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.options import Selection
 from statexchange.sharding.shards import Box, Shard, c_strides
-from statexchange.storage.json_text import parse_json
-from statexchange.storage.location import read_option_file
-from statexchange.storage.store import Budget, ByteRange, StoredFile
+from statexchange.storage.location import parse_json, read_option_file
+from statexchange.storage.store import (
+    Budget,
+    ByteRange,
+    StoredFile,
+)
 from statexchange.tensors import ITEMSIZE
 
 __all__ = [

@@ -50,8 +50,12 @@ from statexchange.formats.source import (
 )
 from statexchange.sharding.paths import Path
 from statexchange.storage.claim import CLAIM_NAME
-from statexchange.storage.location import OpenedPath, open_path
-from statexchange.storage.store import FilteredStore, Store
+from statexchange.storage.location import (
+    FilteredStore,
+    OpenedPath,
+    open_path,
+)
+from statexchange.storage.store import Store
 from statexchange.storage.workspace import is_rank_file
 
 __all__ = ["check_none_below", "error_without_model", "matches", "read"]

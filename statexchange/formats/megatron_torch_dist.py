@@ -29,8 +29,7 @@ from statexchange.formats.megatron_arguments import RunArguments, in_order, sect
 from statexchange.formats.source import SectionName, ShardFile, Source, UnreadableTensor
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.shards import Box
-from statexchange.storage.json_text import read_json
-from statexchange.storage.location import OpenedPath
+from statexchange.storage.location import OpenedPath, read_json
 from statexchange.storage.store import Store
 
 __all__ = ["COMMON", "CONFIG", "matches", "read"]

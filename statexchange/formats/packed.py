@@ -18,7 +18,7 @@ from statexchange.errors import CorruptError, StateExchangeError, UnsupportedErr
 from statexchange.formats.config_check import is_plain
 from statexchange.formats.model_files import CONFIG
 from statexchange.formats.source import TORCHAO_NAMES, Source
-from statexchange.storage.json_text import parse_json
+from statexchange.storage.location import parse_json
 from statexchange.storage.store import Budget
 
 __all__ = ["packing_notes", "renamed_torchao"]

@@ -6,15 +6,15 @@ from statexchange.errors import CorruptError, IncompleteError, NotFoundError, Re
 from statexchange.formats.source import ShardFile, Source
 from statexchange.storage.claim import claim_of
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.save_directory import (
+from statexchange.storage.tensorfile import (
     MANIFEST,
+    RankFile,
     SaveManifest,
     is_of_a_save,
     open_rank_file,
     rank_of_file,
     read_manifest,
 )
-from statexchange.storage.tensorfile import RankFile
 
 __all__ = ["matches", "read"]
 

@@ -28,7 +28,7 @@ from statexchange.sharding.paths import (
     Path,
     moved_path,
 )
-from statexchange.storage.json_text import parse_stored
+from statexchange.storage.location import parse_stored
 
 __all__ = [
     "ALL",

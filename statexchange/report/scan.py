@@ -31,10 +31,9 @@ from statexchange.formats.model_files import unread_weights
 from statexchange.formats.registry import UNFINISHED_DOWNLOAD, Probe, probe
 from statexchange.report.summary import count_parameters, model_of, tensor_rows
 from statexchange.storage.files import hidden_target
-from statexchange.storage.local import local_path
-from statexchange.storage.location import location
+from statexchange.storage.location import is_remote, resolve_path
 from statexchange.storage.steps import step_of
-from statexchange.storage.store import resolve_path
+from statexchange.storage.store import local_path
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
@@ -246,11 +245,10 @@ def _broken(folder: str, error: StateExchangeError, *, is_broken: bool = True) -
 
 
 def _modified(folder: str) -> float | None:
-    local = location(folder).local
-    if local is None:
+    if is_remote(folder):
         return None
     try:
-        return os.stat(local).st_mtime
+        return os.stat(local_path(folder)).st_mtime
     except OSError:  # removed meanwhile
         return None
 
@@ -296,8 +294,7 @@ def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
 
 def _exists(path: str, folder: str) -> bool:
     """Whether a path that a problem names exists: it lacks something then, and is not missing."""
-    local = location(path).local
-    return path.rstrip("/") == folder.rstrip("/") or (local is not None and os.path.exists(local))
+    return path.rstrip("/") == folder.rstrip("/") or (not is_remote(path) and os.path.exists(local_path(path)))
 
 
 def _reason(problem: StateExchangeError) -> str:

@@ -16,7 +16,7 @@ from statexchange.formats.sections import sections_of
 from statexchange.formats.source import FLAT_PARAMETERS, Part, ShardFile, Source, is_flat_parameter
 from statexchange.report.tree import ModuleNode, module_tree
 from statexchange.sharding.shards import Shard, full_box
-from statexchange.storage.json_text import parse_json
+from statexchange.storage.location import parse_json
 from statexchange.tensors import ITEMSIZE, element_shape
 
 __all__ = [

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from statexchange.errors import IncompleteError, NotFoundError, StateExchangeError, without_secrets
 from statexchange.report.verify import VerifyReport, verify
-from statexchange.storage.location import location
+from statexchange.storage.location import is_remote
 from statexchange.storage.save_check import list_save_directories
-from statexchange.storage.save_directory import MANIFEST, SaveManifest
 from statexchange.storage.steps import read_saves, saves_path, step_name
+from statexchange.storage.store import local_path
+from statexchange.storage.tensorfile import MANIFEST, SaveManifest
 
 __all__ = ["SaveVerdict", "verify_saves"]
 
@@ -99,8 +100,7 @@ def _verdict(
     try:
         report = verify(folder, checks=checks, on_progress=on_progress)
     except NotFoundError:
-        local = location(folder).local
-        is_there = local is not None and os.path.isdir(local)
+        is_there = not is_remote(folder) and os.path.isdir(local_path(folder))
         return SaveVerdict(step, shown, None, (missing,)) if is_there else None
     except StateExchangeError as error:
         return SaveVerdict(step, shown, None, (error,))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from statexchange.errors import ReplacedError
 from statexchange.storage.atomic import remove_abandoned, write_new
 from statexchange.storage.files import check_writable
-from statexchange.storage.local import LocalStore
+from statexchange.storage.store import LocalStore
 
 if TYPE_CHECKING:
     from statexchange.storage.objects import Objects

@@ -1,6 +1,6 @@
 """The interface of a build: one checkpoint directory under construction, which appears whole or not at all.
 
-location.py opens a build at a local path (directory_build.py) or at an fsspec URL (object_build.py). The top of each
+publish.py opens a build at a local path (directory_build.py) or at an fsspec URL (object_build.py). The top of each
 of these files explains its protocol.
 
 A build goes through the states *open* (files are created, written and recorded), then *committed* or *abandoned*. It
@@ -189,7 +189,7 @@ class Build(ABC):
 
     @abstractmethod
     def share(self) -> str:
-        """Return the key with which other processes join this build (`Location.join_build`) to write files into it."""
+        """Return the key with which other processes join this build (`publish.join_build`) to write files into it."""
 
     @abstractmethod
     def add_all(self, files: Mapping[str, str]) -> None:

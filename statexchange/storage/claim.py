@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, NotFoundError, ReplacedError
 from statexchange.processes import Owner
-from statexchange.storage.json_text import parse_json
+from statexchange.storage.location import parse_json
 from statexchange.storage.store import Budget
 
 if TYPE_CHECKING:

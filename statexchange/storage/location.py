@@ -1,24 +1,22 @@
-"""A location: a local path or an fsspec URL, with every operation that differs between the two, and opening it to read.
+"""Open a path to read, a local directory or an fsspec URL, and parse the JSON that is in it.
 
-`location` decides by the text of a path, once. A `LocalLocation` is built and removed by directory_build.py, under
-hidden names beside it. A `RemoteLocation` is built and removed by object_build.py, under its final name and with a
-claim. build.py defines the interface of both builds, and what they guarantee. `read_with_retry`
-opens a path once more where it is replaced while it is read.
+`read_with_retry` opens a path once more where it is replaced while it is read.
 
-Modules for writers, and those that need fsspec, are imported at the first call that needs them.
+The JSON of files is parsed more strictly than by Python's json: UTF-8 only, no NaN or Infinity, no duplicate keys, no
+deep nesting. Text that would take far more memory once parsed than real headers do is refused before it is parsed.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import json
 import os
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from statexchange import values
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -26,489 +24,113 @@ from statexchange.errors import (
     NotFoundError,
     ReplacedError,
     StateExchangeError,
-    StorageError,
-    TargetExistsError,
-    UnsafeError,
     excerpt,
     without_secrets,
 )
-from statexchange.storage import files
-from statexchange.storage.atomic import remove_abandoned, write_new
-from statexchange.storage.json_text import parse_json
-from statexchange.storage.local import LocalStore, local_path, open_local
-from statexchange.storage.store import Store, resolve_path
+from statexchange.storage.files import check_size, digest
+from statexchange.storage.store import (
+    Budget,
+    EntryKind,
+    LocalStore,
+    Store,
+    StoredFile,
+    absolute_path,
+    local_path,
+    open_local,
+    strip_file_scheme,
+)
+from statexchange.values import MAX_DEPTH
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
     from typing_extensions import Self
 
-    from statexchange.storage.build import Build, BuildMember, OwnCheck, ReplaceCheck, UnfinishedBuild
-    from statexchange.storage.object_removal import ClaimWatch
-
 __all__ = [
+    "MAX_MANIFEST_BYTES",
     "Attempts",
-    "Location",
+    "FilteredStore",
     "OpenedPath",
-    "location",
+    "check_parsed_size",
+    "decode_stored",
+    "directory_of",
+    "is_remote",
     "open_path",
+    "parse_json",
+    "parse_stored",
+    "plain_stored",
+    "read_json",
     "read_option_file",
     "read_with_retry",
+    "resolve_path",
+    "seal",
     "target_path",
+    "unseal",
 ]
 
-_log = logging.getLogger(__name__)
+# Paths
 
 
-def location(path: str) -> Location:
-    """Return the location of a path that `store.resolve_path` has returned."""
-    is_local = "://" not in path or path.startswith(("shm://", "file://"))
-    return LocalLocation(path) if is_local else RemoteLocation(path)
+def resolve_path(path: object, what: str) -> str:
+    """Return the absolute path, the URL or the ``shm://name`` for a path that a caller gave.
+
+    Every public function resolves its paths here, so that messages show absolute paths. ``~`` is expanded and
+    ``file:///a/path`` becomes ``/a/path``.
+
+    Args:
+        path: str or os.PathLike.
+        what: the argument in words, with which error messages begin.
+
+    Raises:
+        InvalidArgumentError: `path` is something else, is empty, or contains a null character or what no file system
+            can encode (a lone surrogate).
+    """
+    text: object = None
+    if isinstance(path, (str, os.PathLike)):
+        text = os.fspath(path)
+    # A PathLike may return bytes.
+    if not isinstance(text, str) or not text:
+        raise InvalidArgumentError(f"{what} is a path or a URL, not {excerpt(path)}")
+    without_scheme = strip_file_scheme(text)
+    if "\0" in without_scheme:
+        shown = excerpt(without_secrets(text))
+        raise InvalidArgumentError(f"{what} is a path or a URL without null characters, not {shown}")
+    try:
+        os.fsencode(without_scheme)  # which takes surrogates that stand for bytes of a name that is no UTF-8
+    except UnicodeEncodeError as error:
+        shown = excerpt(without_secrets(text))
+        raise InvalidArgumentError(f"{what} is a path or a URL that {error.encoding} can encode, not {shown}") from None
+    if "://" in without_scheme:
+        return without_scheme
+    return absolute_path(os.path.expanduser(without_scheme))
+
+
+def is_remote(path: str) -> bool:
+    """Whether a path that `resolve_path` has returned is an fsspec URL. ``shm://`` and ``file://`` are local."""
+    return "://" in path and not path.startswith(("shm://", "file://"))
+
+
+def directory_of(path: str) -> str:
+    """Return the absolute path of a directory, or its URL without trailing slashes.
+
+    Raises:
+        InvalidArgumentError: it cannot be that of a directory: a URL has nothing but a scheme.
+    """
+    if not is_remote(path):
+        return local_path(path)
+    scheme, _, rest = path.partition("://")
+    if not rest.strip("/"):
+        text = f"{excerpt(path)} names no bucket or directory: give the whole URL, such as {scheme}://bucket"
+        raise InvalidArgumentError(text)
+    return path.rstrip("/")
 
 
 def target_path(path: str | os.PathLike[str], *, local: bool = False) -> str:
     """Return the absolute path of a target directory, or its URL without a trailing slash; refuse a URL if `local`."""
     name = resolve_path(path, "a target")
-    at = location(name)
-    if at.is_remote and not local:
-        return at.directory
+    if is_remote(name) and not local:
+        return directory_of(name)
     if "://" in name:
         raise InvalidArgumentError(f"a checkpoint goes to a directory, not to {name!r}")
     return os.path.abspath(name)
-
-
-class Location(ABC):
-    """A file or directory, which need not exist. Not collective.
-
-    Attributes:
-        path: the path or URL.
-        is_remote: whether it is at a URL.
-    """
-
-    is_remote: ClassVar[bool]
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    # Names
-
-    @property
-    @abstractmethod
-    def shown(self) -> str:
-        """The path, or the URL without secrets, for messages."""
-
-    @property
-    @abstractmethod
-    def local(self) -> str | None:
-        """The absolute path that the operating system knows; None at a URL."""
-
-    @property
-    @abstractmethod
-    def directory(self) -> str:
-        """The absolute path of a directory, or its URL without trailing slashes.
-
-        Raises:
-            InvalidArgumentError: it cannot be that of a directory.
-        """
-
-    @property
-    @abstractmethod
-    def canonical(self) -> str:
-        """A text that is equal for all names of this directory, and that has no secrets."""
-
-    @property
-    @abstractmethod
-    def parent(self) -> str:
-        """The path or URL of the directory that contains this one."""
-
-    def child(self, name: str) -> Location:
-        """Return the location of a name in this directory."""
-        return location(f"{self.path.rstrip('/')}/{name}")
-
-    # Reading
-
-    @abstractmethod
-    def open(self) -> tuple[Store, str | None]:
-        """Open and pin the directory. If it is a file, open its directory, and return the name of the file, too.
-
-        Raises:
-            NotFoundError: there is nothing here.
-            StorageError: it cannot be read.
-        """
-
-    @abstractmethod
-    def check_can_be_made(self, absence: NotFoundError) -> None:
-        """Raise NotFoundError if nothing is here and the first build in this directory could not make it.
-
-        The path is then wrong, or a disk is not mounted.
-
-        Args:
-            absence: the error that says that nothing is here.
-        """
-
-    # Writing
-
-    @abstractmethod
-    def create(self, name: str, data: bytes) -> None:
-        """Write a small file into this directory, which must exist; TargetExistsError if the name exists, too."""
-
-    @abstractmethod
-    def open_build(
-        self,
-        plan_digest: str,
-        names: Sequence[str],
-        *,
-        check: ReplaceCheck | None,
-        reuse: bool = False,
-        resume: bool = False,
-        is_own: OwnCheck | None = None,
-    ) -> Build:
-        """Open a build of this directory. Root only.
-
-        Args:
-            plan_digest: 32 hex digits; with `reuse`, equal digests must mean equal bytes of all output files.
-            names: names of all files; `commit` writes the last one.
-            check: called with the existing directory before that is replaced; None if none may be replaced.
-            reuse: keep the output files that a killed publisher of the same plan had finished.
-            resume: treat every other publisher to this target as dead; without it a publisher's death must be proved.
-            is_own: in an object store, whether an object that neither a manifest nor a claim lists may be removed.
-
-        Raises:
-            TargetExistsError: the target exists and `check` is None, or another process is publishing to it.
-            UnsafeError: the target is not a directory that statexchange published.
-            UnsupportedError: the store cannot be written.
-            StorageError: the operating system or the store refused a read or write.
-            InvalidArgumentError: the path has no name, or one that is too long.
-        """
-
-    @abstractmethod
-    def check_build(self, manifest: str, *, check: ReplaceCheck | None, nbytes: int, resume: bool) -> None:
-        """Raise what `open_build` would raise, without changing anything.
-
-        `manifest` is the name of the file that `commit` writes; `nbytes` is the size of all files together.
-        """
-
-    @abstractmethod
-    def join_build(self, key: str, manifest: str) -> BuildMember:
-        """Join a build that another process has opened here.
-
-        Args:
-            key: what `Build.share` has returned there.
-            manifest: the name of the file that `commit` writes.
-
-        Raises:
-            NotFoundError: this process does not see the build.
-        """
-
-    # Removing
-
-    @abstractmethod
-    def remove(self, manifest: str, check: ReplaceCheck, *, waits: bool = True) -> None:
-        """Remove the published directory that is here.
-
-        No reader opens a part of it. A reader that has opened it before may fail; its error says that it was removed.
-
-        Args:
-            manifest: the name of the file that commits it.
-            check: as for `open_build`.
-            waits: at a URL: if a process of another host has begun to remove it, watch that process's claim for 60 s,
-                to see whether it still runs.
-
-        Raises:
-            NotFoundError: there is no such directory.
-            UnsafeError: it has files that were not published.
-            TargetExistsError: another process is publishing or removing it.
-        """
-
-    @abstractmethod
-    def unfinished(self, manifest: str) -> list[UnfinishedBuild]:
-        """Return the builds and removals of this directory that are under way, or were killed.
-
-        Raises:
-            StorageError: the directory cannot be read.
-        """
-
-    @abstractmethod
-    def unfinished_names(self, without: Collection[str]) -> list[str]:
-        """Return the names in this directory at which there may be an unfinished build. [] if it does not exist.
-
-        Names in `without` are known to be whole. They are left out at a URL, where an unfinished build has its final
-        name; a local directory may be whole while another build of it is unfinished.
-        """
-
-    @abstractmethod
-    def remove_abandoned(self) -> None:
-        """Remove the temporary files in this directory that killed processes have left; there are none at a URL."""
-
-    @abstractmethod
-    def clear(
-        self, manifest: str, is_own: OwnCheck, *, watch: ClaimWatch | None = None, waits: bool = False
-    ) -> str | None:
-        """Remove the remains of builds and removals of this directory whose processes have provably ended.
-
-        Args:
-            manifest: the name of the file that commits it.
-            is_own: as for `open_build`.
-            watch: this process's record of claims; a claim that has not changed for 60 s counts as a dead process's.
-            waits: watch the claim of another host's process for 60 s.
-
-        Returns:
-            At a URL the nonce of the claim that was removed; None if there was none, and for a local directory.
-        """
-
-    @abstractmethod
-    def claim_watch(self) -> ClaimWatch | None:
-        """Return a new record of the claims that this process sees; None where builds have no claims."""
-
-
-class LocalLocation(Location):
-    """An absolute path, ``file:///path`` or ``shm://name``."""
-
-    is_remote = False
-
-    @property
-    def shown(self) -> str:
-        """The path."""
-        return self.path
-
-    @property
-    def local(self) -> str:
-        """The absolute path."""
-        return local_path(self.path)
-
-    @property
-    def directory(self) -> str:
-        """The absolute path."""
-        return local_path(self.path)
-
-    @property
-    def canonical(self) -> str:
-        """The path without symbolic links."""
-        return os.path.realpath(self.path)
-
-    @property
-    def parent(self) -> str:
-        """The path of the directory that contains this one."""
-        return os.path.dirname(self.path)
-
-    def open(self) -> tuple[Store, str | None]:
-        """Open and pin the directory, or the directory of the file."""
-        return open_local(self.path)
-
-    def check_can_be_made(self, absence: NotFoundError) -> None:
-        """Raise NotFoundError if the path, or what it would be made in, is a file or a link that leads nowhere."""
-        path = self.path
-        while not os.path.lexists(path) and path != os.path.dirname(path):
-            path = os.path.dirname(path)
-        if os.path.isdir(path):
-            return
-        if os.path.islink(path):
-            text = "a directory of saves is expected, and this link leads to none: make its target, or mount the disk"
-            raise NotFoundError(text, path=path)
-        if os.path.lexists(path):
-            raise NotFoundError("a directory of saves is expected, and this is a file", path=path)
-
-    def create(self, name: str, data: bytes) -> None:
-        """Write a small file durably."""
-        with files.directory(self.path) as dir_fd:
-            write_new(dir_fd, name, data, path=os.path.join(self.path, name), mode=0o666)
-
-    def open_build(
-        self,
-        plan_digest: str,
-        names: Sequence[str],
-        *,
-        check: ReplaceCheck | None,
-        reuse: bool = False,
-        resume: bool = False,
-        is_own: OwnCheck | None = None,
-    ) -> Build:
-        """Open a build under a hidden name beside the directory."""
-        from statexchange.storage.directory_build import DirectoryBuild
-
-        return DirectoryBuild(self.path, plan_digest, check=check, reuse=reuse, resume=resume)
-
-    def check_build(self, manifest: str, *, check: ReplaceCheck | None, nbytes: int, resume: bool) -> None:
-        """Raise what `open_build` would raise, and StorageError if the disk has too little space."""
-        from statexchange.storage.directory_build import check_directory
-
-        check_directory(self.path, check, nbytes, resume=resume)
-
-    def join_build(self, key: str, manifest: str) -> BuildMember:
-        """Join the build whose hidden name follows from `key`."""
-        from statexchange.storage.directory_build import DirectoryMember
-
-        return DirectoryMember(self.path, key)
-
-    def remove(self, manifest: str, check: ReplaceCheck, *, waits: bool = True) -> None:
-        """Remove the directory, after it has got a hidden name."""
-        from statexchange.storage.directory_build import DirectoryRemoval
-
-        DirectoryRemoval(self.path, check=check).run()
-
-    def unfinished(self, manifest: str) -> list[UnfinishedBuild]:
-        """Return what is beside the directory under hidden names."""
-        from statexchange.storage.directory_build import unfinished_builds
-
-        return unfinished_builds(self.path)
-
-    def unfinished_names(self, without: Collection[str]) -> list[str]:
-        """Return the names beside which there are hidden ones."""
-        try:
-            entries = os.listdir(self.path)
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise StorageError.of(error, "list directory", path=self.path) from error
-        return sorted({name for name in map(files.hidden_target, entries) if name is not None})
-
-    def remove_abandoned(self) -> None:
-        """Remove the temporary files of processes that have ended, if there is a directory."""
-        with contextlib.suppress(NotFoundError), files.directory(self.path) as dir_fd:
-            remove_abandoned(dir_fd)
-
-    def clear(
-        self, manifest: str, is_own: OwnCheck, *, watch: ClaimWatch | None = None, waits: bool = False
-    ) -> str | None:
-        """Remove what is under hidden names, unless its process may still run; log a warning about what is not ours."""
-        from statexchange.storage.directory_build import DirectoryRemoval
-
-        builds = self.unfinished(manifest)
-        if builds and all(build.owner is not None and build.state != "dead" for build in builds):
-            return None  # nothing here can be removed
-        try:
-            DirectoryRemoval(self.path, check=lambda _: []).abandon()
-        except TargetExistsError:  # a process that runs is publishing here
-            pass
-        except UnsafeError as error:  # another user's, or not a directory: other directories can still be cleared
-            _log.warning("the remains of a killed save or removal are not removed: %s", error)
-        return None
-
-    def claim_watch(self) -> ClaimWatch | None:
-        """Return None: a lock shows whether a process still runs."""
-        return None
-
-
-class RemoteLocation(Location):
-    """An fsspec URL."""
-
-    is_remote = True
-
-    @property
-    def shown(self) -> str:
-        """The URL without secrets."""
-        return without_secrets(self.path)
-
-    @property
-    def local(self) -> None:
-        """None."""
-        return None
-
-    @property
-    def directory(self) -> str:
-        """The URL without trailing slashes; InvalidArgumentError if it has nothing but a scheme."""
-        if not self.path.partition("://")[2].strip("/"):
-            scheme = self.path.partition(":")[0]
-            text = f"{excerpt(self.path)} names no bucket or directory: give the whole URL, such as {scheme}://bucket"
-            raise InvalidArgumentError(text)
-        return self.path.rstrip("/")
-
-    @property
-    def canonical(self) -> str:
-        """The URL without secrets."""
-        return self.shown
-
-    @property
-    def parent(self) -> str:
-        """The URL up to its last slash."""
-        return self.path.rpartition("/")[0]
-
-    def open(self) -> tuple[Store, str | None]:
-        """Open and pin the directory, or the directory of the object."""
-        from statexchange.storage.fsspec_store import open_url
-
-        return open_url(self.path)
-
-    def check_can_be_made(self, absence: NotFoundError) -> None:
-        """Raise `absence` if it says that there is no such bucket."""
-        from statexchange.storage.fsspec_store import is_missing_bucket
-
-        if is_missing_bucket(absence):
-            raise absence
-
-    def create(self, name: str, data: bytes) -> None:
-        """Put a small object."""
-        from statexchange.storage.objects import Objects
-
-        Objects(self.path).create(name, data)
-
-    def open_build(
-        self,
-        plan_digest: str,
-        names: Sequence[str],
-        *,
-        check: ReplaceCheck | None,
-        reuse: bool = False,
-        resume: bool = False,
-        is_own: OwnCheck | None = None,
-    ) -> Build:
-        """Claim the directory and open a build in it."""
-        from statexchange.storage.object_build import ObjectBuild
-
-        return ObjectBuild(self.path, plan_digest, names, check=check, resume=resume, is_own=is_own)
-
-    def check_build(self, manifest: str, *, check: ReplaceCheck | None, nbytes: int, resume: bool) -> None:
-        """Raise what `open_build` would raise."""
-        from statexchange.storage.object_build import check_url
-
-        check_url(self.path, manifest, check)
-
-    def join_build(self, key: str, manifest: str) -> BuildMember:
-        """Join the build whose claim has the nonce `key`."""
-        from statexchange.storage.object_build import ObjectMember
-
-        return ObjectMember(self.path, key, manifest)
-
-    def remove(self, manifest: str, check: ReplaceCheck, *, waits: bool = True) -> None:
-        """Claim the directory and remove its objects, the manifest first."""
-        from statexchange.storage.object_removal import remove_objects
-
-        remove_objects(self.path, manifest, check, waits=waits)
-
-    def unfinished(self, manifest: str) -> list[UnfinishedBuild]:
-        """Return the build whose claim is here, unless there is a manifest, too."""
-        from statexchange.storage.object_removal import unfinished_objects
-
-        build = unfinished_objects(self.path, manifest)
-        return [] if build is None else [build]
-
-    def unfinished_names(self, without: Collection[str]) -> list[str]:
-        """Return the names of all directories but those in `without`."""
-        try:
-            store, file = self.open()
-        except NotFoundError:
-            return []
-        try:
-            return [] if file is not None else [name for name in store.directories if name not in without]
-        finally:
-            store.close()
-
-    def remove_abandoned(self) -> None:
-        """Do nothing."""
-
-    def clear(
-        self, manifest: str, is_own: OwnCheck, *, watch: ClaimWatch | None = None, waits: bool = False
-    ) -> str | None:
-        """Remove the objects of a claim whose process has ended, and return the claim's nonce."""
-        from statexchange.storage.object_removal import clear_objects
-
-        return clear_objects(self.path, manifest, is_own, watch=watch, waits=waits)
-
-    def claim_watch(self) -> ClaimWatch | None:
-        """Return a new record of claims."""
-        from statexchange.storage.object_removal import ClaimWatch
-
-        return ClaimWatch()
 
 
 T = TypeVar("T")
@@ -577,8 +199,11 @@ def open_path(path: str) -> OpenedPath:
         NotFoundError: there is nothing at the path.
         StorageError: the path cannot be read.
     """
-    at = location(path)
-    return OpenedPath(at.shown, *at.open())
+    if not is_remote(path):
+        return OpenedPath(path, *open_local(path))
+    from statexchange.storage.fsspec_store import open_url
+
+    return OpenedPath(without_secrets(path), *open_url(path))
 
 
 class Attempts:
@@ -649,3 +274,207 @@ def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:
         except BaseException as error:
             if not attempts.goes_on(opened, error):
                 raise
+
+
+class FilteredStore(Store):
+    """A view of a store that lists only some of its names. The view does not close the store."""
+
+    def __init__(self, store: Store, is_listed: Callable[[str], bool]) -> None:
+        self.path = store.path
+        self.is_remote = store.is_remote
+        self.budget = store.budget
+        self._store = store
+        self._is_listed = is_listed
+
+    @cached_property
+    def listing(self) -> Mapping[str, EntryKind]:
+        """The kind of each entry that is listed."""
+        return {name: kind for name, kind in self._store.listing.items() if self._is_listed(name)}
+
+    def open(self, name: str) -> StoredFile:
+        """Open and pin a file, whether it is listed or not."""
+        return self._store.open(name)
+
+    def link_target(self, name: str) -> str | None:
+        """Return the path that a symbolic link holds; None for anything else."""
+        return self._store.link_target(name)
+
+    def below(self, name: str, *, private: bool = False) -> Store:
+        """Open the subdirectory `name`; it is closed with the store."""
+        return self._store.below(name, private=private)
+
+    def is_current(self) -> bool:
+        """Whether the path still leads to this directory."""
+        return self._store.is_current()
+
+    def check_opened(self) -> None:
+        """Raise ReplacedError if another file has the name of one that was opened."""
+        self._store.check_opened()
+
+    def close(self) -> None:
+        """Do nothing: the store is closed by its owner."""
+
+
+# JSON
+
+MAX_MANIFEST_BYTES = 256 << 20  # limit of manifests, indexes and records: some four million boxes
+_WINDOW_BYTES = 8 << 20
+# Memory of each parsed container, key and value. json keeps equal keys once, so a repeated key costs less.
+_CONTAINER_BYTES, _KEY_BYTES, _VALUE_BYTES, _REPEATED_KEY_BYTES = 64, 200, 12, 90
+_REPEATED_KEYS = ("dtype", "shape", "data_offsets", "file", "source", "boxes", "digests", "global_shape")
+_MAX_PARSED_BYTES = 1 << 30  # of one text, whatever its budget
+
+
+def read_json(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> object:
+    """Return the JSON object in a file.
+
+    Raises CorruptError for anything else, and for a file of more than `limit` bytes. The file is read in windows and
+    refused at the first window that cannot be JSON, so that a large sparse file costs one window.
+    """
+    check_size(file.size, limit, file.path)
+    data = bytearray()  # grows with each window: allocating the full size would touch all of its memory
+    while len(data) < file.size or not data:
+        window = bytearray(min(_WINDOW_BYTES, file.size - len(data)))
+        file.read_into(memoryview(window), len(data))
+        if not data and not window[:64].lstrip().startswith(b"{"):
+            raise CorruptError("broken JSON: it is not an object", path=file.path)
+        if 0 in window:
+            problem = f"broken JSON: byte {len(data) + window.index(0)} is zero, as if it had not been written"
+            raise CorruptError(problem, path=file.path)
+        data += window
+    return parse_json(data, file.path, file.budget)
+
+
+def parse_json(
+    data: bytes | bytearray | memoryview | str, path: str, budget: Budget, *, max_depth: int = MAX_DEPTH
+) -> object:
+    """Return parsed JSON, which code may walk by recursion.
+
+    Args:
+        data: the text.
+        path: the file's path for messages.
+        budget: the budget of the source.
+        max_depth: the most containers that may lie in one another.
+
+    Raises:
+        CorruptError: the text is broken, has duplicate keys, is nested too deeply, or would take more memory once
+            parsed than the budget has: 16 times its size, and 32 MiB for all texts of a source together.
+    """
+    try:
+        text = data if isinstance(data, str) else str(data, "utf-8")  # json.loads would also accept UTF-16 bytes
+    except ValueError as error:
+        raise CorruptError(f"broken JSON: {error}", path=path) from None
+    check_parsed_size(text, path, budget)
+    try:
+        parsed = _DECODER.decode(text)
+    except (ValueError, RecursionError) as error:
+        raise CorruptError(f"broken JSON: {error}", path=path) from None
+    return _with_objects(parsed, path, max_depth)
+
+
+def check_parsed_size(text: str, path: str, budget: Budget) -> None:
+    """Spend the memory that JSON takes once parsed, estimated from its brackets, commas and colons.
+
+    Raises CorruptError if the budget does not have it.
+    """
+    nbytes = _CONTAINER_BYTES * (text.count("[") + text.count("{")) + _VALUE_BYTES * text.count(",")
+    nbytes += _KEY_BYTES * text.count(":")
+    for key in _REPEATED_KEYS:
+        nbytes -= (_KEY_BYTES - _REPEATED_KEY_BYTES) * text.count(f'"{key}"')
+    if nbytes > _MAX_PARSED_BYTES:
+        raise CorruptError(f"refused: it would take {nbytes} bytes of memory once parsed", path=path)
+    budget.spend_memory(nbytes, text, path)
+
+
+def _with_objects(parsed: object, path: str, max_depth: int) -> object:
+    """Return parsed JSON with dicts in the place of `_DECODER`'s tuples of (key, value) pairs, refused if too deep.
+
+    Example: ``(("a", 1), ("b", [()]))`` becomes ``{"a": 1, "b": [{}]}``; ``(("a", 1), ("a", 2))`` is refused.
+    """
+    root = [parsed]
+    level: list[dict[object, object] | list[object]] = [root]
+    # Level by level, not by recursion: the text may be nested as deeply as the decoder allows.
+    for _ in range(max_depth + 1):
+        below: list[dict[object, object] | list[object]] = []
+        for container in level:
+            entries = container.items() if type(container) is dict else enumerate(container)
+            for key, value in entries:
+                if type(value) is tuple:
+                    unique = dict(value)
+                    if len(unique) != len(value):
+                        raise CorruptError("broken JSON: a key occurs twice", path=path)
+                    container[key] = unique  # type: ignore[call-overload]
+                    below.append(unique)
+                elif type(value) is list:
+                    below.append(value)
+        if not below:
+            return root[0]
+        level = below
+    raise CorruptError(f"refused: it is nested more than {max_depth} levels deep", path=path)
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is not JSON")
+
+
+# Objects come as tuples of pairs: in a dict, a key that occurs twice would be lost.
+_DECODER = json.JSONDecoder(object_pairs_hook=tuple, parse_constant=_refuse_constant)
+
+
+def seal(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the record with its digest under the key ``digest``."""
+    return {**record, "digest": _digest_of(record)}
+
+
+def unseal(sealed: object) -> dict[str, Any]:
+    """Return the record in what `seal` has returned; raise ValueError or KeyError for anything else."""
+    if not isinstance(sealed, dict):
+        raise ValueError("it is not an object")
+    record = dict(sealed)
+    if record.pop("digest") != _digest_of(record):
+        raise ValueError("it differs from its own digest")
+    return record
+
+
+def _digest_of(record: Mapping[str, Any]) -> str:
+    return digest(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
+
+
+_JSON_PER_LEVEL = 3  # nested JSON containers for one container of a value, at most: an object, a list and its pairs
+
+
+def parse_stored(text: str | bytes, path: str, budget: Budget) -> object:
+    """Return the JSON in text from a file that `values.encode` wrote; raise CorruptError for text that is broken."""
+    return parse_json(text, path, budget, max_depth=_JSON_PER_LEVEL * (values.MAX_DEPTH + 1))
+
+
+def decode_stored(
+    text: str,
+    path: str,
+    budget: Budget,
+    *,
+    types: Mapping[str, type] | None = None,
+    leaves: Mapping[str, object] | None = None,
+    unknown: list[values.UnknownValue] | None = None,
+) -> Any:
+    """Return `values.decode` of text from a file; raise CorruptError for text that `values.encode` cannot write."""
+    parsed = parse_stored(text, path, budget)
+    try:
+        return values.decode_parsed(parsed, types=types, leaves=leaves, unknown=unknown)
+    except StateExchangeError:
+        raise
+    except ValueError as error:
+        raise _broken_config(error, path) from None
+
+
+def plain_stored(text: str, path: str, budget: Budget) -> Any:
+    """Return `values.to_plain` of text from a file; raise CorruptError for text that `values.encode` cannot write."""
+    parsed = parse_stored(text, path, budget)
+    try:
+        return values.to_plain(parsed)
+    except ValueError as error:
+        raise _broken_config(error, path) from None
+
+
+def _broken_config(error: ValueError, path: str) -> CorruptError:
+    return CorruptError(f"broken config: {excerpt(str(error), 200)}", path=path)

@@ -6,7 +6,7 @@
   (steps.py) and of this host. So a restarted job finds it whatever its processes, ranks and world size are, and hosts
   that share one /dev/shm have one each.
 * ``saves-<digest>/target.json``: the path, identity and host from which the digest was made.
-* ``saves-<digest>/step-000000700/``: a copy, with the names and formats of a save (save_directory.py). ``save.json``
+* ``saves-<digest>/step-000000700/``: a copy, with the names and formats of a save (tensorfile.py). ``save.json``
   lists the files of all ranks; only those of this host and the previous one are here. ``headers.json`` has the process
   that made the copy, and digests of the headers, since the digests in a header do not cover the header itself. A build
   (directory_build.py) makes the directory appear as a whole, so each file that is there is complete.
@@ -42,17 +42,22 @@ from statexchange.errors import (
     StateExchangeError,
     StorageError,
     TargetExistsError,
+    without_secrets,
 )
 from statexchange.processes import Owner, host_identity
 from statexchange.storage import files
 from statexchange.storage.atomic import is_abandoned, new_nonce, write_new
 from statexchange.storage.files import digest
-from statexchange.storage.json_text import parse_json, seal, unseal
-from statexchange.storage.local import local_path
-from statexchange.storage.location import location, open_path
-from statexchange.storage.save_directory import MANIFEST, SaveManifest, read_manifest
+from statexchange.storage.location import (
+    is_remote,
+    open_path,
+    parse_json,
+    seal,
+    unseal,
+)
 from statexchange.storage.steps import clear_leftovers, identity_of_saves, read_saves, step_name, step_of
-from statexchange.storage.tensorfile import read_header_bytes
+from statexchange.storage.store import local_path
+from statexchange.storage.tensorfile import MANIFEST, SaveManifest, read_header_bytes, read_manifest
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -96,7 +101,7 @@ class MemoryDirectory:
     """
 
     def __init__(self, saves: str, identity: str) -> None:
-        path = location(saves).canonical
+        path = without_secrets(saves) if is_remote(saves) else os.path.realpath(saves)
         self._target = _Target(path, identity, host_identity())
         self.path = local_path(f"shm://saves-{self._target.digest}")
 
@@ -420,7 +425,7 @@ def _sweep_other(path: str) -> None:
         return
     except CorruptError:
         return
-    if target.host != host_identity() or location(target.path).is_remote or not target.is_gone:
+    if target.host != host_identity() or is_remote(target.path) or not target.is_gone:
         return
     with open_path(path) as opened:
         steps = [step for found in opened.store.directories if (step := step_of(found)) is not None]
@@ -444,7 +449,7 @@ def _drop_spare(path: str) -> None:
 
 def _is_spare(target: _Target, step: int, manifest: SaveManifest) -> bool:
     """Whether the disk has the save of which there is a copy."""
-    if location(target.path).is_remote:
+    if is_remote(target.path):
         return True
     on_disk = None if target.is_gone else read_saves(target.path).get(step)
     return isinstance(on_disk, SaveManifest) and on_disk.save == manifest.save

@@ -86,7 +86,7 @@ def clear_objects(
     Args:
         url: the directory.
         manifest: the name of the object that commits it.
-        is_own: as for `Location.open_build`.
+        is_own: as for `publish.open_build`.
         watch: what this process has seen of claims; a claim that has not changed for 60 s counts as a dead process's.
         waits: watch the claim for 60 s, unless its process runs on this host or has provably ended.
     """

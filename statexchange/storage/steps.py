@@ -31,12 +31,20 @@ from statexchange.errors import (
     TargetExistsError,
     excerpt,
 )
-from statexchange.storage.atomic import is_temporary, new_nonce
+from statexchange.storage import files, publish
+from statexchange.storage.atomic import is_temporary, new_nonce, remove_abandoned
 from statexchange.storage.claim import CLAIM_NAME
-from statexchange.storage.json_text import parse_json, seal, unseal
-from statexchange.storage.location import Location, location, open_path, read_with_retry
-from statexchange.storage.save_directory import MANIFEST, SaveManifest, is_stray, read_manifest, removable_files
-from statexchange.storage.store import resolve_path
+from statexchange.storage.location import (
+    directory_of,
+    is_remote,
+    open_path,
+    parse_json,
+    read_with_retry,
+    resolve_path,
+    seal,
+    unseal,
+)
+from statexchange.storage.tensorfile import MANIFEST, SaveManifest, is_stray, read_manifest, removable_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterable, Mapping
@@ -144,7 +152,7 @@ def step_name(step: int) -> str:
 
 def saves_path(path: str | os.PathLike[str]) -> str:
     """Return the absolute path or URL of a directory of saves that a caller gave."""
-    return location(resolve_path(path, "a directory of saves")).directory
+    return directory_of(resolve_path(path, "a directory of saves"))
 
 
 def step_of(name: str) -> int | None:
@@ -239,7 +247,7 @@ def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveMani
     try:
         opened = open_path(path)
     except NotFoundError as error:
-        location(path).check_can_be_made(error)
+        publish.check_can_be_made(path, error)
         return {}
     with opened:
         if opened.file is not None:
@@ -299,7 +307,7 @@ def make_identity(path: str) -> str:
         return found
     data = json.dumps(seal({"schema": _SCHEMA, "identity": new_nonce()})).encode()
     with contextlib.suppress(TargetExistsError):
-        location(path).create(IDENTITY, data)
+        publish.create(path, IDENTITY, data)
     found = identity_of_saves(path)
     if found is None:
         raise NotFoundError("removed while it was made", path=os.path.join(path, IDENTITY))
@@ -349,7 +357,7 @@ def remove_save(path: str, step: int, *, waits: bool = True) -> None:
         UnsafeError: the directory has files that are not of the save.
         TargetExistsError: another process is publishing or removing it.
     """
-    location(path).child(step_name(step)).remove(MANIFEST, removable_files, waits=waits)
+    publish.remove(os.path.join(path, step_name(step)), MANIFEST, removable_files, waits=waits)
 
 
 def unfinished_steps(path: str) -> dict[int, list[UnfinishedBuild]]:
@@ -360,14 +368,17 @@ def unfinished_steps(path: str) -> dict[int, list[UnfinishedBuild]]:
     Raises:
         StorageError: the directory cannot be read.
     """
-    at = location(path)
-    found = {step: at.child(step_name(step)).unfinished(MANIFEST) for step in _unfinished_steps(at)}
-    return {step: builds for step, builds in found.items() if builds}
+    found = {}
+    for step in _unfinished_steps(path):
+        builds = publish.unfinished(os.path.join(path, step_name(step)), MANIFEST)
+        if builds:
+            found[step] = builds
+    return found
 
 
-def _unfinished_steps(at: Location, without: Collection[int] = ()) -> list[int]:
+def _unfinished_steps(path: str, without: Collection[int] = ()) -> list[int]:
     """Return the steps of which there may be an unfinished save or removal; `without` is known to be whole."""
-    names = at.unfinished_names({step_name(step) for step in without})
+    names = publish.unfinished_names(path, {step_name(step) for step in without})
     return sorted(step for name in names if (step := step_of(name)) is not None)
 
 
@@ -376,9 +387,8 @@ def watch_claims(path: str, watch: ClaimWatch, without: Collection[int]) -> None
 
     Not collective.
     """
-    at = location(path)
-    for step in _unfinished_steps(at, without):
-        watch.look_at(at.child(step_name(step)).path)
+    for step in _unfinished_steps(path, without):
+        watch.look_at(os.path.join(path, step_name(step)))
 
 
 def clear_leftovers(
@@ -397,10 +407,12 @@ def clear_leftovers(
     Returns:
         The nonces of what was removed at a URL.
     """
-    at = location(path)
-    at.remove_abandoned()
-    cleared = [
-        at.child(step_name(step)).clear(MANIFEST, is_stray, watch=watch, waits=waits)
-        for step in _unfinished_steps(at, without)
-    ]
-    return [nonce for nonce in cleared if nonce is not None]
+    if not is_remote(path):
+        with contextlib.suppress(NotFoundError), files.directory(path) as dir_fd:
+            remove_abandoned(dir_fd)
+    cleared = []
+    for step in _unfinished_steps(path, without):
+        nonce = publish.clear(os.path.join(path, step_name(step)), MANIFEST, is_stray, watch=watch, waits=waits)
+        if nonce is not None:
+            cleared.append(nonce)
+    return cleared

@@ -14,33 +14,76 @@ is first spent from a `Budget`. Work that is done once for each byte is free. Th
 take a number of steps for each of its bytes. What it takes beyond them comes from a reserve. An opened store has one
 reserve, for itself, its subdirectories and all files in them: many small files get no more of it than one. A refused
 file does not use it up.
+
+A local file or subdirectory is pinned by its identity, not by its descriptor. Over a limit the least recently used
+descriptor is closed; the next use opens the file again by name in the pinned directory and compares the identity. So a
+checkpoint of any number of files can be read, and a file that was replaced in between raises ReplacedError.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import io
+import itertools
 import logging
 import os
+import re
+import stat
+import threading
+import time
+import weakref
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 from urllib.parse import unquote
 
-from statexchange.errors import CorruptError, InvalidArgumentError, UnsafeError, excerpt, without_secrets
+try:
+    import resource
+except ImportError:  # on Windows
+    resource = None  # type: ignore[assignment]
+
+from statexchange.errors import (
+    CorruptError,
+    InvalidArgumentError,
+    NotFoundError,
+    ReplacedError,
+    StateExchangeError,
+    StorageError,
+    UnsafeError,
+    excerpt,
+)
 from statexchange.sharding.shards import Box
-from statexchange.storage.files import check_size
+from statexchange.storage.files import (
+    audit,
+    check_private,
+    check_size,
+    directory,
+    hidden_prefix,
+    mount_of,
+    open_directory,
+    open_file,
+    open_parent,
+    pread_into,
+    read_error,
+    stat_of,
+    warn_of_options,
+)
 
 __all__ = [
     "Budget",
     "ByteRange",
     "EntryKind",
-    "FilteredStore",
+    "LocalFile",
+    "LocalStore",
     "Store",
     "StoredFile",
     "absolute_path",
-    "resolve_path",
+    "local_path",
+    "open_local",
+    "replacement_of",
     "strip_file_scheme",
 ]
 
@@ -115,40 +158,6 @@ def absolute_path(path: str) -> str:
     if ".." not in path.split(os.sep):
         return os.path.abspath(path)
     return os.path.join(os.getcwd(), path).rstrip(os.sep)
-
-
-def resolve_path(path: object, what: str) -> str:
-    """Return the absolute path, the URL or the ``shm://name`` for a path that a caller gave.
-
-    Every public function resolves its paths here, so that messages show absolute paths. ``~`` is expanded and
-    ``file:///a/path`` becomes ``/a/path``.
-
-    Args:
-        path: str or os.PathLike.
-        what: the argument in words, with which error messages begin.
-
-    Raises:
-        InvalidArgumentError: `path` is something else, is empty, or contains a null character or what no file system
-            can encode (a lone surrogate).
-    """
-    text: object = None
-    if isinstance(path, (str, os.PathLike)):
-        text = os.fspath(path)
-    # A PathLike may return bytes.
-    if not isinstance(text, str) or not text:
-        raise InvalidArgumentError(f"{what} is a path or a URL, not {excerpt(path)}")
-    without_scheme = strip_file_scheme(text)
-    if "\0" in without_scheme:
-        shown = excerpt(without_secrets(text))
-        raise InvalidArgumentError(f"{what} is a path or a URL without null characters, not {shown}")
-    try:
-        os.fsencode(without_scheme)  # which takes surrogates that stand for bytes of a name that is no UTF-8
-    except UnicodeEncodeError as error:
-        shown = excerpt(without_secrets(text))
-        raise InvalidArgumentError(f"{what} is a path or a URL that {error.encoding} can encode, not {shown}") from None
-    if "://" in without_scheme:
-        return without_scheme
-    return absolute_path(os.path.expanduser(without_scheme))
 
 
 class StoredFile(ABC):
@@ -314,45 +323,6 @@ class Store(ABC):
         return self.open(name).read_all(limit)
 
 
-class FilteredStore(Store):
-    """A view of a store that lists only some of its names. The view does not close the store."""
-
-    def __init__(self, store: Store, is_listed: Callable[[str], bool]) -> None:
-        self.path = store.path
-        self.is_remote = store.is_remote
-        self.budget = store.budget
-        self._store = store
-        self._is_listed = is_listed
-
-    @cached_property
-    def listing(self) -> Mapping[str, EntryKind]:
-        """The kind of each entry that is listed."""
-        return {name: kind for name, kind in self._store.listing.items() if self._is_listed(name)}
-
-    def open(self, name: str) -> StoredFile:
-        """Open and pin a file, whether it is listed or not."""
-        return self._store.open(name)
-
-    def link_target(self, name: str) -> str | None:
-        """Return the path that a symbolic link holds; None for anything else."""
-        return self._store.link_target(name)
-
-    def below(self, name: str, *, private: bool = False) -> Store:
-        """Open the subdirectory `name`; it is closed with the store."""
-        return self._store.below(name, private=private)
-
-    def is_current(self) -> bool:
-        """Whether the path still leads to this directory."""
-        return self._store.is_current()
-
-    def check_opened(self) -> None:
-        """Raise ReplacedError if another file has the name of one that was opened."""
-        self._store.check_opened()
-
-    def close(self) -> None:
-        """Do nothing: the store is closed by its owner."""
-
-
 class ByteRange(NamedTuple):
     """The position of one box's bytes in a file, and their known digests.
 
@@ -384,3 +354,572 @@ class ByteRange(NamedTuple):
     def is_proven(self) -> bool:
         """Whether digests cover all bytes of the box."""
         return self.digest is not None or bool(self.parts)
+
+
+# Local directories
+
+_FILE_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+_MAX_LOOKUPS = 40  # of a name that is absent while its directory is being replaced
+_LOOKUP_INTERVAL_S = 0.01
+_LEAST_HELD = 4  # descriptors that each opened path may keep open, even over the limit
+_DIRECTORY_FLAGS = _FILE_FLAGS | getattr(os, "O_DIRECTORY", 0)
+
+
+def local_path(url: str) -> str:
+    """Return the absolute path for a local path, ``file:///path`` or ``shm://name`` (a directory on tmpfs)."""
+    scheme, separator, rest = strip_file_scheme(url).partition("://")
+    if not separator:
+        return absolute_path(strip_file_scheme(url))
+    if scheme == "shm":
+        if not _is_plain_name(rest):
+            raise InvalidArgumentError(
+                "shm:// must be followed by a name of letters, digits, '.', '_' and '-' that begins with a letter, "
+                f"digit or '_', not {rest!r}"
+            )
+        return f"/dev/shm/statexchange-{os.getuid()}/{rest}"  # noqa: S108 (0700, owner checked on use)
+    if scheme == "file":
+        raise InvalidArgumentError(f"{url!r} names a host: write file:///absolute/path, or the path alone")
+    raise InvalidArgumentError(f"a workspace is a directory or shm://name; {scheme}:// is not supported")
+
+
+def _is_plain_name(name: str) -> bool:
+    rest = name.replace(".", "").replace("_", "").replace("-", "")
+    return 0 < len(name) <= 200 and name.isascii() and (rest.isalnum() or not rest) and name[0] not in ".-"
+
+
+class _Pinned(Protocol):
+    """A file or subdirectory whose descriptor may be closed and opened again."""
+
+    path: str
+    number: int
+
+    def reopened(self) -> int:
+        """Return a new descriptor of the same file or directory."""
+
+
+_num_held = 0  # descriptors that all opened paths of this process hold
+
+
+def _held_limit() -> int:
+    """Return how many descriptors they may hold: a quarter of those that the process may open, at most 256."""
+    if resource is None:
+        return 64
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(_LEAST_HELD, min(256, soft // 4))
+
+
+class _Descriptors:
+    """The descriptors of one opened path: its directory, files and subdirectories.
+
+    Over the limit the least recently used idle descriptors are closed, and reopened on demand. All are closed by
+    `close` or when the last reference is dropped. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # reentrant: reopening a file may reopen its directory
+        # Open descriptors by the number of their file, in the order of last use. The keys are numbers: references to
+        # files would be cycles, which would delay the finalizer of this object after its last file was dropped.
+        self._pinned: dict[int, int] = {}
+        self._borrow_counts: dict[int, int] = {}  # by the same numbers; an idle file has no entry
+        self._numbers = itertools.count()
+        self._owned: set[int] = set()  # all open descriptors, which the finalizer closes
+        self._finalizer = weakref.finalize(self, _close_all, self._owned)
+        self.is_open = True
+        # The identity of each file that was opened, by its path below the opened directory.
+        self.identities: dict[str, tuple[int, int, int, int]] = {}
+
+    def hold(self, fd: int, path: str) -> None:
+        """Take ownership of a descriptor, which stays open until `close`."""
+        global _num_held
+        with self._lock:
+            if not self.is_open:
+                os.close(fd)
+                raise _closed(path)
+            self._owned.add(fd)
+            _num_held += 1
+
+    def pin(self, fd: int, path: str) -> int:
+        """Take ownership of a descriptor that may be closed and reopened; return the number of its file."""
+        with self._lock:
+            self.hold(fd, path)
+            number = next(self._numbers)
+            self._keep(number, fd)
+            return number
+
+    def _keep(self, number: int, fd: int) -> None:
+        """Keep a new descriptor, and close others if there are too many."""
+        global _num_held
+        self._pinned[number] = fd
+        while len(self._pinned) > _LEAST_HELD and _num_held > _held_limit():
+            idle = [other for other in self._pinned if other != number and not self._borrow_counts.get(other)]
+            if not idle:
+                return
+            idle_fd = self._pinned.pop(idle[0])  # the least recently used
+            self._owned.discard(idle_fd)
+            _num_held -= 1
+            os.close(idle_fd)
+
+    def borrow(self, pinned: _Pinned) -> int:
+        """Return the descriptor of a file or directory; it stays open until `give_back`."""
+        number = pinned.number
+        with self._lock:
+            if not self.is_open:
+                raise _closed(pinned.path)
+            # Counted first: reopening a file may close what is idle.
+            self._borrow_counts[number] = self._borrow_counts.get(number, 0) + 1
+            fd = self._pinned.pop(number, -1)
+            if fd >= 0:
+                self._pinned[number] = fd  # the last one now
+                return fd
+            try:
+                fd = pinned.reopened()
+                self.hold(fd, pinned.path)
+            except BaseException:
+                self.give_back(pinned)
+                raise
+            self._keep(number, fd)
+            return fd
+
+    def give_back(self, pinned: _Pinned) -> None:
+        """End a `borrow`: the descriptor may be closed."""
+        with self._lock:
+            remaining = self._borrow_counts.pop(pinned.number) - 1
+            if remaining:
+                self._borrow_counts[pinned.number] = remaining
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        with self._lock:
+            self.is_open = False
+            self._pinned.clear()
+            self._finalizer()
+
+
+def _closed(path: str) -> InvalidArgumentError:
+    """Return the error of a use after `close`: a closed descriptor's number may belong to another file."""
+    return InvalidArgumentError("this checkpoint has been closed: open it again", path=path)
+
+
+def _close_all(fds: set[int]) -> None:
+    global _num_held
+    _num_held -= len(fds)
+    while fds:
+        os.close(fds.pop())
+
+
+def _identity(attributes: os.stat_result) -> tuple[int, int, int, int]:
+    return attributes.st_dev, attributes.st_ino, attributes.st_size, attributes.st_mtime_ns
+
+
+class LocalFile(StoredFile):
+    """A file of a `LocalStore`, pinned by device, inode, size and modification time."""
+
+    def __init__(self, store: LocalStore, name: str, descriptors: _Descriptors) -> None:
+        self.path = path = store.path_of(name)
+        self.budget = store.budget
+        self._store = store
+        self._name = name
+        self._descriptors = descriptors
+        fd = store.open_name(name, path)
+        try:
+            self._identity = _identity(os.fstat(fd))
+        except OSError as error:
+            os.close(fd)
+            raise read_error(error, "read the attributes", path) from error
+        self.size = self._identity[2]
+        self.modified = self._identity[3] / 1e9
+        self.number = descriptors.pin(fd, path)
+        descriptors.identities.setdefault(store.below_root + name, self._identity)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled_file, (self._store, self._name, self._identity)
+
+    def reopened(self) -> int:
+        """Open the file again by name in the pinned directory; raise ReplacedError if it is another file."""
+        try:
+            fd = self._store.open_name(self._name, self.path)
+        except NotFoundError:
+            raise ReplacedError("removed while it was read", path=self.path) from None
+        try:
+            is_same = _identity(os.fstat(fd)) == self._identity
+        except OSError as error:
+            os.close(fd)
+            raise read_error(error, "read the attributes", self.path) from error
+        if not is_same:
+            os.close(fd)
+            raise self._replaced()
+        return fd
+
+    def check_is(self, identity: tuple[int, int, int, int]) -> None:
+        """Raise ReplacedError unless this file has that identity."""
+        if self._identity != identity:
+            raise self._replaced()
+
+    def _replaced(self) -> ReplacedError:
+        return ReplacedError("replaced or changed while it was read: read it again", path=self.path)
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from byte `offset`."""
+        fd = self._descriptors.borrow(self)
+        try:
+            pread_into(fd, buffer, offset, self.path)
+        except CorruptError:
+            # The file was long enough when it was opened: another process has cut it since.
+            if offset + len(buffer) <= self.size:
+                raise self._replaced() from None
+            raise
+        finally:
+            self._descriptors.give_back(self)
+
+    def check_unchanged(self) -> None:
+        """Raise ReplacedError if the file's bytes may have changed since it was opened."""
+        fd = self._descriptors.borrow(self)
+        try:
+            attributes = self._fresh_stat(fd)
+        except OSError as error:
+            raise read_error(error, "read the attributes", self.path) from error
+        finally:
+            self._descriptors.give_back(self)
+        if _identity(attributes) != self._identity:
+            raise self._replaced()
+
+    def check_current(self) -> None:
+        """Raise ReplacedError if the file was changed, or another one has its name now.
+
+        A file without a name is not another version: its directory was replaced as a whole, and is being removed.
+        """
+        identity = self._store.identity_of(self._name)
+        if identity is None:
+            self.check_unchanged()
+        elif identity != self._identity:
+            raise self._replaced()
+
+    def _fresh_stat(self, fd: int) -> os.stat_result:
+        """Return the file's attributes; on NFS open the file once more, which makes the client ask the server."""
+        if not self._store.is_shared:
+            return os.fstat(fd)
+        new_fd = os.open(f"/proc/self/fd/{fd}", _FILE_FLAGS)
+        try:
+            return os.fstat(new_fd)
+        finally:
+            os.close(new_fd)
+
+    @property
+    def version(self) -> list[str | int]:
+        """Path, size and modification time."""
+        return [self.path, self.size, self._identity[3]]
+
+    @property
+    def shared_identity(self) -> list[str | int] | None:
+        """Inode, size and modification time, on a file system that hosts share."""
+        return list(self._identity[1:]) if self._store.is_shared else None
+
+    @property
+    def local_identity(self) -> list[str | int]:
+        """Device, inode, size and modification time."""
+        return list(self._identity)
+
+
+def _unpickled_file(store: LocalStore, name: str, identity: tuple[int, int, int, int]) -> LocalFile:
+    """Open the file of a pickled `LocalFile`; raise ReplacedError if another file has its name now."""
+    file = store.open(name)
+    file.check_is(identity)
+    return file
+
+
+class LocalStore(Store):
+    """A local directory, pinned by its descriptor.
+
+    Args:
+        path: absolute path.
+        fd: descriptor of the directory, owned by this store, also if the constructor raises.
+        descriptors: closes all descriptors of the opened path.
+        parent: the store of the parent directory; then this directory's descriptor may be closed and reopened.
+        follow: follow symbolic links to files, as Hugging Face's cache has them.
+    """
+
+    def __init__(
+        self, path: str, fd: int, descriptors: _Descriptors, *, parent: LocalStore | None = None, follow: bool = True
+    ) -> None:
+        self.path = path
+        self._fd = fd if parent is None else -1
+        self._parent = parent
+        self._descriptors = descriptors
+        self.below_root: str = "" if parent is None else f"{parent.below_root}{os.path.basename(path)}/"
+        self._follow = follow
+        try:
+            self._identity = _directory_identity(fd, path)
+        except BaseException:
+            os.close(fd)
+            raise
+        if parent is None:
+            descriptors.hold(fd, path)
+        else:
+            self.budget = parent.budget
+            self.number = descriptors.pin(fd, path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unpickled_store, (self.path, self._follow, self._identity)
+
+    def reopened(self) -> int:
+        """Open this subdirectory again; raise ReplacedError if it is another one."""
+        assert self._parent is not None
+        with self._parent.descriptor() as parent_fd:
+            try:
+                fd = open_directory(os.path.basename(self.path), parent_fd, self.path)
+            except NotFoundError:
+                raise ReplacedError("removed while it was read", path=self.path) from None
+        try:
+            if _directory_identity(fd, self.path) != self._identity:
+                raise ReplacedError("replaced while it was read: read it again", path=self.path)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def check_is(self, identity: tuple[int, int]) -> None:
+        """Raise ReplacedError unless this directory has that identity."""
+        if self._identity != identity:
+            raise ReplacedError("replaced since it was opened: open it again", path=self.path)
+
+    @contextlib.contextmanager
+    def descriptor(self) -> Iterator[int]:
+        """Yield the descriptor of the directory, which stays open in the with block."""
+        if self._parent is None:
+            if not self._descriptors.is_open:
+                raise _closed(self.path)
+            yield self._fd
+            return
+        fd = self._descriptors.borrow(self)
+        try:
+            yield fd
+        finally:
+            self._descriptors.give_back(self)
+
+    @cached_property
+    def is_shared(self) -> bool:
+        """Whether other hosts may change this directory."""
+        return mount_of(self.path).is_network
+
+    @cached_property
+    def listing(self) -> Mapping[str, EntryKind]:
+        """The kind of each entry by name, sorted."""
+        audit("list", self.path)
+        kinds: dict[str, EntryKind] = {}
+        try:
+            with self.descriptor() as fd, os.scandir(fd) as entries:
+                for entry in entries:
+                    # Nearly all entries are files, of which the kernel says so with their names.
+                    kinds[entry.name] = "file" if entry.is_file(follow_symlinks=False) else _kind_of(entry)
+        except OSError as error:
+            if isinstance(error, StateExchangeError):
+                raise
+            raise read_error(error, "list directory", self.path) from error
+        return dict(sorted(kinds.items()))
+
+    def open_name(self, name: str, path: str) -> int:
+        """Return a new descriptor of a file in this directory; `path` is its path for messages."""
+        with self.descriptor() as fd:
+            return open_file(name, fd, path, follow=self._follow)
+
+    def link_target(self, name: str) -> str | None:
+        """Return the path that a symbolic link holds; None for anything else."""
+        with self.descriptor() as fd:
+            return _link_target(name, fd)
+
+    def open(self, name: str) -> LocalFile:
+        """Open and pin a file."""
+        self.check_name(name)
+        return LocalFile(self, name, self._descriptors)
+
+    def below(self, name: str, *, private: bool = False) -> LocalStore:
+        """Open a subdirectory; a symbolic link raises UnsafeError."""
+        path = self.path_of(name)
+        with self.descriptor() as own_fd:
+            fd = open_directory(name, own_fd, path)
+        try:
+            if private:
+                check_private(fd, path)
+        except BaseException:
+            os.close(fd)
+            raise
+        return LocalStore(path, fd, self._descriptors, parent=self, follow=self._follow and not private)
+
+    def is_current(self) -> bool:
+        """Whether the path still leads to this directory; True if that cannot be determined."""
+        try:
+            with directory(self.path) as fd:
+                return _directory_identity(fd, self.path) == self._identity
+        except (NotFoundError, ReplacedError):
+            return False
+        except StorageError:
+            return True
+
+    def identity_of(self, name: str) -> tuple[int, int, int, int] | None:
+        """Return the identity of the file that has a name, or a path, below this directory; None without one."""
+        with self.descriptor() as dir_fd:
+            try:
+                if not self.is_shared:
+                    return _identity(os.stat(name, dir_fd=dir_fd, follow_symlinks=self._follow))
+                fd = open_file(name, dir_fd, self.path_of(name), follow=self._follow)  # so that NFS asks the server
+                try:
+                    return _identity(os.fstat(fd))  # which fails where the server has removed it since
+                finally:
+                    os.close(fd)
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+            except OSError as error:
+                if isinstance(error, StateExchangeError):
+                    raise
+                raise read_error(error, "read the attributes", self.path_of(name)) from error
+
+    def check_opened(self) -> None:
+        """Raise ReplacedError if another file has the name of one that was opened here or below.
+
+        Do nothing after `close`, as a format closes what it cannot read.
+        """
+        if not self._descriptors.is_open:
+            return
+        for name, opened in self._descriptors.identities.items():
+            if self.identity_of(name) not in (opened, None):
+                raise ReplacedError("replaced while the others were opened: read it again", path=self.path_of(name))
+
+    def close(self) -> None:
+        """Close all descriptors."""
+        self._descriptors.close()
+
+
+def _directory_identity(fd: int, path: str) -> tuple[int, int]:
+    try:
+        attributes = os.fstat(fd)
+    except OSError as error:
+        raise read_error(error, "read the attributes", path) from error
+    return attributes.st_dev, attributes.st_ino
+
+
+def _unpickled_store(path: str, follow: bool, identity: tuple[int, int]) -> LocalStore:
+    """Open the directory of a pickled `LocalStore`; raise ReplacedError if another one has its path now."""
+    store = LocalStore(path, open_directory(path), _Descriptors(), follow=follow)
+    store.check_is(identity)
+    return store
+
+
+def _kind_of(entry: os.DirEntry[str]) -> EntryKind:
+    """Return the kind of an entry. A link to a file is a "file", and so is a dangling link: opening it reports that."""
+    if entry.is_dir(follow_symlinks=False):
+        return "directory"
+    if not entry.is_symlink():
+        return "other"
+    try:
+        mode = entry.stat().st_mode
+    except OSError:
+        return "file"  # opening it reports the error
+    return "file" if stat.S_ISREG(mode) else "other"
+
+
+class _BeingReplacedError(Exception):
+    """A name is absent because its directory is being replaced at this moment."""
+
+
+def open_local(path: str) -> tuple[LocalStore, str | None]:
+    """Open the directory at a local path, or, for a file, its parent directory and the file's name.
+
+    The caller closes the store. Raises NotFoundError, UnsafeError (neither file nor directory), StorageError.
+    """
+    is_absent = False
+    for _ in range(_MAX_LOOKUPS):
+        try:
+            return _open_path(path)
+        except _BeingReplacedError:
+            time.sleep(_LOOKUP_INTERVAL_S)
+        except NotFoundError:
+            # A listing that spans both renames of a replacement can lack all their names, so list once more.
+            if is_absent:
+                raise
+            is_absent = True
+    raise NotFoundError("no such path", path=local_path(path))
+
+
+def _open_path(path: str) -> tuple[LocalStore, str | None]:
+    path = local_path(path)
+    parent, name = os.path.split(path)
+    if name == "..":  # the parent of a link's target: only the kernel can resolve it
+        parent, name = path, ""
+    warn_of_options(path)
+    descriptors = _Descriptors()
+    try:
+        audit("open directory", path)
+        if not name:
+            return LocalStore(path, open_directory(path), descriptors), None
+        parent_fd = open_parent(parent)
+        descriptors.hold(parent_fd, path)
+        # The name is looked up and opened relative to one descriptor, so both concern the same parent directory.
+        attributes = stat_of(name, parent_fd, path, follow=True)
+        if attributes is not None and stat.S_ISREG(attributes.st_mode):
+            return LocalStore(parent, os.dup(parent_fd), descriptors), name
+        if attributes is not None and not stat.S_ISDIR(attributes.st_mode):
+            raise UnsafeError("refused: not a regular file", path=path)
+        shown = path
+        if attributes is None:
+            target = _link_target(name, parent_fd)
+            if target is not None:  # what it leads to is absent, or is being replaced
+                descriptors.close()
+                return _open_target(path, os.path.join(parent, target))
+            hidden_name = replacement_of(name, parent_fd)
+            if hidden_name is None:
+                raise NotFoundError("no such path", path=path)
+            name, shown = hidden_name, os.path.join(parent, hidden_name)
+        try:
+            fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent_fd)
+        except FileNotFoundError:  # it existed a moment ago
+            raise _BeingReplacedError from None
+        return LocalStore(shown, fd, descriptors), None
+    except BaseException as error:
+        descriptors.close()
+        if isinstance(error, StateExchangeError) or not isinstance(error, OSError):
+            raise
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise NotFoundError("no such path", path=path) from None
+        raise read_error(error, "open", path) from error
+
+
+def _link_target(name: str, dir_fd: int) -> str | None:
+    """Return what a symbolic link says; None for anything else."""
+    try:
+        return os.readlink(name, dir_fd=dir_fd)
+    except OSError:
+        return None
+
+
+def _open_target(path: str, target: str) -> tuple[LocalStore, str | None]:
+    """Open what the link at `path` leads to."""
+    try:
+        return _open_path(target)
+    except NotFoundError:
+        raise NotFoundError(f"this link leads to {target}, which does not exist", path=path) from None
+
+
+def replacement_of(name: str, dir_fd: int) -> str | None:
+    """Return the hidden name of the new directory in an unfinished replacement of `name`, which is absent.
+
+    None if `name` is not being replaced. atomic.py explains how a directory is replaced.
+
+    Raises:
+        _BeingReplacedError: the old directory is set aside, but the new one is not listed under its hidden name. Either
+            it has just got `name`, or an NFS client shows a stale listing. Look up `name` again.
+    """
+    try:
+        names = os.listdir(dir_fd)
+    except OSError:  # no permission to list the directory
+        return None
+    stem = re.escape(hidden_prefix(name))
+    replaced = re.compile(rf"{stem}\.([0-9a-f]{{16}})\.replaced")
+    nonces = [match[1] for match in map(replaced.fullmatch, names) if match is not None]
+    for nonce in nonces:
+        partial = re.compile(rf"{stem}\.[0-9a-f]{{32}}\.{nonce}\.partial")
+        for hidden_name in names:
+            if partial.fullmatch(hidden_name):
+                return hidden_name
+    if name in names or nonces:
+        raise _BeingReplacedError
+    return None

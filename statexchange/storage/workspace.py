@@ -43,14 +43,23 @@ from statexchange.errors import (
     TargetExistsError,
     UnsafeError,
     excerpt,
+    without_secrets,
 )
 from statexchange.processes import Owner
 from statexchange.settings import check_timeout
 from statexchange.storage import atomic, files
 from statexchange.storage.files import mount_of
-from statexchange.storage.json_text import parse_json, seal, unseal
-from statexchange.storage.location import OpenedPath, location, open_path
-from statexchange.storage.store import Store, resolve_path
+from statexchange.storage.location import (
+    OpenedPath,
+    directory_of,
+    is_remote,
+    open_path,
+    parse_json,
+    resolve_path,
+    seal,
+    unseal,
+)
+from statexchange.storage.store import Store
 from statexchange.storage.tensorfile import SCHEMA, RankFile, ShardData, write_tensor_file
 
 if TYPE_CHECKING:
@@ -370,13 +379,14 @@ class Workspace:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._location = location(resolve_path(path, "a workspace"))
-        self.path = self._location.directory
-        self._in_memory = self._location.path.startswith("shm://")
+        resolved = resolve_path(path, "a workspace")
+        self.path = directory_of(resolved)
+        self._shown = without_secrets(resolved)
+        self._in_memory = resolved.startswith("shm://")
         self._durable: bool | None = None
 
     def __repr__(self) -> str:
-        return f"Workspace({self._location.shown!r})"
+        return f"Workspace({self._shown!r})"
 
     def write(
         self,
@@ -429,7 +439,7 @@ class Workspace:
         return Receipt(name.relative, nbytes)
 
     def _write(self, name: RankName, path: str, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> int:
-        if self._location.is_remote:
+        if is_remote(self.path):
             text = "a workspace at a URL is read-only: write it in a directory and copy it here"
             raise InvalidArgumentError(text, path=self.path)
         files.make_path(self.path)

@@ -31,7 +31,7 @@ from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpe
 from statexchange.sharding.shards import Box, Piece
 from statexchange.sharding.write_plan import BoxReceipt, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import describe
-from statexchange.storage.save_directory import SaveManifest
+from statexchange.storage.tensorfile import SaveManifest
 from statexchange.train import synchronize
 
 LAYOUT = {

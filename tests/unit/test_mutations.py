@@ -33,7 +33,7 @@ from whole_checkpoints import KINDS, Kind
 from statexchange.formats.registry import open_source
 from statexchange.report.scan import scan
 from statexchange.sharding.shards import full_box
-from statexchange.storage.json_text import seal
+from statexchange.storage.location import seal
 from statexchange.tensors import numpy_dtype
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # dcp.save of one process

@@ -16,7 +16,10 @@ from safetensors.torch import load_file, save_file
 
 import statexchange as sx
 from statexchange.formats.registry import open_source
-from statexchange.storage.location import location, open_path
+from statexchange.storage.location import (
+    is_remote,
+    open_path,
+)
 
 
 def test_a_hugging_face_directory_at_a_url_is_opened_merged_and_loaded(store: Any, tmp_path: Path) -> None:
@@ -181,6 +184,6 @@ def test_the_command_line_takes_urls(tmp_path: Path, call: CommandLine) -> None:
 
 
 def test_urls_are_distinguished_from_paths() -> None:
-    assert location("s3://bucket/key").is_remote
+    assert is_remote("s3://bucket/key")
     paths = ("shm://name", "file:///a/path", "/a/path", "relative", "C:\\path")
-    assert not any(location(path).is_remote for path in paths)
+    assert not any(map(is_remote, paths))

@@ -38,7 +38,7 @@ from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import RankShards, plan_merge
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.files import hidden_prefix
-from statexchange.storage.location import location
+from statexchange.storage.publish import open_build
 
 PUBLISHER = f"""
 import json, sys
@@ -457,7 +457,7 @@ def test_without_a_lock_a_live_process_is_seen_by_its_record(place: Path) -> Non
 def test_more_files_than_descriptors_are_written_at_once(place: Path) -> None:
     tensors = {f"t{n}": bytes([n % 256]) * 8 for n in range(300)}
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with location(str(place / "out")).open_build("0" * 32, [*tensors, "last"], check=None) as opened:
+    with open_build(str(place / "out"), "0" * 32, [*tensors, "last"], check=None) as opened:
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
         try:
             files = [opened.create(name, 10, b"hd") for name in tensors]
@@ -596,8 +596,7 @@ def test_leftovers_of_a_long_name_are_read_and_taken_over(place: Path) -> None:
 
 def test_a_file_of_the_longest_name_is_taken_over_when_it_is_finished(place: Path) -> None:
     files = {"y" * 255: b"1", "z" * 255: b"2"}
-    target = location(str(place / "out"))
-    with pytest.raises(KeyError), target.open_build("0" * 32, [*files, "last"], check=None) as opened:
+    with pytest.raises(KeyError), open_build(str(place / "out"), "0" * 32, [*files, "last"], check=None) as opened:
         for name, data in files.items():
             file = opened.create(name, 1, b"")
             file.write(data, 0)

@@ -30,9 +30,9 @@ from statexchange.errors import (
 from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
-from statexchange.storage.json_text import seal
-from statexchange.storage.save_directory import SaveManifest
+from statexchange.storage.location import seal
 from statexchange.storage.store import Budget
+from statexchange.storage.tensorfile import SaveManifest
 from statexchange.testing import run_ranks
 
 RANKS = 2

@@ -43,10 +43,10 @@ class Walk(NamedTuple):
 
 
 CEILINGS = {
-    "load": Walk(33, 670, 53, 0),
-    "save": Walk(32, 770, 80, 3),
-    "export": Walk(41, 730, 28, 1),
-    "merge": Walk(37, 920, 130, 0),
+    "load": Walk(30, 670, 53, 0),
+    "save": Walk(29, 770, 80, 3),
+    "export": Walk(40, 730, 28, 1),
+    "merge": Walk(33, 920, 130, 0),
     "synchronize": Walk(14, 270, 40, 1),
 }
 

@@ -26,7 +26,7 @@ from statexchange.errors import (
 )
 from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.sharding.shards import Box
-from statexchange.storage.json_text import seal
+from statexchange.storage.location import seal
 from statexchange.storage.workspace import Receipt, Workspace
 
 

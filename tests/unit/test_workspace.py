@@ -35,8 +35,8 @@ from statexchange.errors import (
 from statexchange.formats.registry import open_source
 from statexchange.sharding.shards import Box, full_box
 from statexchange.storage import atomic, files
-from statexchange.storage.json_text import seal
-from statexchange.storage.local import local_path
+from statexchange.storage.location import seal
+from statexchange.storage.store import local_path
 from statexchange.storage.workspace import MANIFEST, RankName, Receipt, Workspace, WorkspaceView
 
 WRITER = """

@@ -1,0 +1,252 @@
+"""The door for writers: build, look at and remove a directory at a local path or at an fsspec URL.
+
+A local directory is built and removed by directory_build.py, under hidden names beside it. A directory at a URL is
+built and removed by object_build.py and object_removal.py, under its final name and with a claim. build.py defines the
+interface of both builds, and what they guarantee.
+
+Nothing here is collective. Both carriers are imported at the first call that needs them: fsspec is slow to import.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from statexchange.errors import NotFoundError, StorageError, TargetExistsError, UnsafeError
+from statexchange.storage import files
+from statexchange.storage.atomic import write_new
+from statexchange.storage.location import (
+    is_remote,
+    open_path,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    from statexchange.storage.build import Build, BuildMember, OwnCheck, ReplaceCheck, UnfinishedBuild
+    from statexchange.storage.object_removal import ClaimWatch
+
+__all__ = [
+    "check_build",
+    "check_can_be_made",
+    "clear",
+    "create",
+    "join_build",
+    "open_build",
+    "remove",
+    "unfinished",
+    "unfinished_names",
+]
+
+_log = logging.getLogger(__name__)
+
+
+def open_build(
+    path: str,
+    plan_digest: str,
+    names: Sequence[str],
+    *,
+    check: ReplaceCheck | None,
+    reuse: bool = False,
+    resume: bool = False,
+    is_own: OwnCheck | None = None,
+) -> Build:
+    """Open a build of a directory. Root only.
+
+    Args:
+        path: the directory.
+        plan_digest: 32 hex digits; with `reuse`, equal digests must mean equal bytes of all output files.
+        names: names of all files; `commit` writes the last one.
+        check: called with the existing directory before that is replaced; None if none may be replaced.
+        reuse: keep the output files that a killed publisher of the same plan had finished, in a local directory.
+        resume: treat every other publisher to this target as dead; without it a publisher's death must be proved.
+        is_own: in an object store, whether an object that neither a manifest nor a claim lists may be removed.
+
+    Raises:
+        TargetExistsError: the target exists and `check` is None, or another process is publishing to it.
+        UnsafeError: the target is not a directory that statexchange published.
+        UnsupportedError: the store cannot be written.
+        StorageError: the operating system or the store refused a read or write.
+        InvalidArgumentError: the path has no name, or one that is too long.
+    """
+    if is_remote(path):
+        from statexchange.storage.object_build import ObjectBuild
+
+        return ObjectBuild(path, plan_digest, names, check=check, resume=resume, is_own=is_own)
+    from statexchange.storage.directory_build import DirectoryBuild
+
+    return DirectoryBuild(path, plan_digest, check=check, reuse=reuse, resume=resume)
+
+
+def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes: int, resume: bool) -> None:
+    """Raise what `open_build` would raise, and StorageError if a disk has too little space, without changing anything.
+
+    `manifest` is the name of the file that `commit` writes; `nbytes` is the size of all files together.
+    """
+    if is_remote(path):
+        from statexchange.storage.object_build import check_url
+
+        check_url(path, manifest, check)
+    else:
+        from statexchange.storage.directory_build import check_directory
+
+        check_directory(path, check, nbytes, resume=resume)
+
+
+def join_build(path: str, key: str, manifest: str) -> BuildMember:
+    """Join a build that another process has opened.
+
+    Args:
+        path: the directory.
+        key: what `Build.share` has returned there.
+        manifest: the name of the file that `commit` writes.
+
+    Raises:
+        NotFoundError: this process does not see the build.
+    """
+    if is_remote(path):
+        from statexchange.storage.object_build import ObjectMember
+
+        return ObjectMember(path, key, manifest)
+    from statexchange.storage.directory_build import DirectoryMember
+
+    return DirectoryMember(path, key)
+
+
+def check_can_be_made(path: str, absence: NotFoundError) -> None:
+    """Raise NotFoundError if nothing is at a path and the first build in this directory could not make it.
+
+    The path is then wrong, or a disk is not mounted: there is no such bucket, or the path, or what it would be made in,
+    is a file or a link that leads nowhere.
+
+    Args:
+        path: the path.
+        absence: the error that says that nothing is there.
+    """
+    if is_remote(path):
+        from statexchange.storage.fsspec_store import is_missing_bucket
+
+        if is_missing_bucket(absence):
+            raise absence
+        return
+    while not os.path.lexists(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    if os.path.isdir(path):
+        return
+    if os.path.islink(path):
+        text = "a directory of saves is expected, and this link leads to none: make its target, or mount the disk"
+        raise NotFoundError(text, path=path)
+    if os.path.lexists(path):
+        raise NotFoundError("a directory of saves is expected, and this is a file", path=path)
+
+
+def create(path: str, name: str, data: bytes) -> None:
+    """Write a small file durably into a directory, which must exist; TargetExistsError if the name exists, too."""
+    if is_remote(path):
+        from statexchange.storage.objects import Objects
+
+        Objects(path).create(name, data)
+    else:
+        with files.directory(path) as dir_fd:
+            write_new(dir_fd, name, data, path=os.path.join(path, name), mode=0o666)
+
+
+def remove(path: str, manifest: str, check: ReplaceCheck, *, waits: bool = True) -> None:
+    """Remove a published directory.
+
+    No reader opens a part of it. A reader that has opened it before may fail; its error says that it was removed.
+
+    Args:
+        path: the directory.
+        manifest: the name of the file that commits it, and that is removed first.
+        check: as for `open_build`.
+        waits: at a URL: if a process of another host has begun to remove it, watch that process's claim for 60 s,
+            to see whether it still runs.
+
+    Raises:
+        NotFoundError: there is no such directory.
+        UnsafeError: it has files that were not published.
+        TargetExistsError: another process is publishing or removing it.
+    """
+    if is_remote(path):
+        from statexchange.storage.object_removal import remove_objects
+
+        remove_objects(path, manifest, check, waits=waits)
+    else:
+        from statexchange.storage.directory_build import DirectoryRemoval
+
+        DirectoryRemoval(path, check=check).run()
+
+
+def unfinished(path: str, manifest: str) -> list[UnfinishedBuild]:
+    """Return the builds and removals of a directory that are under way, or were killed.
+
+    Raises:
+        StorageError: the directory cannot be read.
+    """
+    if is_remote(path):
+        from statexchange.storage.object_removal import unfinished_objects
+
+        build = unfinished_objects(path, manifest)
+        return [] if build is None else [build]
+    from statexchange.storage.directory_build import unfinished_builds
+
+    return unfinished_builds(path)
+
+
+def unfinished_names(path: str, without: Collection[str]) -> list[str]:
+    """Return the names in a directory at which there may be an unfinished build. [] if it does not exist.
+
+    Names in `without` are known to be whole. They are left out at a URL, where an unfinished build has its final name;
+    a local directory may be whole while another build of it is unfinished.
+    """
+    if not is_remote(path):
+        try:
+            entries = os.listdir(path)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise StorageError.of(error, "list directory", path=path) from error
+        return sorted({name for name in map(files.hidden_target, entries) if name is not None})
+    try:
+        with open_path(path) as opened:
+            names = [] if opened.file is not None else opened.store.directories
+    except NotFoundError:
+        return []
+    return [name for name in names if name not in without]
+
+
+def clear(
+    path: str, manifest: str, is_own: OwnCheck, *, watch: ClaimWatch | None = None, waits: bool = False
+) -> str | None:
+    """Remove the remains of builds and removals of a directory whose processes have provably ended.
+
+    A warning is logged about what is under hidden names of a local directory and is not ours.
+
+    Args:
+        path: the directory.
+        manifest: the name of the file that commits it.
+        is_own: as for `open_build`.
+        watch: this process's record of claims; a claim that has not changed for 60 s counts as a dead process's.
+        waits: watch the claim of another host's process for 60 s.
+
+    Returns:
+        At a URL the nonce of the claim that was removed; None if there was none, and for a local directory.
+    """
+    if is_remote(path):
+        from statexchange.storage.object_removal import clear_objects
+
+        return clear_objects(path, manifest, is_own, watch=watch, waits=waits)
+    from statexchange.storage.directory_build import DirectoryRemoval
+
+    builds = unfinished(path, manifest)
+    if builds and all(build.owner is not None and build.state != "dead" for build in builds):
+        return None  # nothing here can be removed
+    try:
+        DirectoryRemoval(path, check=lambda _: []).abandon()
+    except TargetExistsError:  # a process that runs is publishing here
+        pass
+    except UnsafeError as error:  # another user's, or not a directory: other directories can still be cleared
+        _log.warning("the remains of a killed save or removal are not removed: %s", error)
+    return None
