@@ -25,19 +25,17 @@ import torch
 import torch.distributed as dist
 
 from statexchange.comm import forks
-from statexchange.comm.backends.arithmetic import Finish, reduce_parts
 from statexchange.comm.backends.backend import Backend, check_ranks
+from statexchange.comm.backends.reduction import Finish, reduce_parts
 from statexchange.comm.backends.torch_groups import (
     GRACE_S,
     LONGEST_S,
-    Sibling,
     absent_ranks,
-    cpu_group,
     make_gloo_group,
     note_presence,
     ranks_key,
     reduce_options,
-    sibling_group,
+    store_of_ranks,
     torch_errors,
     torch_timeout,
 )
@@ -313,20 +311,15 @@ def _shares(count: int, parts: int) -> list[int]:
 
 
 class TorchBackend(_GlooBackend):
-    """One rank of a ProcessGroup that torch.distributed knows, or of some ranks of one."""
+    """One rank of a ProcessGroup that torch.distributed knows."""
 
-    _presence: Any = None
-
-    def __init__(self, group: dist.ProcessGroup | Sibling, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         """Make a backend over `group`. Collective over a group that does not move CPU tensors itself."""
-        if isinstance(group, Sibling):
-            self._ranks = list(group.ranks)
-            super().__init__(group.gloo)
-        else:
-            self._ranks = dist.get_process_group_ranks(group)
-            self._presence = note_presence(group)
-            super().__init__(cpu_group(group, timeout_s))
-            self.name = str(dist.get_backend(group))
+        self._ranks = dist.get_process_group_ranks(group)
+        self._presence = note_presence(group)
+        self.name = str(dist.get_backend(group))
+        moves_cpu_tensors = self.name == "gloo" or "cpu:gloo" in dist.get_backend_config(group)
+        super().__init__(group if moves_cpu_tensors else _gloo_group_of(self._ranks, timeout_s))
 
     def absent_ranks(self) -> Sequence[int]:
         """Return the ranks that have not made a backend over this group. Not collective."""
@@ -375,6 +368,16 @@ class StoreBackend(_GlooBackend):
 
 
 def of_ranks(ranks: Sequence[int], timeout_s: float) -> Backend:
-    """Return a Gloo backend over these ranks of the default group, in that order. Collective over them only."""
+    """Return a Gloo backend over these ranks of torch's default group, in that order. Collective over them only.
+
+    `torch.distributed.new_group` names groups by a counter of each process. So it works for a part of the ranks only if
+    all of them have made equally many groups before; else they would wait for different names. This one does not
+    register the group with torch.distributed.
+    """
     check_ranks(ranks, dist.get_rank(), dist.get_world_size())
-    return TorchBackend(sibling_group(ranks, timeout_s), timeout_s)
+    return StoreBackend(store_of_ranks(ranks), list(ranks).index(dist.get_rank()), len(ranks), timeout_s, ranks)
+
+
+def _gloo_group_of(ranks: Sequence[int], timeout_s: float) -> Any:
+    """Return a Gloo group of these ranks of torch's default group. Collective over them only."""
+    return make_gloo_group(store_of_ranks(ranks), list(ranks).index(dist.get_rank()), ranks, timeout_s)

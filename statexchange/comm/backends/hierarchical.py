@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from statexchange.comm.backends.arithmetic import HALVES, Finish
 from statexchange.comm.backends.backend import Backend, Between, Leaders
+from statexchange.comm.backends.reduction import HALVES, Finish
 from statexchange.comm.failure.monitor import FailureMonitor, OuterMonitor
 from statexchange.comm.wait import Wait
 from statexchange.errors import PeerError, StallError, StateExchangeError

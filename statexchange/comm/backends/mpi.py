@@ -20,7 +20,7 @@ from statexchange.tensors import DTYPE_NAMES
 if TYPE_CHECKING:
     import torch
 
-    from statexchange.comm.backends.arithmetic import Finish
+    from statexchange.comm.backends.reduction import Finish
 
 __all__ = ["MPIBackend", "world"]
 

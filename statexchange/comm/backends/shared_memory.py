@@ -37,9 +37,9 @@ from typing import Any
 
 import torch
 
-from statexchange.comm.backends.arithmetic import Finish, reduce_parts
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.mailbox import Mailbox
+from statexchange.comm.backends.reduction import Finish, reduce_parts
 from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError
 from statexchange.comm.wait import Wait
 from statexchange.errors import StorageError

@@ -111,15 +111,7 @@ class Coordinator(FailureDetector):
                 connection.send(self._status())
 
     def _status(self) -> dict[str, Any]:
-        view = self._view
-        return {
-            "op_numbers": view.op_numbers,
-            "silent": view.silent,
-            "departed": [[rank, last_op, cause] for rank, (last_op, cause) in view.departed.items()],
-            "requested_op": view.requested_op,
-            "progress_count": view.progress_count,
-            "failure": self._failure,
-        }
+        return {**vars(self._view), "failure": self._failure}
 
     def _inform_all(self) -> None:
         status = self._status()

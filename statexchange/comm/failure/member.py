@@ -74,18 +74,16 @@ class Member(FailureDetector):
             self._reconnect()
 
     def _take_status(self, status: dict[str, Any]) -> None:
-        self._view = GroupView(
-            op_numbers=status["op_numbers"],
-            silent=status["silent"],
-            departed={rank: (last_op, cause) for rank, last_op, cause in status["departed"]},
-            requested_op=status["requested_op"],
-            progress_count=status["progress_count"],
-        )
+        failure = status["failure"]
+        view = {name: value for name, value in status.items() if name != "failure"}
+        view["departed"] = {int(rank): departure for rank, departure in dict(status["departed"]).items()}
+        view["updated"] = time.monotonic()  # by the clock of this host
+        self._view = GroupView(**view)
         self._refusals = 0
         self._host_answers = None
         self._ended_at.pop(0, None)
         if self._failure is None:
-            self._failure = status["failure"]
+            self._failure = failure
 
     def _send(self, message: list[Any]) -> None:
         if self._connection is not None:
