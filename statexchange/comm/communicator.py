@@ -312,10 +312,6 @@ class Communicator:
         refusal = _refusal_of(timeout_s)
         if refusal is not None:
             error, timeout_s = error or refusal, None
-        return self._end_of(phase, error, timeout_s, note)
-
-    def _end_of(self, phase: str, error: Exception | None, timeout_s: float | None, note: object = None) -> list[Any]:
-        """Agree with a `timeout_s` that is valid."""
         session = self._session
         if self.world_size == 1:
             # A job of one rank has many phases, and nothing to do at their ends but to wait for its own work.
@@ -369,14 +365,14 @@ class Communicator:
         except Exception as error:
             if error is session.dead or error is session.shared_error:
                 raise  # on all ranks already
-            self._end_of(name, error, timeout_s)
+            self.agree(error, phase=name, timeout_s=timeout_s)
             raise AssertionError("agree must raise") from error
         except BaseException as error:
             # The other ranks must not wait for one that was interrupted; alone, the communicator stays usable.
             if self.world_size > 1:
                 self.close(error)
             raise
-        self._end_of(name, None, timeout_s)
+        self.agree(phase=name, timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def checking(self, call: str) -> Iterator[None]:
@@ -810,7 +806,7 @@ class Communicator:
             >>> sx.init("single").all_gather(torch.tensor([7]))
             [tensor([7])]
         """
-        return collectives.all_gather(self._route, tensor, async_op)
+        return collectives.gather(self._route, tensor, None, async_op)
 
     @overload
     def gather(self, tensor: TensorKindT, *, root: int = ..., async_op: Literal[False] = ...) -> list[TensorKindT]: ...
@@ -978,7 +974,7 @@ class Communicator:
             Traceback (most recent call last):
             statexchange.errors.InvalidArgumentError: cannot send: rank 1 is no other rank of 1...
         """
-        return collectives.send(self._route, tensor, dst, async_op)
+        return collectives.transfer(self._route, tensor, dst, "send", async_op)
 
     @overload
     def recv(self, tensor: TensorT, src: int, *, async_op: Literal[False] = ...) -> TensorT: ...
@@ -1010,7 +1006,7 @@ class Communicator:
             Traceback (most recent call last):
             statexchange.errors.InvalidArgumentError: cannot recv: rank 1 is no other rank of 1...
         """
-        return collectives.recv(self._route, tensor, src, async_op)
+        return collectives.transfer(self._route, tensor, src, "recv", async_op)
 
     def wait_all(self) -> None:
         """Return when all work that was begun with `async_op` is done.

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     from statexchange.comm.backends.reduction import Finish
 
-__all__ = ["Backend", "Between", "Leaders", "check_ranks"]
+__all__ = ["Backend", "Between", "Leaders", "check_ranks", "gather_in_two_steps"]
+
+_RECORD, _INLINE = 256, 248  # bytes of a message that goes in one step, and how much of it is payload
 
 
 class Leaders:
@@ -218,6 +220,24 @@ class Backend(ABC):
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:  # noqa: ARG002
         """Receive from `src` exactly as many bytes as `data` holds. Not collective."""
         raise UnsupportedError(f"the {self.name} backend does not send to single ranks")
+
+
+def gather_in_two_steps(
+    payload: bytes, world_size: int, gather: Callable[[bytes, list[int]], list[bytes]]
+) -> list[bytes]:
+    """Return every rank's payload: short ones by one call of `gather`, the rest of long ones by a second. Collective.
+
+    `gather` returns every rank's bytes, whose sizes it is given; it may pad them.
+    """
+    if world_size == 1:
+        return [payload]
+    record = (len(payload).to_bytes(8, "little") + payload[:_INLINE]).ljust(_RECORD, b"\0")
+    records = gather(record, [_RECORD] * world_size)
+    sizes = [int.from_bytes(record[:8], "little") for record in records]
+    rests = [b""] * world_size
+    if max(sizes) > _INLINE:
+        rests = gather(payload[_INLINE:], [max(size - _INLINE, 0) for size in sizes])
+    return [(record[8:] + rest)[:size] for record, rest, size in zip(records, rests, sizes, strict=True)]
 
 
 def check_ranks(ranks: Sequence[int], rank: int, world_size: int) -> None:

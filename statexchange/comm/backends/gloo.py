@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from statexchange.comm import forks
-from statexchange.comm.backends.backend import Backend, check_ranks
+from statexchange.comm.backends.backend import Backend, check_ranks, gather_in_two_steps
 from statexchange.comm.backends.reduction import Finish, reduce_parts
 from statexchange.comm.backends.torch_groups import (
     GRACE_S,
@@ -46,7 +46,6 @@ from statexchange.errors import StallError
 
 __all__ = ["StoreBackend", "TorchBackend", "of_ranks"]
 
-_RECORD, _INLINE = 256, 248  # bytes of a message that goes in one step, and how much of it is payload
 _SMALL_BYTES = 1 << 18  # of all ranks together; up to this size one step, above it several
 _BLOCK_BYTES = 8 << 20
 _FIRST_TAG = 0x53780000  # apart from the tags of the group's owner, which begin at 0
@@ -127,18 +126,11 @@ class _GlooBackend(Backend):
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's payload: short ones by one all-gather, the rest of long ones by a second. Collective."""
-        if self.world_size == 1:
-            return [payload]
-        records = self._gathered(len(payload).to_bytes(8, "little") + payload[:_INLINE], _RECORD, wait)
-        sizes = [int.from_bytes(record[:8], "little") for record in records]
-        if max(sizes) <= _INLINE:
-            return [record[8 : 8 + size] for record, size in zip(records, sizes, strict=True)]
-        rests = self._gathered(payload[_INLINE:], max(sizes) - _INLINE, wait)
-        return [(record[8:] + rest)[:size] for record, rest, size in zip(records, rests, sizes, strict=True)]
+        return gather_in_two_steps(payload, self.world_size, lambda part, sizes: self._gathered(part, max(sizes), wait))
 
-    def _gathered(self, ours: bytes, size: int, wait: Wait) -> list[bytes]:
+    def _gathered(self, part: bytes, size: int, wait: Wait) -> list[bytes]:
         """Return every rank's bytes, padded with zeros to `size`."""
-        data = torch.frombuffer(bytearray(ours.ljust(size, b"\0")), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(part.ljust(size, b"\0")), dtype=torch.uint8)
         into = torch.empty(self.world_size * size, dtype=torch.uint8, device="cpu")
         self.all_gather(data, into, wait)
         return [row.tobytes() for row in into.view(self.world_size, size).numpy()]

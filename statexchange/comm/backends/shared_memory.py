@@ -74,12 +74,17 @@ def _tensor_over(memory: Any) -> torch.Tensor:
 
 
 class SharedMemoryBackend(Backend):
-    """The backend of one rank among the ranks of a host, over `page`. `bootstrap` only makes groups."""
+    """The backend of one rank among the ranks of a host, over `page`. `bootstrap` only makes groups.
+
+    It is called "threads" over a bootstrap of that name.
+    """
 
     name = "shm"
     enters_itself = True
 
     def __init__(self, page: ControlPage, bootstrap: Backend) -> None:
+        if bootstrap.name == "threads":
+            self.name = bootstrap.name
         self.rank = page.rank
         self.world_size = page.world_size
         self._small_bytes = min(_SMALL_BYTES // self.world_size, _WINDOW_BYTES)
