@@ -248,10 +248,7 @@ def _hierarchical_backend(bootstrap: Backend, topology: Topology, timeout_s: flo
     is_leader = topology.rank == topology.node_ranks[0]
     leaders = bootstrap.new_group(topology.leaders, timeout_s) if is_leader else None
 
-    def enter_on_node(location: int, wait: Wait) -> Sequence[int]:
-        assert page is not None
-        return page.enter(_STEP_ON_NODE, location, wait)
-
+    enter_on_node = None if page is None else functools.partial(page.enter, _STEP_ON_NODE)
     return HierarchicalBackend(bootstrap, node, leaders, topology, enter_on_node)
 
 

@@ -40,19 +40,17 @@ from statexchange.tensors import (
 )
 
 __all__ = [
-    "all_gather",
     "all_reduce",
     "all_reduce_multiple",
     "all_to_all",
     "broadcast",
     "empty",
     "gather",
-    "recv",
     "reduce",
     "reduce_scatter",
     "scatter",
-    "send",
     "through_leaders",
+    "transfer",
 ]
 
 T = TypeVar("T")
@@ -312,42 +310,33 @@ def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, asy
     return route.collective(Call(f"broadcast {given.text} from {root}"), backend, body, async_op)
 
 
-def all_gather(route: Route, tensor: TensorKindT, async_op: bool) -> list[TensorKindT] | Work[list[TensorKindT]]:
-    """See `Communicator.all_gather`. Collective."""
-    given, backend = _prepared(route, "all_gather", lambda: _flat_for(route, tensor, written=False))
-
-    def body(wait: Wait) -> list[TensorKindT]:
-        gathered = given.data.new_empty(route.world_size * given.data.numel())
-        backend.all_gather(given.bytes, gathered.view(torch.uint8), wait)
-        return _parts(route, given, gathered)
-
-    return route.collective(Call(f"all_gather {given.text}"), backend, body, async_op)
-
-
-def _parts(route: Route, given: FlatTensor[TensorKindT], gathered: torch.Tensor) -> list[TensorKindT]:
-    """Return one result like `given` for each rank."""
-    parts = gathered.view(route.world_size, *given.tensor.shape)
-    return [cast("TensorKindT", _as_kind(part, given.kind, route)) for part in parts]
-
-
-def gather(route: Route, tensor: TensorKindT, root: int, async_op: bool) -> list[TensorKindT] | Work[list[TensorKindT]]:
-    """See `Communicator.gather`. Collective."""
+def gather(
+    route: Route, tensor: TensorKindT, root: int | None, async_op: bool
+) -> list[TensorKindT] | Work[list[TensorKindT]]:
+    """See `Communicator.gather`, and `Communicator.all_gather` for the `root` None. Collective."""
+    verb = "all_gather" if root is None else "gather"
 
     def prepare() -> tuple[FlatTensor[TensorKindT], Backend]:
-        route.session.check_root(root)
+        if root is not None:
+            route.session.check_root(root)
         return _flat_for(route, tensor, written=False)
 
-    given, backend = _prepared(route, "gather", prepare)
+    given, backend = _prepared(route, verb, prepare)
 
     def body(wait: Wait) -> list[TensorKindT]:
-        if route.rank != root:
+        if root is not None and route.rank != root:
             backend.gather(given.bytes, None, root, wait)
             return []
         gathered = given.data.new_empty(route.world_size * given.data.numel())
-        backend.gather(given.bytes, gathered.view(torch.uint8), root, wait)
-        return _parts(route, given, gathered)
+        if root is None:
+            backend.all_gather(given.bytes, gathered.view(torch.uint8), wait)
+        else:
+            backend.gather(given.bytes, gathered.view(torch.uint8), root, wait)
+        parts = gathered.view(route.world_size, *given.tensor.shape)
+        return [cast("TensorKindT", _as_kind(part, given.kind, route)) for part in parts]
 
-    return route.collective(Call(f"gather {given.text} to {root}"), backend, body, async_op)
+    text = f"{verb} {given.text}" if root is None else f"{verb} {given.text} to {root}"
+    return route.collective(Call(text), backend, body, async_op)
 
 
 class _TensorMetadata(NamedTuple):
@@ -483,17 +472,8 @@ def empty(route: Route, shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
     return route.collective(Call(f"empty {str(dtype)[6:]}{list(shape)}"), backend, body, async_op=False)
 
 
-def send(route: Route, tensor: TensorT, dst: int, async_op: bool) -> TensorT | Work[TensorT]:
-    """See `Communicator.send`. Not collective."""
-    return _transfer(route, tensor, dst, "send", async_op)
-
-
-def recv(route: Route, tensor: TensorT, src: int, async_op: bool) -> TensorT | Work[TensorT]:
-    """See `Communicator.recv`. Not collective."""
-    return _transfer(route, tensor, src, "recv", async_op)
-
-
-def _transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool) -> TensorT | Work[TensorT]:
+def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool) -> TensorT | Work[TensorT]:
+    """See `Communicator.send` and `Communicator.recv`, the verbs. Not collective."""
     route.session.raise_if_dead()
     if not hasattr(peer, "__index__") or not 0 <= peer < route.world_size or peer == route.rank:
         raise InvalidArgumentError(

@@ -10,10 +10,8 @@ session, the groups made from them and their shared memory; they differ only in 
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 from statexchange import values
@@ -32,6 +30,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
     from torch.distributed.device_mesh import DeviceMesh
 
+    from statexchange.comm import collectives
     from statexchange.comm.backends.backend import Between
     from statexchange.comm.work import Work
 
@@ -45,12 +44,19 @@ FormCommunicator: TypeAlias = Callable[[Backend, float], "Communicator"]
 """Forms a group's communicator from a backend over which its ranks exchange bytes, and `timeout_s`."""
 
 
-@functools.cache
-def _collectives() -> ModuleType:
-    """Import `collectives`, which needs torch, on first use; cached, as the import statement is slow."""
-    with needing_torch("a collective on tensors or arrays"):
-        from statexchange.comm import collectives
-    return collectives
+class _Collectives:
+    """The module `collectives`, which needs torch: it is imported when a collective is first called."""
+
+    def __getattr__(self, name: str) -> object:
+        with needing_torch("a collective on tensors or arrays"):
+            from statexchange.comm import collectives
+        function = getattr(collectives, name)
+        setattr(self, name, function)  # else an import statement would slow down each small collective
+        return function
+
+
+if not TYPE_CHECKING:
+    collectives = _Collectives()
 
 
 class Communicator:
@@ -306,10 +312,6 @@ class Communicator:
         refusal = _refusal_of(timeout_s)
         if refusal is not None:
             error, timeout_s = error or refusal, None
-        return self._end_of(phase, error, timeout_s, note)
-
-    def _end_of(self, phase: str, error: Exception | None, timeout_s: float | None, note: object = None) -> list[Any]:
-        """Agree with a `timeout_s` that is valid."""
         session = self._session
         if self.world_size == 1:
             # A job of one rank has many phases, and nothing to do at their ends but to wait for its own work.
@@ -363,14 +365,14 @@ class Communicator:
         except Exception as error:
             if error is session.dead or error is session.shared_error:
                 raise  # on all ranks already
-            self._end_of(name, error, timeout_s)
+            self.agree(error, phase=name, timeout_s=timeout_s)
             raise AssertionError("agree must raise") from error
         except BaseException as error:
             # The other ranks must not wait for one that was interrupted; alone, the communicator stays usable.
             if self.world_size > 1:
                 self.close(error)
             raise
-        self._end_of(name, None, timeout_s)
+        self.agree(phase=name, timeout_s=timeout_s)
 
     @contextlib.contextmanager
     def checking(self, call: str) -> Iterator[None]:
@@ -461,7 +463,8 @@ class Communicator:
             >>> sx.init("single").gather_object((1, "a"))
             [(1, 'a')]
         """
-        self._check_root(root, "gather_object")
+        with self.checking("gather_object"):
+            self.check_root(root)
         found = self._gather_values(f"gather_object on {root}", obj, values.types_of(obj))
         return found if self.rank == root else []
 
@@ -504,7 +507,8 @@ class Communicator:
             >>> sx.init("single").broadcast_object({"seed": 1})
             {'seed': 1}
         """
-        self._check_root(root, "broadcast_object")
+        with self.checking("broadcast_object"):
+            self.check_root(root)
         sent = obj if self.rank == root else None
         return self._gather_values(f"broadcast_object from {root}", sent, values.types_of(obj))[root]
 
@@ -589,8 +593,7 @@ class Communicator:
             >>> comm.all_reduce(torch.tensor([1.0, 2.0]), "avg", scale=0.5)
             tensor([0.5000, 1.0000])
         """
-        result: TensorT | Work[TensorT] = _collectives().all_reduce(self._route, tensor, op, out, scale, async_op)
-        return result
+        return collectives.all_reduce(self._route, tensor, op, out, scale, async_op)
 
     @overload
     def all_reduce_multiple(
@@ -655,10 +658,7 @@ class Communicator:
             >>> comm.all_reduce_multiple([torch.ones(2), torch.zeros(1)], "max")
             [tensor([1., 1.]), tensor([0.])]
         """
-        result: list[TensorT] | Work[list[TensorT]] = _collectives().all_reduce_multiple(
-            self._route, tensors, op, scale, contiguous, async_op
-        )
-        return result
+        return collectives.all_reduce_multiple(self._route, tensors, op, scale, contiguous, async_op)
 
     @overload
     def reduce(
@@ -717,8 +717,7 @@ class Communicator:
             >>> comm.reduce(torch.tensor([3]), root=0)
             tensor([3])
         """
-        result: TensorT | Work[TensorT] = _collectives().reduce(self._route, tensor, op, root, out, async_op)
-        return result
+        return collectives.reduce(self._route, tensor, op, root, out, async_op)
 
     def through_leaders(self, tensor: TensorLike, between: Between, *, operation: str = "through_leaders") -> None:
         """Sum `tensor` within each host, let the hosts' leaders exchange the sums, and copy the results to all ranks.
@@ -743,7 +742,7 @@ class Communicator:
             >>> tensor
             tensor([2., 2.])
         """
-        _collectives().through_leaders(self._route, tensor, between, operation)
+        collectives.through_leaders(self._route, tensor, between, operation)
 
     @overload
     def broadcast(
@@ -780,8 +779,7 @@ class Communicator:
             >>> sx.init("single").broadcast(torch.arange(3))
             tensor([0, 1, 2])
         """
-        result: TensorT | Work[TensorT] = _collectives().broadcast(self._route, tensor, root, out, async_op)
-        return result
+        return collectives.broadcast(self._route, tensor, root, out, async_op)
 
     @overload
     def all_gather(self, tensor: TensorKindT, *, async_op: Literal[False] = ...) -> list[TensorKindT]: ...
@@ -808,8 +806,7 @@ class Communicator:
             >>> sx.init("single").all_gather(torch.tensor([7]))
             [tensor([7])]
         """
-        result: list[TensorKindT] | Work[list[TensorKindT]] = _collectives().all_gather(self._route, tensor, async_op)
-        return result
+        return collectives.gather(self._route, tensor, None, async_op)
 
     @overload
     def gather(self, tensor: TensorKindT, *, root: int = ..., async_op: Literal[False] = ...) -> list[TensorKindT]: ...
@@ -841,8 +838,7 @@ class Communicator:
             >>> sx.init("single").gather(np.arange(2))
             [array([0, 1])]
         """
-        result: list[TensorKindT] | Work[list[TensorKindT]] = _collectives().gather(self._route, tensor, root, async_op)
-        return result
+        return collectives.gather(self._route, tensor, root, async_op)
 
     @overload
     def scatter(
@@ -879,7 +875,7 @@ class Communicator:
             >>> sx.init("single").scatter([torch.tensor([5])])
             tensor([5])
         """
-        return _collectives().scatter(self._route, tensors, root, async_op)
+        return collectives.scatter(self._route, tensors, root, async_op)
 
     @overload
     def reduce_scatter(
@@ -918,8 +914,7 @@ class Communicator:
             tensor([[1., 1.],
                     [1., 1.]])
         """
-        result: TensorKindT | Work[TensorKindT] = _collectives().reduce_scatter(self._route, tensor, op, async_op)
-        return result
+        return collectives.reduce_scatter(self._route, tensor, op, async_op)
 
     @overload
     def all_to_all(self, tensors: Sequence[TensorLike], *, async_op: Literal[False] = ...) -> list[Any]: ...
@@ -947,8 +942,7 @@ class Communicator:
             >>> sx.init("single").all_to_all([torch.tensor([1, 2])])
             [tensor([1, 2])]
         """
-        result: list[Any] | Work[list[Any]] = _collectives().all_to_all(self._route, tensors, async_op)
-        return result
+        return collectives.all_to_all(self._route, tensors, async_op)
 
     @overload
     def send(self, tensor: TensorT, dst: int, *, async_op: Literal[False] = ...) -> TensorT: ...
@@ -980,8 +974,7 @@ class Communicator:
             Traceback (most recent call last):
             statexchange.errors.InvalidArgumentError: cannot send: rank 1 is no other rank of 1...
         """
-        result: TensorT | Work[TensorT] = _collectives().send(self._route, tensor, dst, async_op)
-        return result
+        return collectives.transfer(self._route, tensor, dst, "send", async_op)
 
     @overload
     def recv(self, tensor: TensorT, src: int, *, async_op: Literal[False] = ...) -> TensorT: ...
@@ -1013,8 +1006,7 @@ class Communicator:
             Traceback (most recent call last):
             statexchange.errors.InvalidArgumentError: cannot recv: rank 1 is no other rank of 1...
         """
-        result: TensorT | Work[TensorT] = _collectives().recv(self._route, tensor, src, async_op)
-        return result
+        return collectives.transfer(self._route, tensor, src, "recv", async_op)
 
     def wait_all(self) -> None:
         """Return when all work that was begun with `async_op` is done.
@@ -1054,8 +1046,7 @@ class Communicator:
             >>> sx.init("single").empty((2, 3), torch.float32).shape
             torch.Size([2, 3])
         """
-        tensor: torch.Tensor = _collectives().empty(self._route, shape, dtype)
-        return tensor
+        return collectives.empty(self._route, shape, dtype)
 
     # Groups
 
@@ -1198,13 +1189,6 @@ class Communicator:
                 group.close(error)
         self._session.close(error)
         self.arenas.close()
-
-    def _check_root(self, root: int, verb: str) -> None:
-        """Raise InvalidArgumentError, on all ranks, unless `root` is a rank of this communicator."""
-        try:
-            self.check_root(root)
-        except InvalidArgumentError as refusal:
-            self._session.refuse(verb, refusal)
 
     def check_root(self, root: int) -> None:
         """Raise InvalidArgumentError unless `root` is a rank of this communicator. Not collective.

@@ -200,18 +200,15 @@ def _from_mesh(mesh: DeviceMesh) -> Communicator:
 
     The registry finds it by its ranks, since slicing a mesh makes a new object each time.
     """
-    from statexchange.comm.backends.gloo import TorchBackend
-    from statexchange.comm.backends.torch_groups import mesh_group
+    from statexchange.comm.backends.gloo import of_ranks
 
     torch_group = torch_default_group()
-
-    def make(wait_s: float) -> Communicator:
-        group = mesh_group(mesh, wait_s)
-        if group is torch_group:
-            return from_process_group(torch_group)
-        return form_communicator(TorchBackend(group, wait_s), wait_s)
-
-    return _registry.adopt(torch_group, make, None, "mesh", *sorted(mesh.mesh.flatten().tolist()))
+    ranks = sorted(mesh.mesh.flatten().tolist())
+    if torch_group is not None and len(ranks) == torch_group.size():
+        return from_process_group(torch_group)
+    return _registry.adopt(
+        torch_group, lambda wait_s: form_communicator(of_ranks(ranks, wait_s), wait_s), None, "mesh", *ranks
+    )
 
 
 def forget_all() -> None:

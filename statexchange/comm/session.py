@@ -210,22 +210,34 @@ class Session:
             self._pending_failure = call.failure
             if self.monitor is not None:
                 self.monitor.request_collective()
-        if current_thread() is not self._caller:
-            self._claim(call)
-        if self.has_begun_work:
-            self._queue.drain()
-        if self.world_size == 1:
-            return [payload]
 
         def job() -> list[bytes]:
-            wait = self._begin(call, timeout_s)
-            return self.messages(call, payload, root, wait)
+            if self.world_size == 1:
+                return [payload]
+            return self.messages(call, payload, root, self.begin(call, timeout_s))
 
         try:
-            return self._one_at_a_time(call, job)
+            return self.run(call, job)
         finally:
             if call.failure is not None:
                 self._pending_failure = None
+
+    @overload
+    def run(self, call: Call, job: Callable[[], T], queued_for: None = ...) -> T: ...
+    @overload
+    def run(self, call: Call, job: Callable[[], T], queued_for: Backend | None) -> T | Work[T]: ...
+    def run(self, call: Call, job: Callable[[], T], queued_for: Backend | None = None) -> T | Work[T]:
+        """Run `job` in the order of calls: now, or in the queue's thread, as work of a backend. Collective."""
+        if current_thread() is not self._caller:
+            self._claim(call)
+        if queued_for is not None:
+            call.site = call_site()
+            self.has_begun_work = True
+            queued = self._for_caller(queued_for, lambda: self._one_at_a_time(call, job, is_shared=False))
+            return self._queue.submit(call.text, queued)
+        if self.has_begun_work:
+            self._queue.drain()
+        return self._one_at_a_time(call, job)
 
     def _one_at_a_time(self, call: Call, job: Callable[[], T], *, is_shared: bool = True) -> T:
         """Run `job` as `guarded` does, unless this rank is inside a call."""
@@ -260,55 +272,18 @@ class Session:
             self.messages(call, b"", None, wait)
         return ()
 
-    def wait_for(self, call: Call, timeout_s: float | None = None) -> Wait:
-        """Return a Wait that checks this session's monitor, and whose `enter` compares calls. Not collective."""
-        if self.monitor is not None:
-            self.monitor.set_current_op(call.text)
-        seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-        return Wait(seconds, call.text, self.monitor, functools.partial(self._enter, call))
-
-    def _begin(self, call: Call, timeout_s: float | None = None) -> Wait:
-        """Begin a call: return its Wait. Raise if the group has ended."""
+    def begin(self, call: Call, timeout_s: float | None = None) -> Wait:
+        """Begin a call: return its Wait, whose `enter` compares calls. Raise if the group has ended."""
         if self.dead is not None:
             self.raise_if_dead()
-        wait = self.wait_for(call, timeout_s)
         if self.page is None and self.monitor is not None:
+            self.monitor.set_current_op(call.text)
             self.monitor.check(call.text)  # a rank may have given up the call before, which this one had completed
+        seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
+        wait = Wait(seconds, call.text, self.monitor, functools.partial(self._enter, call))
         if self._is_caller_new and self.world_size > 1:
             self._compare_callers(call, wait)
         return wait
-
-    # Order
-
-    @overload
-    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: Literal[False]) -> T: ...
-    @overload
-    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]: ...
-    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]:
-        """Run `body` after all ranks have entered, in the order of calls. Collective."""
-        if self.device_backend is not None:
-            call.text += f" on {backend.device_type}"
-
-        def job() -> T:
-            wait = self._begin(call)
-            if not backend.enters_itself and self.world_size > 1:
-                wait.enter()
-            result = body(wait)
-            if self.page is not None and not backend.enters_itself:
-                self.page.sync(wait)  # as all ranks have entered, but some may not have their results yet
-            return result
-
-        if current_thread() is not self._caller:
-            self._claim(call)
-        if async_op:
-            call.site = call_site()
-            self.has_begun_work = True
-            return self._queue.submit(
-                call.text, self._for_caller(backend, lambda: self._one_at_a_time(call, job, is_shared=False))
-            )
-        if self.has_begun_work:
-            self._queue.drain()
-        return self._one_at_a_time(call, job)
 
     def refuse(self, verb: str, refusal: Exception) -> NoReturn:
         """Raise `refusal` of this rank's arguments, on all ranks, as others may have called with good ones. Collective.
@@ -451,7 +426,7 @@ class Session:
             "public": call.public,
         }
         explaining = Call.of_all("an explanation")
-        answers = self.messages(explaining, encoded(own), None, self.wait_for(explaining))
+        answers = self.messages(explaining, encoded(own), None, self.begin(explaining))
         accounts = [values.decode(answer) for answer in answers]
         failures = [account["failure"] for account in accounts if account["failure"] is not None]
         if failures:
@@ -579,7 +554,20 @@ class Route:
     @overload
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]: ...
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]:
-        """Run a collective like `Session.collective`, with this route's suffix in the call. Collective."""
+        """Run `body` after all ranks have entered, in the order of calls. Collective."""
+        session = self.session
+        if session.device_backend is not None:
+            call.text += f" on {backend.device_type}"
         if self._suffix:
             call.text += self._suffix
-        return self.session.collective(call, backend, body, async_op)
+
+        def job() -> T:
+            wait = session.begin(call)
+            if not backend.enters_itself and self.world_size > 1:
+                wait.enter()
+            result = body(wait)
+            if session.page is not None and not backend.enters_itself:
+                session.page.sync(wait)  # as all ranks have entered, but some may not have their results yet
+            return result
+
+        return session.run(call, job, backend if async_op else None)

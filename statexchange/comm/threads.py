@@ -22,7 +22,9 @@ def thread_communicators(world_size: int) -> list[Communicator]:
     store = _stores.HashStore()
 
     def form(rank: int) -> Communicator:
-        return form_communicator(StoreBootstrap(store, rank, world_size), default_timeout_s())
+        bootstrap = StoreBootstrap(store, rank, world_size)
+        bootstrap.name = "threads"
+        return form_communicator(bootstrap, default_timeout_s())
 
     # Forming is collective, so that each rank needs a thread; other threads may then use the communicators.
     with ThreadPoolExecutor(world_size) as pool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from statexchange.comm.backends.arithmetic import HALVES
+from statexchange.comm.backends.reduction import HALVES
 from statexchange.comm.communicator import Communicator
 
 __all__ = ["SparseShape", "average_sparse", "densified", "same_sparse_dims"]

@@ -15,10 +15,10 @@ from sweeps import by_default
 import statexchange as sx
 from statexchange.comm import rendezvous
 from statexchange.comm.backends import gloo, mpi, torch_groups
-from statexchange.comm.backends.arithmetic import Finish
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.gloo import TorchBackend
 from statexchange.comm.backends.nccl import NCCLBackend
+from statexchange.comm.backends.reduction import Finish
 from statexchange.comm.backends.store import StoreBootstrap
 from statexchange.comm.wait import Wait
 from statexchange.settings import Launch

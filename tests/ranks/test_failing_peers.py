@@ -16,8 +16,8 @@ from starting import KINDS, LAUNCHED_AS, launched_backend, start, wait
 from sweeps import slow
 
 import statexchange as sx
-from statexchange.comm.backends.arithmetic import Finish
 from statexchange.comm.backends.backend import Backend
+from statexchange.comm.backends.reduction import Finish
 from statexchange.comm.failure.monitor import FailureMonitor
 from statexchange.comm.wait import Wait
 from statexchange.testing import run_ranks

@@ -24,9 +24,11 @@ from statexchange.errors import InvalidArgumentError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-    from statexchange.comm.backends.arithmetic import Finish
+    from statexchange.comm.backends.reduction import Finish
 
-__all__ = ["Backend", "Between", "Leaders", "check_ranks"]
+__all__ = ["Backend", "Between", "Leaders", "check_ranks", "gather_in_two_steps"]
+
+_RECORD, _INLINE = 256, 248  # bytes of a message that goes in one step, and how much of it is payload
 
 
 class Leaders:
@@ -130,17 +132,17 @@ class Backend(ABC):
         Where they are not, `Reduction` converts to float32, float64, int64 or uint8. So `all_reduce` must always be
         right for these, as long as there is no NaN and no overflow.
         """
-        from statexchange.comm.backends import arithmetic
+        from statexchange.comm.backends import reduction
 
-        return arithmetic.reduces_locally(op, dtype)
+        return reduction.reduces_locally(op, dtype)
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         """Reduce `tensor` over all ranks, in place. Collective."""
-        from statexchange.comm.backends import arithmetic
+        from statexchange.comm.backends import reduction
 
-        parts = self.all_gather_bytes(arithmetic.to_bytes(tensor), wait)
-        tensors = [arithmetic.from_bytes(part, tensor.dtype).to(tensor.device) for part in parts]
-        arithmetic.reduce_parts(tensor, tensors, op, finish)
+        parts = self.all_gather_bytes(reduction.to_bytes(tensor), wait)
+        tensors = [reduction.from_bytes(part, tensor.dtype).to(tensor.device) for part in parts]
+        reduction.reduce_parts(tensor, tensors, op, finish)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
         """Reduce `tensor` over all ranks, in place on `root` only. Collective."""
@@ -162,19 +164,19 @@ class Backend(ABC):
 
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
         """Copy the `data` of `root` to all ranks. Collective."""
-        from statexchange.comm.backends import arithmetic
+        from statexchange.comm.backends import reduction
 
-        parts = self.all_gather_bytes(arithmetic.to_bytes(data) if self.rank == root else b"", wait)
+        parts = self.all_gather_bytes(reduction.to_bytes(data) if self.rank == root else b"", wait)
         if self.rank != root:
-            data.copy_(arithmetic.from_bytes(parts[root], data.dtype))
+            data.copy_(reduction.from_bytes(parts[root], data.dtype))
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Write every rank's `data` into `into`, in rank order. Collective."""
-        from statexchange.comm.backends import arithmetic
+        from statexchange.comm.backends import reduction
 
-        answers = self.all_gather_bytes(arithmetic.to_bytes(data), wait)
+        answers = self.all_gather_bytes(reduction.to_bytes(data), wait)
         for part, answer in zip(into.view(self.world_size, -1), answers, strict=True):
-            part.copy_(arithmetic.from_bytes(answer, data.dtype))
+            part.copy_(reduction.from_bytes(answer, data.dtype))
 
     def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
         """Write every rank's `data` into `into`, which is given on `root` only, in rank order. Collective."""
@@ -196,15 +198,15 @@ class Backend(ABC):
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
         """Send part i of `data` (of `sizes[i]`) to rank i; receive part i of `into` from rank i. Collective."""
-        from statexchange.comm.backends import arithmetic
+        from statexchange.comm.backends import reduction
 
         header = b"".join(size.to_bytes(8, "little") for size in sizes)
-        answers = self.all_gather_bytes(header + arithmetic.to_bytes(data), wait)
+        answers = self.all_gather_bytes(header + reduction.to_bytes(data), wait)
         into_begin = 0
         for answer, size in zip(answers, into_sizes, strict=True):
             sent_sizes = [int.from_bytes(answer[8 * r : 8 * r + 8], "little") for r in range(self.world_size)]
             begin = 8 * self.world_size + sum(sent_sizes[: self.rank])
-            part = arithmetic.from_bytes(answer[begin : begin + size], into.dtype)
+            part = reduction.from_bytes(answer[begin : begin + size], into.dtype)
             into[into_begin : into_begin + size].copy_(part)
             into_begin += size
 
@@ -218,6 +220,24 @@ class Backend(ABC):
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:  # noqa: ARG002
         """Receive from `src` exactly as many bytes as `data` holds. Not collective."""
         raise UnsupportedError(f"the {self.name} backend does not send to single ranks")
+
+
+def gather_in_two_steps(
+    payload: bytes, world_size: int, gather: Callable[[bytes, list[int]], list[bytes]]
+) -> list[bytes]:
+    """Return every rank's payload: short ones by one call of `gather`, the rest of long ones by a second. Collective.
+
+    `gather` returns every rank's bytes, whose sizes it is given; it may pad them.
+    """
+    if world_size == 1:
+        return [payload]
+    record = (len(payload).to_bytes(8, "little") + payload[:_INLINE]).ljust(_RECORD, b"\0")
+    records = gather(record, [_RECORD] * world_size)
+    sizes = [int.from_bytes(record[:8], "little") for record in records]
+    rests = [b""] * world_size
+    if max(sizes) > _INLINE:
+        rests = gather(payload[_INLINE:], [max(size - _INLINE, 0) for size in sizes])
+    return [(record[8:] + rest)[:size] for record, rest, size in zip(records, rests, sizes, strict=True)]
 
 
 def check_ranks(ranks: Sequence[int], rank: int, world_size: int) -> None:

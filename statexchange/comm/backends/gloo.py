@@ -25,19 +25,17 @@ import torch
 import torch.distributed as dist
 
 from statexchange.comm import forks
-from statexchange.comm.backends.arithmetic import Finish, reduce_parts
-from statexchange.comm.backends.backend import Backend, check_ranks
+from statexchange.comm.backends.backend import Backend, check_ranks, gather_in_two_steps
+from statexchange.comm.backends.reduction import Finish, reduce_parts
 from statexchange.comm.backends.torch_groups import (
     GRACE_S,
     LONGEST_S,
-    Sibling,
     absent_ranks,
-    cpu_group,
     make_gloo_group,
     note_presence,
     ranks_key,
     reduce_options,
-    sibling_group,
+    store_of_ranks,
     torch_errors,
     torch_timeout,
 )
@@ -48,7 +46,6 @@ from statexchange.errors import StallError
 
 __all__ = ["StoreBackend", "TorchBackend", "of_ranks"]
 
-_RECORD, _INLINE = 256, 248  # bytes of a message that goes in one step, and how much of it is payload
 _SMALL_BYTES = 1 << 18  # of all ranks together; up to this size one step, above it several
 _BLOCK_BYTES = 8 << 20
 _FIRST_TAG = 0x53780000  # apart from the tags of the group's owner, which begin at 0
@@ -129,18 +126,11 @@ class _GlooBackend(Backend):
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's payload: short ones by one all-gather, the rest of long ones by a second. Collective."""
-        if self.world_size == 1:
-            return [payload]
-        records = self._gathered(len(payload).to_bytes(8, "little") + payload[:_INLINE], _RECORD, wait)
-        sizes = [int.from_bytes(record[:8], "little") for record in records]
-        if max(sizes) <= _INLINE:
-            return [record[8 : 8 + size] for record, size in zip(records, sizes, strict=True)]
-        rests = self._gathered(payload[_INLINE:], max(sizes) - _INLINE, wait)
-        return [(record[8:] + rest)[:size] for record, rest, size in zip(records, rests, sizes, strict=True)]
+        return gather_in_two_steps(payload, self.world_size, lambda part, sizes: self._gathered(part, max(sizes), wait))
 
-    def _gathered(self, ours: bytes, size: int, wait: Wait) -> list[bytes]:
+    def _gathered(self, part: bytes, size: int, wait: Wait) -> list[bytes]:
         """Return every rank's bytes, padded with zeros to `size`."""
-        data = torch.frombuffer(bytearray(ours.ljust(size, b"\0")), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(part.ljust(size, b"\0")), dtype=torch.uint8)
         into = torch.empty(self.world_size * size, dtype=torch.uint8, device="cpu")
         self.all_gather(data, into, wait)
         return [row.tobytes() for row in into.view(self.world_size, size).numpy()]
@@ -313,20 +303,15 @@ def _shares(count: int, parts: int) -> list[int]:
 
 
 class TorchBackend(_GlooBackend):
-    """One rank of a ProcessGroup that torch.distributed knows, or of some ranks of one."""
+    """One rank of a ProcessGroup that torch.distributed knows."""
 
-    _presence: Any = None
-
-    def __init__(self, group: dist.ProcessGroup | Sibling, timeout_s: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         """Make a backend over `group`. Collective over a group that does not move CPU tensors itself."""
-        if isinstance(group, Sibling):
-            self._ranks = list(group.ranks)
-            super().__init__(group.gloo)
-        else:
-            self._ranks = dist.get_process_group_ranks(group)
-            self._presence = note_presence(group)
-            super().__init__(cpu_group(group, timeout_s))
-            self.name = str(dist.get_backend(group))
+        self._ranks = dist.get_process_group_ranks(group)
+        self._presence = note_presence(group)
+        self.name = str(dist.get_backend(group))
+        moves_cpu_tensors = self.name == "gloo" or "cpu:gloo" in dist.get_backend_config(group)
+        super().__init__(group if moves_cpu_tensors else _gloo_group_of(self._ranks, timeout_s))
 
     def absent_ranks(self) -> Sequence[int]:
         """Return the ranks that have not made a backend over this group. Not collective."""
@@ -375,6 +360,16 @@ class StoreBackend(_GlooBackend):
 
 
 def of_ranks(ranks: Sequence[int], timeout_s: float) -> Backend:
-    """Return a Gloo backend over these ranks of the default group, in that order. Collective over them only."""
+    """Return a Gloo backend over these ranks of torch's default group, in that order. Collective over them only.
+
+    `torch.distributed.new_group` names groups by a counter of each process. So it works for a part of the ranks only if
+    all of them have made equally many groups before; else they would wait for different names. This one does not
+    register the group with torch.distributed.
+    """
     check_ranks(ranks, dist.get_rank(), dist.get_world_size())
-    return TorchBackend(sibling_group(ranks, timeout_s), timeout_s)
+    return StoreBackend(store_of_ranks(ranks), list(ranks).index(dist.get_rank()), len(ranks), timeout_s, ranks)
+
+
+def _gloo_group_of(ranks: Sequence[int], timeout_s: float) -> Any:
+    """Return a Gloo group of these ranks of torch's default group. Collective over them only."""
+    return make_gloo_group(store_of_ranks(ranks), list(ranks).index(dist.get_rank()), ranks, timeout_s)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from statexchange.comm.backends.arithmetic import HALVES, Finish
 from statexchange.comm.backends.backend import Backend, Between, Leaders
+from statexchange.comm.backends.reduction import HALVES, Finish
 from statexchange.comm.failure.monitor import FailureMonitor, OuterMonitor
 from statexchange.comm.wait import Wait
 from statexchange.errors import PeerError, StallError, StateExchangeError
@@ -87,10 +87,6 @@ class _Steps:
         return wait.stall_error((wait.monitor.missing_ranks() if wait.monitor is not None else ()) or seen)
 
 
-def _cannot_enter(location: int, wait: Wait) -> Sequence[int]:  # noqa: ARG001
-    raise AssertionError("the backend of a host that enters itself needs `enter_on_node`")
-
-
 class HierarchicalBackend(Backend):
     """The backend of one rank among ranks of several hosts.
 
@@ -105,7 +101,7 @@ class HierarchicalBackend(Backend):
         node: Backend,
         leaders: Backend | None,
         topology: Topology,
-        enter_on_node: EnterOnNode = _cannot_enter,
+        enter_on_node: EnterOnNode | None = None,
     ) -> None:
         """Combine three backends.
 
@@ -114,6 +110,7 @@ class HierarchicalBackend(Backend):
         does for a `node` that enters itself.
         """
         assert leaders is None or not leaders.enters_itself
+        assert enter_on_node is not None or not node.enters_itself
         self.rank = transport.rank
         self.world_size = transport.world_size
         self.device_type = node.device_type

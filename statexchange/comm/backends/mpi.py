@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from statexchange.comm.backends.backend import Backend
+from statexchange.comm.backends.backend import Backend, gather_in_two_steps
 from statexchange.comm.wait import Wait, yield_core
 from statexchange.errors import MissingExtraError, NotInitializedError, PeerError, StallError
 from statexchange.settings import Launch, default_timeout_s
@@ -20,11 +20,10 @@ from statexchange.tensors import DTYPE_NAMES
 if TYPE_CHECKING:
     import torch
 
-    from statexchange.comm.backends.arithmetic import Finish
+    from statexchange.comm.backends.reduction import Finish
 
 __all__ = ["MPIBackend", "world"]
 
-_RECORD, _INLINE = 256, 248  # bytes of a message that goes in one step, and how much of it is payload
 _FIRST_FREE_TAG = 3
 _LONG_BYTES = 1 << 16
 _SPIN_S, _TESTS = 0.005, 16  # how long to test a long message at a time, and how often between two yields
@@ -116,21 +115,12 @@ class MPIBackend(Backend):
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's payload: short ones by one all-gather, the rest of long ones by a second. Collective."""
-        if self.world_size == 1:
-            return [payload]
-        record = (len(payload).to_bytes(8, "little") + payload[:_INLINE]).ljust(_RECORD, b"\0")
-        records = self._gathered(record, [_RECORD] * self.world_size, wait)
-        sizes = [int.from_bytes(r[:8], "little") for r in records]
-        rests = [max(size - _INLINE, 0) for size in sizes]
-        if not any(rests):
-            return [r[8 : 8 + size] for r, size in zip(records, sizes, strict=True)]
-        tails = self._gathered(payload[_INLINE:], rests, wait)
-        return [r[8 : 8 + size] + tail for r, size, tail in zip(records, sizes, tails, strict=True)]
+        return gather_in_two_steps(payload, self.world_size, lambda part, sizes: self._gathered(part, sizes, wait))
 
-    def _gathered(self, ours: bytes, sizes: list[int], wait: Wait) -> list[bytes]:
+    def _gathered(self, part: bytes, sizes: list[int], wait: Wait) -> list[bytes]:
         into = bytearray(sum(sizes))
         byte = self._mpi.BYTE
-        sent, received = [ours, len(ours), byte], [into, sizes, None, byte]
+        sent, received = [part, len(part), byte], [into, sizes, None, byte]
         self._run(lambda: self._comm.Iallgatherv(sent, received), len(into), wait)
         ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         return [bytes(into[end - size : end]) for end, size in zip(ends, sizes, strict=True)]

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from statexchange.comm.backends.arithmetic import Finish
 from statexchange.comm.backends.backend import Backend
+from statexchange.comm.backends.reduction import Finish
 from statexchange.comm.backends.torch_groups import reduce_options, torch_errors
 from statexchange.comm.wait import Wait
 

@@ -1,17 +1,102 @@
-"""Choose how a backend reduces a dtype, and refuse reductions that cannot be right before anything is sent."""
+"""Reductions: which of them can be right, how a backend computes them, and the arithmetic on parts in this process.
+
+Those that cannot be right are refused before anything is sent. Parts of one dtype are combined in the order of ranks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from statexchange.comm.backends.arithmetic import COMPLEX, FLOATS, HALVES, INTS, NO_FINISH, Finish
-from statexchange.comm.backends.backend import Backend
-from statexchange.comm.wait import Wait
 from statexchange.errors import InvalidArgumentError, NumericOverflowError, UnsupportedError
 
-__all__ = ["OPS", "Reduction"]
+if TYPE_CHECKING:
+    from statexchange.comm.backends.backend import Backend
+    from statexchange.comm.wait import Wait
+
+__all__ = [
+    "COMPLEX",
+    "FLOATS",
+    "HALVES",
+    "INTS",
+    "NO_FINISH",
+    "OPS",
+    "Finish",
+    "Reduction",
+    "from_bytes",
+    "reduce_parts",
+    "reduces_locally",
+    "to_bytes",
+]
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)
+COMPLEX = (torch.complex64, torch.complex128)
+INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_COMBINE: dict[str, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "prod": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The last step of a reduction: division by `divisor`, then multiplication by `scale`."""
+
+    divisor: int = 1
+    scale: float = 1.0
+
+    def __call__(self, tensor: torch.Tensor) -> None:
+        """Apply it to `tensor`, in place."""
+        if tensor.is_complex():  # a product with a real number, taken as complex, would turn infinities into NaN
+            tensor = torch.view_as_real(tensor)
+        if self.divisor != 1:
+            tensor.div_(self.divisor)
+        if self.scale != 1:
+            tensor.mul_(self.scale)
+
+
+NO_FINISH = Finish()
+
+
+def reduces_locally(op: str, dtype: torch.dtype) -> bool:
+    """Whether `reduce_parts` is right for this op and dtype. Not collective."""
+    return dtype in FLOATS or dtype in INTS or (dtype in COMPLEX and op in ("sum", "prod"))
+
+
+def to_bytes(tensor: torch.Tensor) -> bytes:
+    """Return the bytes of a contiguous tensor. Not collective."""
+    return bytes(tensor.cpu().view(torch.uint8).numpy().data) if tensor.numel() else b""
+
+
+def from_bytes(data: bytes | bytearray, dtype: torch.dtype) -> torch.Tensor:
+    """Return the tensor whose bytes these are. Not collective."""
+    return torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+
+
+def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, finish: Finish = NO_FINISH) -> None:
+    """Write the reduction of `parts`, in their order, into `into`, which may be one of them. Not collective.
+
+    Sums and products of float16 and bfloat16 are computed in float32, unless there are only two parts and nothing to
+    finish. So the result is rounded once, and a sum may leave the range of float16 before it is divided.
+    """
+    combine = _COMBINE[op]
+    halves = into.dtype in HALVES and op in ("sum", "prod")
+    if len(parts) == 2 and not (halves and finish != NO_FINISH):
+        combine(parts[0], parts[1], out=into)
+        finish(into)
+        return
+    result = parts[0].float() if halves else parts[0].clone()
+    for part in parts[1:]:
+        combine(result, part, out=result)
+    finish(result)
+    into.copy_(result)
+
 
 _INT64_MAX = 2**63 - 1
 OPS = ("sum", "avg", "min", "max", "prod")
@@ -154,5 +239,7 @@ class Reduction:
             self._run(backend, torch.view_as_real(result).view(-1), "sum", wait)
             self.finish(result)
         else:
+            from statexchange.comm.backends.backend import Backend
+
             Backend.all_reduce(backend, result, self.op, self.finish, wait)
         return result

@@ -37,9 +37,9 @@ from typing import Any
 
 import torch
 
-from statexchange.comm.backends.arithmetic import Finish, reduce_parts
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.mailbox import Mailbox
+from statexchange.comm.backends.reduction import Finish, reduce_parts
 from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError
 from statexchange.comm.wait import Wait
 from statexchange.errors import StorageError
@@ -74,12 +74,17 @@ def _tensor_over(memory: Any) -> torch.Tensor:
 
 
 class SharedMemoryBackend(Backend):
-    """The backend of one rank among the ranks of a host, over `page`. `bootstrap` only makes groups."""
+    """The backend of one rank among the ranks of a host, over `page`. `bootstrap` only makes groups.
+
+    It is called "threads" over a bootstrap of that name.
+    """
 
     name = "shm"
     enters_itself = True
 
     def __init__(self, page: ControlPage, bootstrap: Backend) -> None:
+        if bootstrap.name == "threads":
+            self.name = bootstrap.name
         self.rank = page.rank
         self.world_size = page.world_size
         self._small_bytes = min(_SMALL_BYTES // self.world_size, _WINDOW_BYTES)

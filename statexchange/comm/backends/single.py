@@ -11,7 +11,7 @@ from statexchange.comm.wait import Wait
 if TYPE_CHECKING:
     import torch
 
-    from statexchange.comm.backends.arithmetic import Finish
+    from statexchange.comm.backends.reduction import Finish
 
 __all__ = ["SingleBackend"]
 

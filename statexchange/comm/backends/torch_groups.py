@@ -7,7 +7,6 @@ import functools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -27,21 +26,18 @@ from statexchange.errors import (
 __all__ = [
     "GRACE_S",
     "LONGEST_S",
-    "Sibling",
     "absent_ranks",
     "await_keys",
     "await_ranks",
-    "cpu_group",
     "default_group",
     "known_groups",
     "make_gloo_group",
-    "mesh_group",
     "note_presence",
     "ranks_key",
     "reduce_options",
-    "sibling_group",
     "start_gloo",
     "start_nccl",
+    "store_of_ranks",
     "torch_errors",
     "torch_timeout",
     "unused_prefix",
@@ -64,33 +60,10 @@ def known_groups() -> list[object]:
     return list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []  # noqa: SLF001 (torch has no other way)
 
 
-@dataclass(frozen=True, slots=True)
-class Sibling:
-    """A Gloo group of `ranks` of torch's default group, in this order, which is not registered with torch.distributed.
-
-    `torch.distributed.new_group` names groups by a counter of each process. So it works for a part of the ranks only if
-    all of them have made equally many groups before; else they would wait for different names.
-    """
-
-    gloo: Any
-    ranks: Sequence[int]
-
-
-def cpu_group(group: dist.ProcessGroup, timeout_s: float) -> Any:
-    """Return `group` itself if it moves CPU tensors, else a sibling Gloo group of its ranks.
-
-    Collective over `group`.
-    """
-    if "cpu:gloo" in dist.get_backend_config(group) or dist.get_backend(group) == "gloo":
-        return group
-    return sibling_group(dist.get_process_group_ranks(group), timeout_s).gloo
-
-
-def sibling_group(ranks: Sequence[int], timeout_s: float) -> Sibling:
-    """Make a Gloo group of these ranks of the default group. Collective over them only."""
+def store_of_ranks(ranks: Sequence[int]) -> Any:
+    """Return a part of torch's default store for one group of these ranks. Not collective."""
     prefix = unused_prefix(f"group/{ranks_key(ranks)}")
-    store = _stores.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # noqa: SLF001 (torch has no other way)
-    return Sibling(make_gloo_group(store, list(ranks).index(dist.get_rank()), ranks, timeout_s), ranks)
+    return _stores.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # noqa: SLF001 (torch has no other way)
 
 
 def note_presence(group: dist.ProcessGroup) -> Any:
@@ -113,15 +86,6 @@ def absent_ranks(store: Any, ranks: Sequence[int]) -> list[int]:
         return [number for number, rank in enumerate(ranks) if not store.check([str(rank)])]
     except RuntimeError:  # the process that serves the store has ended
         return []
-
-
-def mesh_group(mesh: Any, timeout_s: float) -> dist.ProcessGroup | Sibling:
-    """Return the group of all ranks of a DeviceMesh. Collective over them unless torch has it already."""
-    ranks = sorted(mesh.mesh.flatten().tolist())
-    world = default_group()
-    if world is not None and ranks == list(range(dist.get_world_size())):
-        return world
-    return sibling_group(ranks, timeout_s)
 
 
 def start_gloo(store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:

@@ -159,10 +159,11 @@ class ControlPage(GroupMonitor):
 
         Collective.
         """
-        self.raise_if_left()
         parity = (self._count + 1) & 1
         words = self._words
         mine = self.rank * _ROW_WORDS
+        if words[mine + _LEFT]:
+            raise closed_error(self.rank)
         words[mine + _FINGERPRINT + parity] = fingerprint
         words[mine + _LOCATION + parity] = location
         self.sync(wait)
@@ -295,11 +296,6 @@ class ControlPage(GroupMonitor):
     def can_see(self, rank: int) -> bool:
         """Whether the process of `rank` runs; False, too, in a PID namespace where this process cannot see it."""
         return process_is_alive(self._get(rank, _PID), self._get(rank, _START))
-
-    def raise_if_left(self) -> None:
-        """Raise if this rank has left, after a failure or by `leave`."""
-        if self._get(self.rank, _LEFT):
-            raise closed_error(self.rank)
 
     def report_progress(self) -> None:
         """Report that bytes move, which puts off all deadlines."""

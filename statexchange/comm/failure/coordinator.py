@@ -21,8 +21,6 @@ from statexchange.comm.topology import Topology
 
 __all__ = ["Coordinator"]
 
-_FINISH_S = 0.5
-
 
 class Coordinator(FailureDetector):
     """Rank 0: receives from all members, and sends to all."""
@@ -45,7 +43,10 @@ class Coordinator(FailureDetector):
             return
         try:
             for message in connection.receive():
-                self._handle_message(connection, message)
+                if connection.rank < 0:
+                    self._introduce(connection, message)
+                else:
+                    self._take_message(connection.rank, message)
         except (ConnectionEndedError, ValueError, TypeError, LookupError):  # any program may have connected
             self._lose(connection)
 
@@ -54,22 +55,24 @@ class Coordinator(FailureDetector):
             connection, _ = self._listener.accept()
             self._selector.register(connection, selectors.EVENT_READ, JsonConnection(connection))
 
-    def _handle_message(self, connection: JsonConnection, message: Any) -> None:
-        rank = connection.rank
-        if rank < 0:
-            self._introduce(connection, message)
-            return
+    def _take_message(self, rank: int, message: Any) -> None:
+        """Take a message of any rank, this one among them."""
         kind, *rest = message
         self._received_at[rank] = time.monotonic()
         if kind == "at":
             self._view.op_numbers[rank], self._progress_of[rank] = int(rest[0]), int(rest[1])
-        elif kind == "failure":
-            self._post_failure(rest[0])
+            return
+        if kind == "failure":
+            self._failure = self._failure or rest[0]
         elif kind == "collective_requested":
-            self._post_request(int(rest[0]))
+            self._view.requested_op = max(self._view.requested_op, int(rest[0]))
         else:  # "goodbye"
             self._view.departed[rank] = (rest[0], rest[1])
-            self._inform_all()
+        for connection in self._connections.values():
+            connection.send(self._status())
+
+    def _post(self, message: list[Any]) -> None:
+        self._take_message(0, message)
 
     # Connections
 
@@ -95,11 +98,10 @@ class Coordinator(FailureDetector):
     # What is sent to all
 
     def _send_status(self) -> None:
-        now = time.monotonic()
+        self._post(["at", self._op_number, self._progress])
         view = self._view
-        view.op_numbers[0], self._progress_of[0] = self._op_number, self._progress
         view.progress_count = sum(self._progress_of)
-        view.updated = self._received_at[0] = now
+        view.updated = now = time.monotonic()
         silent = []
         for rank, received_at in enumerate(self._received_at):
             if now - received_at > self._silent_s and rank not in view.departed:
@@ -111,36 +113,11 @@ class Coordinator(FailureDetector):
                 connection.send(self._status())
 
     def _status(self) -> dict[str, Any]:
-        view = self._view
-        return {
-            "op_numbers": view.op_numbers,
-            "silent": view.silent,
-            "departed": [[rank, last_op, cause] for rank, (last_op, cause) in view.departed.items()],
-            "requested_op": view.requested_op,
-            "progress_count": view.progress_count,
-            "failure": self._failure,
-        }
-
-    def _inform_all(self) -> None:
-        status = self._status()
-        for connection in self._connections.values():
-            connection.send(status)
-
-    def _post_failure(self, record: dict[str, Any]) -> None:
-        if self._failure is None:
-            self._failure = record
-            self._inform_all()
-
-    def _post_request(self, number: int) -> None:
-        self._view.requested_op = max(self._view.requested_op, number)
-        self._inform_all()
+        return {**vars(self._view), "failure": self._failure}
 
     def _suspects(self) -> tuple[int, ...]:
         return ()  # only this rank's own thread can be late, so no other rank is suspect
 
-    def _send_goodbye(self) -> None:
-        self._view.departed[0] = (self._op_number, self._goodbye or "")
-        self._inform_all()
-        deadline = time.monotonic() + _FINISH_S
+    def _finish(self, deadline: float) -> None:
         for connection in self._connections.values():
             connection.finish(deadline)

@@ -51,6 +51,7 @@ _SILENT_PERIODS = 6
 _GRACE_S = 0.4  # for a goodbye, or a second connection, to arrive before a process is reported as dead
 _REPORT_S = 1.0
 _JOIN_S = 2.0
+_FINISH_S = 0.5  # for the goodbye to arrive
 
 
 @dataclass
@@ -153,7 +154,7 @@ class FailureDetector(GroupMonitor):
         Not collective; blocks 1 s at most.
         """
         number = self._op_number + 1
-        self._run_in_thread(lambda: self._post_request(number))
+        self._run_in_thread(lambda: self._post(["collective_requested", number]))
 
     def collective_requested(self) -> bool:
         """Whether a rank has requested a collective that this one has not reached. Not collective."""
@@ -205,7 +206,8 @@ class FailureDetector(GroupMonitor):
                 self._report_deaths()
             # What this rank reported before it closed goes out before the goodbye.
             self._run_requests()
-            self._send_goodbye()
+            self._post(["goodbye", self._op_number, self._goodbye])
+            self._finish(time.monotonic() + _FINISH_S)
         finally:
             self.drop()
 
@@ -250,6 +252,10 @@ class FailureDetector(GroupMonitor):
                 del self._ended_at[rank]
                 self._watched_ranks = [watched for watched in self._watched_ranks if watched != rank]
 
+    def _post_failure(self, record: dict[str, Any]) -> None:
+        self._failure = self._failure or record
+        self._post(["failure", record])
+
     def disown(self) -> None:
         """Close this child's copies of the parent's connections: else they would stay open when the parent ends."""
         self._is_inherited = True
@@ -272,10 +278,8 @@ class FailureDetector(GroupMonitor):
     def _send_status(self) -> None:
         raise NotImplementedError
 
-    def _post_failure(self, record: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-    def _post_request(self, number: int) -> None:
+    def _post(self, message: list[Any]) -> None:
+        """Send a message to the coordinator, if it can be reached."""
         raise NotImplementedError
 
     def _cause_of_death(self, rank: int) -> str:
@@ -285,5 +289,6 @@ class FailureDetector(GroupMonitor):
         """Return the ranks that may be the reason why no status of the coordinator has arrived."""
         raise NotImplementedError
 
-    def _send_goodbye(self) -> None:
+    def _finish(self, deadline: float) -> None:
+        """Wait until what was sent has arrived, the goodbye among it."""
         raise NotImplementedError

@@ -27,7 +27,6 @@ __all__ = ["CoordinatorAddress", "Member", "connect_member"]
 
 _CONNECT_S = 1.0
 _RECONNECT_S = 0.5
-_FINISH_S = 0.5
 _REFUSALS_OF_DEAD = 2
 
 
@@ -74,20 +73,18 @@ class Member(FailureDetector):
             self._reconnect()
 
     def _take_status(self, status: dict[str, Any]) -> None:
-        self._view = GroupView(
-            op_numbers=status["op_numbers"],
-            silent=status["silent"],
-            departed={rank: (last_op, cause) for rank, last_op, cause in status["departed"]},
-            requested_op=status["requested_op"],
-            progress_count=status["progress_count"],
-        )
+        failure = status["failure"]
+        view = {name: value for name, value in status.items() if name != "failure"}
+        view["departed"] = {int(rank): departure for rank, departure in dict(status["departed"]).items()}
+        view["updated"] = time.monotonic()  # by the clock of this host
+        self._view = GroupView(**view)
         self._refusals = 0
         self._host_answers = None
         self._ended_at.pop(0, None)
         if self._failure is None:
-            self._failure = status["failure"]
+            self._failure = failure
 
-    def _send(self, message: list[Any]) -> None:
+    def _post(self, message: list[Any]) -> None:
         if self._connection is not None:
             self._connection.send(message)
 
@@ -126,14 +123,6 @@ class Member(FailureDetector):
         self._connection.send([self._coordinator.nonce, self._topology.rank])
         self._selector.register(connection, selectors.EVENT_READ, self._connection)
 
-    def _post_failure(self, record: dict[str, Any]) -> None:
-        if self._failure is None:
-            self._failure = record
-        self._send(["failure", record])
-
-    def _post_request(self, number: int) -> None:
-        self._send(["collective_requested", number])
-
     def _cause_of_death(self, rank: int) -> str:
         if rank == 0 and rank not in self._watched_ranks:
             return "its process or host is gone: the coordinator does not answer"
@@ -145,10 +134,9 @@ class Member(FailureDetector):
             return (0,)
         return tuple(rank for rank, node in enumerate(nodes) if node == nodes[0])
 
-    def _send_goodbye(self) -> None:
+    def _finish(self, deadline: float) -> None:
         if self._connection is not None:
-            self._connection.send(["goodbye", self._op_number, self._goodbye])
-            self._connection.finish(time.monotonic() + _FINISH_S)
+            self._connection.finish(deadline)
 
 
 def connect_member(

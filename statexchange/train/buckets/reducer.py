@@ -266,7 +266,7 @@ class BucketReducer(Reducer):
     def _may_overlap(self, *, is_on_host: bool) -> bool:
         if self._overlap is not None:
             return self._overlap
-        uses_cores = self._comm.backend == "shm" and is_on_host
+        uses_cores = self._comm.backend in ("shm", "threads") and is_on_host
         return not uses_cores or usable_cores() >= 2 * self._comm.world_size
 
     def close(self) -> None:
