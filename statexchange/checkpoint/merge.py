@@ -19,10 +19,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from statexchange.checkpoint.extra_files import (
+    GivenFiles,
     extra_files,
-    given_config,
+    given_files,
     notes_on_adapters,
-    notes_on_empty_directories,
     notes_on_foreign_names,
     notes_on_missing_files,
     own_files,
@@ -297,6 +297,7 @@ class _Selected:
         source: the tensors, converted if a conversion was asked for.
         options: the options that are left to apply to these.
         reductions: "max" or "min" by name of the tensors whose copies are reduced.
+        given: the files of the option `files_from`.
         files: the small files of the source that are copied.
         compared_files: those with which the tensors are only compared.
         converted: the conversion's result.
@@ -307,7 +308,8 @@ class _Selected:
     source: Source
     options: ExportOptions
     reductions: Mapping[str, str]
-    files: dict[str, bytes]
+    given: GivenFiles
+    files: Mapping[str, bytes]
     compared_files: Mapping[str, bytes]
     converted: Converted | None
     notes: tuple[str, ...]
@@ -378,12 +380,13 @@ def _select(opened: Source, reductions: Mapping[str, str], request: _Request) ->
     options = request.options
     check_readable(opened, options)
     files, file_notes = ({}, ()) if options.files_from == () else own_files(opened)
-    config = given_config(options.files_from, files)
+    given = given_files(options.files_from)
+    config = given.config(files)
     source, converted = opened, None
     if request.conversion is None:
         left_options, notes = _unwrapping_options(opened, options, config)
     else:
-        converted, notes = _converted(opened, options, request.conversion, request.numbers, files)
+        converted, notes = _converted(opened, request, request.conversion, given.config(), is_copied=CONFIG in files)
         source, reductions = converted.source, converted.renamed_keys(reductions)
         left_options = replace(options, include=(), exclude=())  # `_converted` has applied them
     if unties_heads(config):
@@ -396,7 +399,7 @@ def _select(opened: Source, reductions: Mapping[str, str], request: _Request) ->
     elif ADAPTER_CONFIG in files:
         # Beside a whole model it would make transformers look for an adapter: not copied, only compared.
         compared_files = {ADAPTER_CONFIG: files.pop(ADAPTER_CONFIG)}
-    return _Selected(source, left_options, reductions, files, compared_files, converted, notes, file_notes)
+    return _Selected(source, left_options, reductions, given, files, compared_files, converted, notes, file_notes)
 
 
 def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
@@ -413,13 +416,13 @@ def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
     if options.replicas == "equal":
         check_replicas(selected.source, plan, left_options)
     updates_dtype = bool(options.dtype) or opened.kind == "deepspeed"
-    extra = extra_files(options.files_from, plan, selected.files, updates_dtype=updates_dtype)
+    extra = extra_files(selected.given.contents, plan, selected.files, updates_dtype=updates_dtype)
     metadata, metadata_notes = kept_metadata(opened, left_options)
     names = [tensor.source for tensor in plan.tensors.values()]
     notes = opened.notes + selected.notes
     notes += notes_about(opened, names, options, expects_model=request.has_model)
     notes += metadata_notes + selected.file_notes
-    notes += notes_on_tensors(rank_shards, plan, left_options) + notes_on_empty_directories(options.files_from)
+    notes += notes_on_tensors(rank_shards, plan, left_options) + selected.given.notes
     compared_files = {**selected.compared_files, **extra}
     if request.has_model:
         notes += notes_on_missing_files(plan, extra, opened)
@@ -535,19 +538,18 @@ def _unwrapping_options(
 
 
 def _converted(
-    source: Source,
-    options: ExportOptions,
-    conversion: ConversionRules,
-    numbers: Mapping[str, int],
-    model_files: Mapping[str, bytes],
+    source: Source, request: _Request, conversion: ConversionRules, config: bytes | None, *, is_copied: bool
 ) -> tuple[Converted, tuple[str, ...]]:
-    """Convert the selected tensors under their names without wrappers' parts; return notes about names, too."""
+    """Convert the selected tensors under their names without wrappers' parts; return notes about names, too.
+
+    `config` is the config.json that the caller gives; without one the source's own may be copied.
+    """
+    options, numbers = request.options, request.numbers
     names = {tensor.shard.name for _, tensor in source.shards()}
     options.check_include(names)
     wanted = frozenset(filter(options.wants, names))
     selected = section_of(source, Section("model", "", wanted)).unwrapped()
-    content = given_config(options.files_from)
-    given_configs = [] if content is None else config_of(f"{CONFIG} of files_from", content)
+    given_configs = [] if config is None else config_of(f"{CONFIG} of files_from", config)
     converted = convert_source(selected, conversion, numbers, [*given_configs, *configs_beside(source)])
     config_files = [*given_configs, *config_files_beside(source)]
     check_model_configs(
@@ -555,7 +557,7 @@ def _converted(
         converted.source,
         conversion,
         config_files,
-        written=config_files[0] if config_files and (given_configs or CONFIG in model_files) else None,
+        written=config_files[0] if config_files and (given_configs or is_copied) else None,
         given=numbers,
         is_whole=len(wanted) == len(names),
     )
