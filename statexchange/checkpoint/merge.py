@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +31,7 @@ from statexchange.checkpoint.extra_files import (
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about, notes_on_tensors, notes_on_written
 from statexchange.checkpoint.publication import Publication, check_publication
+from statexchange.conversions.config_facts import check_configs
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import (
     CorruptError,
@@ -50,11 +52,11 @@ from statexchange.formats.config_check import (
 )
 from statexchange.formats.converted import (
     Converted,
-    check_model_configs,
     config_files_beside,
     config_of,
     configs_beside,
     convert_source,
+    model_tensors,
     read_conversion,
 )
 from statexchange.formats.huggingface import part_of
@@ -552,14 +554,16 @@ def _converted(
     given_configs = [] if config is None else config_of(f"{CONFIG} of files_from", config)
     converted = convert_source(selected, conversion, numbers, [*given_configs, *configs_beside(source)])
     config_files = [*given_configs, *config_files_beside(source)]
-    check_model_configs(
-        selected,
-        converted.source,
-        conversion,
+    # A config describes the model of transformers, which an inverse conversion has as its input.
+    model = selected if conversion.is_inverse else converted.source
+    written = config_files[0] if config_files and (given_configs or is_copied) else None
+    check_configs(
+        conversion.facts,
+        conversion.model_type,
+        model_tensors(model, is_whole=len(wanted) == len(names)),
         config_files,
-        written=config_files[0] if config_files and (given_configs or is_copied) else None,
-        given=numbers,
-        is_whole=len(wanted) == len(names),
+        written,
+        numbers,
     )
     # The source's own notes come with the others of the report.
     notes = [*selected.notes[len(source.notes) :], *options.notes_on_exclude({*names, *source.unsupported})]
@@ -577,23 +581,21 @@ def _unwrapping(rules: Sequence[tuple[str, str]], rename: Rename) -> Rename:
 
 def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]) -> str:
     """Return a digest of all that the output depends on, except names: options, headers, file sizes and times."""
-    hasher = hashlib.blake2b(digest_size=16)
-
-    def add(value: object) -> None:
-        hasher.update(json.dumps(value, separators=(",", ":")).encode())
-
-    add([options.replicas, options.dtype, sorted(reductions.items())])
+    described: list[object] = [options.replicas, options.dtype, sorted(reductions.items())]
     for shard_file in source.files:
-        add([shard_file.rank, sorted(shard_file.aliases.items())])
+        described.append([shard_file.rank, shard_file.file.version, sorted(shard_file.aliases.items())])
         for tensor in shard_file.tensors.values():
-            byte_ranges = []
-            for stored in tensor.byte_ranges:
-                orders = [None if order is None else hashlib.blake2b(order).hexdigest() for order in stored.orders]
-                byte_ranges.append([stored.begin, stored.nbytes, stored.digest, stored.strides, orders])
             shard = tensor.shard
-            add([[shard.name, shard.dtype, shard.global_shape, shard.boxes], byte_ranges])
-        add(shard_file.file.version)
-    return hasher.hexdigest()
+            described.append([shard.name, shard.dtype, shard.global_shape, shard.boxes])
+            for stored in tensor.byte_ranges:
+                described.append([stored.begin, stored.nbytes, stored.digest, stored.strides, stored.orders])
+    text = json.dumps(described, separators=(",", ":"), default=_digest_of)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _digest_of(order: array[int]) -> str:
+    """Return what stands for an order in JSON: it may have a million indices."""
+    return hashlib.blake2b(order).hexdigest()
 
 
 def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
