@@ -173,6 +173,17 @@ class _RuleStep:
     split: tuple[str, tuple[str, ...]] | None = None
     interleaved: bool = False
 
+    def names(self, name: str) -> list[str]:
+        """Return the names of the tensors that tensor `name` becomes; raise ValueError if it cannot be split."""
+        if self.split is None:
+            return [name]
+        part, replacements = self.split
+        parts = name.split(".")
+        if part not in parts:
+            raise ValueError(f"the name has no part {part!r} to split")
+        at = parts.index(part)
+        return [".".join([*parts[:at], new, *parts[at + 1 :]]) for new in replacements]
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -205,16 +216,14 @@ class Rule:
         """Return the names of the tensors that tensor `name` becomes, before numbers continue over the ranks."""
         names = [name]
         for step in self.steps:
-            if step.split is not None:
-                part, replacements = step.split
-                names = [self._replaced(old, part, new) for old in names for new in replacements]
+            divided = []
+            for old in names:
+                try:
+                    divided += step.names(old)
+                except ValueError as error:
+                    raise InvalidArgumentError(f"layout rule for {self.pattern!r}: {error}", name=old) from None
+            names = divided
         return names
-
-    def _replaced(self, name: str, part: str, new: str) -> str:
-        try:
-            return _replaced(name, part, new)
-        except ValueError as error:
-            raise InvalidArgumentError(f"layout rule for {self.pattern!r}: {error}", name=name) from None
 
     @property
     def is_tp_keyword(self) -> bool:
@@ -432,17 +441,14 @@ def _divide(name: str, shape: tuple[int, ...], steps: Sequence[_RuleStep]) -> li
             raise ValueError(f"dim {step.dim}, but the shape is {shape}")
         dim = step.dim % len(shape)
         runs = list(_runs(shape[dim], step))
-        if step.split is None:
-            cut = DimSegments(dim, step.axes, tuple(runs))
-            divided = [(old, (*cuts, cut)) for old, cuts in divided]
-            continue
-        part, replacements = step.split
-        split: list[tuple[str, tuple[DimSegments, ...]]] = []
+        parts: list[tuple[str, tuple[DimSegments, ...]]] = []
         for old, cuts in divided:
-            for number, new in enumerate(replacements):
-                segments = tuple((0, begin, size) for block, begin, size in runs if block == number)
-                split.append((_replaced(old, part, new), (*cuts, DimSegments(dim, step.axes, segments))))
-        divided = split
+            for number, new in enumerate(step.names(old)):
+                segments = runs
+                if step.split is not None:  # each block is a tensor of its own
+                    segments = [(0, begin, size) for block, begin, size in runs if block == number]
+                parts.append((new, (*cuts, DimSegments(dim, step.axes, tuple(segments)))))
+        divided = parts
     return [Part(part_name, shape, cuts) for part_name, cuts in divided]
 
 
@@ -461,15 +467,6 @@ def _runs(length: int, step: _RuleStep) -> Iterator[tuple[int, int, int]]:
     for repeat in range(repeats):
         for block, size in enumerate(sizes):
             yield block, repeat * unit + begins[block], size
-
-
-def _replaced(name: str, part: str, new: str) -> str:
-    """Return a dotted name with one of its parts replaced."""
-    parts = name.split(".")
-    if part not in parts:
-        raise ValueError(f"the name has no part {part!r} to split")
-    parts[parts.index(part)] = new
-    return ".".join(parts)
 
 
 def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, Any]) -> Part:
