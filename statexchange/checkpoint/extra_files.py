@@ -310,10 +310,9 @@ def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:
 def _with_dtype(config: bytes, plan: Plan) -> bytes:
     """Return a config.json with the floating dtype that most bytes of the plan have; unchanged if it is broken."""
     nbytes: Counter[str] = Counter()
-    for file in plan.files:
-        for tensor in file.tensors:
-            if tensor.dtype in FLOATS:
-                nbytes[tensor.dtype] += tensor.nbytes
+    for tensor in plan.tensors.values():
+        if tensor.dtype in FLOATS:
+            nbytes[tensor.dtype] += tensor.nbytes
     try:
         parsed = parse_json(config, CONFIG, Budget(CONFIG))
     except CorruptError:

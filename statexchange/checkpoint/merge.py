@@ -602,18 +602,10 @@ def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
     planned = []
     for file in plan.files:
         for tensor in file.tensors:
-            ranks = sorted({source.files[piece.holder].rank for piece in tensor.pieces})
-            planned.append(
-                PlannedTensor(
-                    name=tensor.name,
-                    source=tensor.source,
-                    dtype=tensor.dtype,
-                    shape=element_shape(tensor.dtype, tensor.shape),
-                    file=file.name,
-                    num_boxes=len(tensor.pieces),
-                    ranks=tuple(ranks),
-                )
-            )
+            ranks = tuple(sorted({source.files[piece.holder].rank for piece in tensor.pieces}))
+            shape = element_shape(tensor.dtype, tensor.shape)
+            row = (tensor.name, tensor.source, tensor.dtype, shape, file.name, len(tensor.pieces), ranks)
+            planned.append(PlannedTensor(*row))
     return tuple(planned)
 
 

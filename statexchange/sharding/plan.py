@@ -145,11 +145,9 @@ class Plan:
     def nbytes_of_ranks(self, world_size: int) -> tuple[int, ...]:
         """Return the number of bytes that each rank supplies."""
         nbytes = [0] * world_size
-        for file in self.files:
-            for tensor in file.tensors:
-                itemsize = ITEMSIZE[tensor.dtype]
-                for piece in tensor.pieces:
-                    nbytes[piece.holder] += math.prod(piece.box.shape) * itemsize
+        for tensor in self.tensors.values():
+            for piece in tensor.pieces:
+                nbytes[piece.holder] += math.prod(piece.box.shape) * ITEMSIZE[tensor.dtype]
         return tuple(nbytes)
 
     @property

@@ -57,11 +57,11 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt, type_text
-from statexchange.sharding.shards import Box, is_inside, sizes_from_json
+from statexchange.sharding.shards import Box, boxes_of_runs, is_inside, sizes_from_json
 
 __all__ = [
     "REDUCTIONS",
@@ -122,20 +122,14 @@ class Part:
 
     def local_boxes(self) -> tuple[Box, ...]:
         """Return each box's block of the rank's tensor, in the order of the boxes that `place_parts` returns."""
-        spans = []
+        runs = self.uncut_runs()
         for cut in self.cuts:
-            spans.append([(begin, size) for _, begin, size in cut.segments])
-        return self.boxes(spans)
+            runs[cut.dim] = [(begin, size) for _, begin, size in cut.segments]
+        return boxes_of_runs(runs)
 
-    def boxes(self, spans: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
-        """Return the boxes of all combinations of segments, given (begin, size) of each segment of each cut."""
-        boxes = []
-        for chosen in product(*spans):
-            offsets, sizes = [0] * len(self.shape), list(self.shape)
-            for cut, (begin, size) in zip(self.cuts, chosen, strict=True):
-                offsets[cut.dim], sizes[cut.dim] = begin, size
-            boxes.append(Box(tuple(offsets), tuple(sizes)))
-        return tuple(boxes)
+    def uncut_runs(self) -> list[list[tuple[int, int]]]:
+        """Return (begin, size) of one run of each dim, the whole rank's tensor."""
+        return [[(0, size)] for size in self.shape]
 
     def uncut(self) -> object:
         """Return what is equal in all ranks' parts of one tensor."""
@@ -485,10 +479,8 @@ def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, 
         boxes = (Box(sizes_from_json(raw["offsets"]), sizes_from_json(raw["shape"])),)
     dim = raw.get("dim", 0)
     begins = [0, *accumulate(box.shape[dim] if shape else 1 for box in boxes)]
-    concatenated = (*shape[:dim], begins[-1], *shape[dim + 1 :]) if shape else ()
-    other_dims = (*shape[:dim], 0, *shape[dim + 1 :])
-    fits = concatenated == shape and all((*box.shape[:dim], 0, *box.shape[dim + 1 :]) == other_dims for box in boxes)
-    if not fits:
+    joined = {(*box.shape[:dim], begins[-1], *box.shape[dim + 1 :]) for box in boxes}
+    if shape and (joined or {(*shape[:dim], 0, *shape[dim + 1 :])}) != {shape}:
         raise ValueError(f"boxes {[str(box) for box in boxes]} and the tensor of shape {shape} differ in shape")
     for box in boxes:
         if len(global_shape) != len(shape) or not is_inside(box, global_shape):
@@ -544,10 +536,10 @@ def place_parts(
     if first.fixed is not None:
         return {rank: part.fixed for rank, part in parts.items() if part.fixed is not None}
     shape = list(first.shape)
-    spans: dict[int, list[list[tuple[int, int]]]] = {rank: [] for rank in parts}  # by rank, cut, segment
+    runs = {rank: part.uncut_runs() for rank, part in parts.items()}
     for number, cut in enumerate(first.cuts):
-        shape[cut.dim] = _place_cut(parts, number, mesh, paths, spans)
-    return {rank: (tuple(shape), part.boxes(spans[rank])) for rank, part in parts.items()}
+        shape[cut.dim] = _place_cut(parts, number, mesh, paths, runs)
+    return {rank: (tuple(shape), boxes_of_runs(rank_runs)) for rank, rank_runs in runs.items()}
 
 
 def _place_cut(
@@ -555,9 +547,9 @@ def _place_cut(
     number: int,
     mesh: Mapping[str, int],
     paths: Mapping[int, str],
-    spans: dict[int, list[list[tuple[int, int]]]],
+    runs: Mapping[int, list[list[tuple[int, int]]]],
 ) -> int:
-    """Compute the global begin of each segment along one dim, append it to `spans`, and return the dim's length."""
+    """Compute where each segment of one dim lies, enter that into each rank's `runs`, and return the dim's length."""
     first = next(iter(parts.values()))
     axes, dim = first.cuts[number].axes, first.cuts[number].dim
     ranks = sorted(parts)
@@ -593,10 +585,9 @@ def _place_cut(
         begins[index, position] = at
         at += size
     for rank, part in parts.items():
-        rank_spans = []
+        runs[rank][dim] = []
         for position, (_, _, size) in enumerate(part.cuts[number].segments):
-            rank_spans.append((begins[index_of[rank], position], size))
-        spans[rank].append(rank_spans)
+            runs[rank][dim].append((begins[index_of[rank], position], size))
     return at
 
 
