@@ -9,7 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.checkpoint.index import index_name, single_file_name
 from statexchange.conversions.choice import conversion_of
@@ -27,12 +27,7 @@ from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG, WEIGHT_SUFFIXES
 from statexchange.formats.source import abbreviated_list
 from statexchange.sharding.options import FLOATS, FilesFrom
-from statexchange.storage.location import (
-    OpenedPath,
-    open_path,
-    parse_json,
-    resolve_path,
-)
+from statexchange.storage.location import open_path, parse_json, resolve_path
 from statexchange.storage.store import Budget
 from statexchange.tensors import LONG_NAMES
 from statexchange.units import format_bytes
@@ -46,10 +41,10 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "GivenFiles",
     "extra_files",
-    "given_config",
+    "given_files",
     "notes_on_adapters",
-    "notes_on_empty_directories",
     "notes_on_foreign_names",
     "notes_on_missing_files",
     "own_files",
@@ -78,75 +73,92 @@ _OF_JOB = re.compile(
 
 
 def extra_files(
-    files_from: FilesFrom, plan: Plan, own: Mapping[str, bytes] | None = None, *, updates_dtype: bool = False
+    given: Mapping[str, bytes], plan: Plan, own: Mapping[str, bytes], *, updates_dtype: bool
 ) -> dict[str, bytes]:
     """Return the content of each extra file by its name, or by its path below the checkpoint.
 
     Args:
-        files_from: a directory, of which the small files of a model are taken; paths of files; or a mapping of names to
-            contents.
+        given: the files of the option `files_from`.
         plan: the checkpoint's plan.
-        own: files of the model itself, by name; those of `files_from` take precedence.
+        own: files of the model itself, by name; those of `given` take precedence.
         updates_dtype: write the dtype of the plan's tensors into the model's own config.json.
 
     Raises:
-        InvalidArgumentError: a name is not a plain file name, occurs twice, or is a file of the checkpoint itself.
+        InvalidArgumentError: a name is not a plain file name, or is a file of the checkpoint itself.
     """
-    files = dict(own or {})
+    files = dict(own)
     if updates_dtype and CONFIG in files:
         files[CONFIG] = _with_dtype(files[CONFIG], plan)
-    return files | _given_files(files_from, plan)
-
-
-def _given_files(files_from: FilesFrom, plan: Plan) -> dict[str, bytes]:
-    if files_from is None:
-        return {}
-    reserved = {MANIFEST, index_name(plan), *(file.name for file in plan.files), single_file_name(plan)}
-    contents: dict[str, bytes] = {}
-    for name, data in _read_files(files_from):
-        if name in contents:
-            raise InvalidArgumentError(f"files_from gives the file name {name!r} twice")
-        if name in reserved or name in ("", ".", "..") or "\0" in name or name.startswith(".statexchange"):
+    reserved = {"", ".", "..", MANIFEST, index_name(plan), *(file.name for file in plan.files), single_file_name(plan)}
+    for name in given:
+        if name in reserved or "\0" in name or name.startswith(".statexchange"):
             raise InvalidArgumentError(
                 f"files_from: {name!r} is not a plain file name, or is one that the checkpoint itself writes"
             )
-        contents[name] = data
-    return contents
+    return {**files, **given}
 
 
-def given_config(files_from: FilesFrom, own: Mapping[str, bytes] | None = None) -> bytes | None:
-    """Return the config.json among the files of the option `files_from`, else that of `own`; None if there is none."""
-    content: bytes | None = None
-    if files_from is None or isinstance(files_from, Mapping):
-        content = dict(_read_files(files_from or {})).get(CONFIG)
-    else:
-        for path in _paths(files_from):
-            with open_path(resolve_path(path, "a path of files_from")) as opened:
-                if content is None and CONFIG in opened.names:
-                    content = opened.store.read_small(CONFIG)
-    if content is None and own is not None:
-        content = own.get(CONFIG)
-    return content
+class GivenFiles(NamedTuple):
+    """The files of the option `files_from`: contents by name, and a note on each directory with nothing to take."""
+
+    contents: Mapping[str, bytes]
+    notes: tuple[str, ...] = ()
+
+    def config(self, own: Mapping[str, bytes] = {}) -> bytes | None:
+        """Return the config.json among them, else that among the model's own files."""
+        return self.contents.get(CONFIG, own.get(CONFIG))
 
 
-def notes_on_empty_directories(files_from: FilesFrom) -> tuple[str, ...]:
-    """Return a note for each directory among `files_from` in which there is nothing to take."""
+def given_files(files_from: FilesFrom) -> GivenFiles:
+    """Read the files of the option `files_from`.
+
+    Args:
+        files_from: a directory, of which the small files of a model are taken; paths of files; or a mapping of names to
+            contents.
+
+    Raises:
+        InvalidArgumentError: it is anything else, or gives a name twice.
+    """
+    if files_from is None:
+        return GivenFiles({})
+    if isinstance(files_from, Mapping):
+        return GivenFiles(_checked_files(files_from))
+    paths = [files_from] if isinstance(files_from, str | os.PathLike) else files_from
+    if not isinstance(paths, Sequence) or not all(isinstance(path, str | os.PathLike) for path in paths):
+        raise InvalidArgumentError(
+            f"files_from must be a path, a list of paths or a mapping of names to text, not {excerpt(files_from)}"
+        )
+    contents: dict[str, bytes] = {}
     notes = []
-    for path in [] if files_from is None or isinstance(files_from, Mapping) else _paths(files_from):
+    for path in paths:
         with open_path(resolve_path(path, "a path of files_from")) as opened:
-            if opened.file is None and not _choose(opened.store)[0]:
+            store = opened.store
+            files = {name: store.open(name) for name in opened.names}
+            if opened.file is None:
+                files, _ = _choose(store)
+            for name, file in files.items():
+                if name in contents:
+                    raise InvalidArgumentError(f"files_from gives the file name {name!r} twice")
+                contents[name] = file.read_all()
+            if not files:
                 shown = without_secrets(opened.path)
                 text = f"files_from: nothing is taken from {shown}, which has no config, tokenizer or other such file"
-                if _has_files_below(opened):
+                if _VERL_DIRECTORY in store.directories and CONFIG in store.below(_VERL_DIRECTORY).files:
                     text += f" itself; its subdirectory {_VERL_DIRECTORY} has them"
                 notes.append(text)
-    return tuple(notes)
+    return GivenFiles(contents, tuple(notes))
 
 
-def _has_files_below(opened: OpenedPath) -> bool:
-    """Whether the files are in the subdirectory in which verl keeps them."""
-    store = opened.store
-    return _VERL_DIRECTORY in store.directories and CONFIG in store.below(_VERL_DIRECTORY).files
+def _checked_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
+    """Return files that the caller gives as contents by name."""
+    contents = {}
+    for name, text in files.items():
+        if not isinstance(name, str) or name != os.path.basename(name):
+            raise InvalidArgumentError(f"files_from: {excerpt(name)} is not a plain file name")
+        if not isinstance(text, str | bytes):
+            raise InvalidArgumentError(f"files_from[{name!r}] must be str or bytes, not {type(text).__name__}")
+        contents[name] = text.encode() if isinstance(text, str) else text
+    return contents
 
 
 def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
@@ -300,10 +312,9 @@ def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:
 def _with_dtype(config: bytes, plan: Plan) -> bytes:
     """Return a config.json with the floating dtype that most bytes of the plan have; unchanged if it is broken."""
     nbytes: Counter[str] = Counter()
-    for file in plan.files:
-        for tensor in file.tensors:
-            if tensor.dtype in FLOATS:
-                nbytes[tensor.dtype] += tensor.nbytes
+    for tensor in plan.tensors.values():
+        if tensor.dtype in FLOATS:
+            nbytes[tensor.dtype] += tensor.nbytes
     try:
         parsed = parse_json(config, CONFIG, Budget(CONFIG))
     except CorruptError:
@@ -324,34 +335,3 @@ def _set_dtype(config: dict[str, object], dtype: str) -> None:
             config[key] = dtype
         elif key.endswith("_config") and key != "quantization_config" and isinstance(value, dict):
             _set_dtype(value, dtype)
-
-
-def _read_files(files_from: FilesFrom) -> Iterator[tuple[str, bytes]]:
-    """Yield (name, content) of each extra file."""
-    if isinstance(files_from, Mapping):
-        for name, text in files_from.items():
-            if not isinstance(name, str):
-                raise InvalidArgumentError(f"files_from: {excerpt(name)} is not a plain file name")
-            if not isinstance(text, str | bytes):
-                raise InvalidArgumentError(f"files_from[{name!r}] must be str or bytes, not {type(text).__name__}")
-            if name != os.path.basename(name):
-                raise InvalidArgumentError(f"files_from: {name!r} is not a plain file name")
-            yield name, text.encode() if isinstance(text, str) else text
-        return
-    for path in _paths(files_from):
-        with open_path(resolve_path(path, "a path of files_from")) as opened:
-            files = {name: opened.store.open(name) for name in opened.names}
-            if opened.file is None:
-                files, _ = _choose(opened.store)
-            for name, file in files.items():
-                yield name, file.read_all()
-
-
-def _paths(files_from: FilesFrom) -> Sequence[str | os.PathLike[str]]:
-    """Return the paths of the option; raise InvalidArgumentError for anything else."""
-    paths = [files_from] if isinstance(files_from, str | os.PathLike) else files_from
-    if not isinstance(paths, Sequence) or not all(isinstance(path, str | os.PathLike) for path in paths):
-        raise InvalidArgumentError(
-            f"files_from must be a path, a list of paths or a mapping of names to text, not {excerpt(files_from)}"
-        )
-    return paths

@@ -13,16 +13,17 @@ import logging
 import os
 import threading
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from statexchange.checkpoint.extra_files import (
+    GivenFiles,
     extra_files,
-    given_config,
+    given_files,
     notes_on_adapters,
-    notes_on_empty_directories,
     notes_on_foreign_names,
     notes_on_missing_files,
     own_files,
@@ -30,6 +31,7 @@ from statexchange.checkpoint.extra_files import (
 from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about, notes_on_tensors, notes_on_written
 from statexchange.checkpoint.publication import Publication, check_publication
+from statexchange.conversions.config_facts import check_configs
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import (
     CorruptError,
@@ -50,11 +52,11 @@ from statexchange.formats.config_check import (
 )
 from statexchange.formats.converted import (
     Converted,
-    check_model_configs,
     config_files_beside,
     config_of,
     configs_beside,
     convert_source,
+    model_tensors,
     read_conversion,
 )
 from statexchange.formats.huggingface import part_of
@@ -302,6 +304,7 @@ class _Selected:
         source: the tensors, converted if a conversion was asked for.
         options: the options that are left to apply to these.
         reductions: "max" or "min" by name of the tensors whose copies are reduced.
+        given: the files of the option `files_from`.
         files: the small files of the source that are copied.
         compared_files: those with which the tensors are only compared.
         converted: the conversion's result.
@@ -312,7 +315,8 @@ class _Selected:
     source: Source
     options: ExportOptions
     reductions: Mapping[str, str]
-    files: dict[str, bytes]
+    given: GivenFiles
+    files: Mapping[str, bytes]
     compared_files: Mapping[str, bytes]
     converted: Converted | None
     notes: tuple[str, ...]
@@ -383,12 +387,13 @@ def _select(opened: Source, reductions: Mapping[str, str], request: _Request) ->
     options = request.options
     check_readable(opened, options)
     files, file_notes = ({}, ()) if options.files_from == () else own_files(opened)
-    config = given_config(options.files_from, files)
+    given = given_files(options.files_from)
+    config = given.config(files)
     source, converted = opened, None
     if request.conversion is None:
         left_options, notes = _unwrapping_options(opened, options, config)
     else:
-        converted, notes = _converted(opened, options, request.conversion, request.numbers, files)
+        converted, notes = _converted(opened, request, request.conversion, given.config(), is_copied=CONFIG in files)
         source, reductions = converted.source, converted.renamed_keys(reductions)
         left_options = replace(options, include=(), exclude=())  # `_converted` has applied them
     if unties_heads(config):
@@ -401,7 +406,7 @@ def _select(opened: Source, reductions: Mapping[str, str], request: _Request) ->
     elif ADAPTER_CONFIG in files:
         # Beside a whole model it would make transformers look for an adapter: not copied, only compared.
         compared_files = {ADAPTER_CONFIG: files.pop(ADAPTER_CONFIG)}
-    return _Selected(source, left_options, reductions, files, compared_files, converted, notes, file_notes)
+    return _Selected(source, left_options, reductions, given, files, compared_files, converted, notes, file_notes)
 
 
 def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
@@ -418,13 +423,13 @@ def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
     if options.replicas == "equal":
         check_replicas(selected.source, plan, left_options)
     updates_dtype = bool(options.dtype) or opened.kind == "deepspeed"
-    extra = extra_files(options.files_from, plan, selected.files, updates_dtype=updates_dtype)
+    extra = extra_files(selected.given.contents, plan, selected.files, updates_dtype=updates_dtype)
     metadata, metadata_notes = kept_metadata(opened, left_options)
     names = [tensor.source for tensor in plan.tensors.values()]
     notes = opened.notes + selected.notes
     notes += notes_about(opened, names, options, expects_model=request.has_model)
     notes += metadata_notes + selected.file_notes
-    notes += notes_on_tensors(rank_shards, plan, left_options) + notes_on_empty_directories(options.files_from)
+    notes += notes_on_tensors(rank_shards, plan, left_options) + selected.given.notes
     compared_files = {**selected.compared_files, **extra}
     if request.has_model:
         notes += notes_on_missing_files(plan, extra, opened)
@@ -540,29 +545,30 @@ def _unwrapping_options(
 
 
 def _converted(
-    source: Source,
-    options: ExportOptions,
-    conversion: ConversionRules,
-    numbers: Mapping[str, int],
-    model_files: Mapping[str, bytes],
+    source: Source, request: _Request, conversion: ConversionRules, config: bytes | None, *, is_copied: bool
 ) -> tuple[Converted, tuple[str, ...]]:
-    """Convert the selected tensors under their names without wrappers' parts; return notes about names, too."""
+    """Convert the selected tensors under their names without wrappers' parts; return notes about names, too.
+
+    `config` is the config.json that the caller gives; without one the source's own may be copied.
+    """
+    options, numbers = request.options, request.numbers
     names = {tensor.shard.name for _, tensor in source.shards()}
     options.check_include(names)
     wanted = frozenset(filter(options.wants, names))
     selected = section_of(source, Section("model", "", wanted)).unwrapped()
-    content = given_config(options.files_from)
-    given_configs = [] if content is None else config_of(f"{CONFIG} of files_from", content)
+    given_configs = [] if config is None else config_of(f"{CONFIG} of files_from", config)
     converted = convert_source(selected, conversion, numbers, [*given_configs, *configs_beside(source)])
     config_files = [*given_configs, *config_files_beside(source)]
-    check_model_configs(
-        selected,
-        converted.source,
-        conversion,
+    # A config describes the model of transformers, which an inverse conversion has as its input.
+    model = selected if conversion.is_inverse else converted.source
+    written = config_files[0] if config_files and (given_configs or is_copied) else None
+    check_configs(
+        conversion.facts,
+        conversion.model_type,
+        model_tensors(model, is_whole=len(wanted) == len(names)),
         config_files,
-        written=config_files[0] if config_files and (given_configs or CONFIG in model_files) else None,
-        given=numbers,
-        is_whole=len(wanted) == len(names),
+        written,
+        numbers,
     )
     # The source's own notes come with the others of the report.
     notes = [*selected.notes[len(source.notes) :], *options.notes_on_exclude({*names, *source.unsupported})]
@@ -580,41 +586,31 @@ def _unwrapping(rules: Sequence[tuple[str, str]], rename: Rename) -> Rename:
 
 def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]) -> str:
     """Return a digest of all that the output depends on, except names: options, headers, file sizes and times."""
-    hasher = hashlib.blake2b(digest_size=16)
-
-    def add(value: object) -> None:
-        hasher.update(json.dumps(value, separators=(",", ":")).encode())
-
-    add([options.replicas, options.dtype, sorted(reductions.items())])
+    described: list[object] = [options.replicas, options.dtype, sorted(reductions.items())]
     for shard_file in source.files:
-        add([shard_file.rank, sorted(shard_file.aliases.items())])
+        described.append([shard_file.rank, shard_file.file.version, sorted(shard_file.aliases.items())])
         for tensor in shard_file.tensors.values():
-            byte_ranges = []
-            for stored in tensor.byte_ranges:
-                orders = [None if order is None else hashlib.blake2b(order).hexdigest() for order in stored.orders]
-                byte_ranges.append([stored.begin, stored.nbytes, stored.digest, stored.strides, orders])
             shard = tensor.shard
-            add([[shard.name, shard.dtype, shard.global_shape, shard.boxes], byte_ranges])
-        add(shard_file.file.version)
-    return hasher.hexdigest()
+            described.append([shard.name, shard.dtype, shard.global_shape, shard.boxes])
+            for stored in tensor.byte_ranges:
+                described.append([stored.begin, stored.nbytes, stored.digest, stored.strides, stored.orders])
+    text = json.dumps(described, separators=(",", ":"), default=_digest_of)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _digest_of(order: array[int]) -> str:
+    """Return what stands for an order in JSON: it may have a million indices."""
+    return hashlib.blake2b(order).hexdigest()
 
 
 def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
     planned = []
     for file in plan.files:
         for tensor in file.tensors:
-            ranks = sorted({source.files[piece.holder].rank for piece in tensor.pieces})
-            planned.append(
-                PlannedTensor(
-                    name=tensor.name,
-                    source=tensor.source,
-                    dtype=tensor.dtype,
-                    shape=element_shape(tensor.dtype, tensor.shape),
-                    file=file.name,
-                    num_boxes=len(tensor.pieces),
-                    ranks=tuple(ranks),
-                )
-            )
+            ranks = tuple(sorted({source.files[piece.holder].rank for piece in tensor.pieces}))
+            shape = element_shape(tensor.dtype, tensor.shape)
+            row = (tensor.name, tensor.source, tensor.dtype, shape, file.name, len(tensor.pieces), ranks)
+            planned.append(PlannedTensor(*row))
     return tuple(planned)
 
 

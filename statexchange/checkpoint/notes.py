@@ -175,14 +175,13 @@ class JoinedParts(NamedTuple):
 
 def _joined_parts(plan: Plan, provenance: Mapping[str, Sequence[BoxProvenance]]) -> Iterator[JoinedParts]:
     """Yield the parts of each tensor in a plan, from the ranks and digests of its boxes."""
-    for file in plan.files:
-        for tensor in file.tensors:
-            digests: dict[int, list[str]] = {}
-            numel = {}
-            for piece, box in zip(tensor.pieces, provenance[tensor.name], strict=True):
-                digests.setdefault(box.rank, []).append(box.digest)
-                numel[box.digest] = math.prod(piece.box.shape)
-            yield JoinedParts(tensor.source, tensor.dtype, digests, numel)
+    for tensor in plan.tensors.values():
+        digests: dict[int, list[str]] = {}
+        numel = {}
+        for piece, box in zip(tensor.pieces, provenance[tensor.name], strict=True):
+            digests.setdefault(box.rank, []).append(box.digest)
+            numel[box.digest] = math.prod(piece.box.shape)
+        yield JoinedParts(tensor.source, tensor.dtype, digests, numel)
 
 
 def notes_on_equal_parts(layout: Layout, joined: Iterable[JoinedParts]) -> tuple[str, ...]:
@@ -284,17 +283,10 @@ def notes_on_tensors(rank_shards: Sequence[RankShards], plan: Plan, options: Exp
         plan: the plan of the output.
         options: the options of the plan.
     """
-    tensors: list[TensorPlan] = []
-    for file in plan.files:
-        tensors += file.tensors
-    notes = []
-    empty: dict[str, tuple[int, ...]] = {}
-    for tensor in tensors:
-        if 0 in tensor.shape:
-            empty[tensor.name] = tensor.shape
+    tensors = list(plan.tensors.values())
+    empty = {tensor.name: tensor.shape for tensor in tensors if 0 in tensor.shape}
     text = empty_weights_text(empty) if empty else ""
-    if text:
-        notes.append(text)
+    notes = [text] if text else []
     if options.dtype or options.include or options.exclude:
         dtypes = {shard.name: shard.dtype for holder in rank_shards for shard in holder.shards}
         notes += _notes_on_scales(tensors, dtypes, options)
@@ -352,17 +344,17 @@ def _notes_on_narrowed(
     if not narrowed:
         return
     patterns = _patterns(narrowed, dtypes)
-    shown = patterns if len(patterns) <= _MAX_CAST_PATTERNS else dict(list(patterns.items())[:1])
-    # The caller's own patterns follow: the first that matches a name counts.
-    rules = {pattern: LONG_NAMES[dtype] for pattern, dtype in (*options.dtype, *shown.items())}
-    rules = {pattern: rules[pattern] for pattern in (*shown, *rules)}
-    arguments = [f'--dtype "{pattern}={dtype}"' for pattern, dtype in rules.items()]
+    keep, shown = "keep them", patterns
+    if len(patterns) > _MAX_CAST_PATTERNS:
+        keep, shown = f"keep those of the first of {len(patterns):,} patterns", dict(list(patterns.items())[:1])
+    # The caller's own patterns follow, as the first that matches a name counts.
+    rules = {pattern: LONG_NAMES[dtype] for pattern, dtype in shown.items()}
+    for pattern, dtype in options.dtype:
+        rules.setdefault(pattern, LONG_NAMES[dtype])
+    arguments = " ".join(f'--dtype "{pattern}={dtype}"' for pattern, dtype in rules.items())
     count = format_number(len(narrowed), "tensor")
-    text = (
-        f"the cast narrows {count} that the source, or writers of such models, keep wide: {abbreviated_list(narrowed)}"
-    )
-    keep = "keep them" if shown is patterns else f"keep those of the first of {len(patterns):,} patterns"
-    yield f"{text}. To {keep}, dtype={rules} ({' '.join(arguments)})"
+    text = f"the cast narrows {count} that the source, or writers of such models, keep wide"
+    yield f"{text}: {abbreviated_list(narrowed)}. To {keep}, dtype={rules} ({arguments})"
 
 
 def _patterns(narrowed: Mapping[str, str], dtypes: Mapping[str, str]) -> dict[str, str]:

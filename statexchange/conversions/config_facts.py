@@ -59,8 +59,8 @@ class ModelTensors:
     """
 
     shapes: Mapping[str, tuple[int, ...]]
-    aliases: Collection[str] = ()
-    is_whole: bool = True
+    aliases: Collection[str]
+    is_whole: bool
 
 
 def check_configs(
@@ -68,8 +68,8 @@ def check_configs(
     model_type: str,
     model: ModelTensors,
     configs: Sequence[KnownConfig],
-    written: KnownConfig | None = None,
-    given: Mapping[str, int] = {},
+    written: KnownConfig | None,
+    given: Mapping[str, int],
 ) -> None:
     """Compare configs with the tensors of a model.
 

@@ -106,12 +106,7 @@ class Numbers:
                 raise UnsupportedError(f"{text}, and it is {value}{self._origin(name)}")
 
     def _check_agreement(self, name: str, rule: NumberRule) -> None:
-        found = []
-        for config in self._configs:
-            values = (number_in(config.values, key) for key in rule.config)
-            value = next((value for value in values if value is not None), None)
-            if value is not None:
-                found.append((value, config.where))
+        found = self._in_configs(name)
         for value, where in found[1:]:
             first, first_where = found[0]
             if value != first:
@@ -120,6 +115,17 @@ class Numbers:
                     f"convert: {name}{about} is {first} in {first_where} and {value} in {where}: give the config of "
                     f'this model, or the right number as convert_with={{"{name}": N}} (--convert-with {name}=N)'
                 )
+
+    def _in_configs(self, name: str) -> list[tuple[int, str]]:
+        """Return the number's value in each config that has one, and where that is."""
+        values = []
+        for config in self._configs:
+            for key in self._rules.get(name, NumberRule()).config:
+                value = number_in(config.values, key)
+                if value is not None:
+                    values.append((value, config.where))
+                    break
+        return values
 
     def get(self, name: str) -> int | None:
         """Return a number; None if it is not known."""
@@ -132,11 +138,9 @@ class Numbers:
         value = self._values.get(name)
         if value is not None:
             return value
-        for key in rule.config:
-            for config in self._configs:
-                value = number_in(config.values, key)
-                if value is not None:
-                    return value
+        values = self._in_configs(name)
+        if values:
+            return values[0][0]
         return self._solved[name][0] if name in self._solved else None
 
     def known(self, expression: str | int) -> int | None:
@@ -210,10 +214,9 @@ class Numbers:
     def _origin(self, name: str) -> str:
         if name in self._given:
             return ""
-        for key in self._rules.get(name, NumberRule()).config:
-            for config in self._configs:
-                if number_in(config.values, key) is not None:
-                    return f" in {config.where}"
+        values = self._in_configs(name)
+        if values:
+            return f" in {values[0][1]}"
         return f", from the shape of {self._solved[name][1]}" if name in self._solved else ""
 
     def _unknown(self, expression: str, depth: int = 0) -> UnknownNumberError:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from statexchange.conversions.numbers import KnownConfig, Numbers, UnknownNumberError
 from statexchange.conversions.operations import Planned
@@ -130,8 +130,7 @@ def unknown_names(conversion: ConversionRules, names: Iterable[str]) -> list[str
     return [name for name in names if _match(conversion, name) is None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Match:
+class _Match(NamedTuple):
     """The number of the rule that has a pattern for a name, of the pattern in it, and its placeholders' values."""
 
     rule: int
@@ -232,65 +231,61 @@ class _Planner:
         return None if unknown_names(inverse, self._inputs) else inverse.name.removeprefix(2 * "inverse:")
 
     def _add(self, group: _Group) -> None:
-        """Add what one group fills."""
+        """Add what one group fills: for each index of the inputs' leading dims that are unstacked, most often ()."""
+        rule = group.rule
+        sizes = self._stacked_sizes(group)
+        if not rule.targets:
+            return
+        names_of = {index: self._names(group, index) for index in sorted(group.names)}
+        all_names = []
+        for names in names_of.values():
+            all_names += names
+        first, depth = next(iter(names_of.values())), len(rule.unstack)
+        shapes = [self._inputs[name].shape for name in first]
+        leading = shapes[0][:depth]
+        self._check_shapes(rule, names_of.values(), shapes, leading)
+        outputs = self._apply(rule, first, [shape[depth:] for shape in shapes])
+        for position in product(*map(range, leading)):
+            values = {**group.values, **dict(zip(rule.unstack, map(str, position), strict=True))}
+            for target, output in zip(rule.targets, outputs, strict=True):
+                new = self._add_output(target.filled(values), all_names, (*sizes, *output.shape))
+                for index, names in names_of.items():
+                    self._add_fills(new, names, [_moved(patch, position, index) for patch in output.patches])
+                if len(all_names) == 1 and not depth and not rule.stack:
+                    self._single.add(new)
+
+    def _stacked_sizes(self, group: _Group) -> tuple[int, ...]:
+        """Return the sizes of the outputs' leading dims, which are the indices in the inputs' names; most often ()."""
         for names in group.names.values():
             missing = [pattern.text for number, pattern in enumerate(group.rule.sources) if number not in names]
             if missing:
                 shown = next(iter(names.values()))
                 text = f"convert: the rule for this tensor needs {missing[0]!r} beside it, which the source lacks"
                 raise IncompleteError(text, name=shown)
-        if not group.rule.targets:
-            return
-        if group.rule.stack:
-            self._add_stacked(group)
-        else:
-            self._add_unstacked(group)
-
-    def _add_unstacked(self, group: _Group) -> None:
-        """Add the outputs of each index of the inputs' leading dims, most often of none: then the one index is ()."""
-        names, depth = self._names(group, ()), len(group.rule.unstack)
-        shapes = [self._inputs[name].shape for name in names]
-        leading = shapes[0][:depth]
-        for name, shape in zip(names, shapes, strict=True):
-            if len(shape) < depth or shape[:depth] != leading or math.prod(leading) > _MAX_STACKED:
-                text = f"convert: shape {shape} does not have {depth} leading dims for {', '.join(group.rule.unstack)}"
-                raise InvalidArgumentError(text, name=name)
-        self._unstacked_left -= math.prod(leading) * len(group.rule.targets)
-        if self._unstacked_left < 0:
-            text = f"convert: stacked tensors without elements would become {math.prod(leading)} tensors and more"
-            raise UnsupportedError(text, name=names[0])
-        outputs = self._apply(group.rule, names, [shape[depth:] for shape in shapes])
-        for index in product(*map(range, leading)):
-            values = {**group.values, **dict(zip(group.rule.unstack, map(str, index), strict=True))}
-            for target, output in zip(group.rule.targets, outputs, strict=True):
-                new = self._add_output(target.filled(values), names, output.shape)
-                self._add_fills(new, names, [_of_index(patch, index) for patch in output.patches])
-                if not depth and len(names) == 1:
-                    self._single.add(new)
-
-    def _add_stacked(self, group: _Group) -> None:
-        """Add the outputs whose leading dims are the indices in the inputs' names."""
         sizes = tuple(max(index) + 1 for index in zip(*group.names, strict=True))
         if math.prod(sizes) > _MAX_STACKED or math.prod(sizes) != len(group.names):
             name = next(iter(group.names[min(group.names)].values()))
             text = f"convert: {len(group.names)} tensors are to be stacked by {', '.join(group.rule.stack)}"
             raise IncompleteError(f"{text}, which go up to {[size - 1 for size in sizes]}: some are missing", name=name)
-        first = self._names(group, min(group.names))
-        shapes = [self._inputs[name].shape for name in first]
-        outputs = self._apply(group.rule, first, shapes)
-        all_names = [name for index in sorted(group.names) for name in self._names(group, index)]
-        new_names = [
-            self._add_output(target.filled(group.values), all_names, (*sizes, *output.shape))
-            for target, output in zip(group.rule.targets, outputs, strict=True)
-        ]
-        for index in sorted(group.names):
-            names = self._names(group, index)
-            for name, shape in zip(names, shapes, strict=True):
-                if self._inputs[name].shape != shape:
-                    text = f"convert: shapes differ: {first[0]} cannot be stacked with this tensor"
-                    raise InvalidArgumentError(text, name=name, expected=shape, found=self._inputs[name].shape)
-            for new, output in zip(new_names, outputs, strict=True):
-                self._add_fills(new, names, [_at_index(patch, index) for patch in output.patches])
+        return sizes
+
+    def _check_shapes(
+        self, rule: Rule, names: Iterable[Sequence[str]], shapes: Sequence[tuple[int, ...]], leading: tuple[int, ...]
+    ) -> None:
+        """Raise unless all inputs have the dims that are unstacked, and those that are stacked have one shape."""
+        for of_index in names:
+            for name, expected in zip(of_index, shapes, strict=True):
+                shape, depth = self._inputs[name].shape, len(rule.unstack)
+                if len(shape) < depth or shape[:depth] != leading or math.prod(leading) > _MAX_STACKED:
+                    text = f"convert: shape {shape} does not have {depth} leading dims for {', '.join(rule.unstack)}"
+                    raise InvalidArgumentError(text, name=name)
+                if shape != expected:
+                    text = "convert: shapes differ: this tensor cannot be stacked with the first one"
+                    raise InvalidArgumentError(text, name=name, expected=expected, found=shape)
+        self._unstacked_left -= math.prod(leading) * len(rule.targets)
+        if self._unstacked_left < 0:
+            text = f"convert: stacked tensors without elements would become {math.prod(leading)} tensors and more"
+            raise UnsupportedError(text, name=rule.sources[0].text)
 
     def _names(self, group: _Group, index: tuple[int, ...]) -> list[str]:
         """Return the names of a group's inputs in the order of the rule."""
@@ -387,15 +382,14 @@ def _layer_number(text: str, name: str) -> int:
     return int(text)
 
 
-def _of_index(patch: Patch, index: tuple[int, ...]) -> Patch:
-    """Return a patch whose input is one index of a stacked tensor."""
-    if patch.source is None or not index:
-        return patch
-    dims = tuple(Dim(None if along.dim is None else along.dim + len(index), along.indices) for along in patch.dims)
-    return replace(patch, begin=(*index, *patch.begin), dims=dims)
-
-
-def _at_index(patch: Patch, index: tuple[int, ...]) -> Patch:
-    """Return a patch whose output is one index of a stacked tensor."""
-    box = Box((*index, *patch.box.offsets), (*(1 for _ in index), *patch.box.shape))
-    return replace(patch, box=box, dims=(*(Dim(None) for _ in index), *patch.dims))
+def _moved(patch: Patch, position: tuple[int, ...], index: tuple[int, ...]) -> Patch:
+    """Return a patch whose input is at `position` of a stacked tensor, or whose output is at `index` of one."""
+    begin, dims = patch.begin, patch.dims
+    if position and patch.source is not None:
+        begin = (*position, *begin)
+        dims = tuple(Dim(None if along.dim is None else along.dim + len(position), along.indices) for along in dims)
+    box = patch.box
+    if index:
+        box = Box((*index, *box.offsets), (*(1,) * len(index), *box.shape))
+        dims = (*(Dim(None),) * len(index), *dims)
+    return Patch(patch.source, box, begin, dims)

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from statexchange.checkpoint.extra_files import given_config
+from statexchange.checkpoint.extra_files import given_files
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
@@ -186,7 +186,7 @@ def export_checkpoint(
             own_files = model_files(state)
             if tokenizer is not None:
                 own_files |= tokenizer_files(tokenizer)
-        config = given_config(files_from) if is_root and convert is not None else None
+        config = given_files(files_from).config() if is_root and convert is not None else None
         conversion = chosen_conversion(options, state, config, is_root=is_root)
         # Now: in the background the program may change its working directory before root opens the target.
         target = target_path(path, local=True)

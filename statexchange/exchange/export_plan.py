@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from statexchange.checkpoint.extra_files import extra_files, given_config
+from statexchange.checkpoint.extra_files import extra_files, given_files
 from statexchange.checkpoint.notes import note_on_extra_state, notes_on_tensors
 from statexchange.checkpoint.publication import Publication
 from statexchange.comm.communicator import Communicator
@@ -135,9 +135,9 @@ def _planned(
 ) -> tuple[RootExport, WritePlan]:
     """Prove the cover, claim the target, and create the files. Root only."""
     merged = merge_metadata(metadata, options.new_layout())
-    has_files = request.options.files_from is not None or bool(request.model_files)
+    given = given_files(request.options.files_from)
     # transformers would give a head that its config does not tie, and that no file has, random values.
-    is_untied = has_files and unties_heads(given_config(request.options.files_from, request.model_files))
+    is_untied = unties_heads(given.config(request.model_files))
     by_rank = []
     for rank, (shards, aliases) in enumerate(zip(merged.shards, merged.aliases, strict=True)):
         by_rank.append(RankShards(rank, shards, without_heads(aliases) if is_untied else aliases))
@@ -152,9 +152,7 @@ def _planned(
         extra_state += rank_metadata.extra_state
     if extra_state:
         notes += note_on_extra_state(extra_state, request.options)
-    extra: dict[str, bytes] = {}
-    if has_files:
-        extra = extra_files(request.options.files_from, plan, request.model_files, updates_dtype=True)
+    extra = extra_files(given.contents, plan, request.model_files, updates_dtype=True)
     # Last: from here on there is something to clean up. Two exports to one path meet here, and one is refused.
     publication = Publication(request.path, plan, source="export", extra=extra, overwrite=request.call.overwrite)
     building.enter_context(publication)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from statexchange.conversions.choice import check_numbers, choose_conversion
-from statexchange.conversions.config_facts import ModelTensors, check_configs
+from statexchange.conversions.config_facts import ModelTensors
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.conversions.patches import Patch
 from statexchange.conversions.plan import ConversionPlan, InputFills, TensorInfo, plan_conversion
@@ -31,12 +31,12 @@ from statexchange.tensors import ITEMSIZE
 
 __all__ = [
     "Converted",
-    "check_model_configs",
     "config_files_beside",
     "config_of",
     "configs_beside",
     "convert_source",
     "converted_by",
+    "model_tensors",
     "read_conversion",
     "tensors_of",
 ]
@@ -145,35 +145,10 @@ def converted_by(source: Source, plan: ConversionPlan) -> Converted:
     return Converted(replace(source, files=tuple(files), sections=(), manifest=manifest, paths={}), unproven, targets)
 
 
-def check_model_configs(
-    source: Source,
-    converted: Source,
-    conversion: ConversionRules,
-    configs: Sequence[KnownConfig],
-    *,
-    written: KnownConfig | None,
-    given: Mapping[str, int],
-    is_whole: bool,
-) -> None:
-    """Compare config files with the model's tensors before or after a conversion, whichever the files describe.
-
-    Args:
-        source: the source.
-        converted: the converted source.
-        conversion: the conversion.
-        configs: the config files that are known.
-        written: the one of them that is written beside the tensors.
-        given: numbers that the caller gave.
-        is_whole: whether all tensors of the checkpoint are converted.
-
-    Raises:
-        InvalidArgumentError: a config contradicts the tensors, or `written` a given number.
-    """
-    model = source if conversion.is_inverse else converted
-    aliases = {alias for shard_file in model.files for alias in shard_file.aliases}
-    shapes = {name: info.shape for name, info in tensors_of(model).items()}
-    tensors = ModelTensors(shapes, aliases, is_whole)
-    check_configs(conversion.facts, conversion.model_type, tensors, configs, written, given)
+def model_tensors(source: Source, *, is_whole: bool) -> ModelTensors:
+    """Return what a config is compared with; `is_whole`: these are all tensors of the checkpoint."""
+    aliases = {alias for shard_file in source.files for alias in shard_file.aliases}
+    return ModelTensors({name: info.shape for name, info in tensors_of(source).items()}, aliases, is_whole)
 
 
 def tensors_of(source: Source) -> dict[str, TensorInfo]:

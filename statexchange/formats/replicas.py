@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from statexchange.errors import ReplicaError
 from statexchange.formats.source import ShardFile, Source, SourceTensor
-from statexchange.sharding.plan import TensorPlan, check_copies, replica_error
-from statexchange.sharding.shards import Box
+from statexchange.sharding.plan import TensorPlan, replica_error
 
 __all__ = ["TAKE_LOWEST", "check_tensor_copies", "check_tied"]
 
@@ -13,17 +12,20 @@ TAKE_LOWEST = 'merge_checkpoint(replicas="root") takes the lowest rank\'s (--rep
 
 
 def check_tensor_copies(source: Source, tensor: TensorPlan, advice: str) -> None:
-    """Raise ReplicaError, which ends with `advice`, unless all copies of each box of a planned tensor are equal."""
+    """Raise ReplicaError, which ends with `advice`, unless all copies of each box of a planned tensor are equal.
 
-    def digest_of(holder: int, index: int) -> str:
-        return source.files[holder].tensors[tensor.source].digest_of(index)
-
-    def error(tensor: TensorPlan, box: Box, holder: int, other: int) -> ReplicaError:
-        labels = source.label_of(source.files[holder]), source.label_of(source.files[other])
-        return replica_error(tensor.source, box, *labels, advice, path=source.files[other].path)
-
+    Copies that are reduced may differ.
+    """
     for piece in tensor.pieces:
-        check_copies(tensor, piece, digest_of, error)
+        if tensor.reduce is not None or not piece.replicas:
+            continue
+        first = source.files[piece.holder]
+        expected = first.tensors[tensor.source].digest_of(piece.box_index)
+        for holder, index in piece.replicas:
+            other = source.files[holder]
+            if other.tensors[tensor.source].digest_of(index) != expected:
+                labels = source.label_of(first), source.label_of(other)
+                raise replica_error(tensor.source, piece.box, *labels, advice, path=other.path)
 
 
 def check_tied(shard_file: ShardFile, alias: str, name: str) -> None:

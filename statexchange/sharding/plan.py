@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple, TypeAlias
@@ -41,7 +41,6 @@ __all__ = [
     "Plan",
     "RankShards",
     "TensorPlan",
-    "check_copies",
     "holders_text",
     "is_packed_weight",
     "plan_merge",
@@ -145,11 +144,9 @@ class Plan:
     def nbytes_of_ranks(self, world_size: int) -> tuple[int, ...]:
         """Return the number of bytes that each rank supplies."""
         nbytes = [0] * world_size
-        for file in self.files:
-            for tensor in file.tensors:
-                itemsize = ITEMSIZE[tensor.dtype]
-                for piece in tensor.pieces:
-                    nbytes[piece.holder] += math.prod(piece.box.shape) * itemsize
+        for tensor in self.tensors.values():
+            for piece in tensor.pieces:
+                nbytes[piece.holder] += math.prod(piece.box.shape) * ITEMSIZE[tensor.dtype]
         return tuple(nbytes)
 
     @property
@@ -711,28 +708,6 @@ def _digest(files: tuple[FilePlan, ...], aliases: Mapping[str, str], basis: str)
         described.append([file.name, tensors])
     text = json.dumps([described, sorted(aliases.items()), *([basis] if basis else [])], separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def check_copies(
-    tensor: TensorPlan,
-    piece: Piece,
-    digest_of: Callable[[int, int], str],
-    error: Callable[[TensorPlan, Box, int, int], ReplicaError],
-) -> None:
-    """Raise unless all copies of a piece have the digest of the copy that is written; copies to reduce may differ.
-
-    Args:
-        tensor: the output tensor.
-        piece: one of its pieces.
-        digest_of: returns the digest of a box, given its holder and its index there.
-        error: returns the error, given the tensor, the box and the two holders whose copies differ.
-    """
-    if tensor.reduce is not None or not piece.replicas:
-        return
-    expected = digest_of(piece.holder, piece.box_index)
-    for holder, index in piece.replicas:
-        if digest_of(holder, index) != expected:
-            raise error(tensor, piece.box, piece.holder, holder)
 
 
 def replica_error(

@@ -57,11 +57,11 @@ import fnmatch
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, product
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt, type_text
-from statexchange.sharding.shards import Box, full_box, is_inside, sizes_from_json
+from statexchange.sharding.shards import Box, boxes_of_runs, is_inside, sizes_from_json
 
 __all__ = [
     "REDUCTIONS",
@@ -122,13 +122,23 @@ class Part:
 
     def local_boxes(self) -> tuple[Box, ...]:
         """Return each box's block of the rank's tensor, in the order of the boxes that `place_parts` returns."""
-        boxes = []
-        for segments in product(*(cut.segments for cut in self.cuts)):
-            offsets, sizes = [0] * len(self.shape), list(self.shape)
-            for cut, (_, begin, size) in zip(self.cuts, segments, strict=True):
-                offsets[cut.dim], sizes[cut.dim] = begin, size
-            boxes.append(Box(tuple(offsets), tuple(sizes)))
-        return tuple(boxes)
+        runs = self.uncut_runs()
+        for cut in self.cuts:
+            runs[cut.dim] = [(begin, size) for _, begin, size in cut.segments]
+        return boxes_of_runs(runs)
+
+    def uncut_runs(self) -> list[list[tuple[int, int]]]:
+        """Return (begin, size) of one run of each dim, the whole rank's tensor."""
+        return [[(0, size)] for size in self.shape]
+
+    def uncut(self) -> object:
+        """Return what is equal in all ranks' parts of one tensor."""
+        dims = {cut.dim for cut in self.cuts}
+        sizes = []
+        for dim, size in enumerate(self.shape):
+            if dim not in dims and self.fixed is None:
+                sizes.append(size)
+        return len(self.shape), dims, self.fixed is None, sizes
 
     def check(self) -> None:
         """Raise ValueError if another rank's part does not fit itself."""
@@ -156,6 +166,17 @@ class _RuleStep:
     blocks: tuple[int, ...] = (1,)
     split: tuple[str, tuple[str, ...]] | None = None
     interleaved: bool = False
+
+    def names(self, name: str) -> list[str]:
+        """Return the names of the tensors that tensor `name` becomes; raise ValueError if it cannot be split."""
+        if self.split is None:
+            return [name]
+        part, replacements = self.split
+        parts = name.split(".")
+        if part not in parts:
+            raise ValueError(f"the name has no part {part!r} to split")
+        at = parts.index(part)
+        return [".".join([*parts[:at], new, *parts[at + 1 :]]) for new in replacements]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,16 +210,14 @@ class Rule:
         """Return the names of the tensors that tensor `name` becomes, before numbers continue over the ranks."""
         names = [name]
         for step in self.steps:
-            if step.split is not None:
-                part, replacements = step.split
-                names = [self._replaced(old, part, new) for old in names for new in replacements]
+            divided = []
+            for old in names:
+                try:
+                    divided += step.names(old)
+                except ValueError as error:
+                    raise InvalidArgumentError(f"layout rule for {self.pattern!r}: {error}", name=old) from None
+            names = divided
         return names
-
-    def _replaced(self, name: str, part: str, new: str) -> str:
-        try:
-            return _replaced(name, part, new)
-        except ValueError as error:
-            raise InvalidArgumentError(f"layout rule for {self.pattern!r}: {error}", name=name) from None
 
     @property
     def is_tp_keyword(self) -> bool:
@@ -416,17 +435,14 @@ def _divide(name: str, shape: tuple[int, ...], steps: Sequence[_RuleStep]) -> li
             raise ValueError(f"dim {step.dim}, but the shape is {shape}")
         dim = step.dim % len(shape)
         runs = list(_runs(shape[dim], step))
-        if step.split is None:
-            cut = DimSegments(dim, step.axes, tuple(runs))
-            divided = [(old, (*cuts, cut)) for old, cuts in divided]
-            continue
-        part, replacements = step.split
-        split: list[tuple[str, tuple[DimSegments, ...]]] = []
+        parts: list[tuple[str, tuple[DimSegments, ...]]] = []
         for old, cuts in divided:
-            for number, new in enumerate(replacements):
-                segments = tuple((0, begin, size) for block, begin, size in runs if block == number)
-                split.append((_replaced(old, part, new), (*cuts, DimSegments(dim, step.axes, segments))))
-        divided = split
+            for number, new in enumerate(step.names(old)):
+                segments = runs
+                if step.split is not None:  # each block is a tensor of its own
+                    segments = [(0, begin, size) for block, begin, size in runs if block == number]
+                parts.append((new, (*cuts, DimSegments(dim, step.axes, tuple(segments)))))
+        divided = parts
     return [Part(part_name, shape, cuts) for part_name, cuts in divided]
 
 
@@ -447,15 +463,6 @@ def _runs(length: int, step: _RuleStep) -> Iterator[tuple[int, int, int]]:
             yield block, repeat * unit + begins[block], size
 
 
-def _replaced(name: str, part: str, new: str) -> str:
-    """Return a dotted name with one of its parts replaced."""
-    parts = name.split(".")
-    if part not in parts:
-        raise ValueError(f"the name has no part {part!r} to split")
-    parts[parts.index(part)] = new
-    return ".".join(parts)
-
-
 def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, Any]) -> Part:
     """Return the part of a rule with explicit boxes, which are concatenated along a dim of the rank's tensor."""
     global_shape = sizes_from_json(raw["global_shape"])
@@ -472,10 +479,8 @@ def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, 
         boxes = (Box(sizes_from_json(raw["offsets"]), sizes_from_json(raw["shape"])),)
     dim = raw.get("dim", 0)
     begins = [0, *accumulate(box.shape[dim] if shape else 1 for box in boxes)]
-    concatenated = (*shape[:dim], begins[-1], *shape[dim + 1 :]) if shape else ()
-    other_dims = (*shape[:dim], 0, *shape[dim + 1 :])
-    fits = concatenated == shape and all((*box.shape[:dim], 0, *box.shape[dim + 1 :]) == other_dims for box in boxes)
-    if not fits:
+    joined = {(*box.shape[:dim], begins[-1], *box.shape[dim + 1 :]) for box in boxes}
+    if shape and (joined or {(*shape[:dim], 0, *shape[dim + 1 :])}) != {shape}:
         raise ValueError(f"boxes {[str(box) for box in boxes]} and the tensor of shape {shape} differ in shape")
     for box in boxes:
         if len(global_shape) != len(shape) or not is_inside(box, global_shape):
@@ -516,16 +521,12 @@ def place_parts(
     """
     first_rank, first = next(iter(parts.items()))
     paths = paths or {}
-    first_dims = {cut.dim for cut in first.cuts}
-    equal_dims = [] if first.fixed is not None else sorted(set(range(len(first.shape))) - first_dims)
     for rank, part in parts.items():
-        same_kind = len(part.shape) == len(first.shape) and (part.fixed is None) == (first.fixed is None)
-        unequal = [dim for dim in equal_dims if same_kind and part.shape[dim] != first.shape[dim]]
-        if not same_kind or unequal or {cut.dim for cut in part.cuts} != first_dims:
+        if part.uncut() != first.uncut():
             rules = layout_advice([first.shape, part.shape], rule_for_dim(first.name))
-            text = (
-                f"if each rank holds a part, the layout needs a rule, {rules}" if rules else "no rule of one dim fits"
-            )
+            text = "no rule of one dim fits"
+            if rules:
+                text = f"if each rank holds a part, the layout needs a rule, {rules}"
             raise InvalidArgumentError(
                 f"ranks {first_rank} and {rank} have shapes {first.shape} and {part.shape}: {text}",
                 name=first.name,
@@ -535,24 +536,10 @@ def place_parts(
     if first.fixed is not None:
         return {rank: part.fixed for rank, part in parts.items() if part.fixed is not None}
     shape = list(first.shape)
-    spans: dict[int, list[list[tuple[int, int]]]] = {rank: [] for rank in parts}  # by rank, cut, segment
-    for number in range(len(first.cuts)):
-        length = _place_cut(parts, number, mesh, paths, spans)
-        shape[first.cuts[number].dim] = length
-    return {rank: (tuple(shape), _boxes(part, spans[rank])) for rank, part in parts.items()}
-
-
-def _boxes(part: Part, spans: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
-    """Return a rank's boxes from (global begin, size) of each segment of each cut."""
-    if not part.cuts:
-        return (full_box(part.shape),)
-    boxes = []
-    for chosen in product(*spans):
-        offsets, sizes = [0] * len(part.shape), list(part.shape)
-        for cut, (begin, size) in zip(part.cuts, chosen, strict=True):
-            offsets[cut.dim], sizes[cut.dim] = begin, size
-        boxes.append(Box(tuple(offsets), tuple(sizes)))
-    return tuple(boxes)
+    runs = {rank: part.uncut_runs() for rank, part in parts.items()}
+    for number, cut in enumerate(first.cuts):
+        shape[cut.dim] = _place_cut(parts, number, mesh, paths, runs)
+    return {rank: (tuple(shape), boxes_of_runs(rank_runs)) for rank, rank_runs in runs.items()}
 
 
 def _place_cut(
@@ -560,23 +547,24 @@ def _place_cut(
     number: int,
     mesh: Mapping[str, int],
     paths: Mapping[int, str],
-    spans: dict[int, list[list[tuple[int, int]]]],
+    runs: Mapping[int, list[list[tuple[int, int]]]],
 ) -> int:
-    """Compute the global begin of each segment along one dim, append it to `spans`, and return the dim's length."""
+    """Compute where each segment of one dim lies, enter that into each rank's `runs`, and return the dim's length."""
     first = next(iter(parts.values()))
     axes, dim = first.cuts[number].axes, first.cuts[number].dim
     ranks = sorted(parts)
     index_of = {rank: number for number, rank in enumerate(ranks)}  # along the axes
     if axes is not None:
         index_of = {rank: _index(rank, axes, mesh) for rank in ranks}
-    sizes: dict[int, dict[int, int]] = {}  # by index along the axes, by block
     first_rank: dict[int, int] = {}  # by index along the axes
+    placed: list[tuple[int, int, int, int]] = []  # block, index along the axes, number of the segment, size
     for rank in ranks:
-        block_sizes: dict[int, int] = {}
-        for block, _, size in parts[rank].cuts[number].segments:
-            block_sizes[block] = block_sizes.get(block, 0) + size
-        if sizes.setdefault(index_of[rank], block_sizes) != block_sizes:
-            other = first_rank[index_of[rank]]
+        index, segments = index_of[rank], parts[rank].cuts[number].segments
+        other = first_rank.setdefault(index, rank)
+        if other == rank:
+            for position, (block, _, size) in enumerate(segments):
+                placed.append((block, index, position, size))
+        elif parts[other].cuts[number].segments != segments:
             raise InvalidArgumentError(
                 f"ranks {other} and {rank} have the same index along {list(axes or ())}, but shapes "
                 f'{parts[other].shape} and {parts[rank].shape}: its "axis" must name all axes that shard dim {dim}',
@@ -584,28 +572,22 @@ def _place_cut(
                 rank=rank,
                 path=paths.get(rank),
             )
-        first_rank.setdefault(index_of[rank], rank)
     num_indices = len(parts) if axes is None else math.prod(mesh[axis] for axis in axes)
-    absent = sorted(set(range(num_indices)) - set(sizes))
+    absent = sorted(set(range(num_indices)) - set(first_rank))
     if absent:
         raise IncompleteError(
             f"no rank with index {_some(absent)} along {list(axes or ())} has a part; ranks {_some(ranks)} do",
             name=first.name,
         )
-    blocks = sorted({block for block_sizes in sizes.values() for block in block_sizes})
-    begins: dict[tuple[int, int], int] = {}  # by block and index along the axes
+    begins: dict[tuple[int, int], int] = {}  # by index along the axes and number of the segment
     at = 0
-    for block in blocks:
-        for index in range(num_indices):
-            begins[block, index] = at
-            at += sizes[index].get(block, 0)
+    for _, index, position, size in sorted(placed):
+        begins[index, position] = at
+        at += size
     for rank, part in parts.items():
-        part_spans = []
-        placed: dict[int, int] = {}  # elements of the rank that are placed already, by block
-        for block, _, size in part.cuts[number].segments:
-            part_spans.append((begins[block, index_of[rank]] + placed.get(block, 0), size))
-            placed[block] = placed.get(block, 0) + size
-        spans[rank].append(part_spans)
+        runs[rank][dim] = []
+        for position, (_, _, size) in enumerate(part.cuts[number].segments):
+            runs[rank][dim].append((begins[index_of[rank], position], size))
     return at
 
 
@@ -622,57 +604,54 @@ def renumber_names(names: Mapping[int, Mapping[str, str]], layout: Layout) -> di
     """
     renamed = {rank: {name: name for name in rank_names} for rank, rank_names in names.items()}
     for component in sorted({component for rule in layout.rules.values() for component, _ in rule.renumber}):
-        counts: dict[tuple[Any, ...], dict[int, int]] = {}  # how many numbers there are, by group and index in it
+        numbered = []
+        counts: dict[object, dict[int, int]] = {}  # how many numbers there are, by group and coordinate in it
         for rank, new_names in renamed.items():
             for name, new_name in new_names.items():
-                numbered = _parse_numbered(names[rank][name], new_name, component, layout, rank)
-                if numbered is not None:
-                    group = counts.setdefault(numbered.group, {})
-                    group[numbered.index] = max(group.get(numbered.index, 0), numbered.number + 1)
-        for rank, new_names in renamed.items():
-            for name, new_name in new_names.items():
-                numbered = _parse_numbered(names[rank][name], new_name, component, layout, rank)
-                if numbered is not None:
-                    group = counts[numbered.group]
-                    before = sum(count for index, count in group.items() if index < numbered.index)
-                    new_names[name] = f"{numbered.head}{numbered.number + before}{numbered.tail}"
+                rule = layout.rule_for(names[rank][name])
+                for rule_component, axes in rule.renumber if rule is not None else ():
+                    if rule_component == component:
+                        parsed = _parse_numbered(new_name, component, axes, layout.mesh, rank)
+                        numbered.append((rank, name, parsed))
+                        group = counts.setdefault(parsed.group, {})
+                        group[parsed.coordinate] = max(group.get(parsed.coordinate, 0), parsed.number + 1)
+                        break
+        for rank, name, parsed in numbered:
+            before = 0
+            for coordinate, count in counts[parsed.group].items():
+                if coordinate < parsed.coordinate:
+                    before += count
+            renamed[rank][name] = f"{parsed.head}{parsed.number + before}{parsed.tail}"
     return renamed
 
 
-@dataclass(frozen=True, slots=True)
-class _NumberedName:
+class _NumberedName(NamedTuple):
     """A name whose number continues over a group of ranks.
 
-    `index` is that of the rank in the group; `head` and `tail` are the parts of the name before and after the number.
+    `coordinate` is that of the rank in the group; `head` and `tail` are what stands before and after the number.
     """
 
-    group: tuple[Any, ...]
-    index: int
+    group: object
+    coordinate: int
     number: int
     head: str
     tail: str
 
 
-def _parse_numbered(name: str, new_name: str, component: str, layout: Layout, rank: int) -> _NumberedName | None:
-    """Parse `new_name` of a tensor, whose rule is found by `name`; None if no rule renumbers `component` in it."""
-    rule = layout.rule_for(name)
-    axes_by_component: dict[str, tuple[str, ...] | None] = {}
-    for rule_component, rule_axes in rule.renumber if rule is not None else ():
-        axes_by_component.setdefault(rule_component, rule_axes)
-    if component not in axes_by_component:
-        return None
-    axes = axes_by_component[component]
-    parts = new_name.split(".")
+def _parse_numbered(
+    name: str, component: str, axes: tuple[str, ...] | None, mesh: Mapping[str, int], rank: int
+) -> _NumberedName:
+    """Parse a name whose number after `component` continues over the ranks along `axes`."""
+    parts = name.split(".")
     at = parts.index(component) + 1 if component in parts else len(parts)
     if at >= len(parts) or not parts[at].isdecimal():
         raise InvalidArgumentError(f"layout renumbers {component!r}, but the name has no number after it", name=name)
-    head = ".".join(parts[:at]) + "."
-    tail = "".join("." + part for part in parts[at + 1 :])
+    head, number, tail = ".".join([*parts[:at], ""]), int(parts[at]), ".".join(["", *parts[at + 1 :]])
     if axes is None:
-        return _NumberedName((head,), rank, int(parts[at]), head, tail)
-    coordinates = _coordinates(rank, layout.mesh)
+        return _NumberedName(head, rank, number, head, tail)
+    coordinates = _coordinates(rank, mesh)
     other_axes = tuple((axis, index) for axis, index in coordinates.items() if axis not in axes)
-    return _NumberedName((head, other_axes), _index(rank, axes, layout.mesh), int(parts[at]), head, tail)
+    return _NumberedName((head, other_axes), _index(rank, axes, mesh), number, head, tail)
 
 
 def with_dots(path: str) -> str:

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate, islice, product
 
 from statexchange.messages import Shared
-from statexchange.sharding.shards import Box, Piece, Shard
+from statexchange.sharding.shards import Box, Piece, Shard, boxes_of_runs
 
 __all__ = [
     "DimSplit",
@@ -70,13 +70,8 @@ def local_boxes(
         return []
     if math.prod(map(len, runs)) > _MAX_PIECES:
         raise ValueError(f"a rank would hold {math.prod(map(len, runs))} boxes of one tensor")
-    runs_and_begins = [list(zip(dim_runs, _begins(dim_runs), strict=True)) for dim_runs in runs]
-    boxes = []
-    for chosen in product(*runs_and_begins):  # one run of each dim
-        offsets = tuple(begin for (begin, _), _ in chosen)
-        sizes = tuple(end - begin for (begin, end), _ in chosen)
-        boxes.append((Box(offsets, sizes), tuple(local_begin for _, local_begin in chosen)))
-    return boxes
+    boxes = boxes_of_runs([[(begin, end - begin) for begin, end in dim_runs] for dim_runs in runs])
+    return list(zip(boxes, product(*map(_begins, runs)), strict=True))
 
 
 def _length(runs: Sequence[Run]) -> int:

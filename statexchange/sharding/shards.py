@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.errors import excerpt
@@ -21,6 +22,7 @@ __all__ = [
     "Piece",
     "Shard",
     "boxes_of_run",
+    "boxes_of_runs",
     "c_contiguous",
     "c_strides",
     "full_box",
@@ -169,6 +171,14 @@ def intersect(box: Box, other: Box) -> Box | None:
         offsets.append(begin)
         shape.append(end - begin)
     return Box(tuple(offsets), tuple(shape))
+
+
+def boxes_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
+    """Return the boxes of all combinations of one run of each dim; a run is its begin and its size."""
+    boxes = []
+    for chosen in product(*runs):
+        boxes.append(Box(tuple(begin for begin, _ in chosen), tuple(size for _, size in chosen)))
+    return tuple(boxes)
 
 
 def region_text(offsets: Sequence[int], ends: Sequence[int]) -> str:
