@@ -140,9 +140,7 @@ class Backend(ABC):
         """Reduce `tensor` over all ranks, in place. Collective."""
         from statexchange.comm.backends import reduction
 
-        parts = self.all_gather_bytes(reduction.to_bytes(tensor), wait)
-        tensors = [reduction.from_bytes(part, tensor.dtype).to(tensor.device) for part in parts]
-        reduction.reduce_parts(tensor, tensors, op, finish)
+        reduction.reduce_gathered(self, tensor, op, finish, wait)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
         """Reduce `tensor` over all ranks, in place on `root` only. Collective."""

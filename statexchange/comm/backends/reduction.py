@@ -27,6 +27,7 @@ __all__ = [
     "Finish",
     "Reduction",
     "from_bytes",
+    "reduce_gathered",
     "reduce_parts",
     "reduces_locally",
     "to_bytes",
@@ -96,6 +97,13 @@ def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, fin
         combine(result, part, out=result)
     finish(result)
     into.copy_(result)
+
+
+def reduce_gathered(backend: Backend, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+    """Reduce `tensor` in place from the bytes of all ranks; right for every dtype and on every backend. Collective."""
+    gathered = backend.all_gather_bytes(to_bytes(tensor), wait)
+    parts = [from_bytes(data, tensor.dtype).to(tensor.device) for data in gathered]
+    reduce_parts(tensor, parts, op, finish)
 
 
 _INT64_MAX = 2**63 - 1
@@ -239,7 +247,5 @@ class Reduction:
             self._run(backend, torch.view_as_real(result).view(-1), "sum", wait)
             self.finish(result)
         else:
-            from statexchange.comm.backends.backend import Backend
-
-            Backend.all_reduce(backend, result, self.op, self.finish, wait)
+            reduce_gathered(backend, result, self.op, self.finish, wait)
         return result
