@@ -24,7 +24,7 @@ from statexchange.errors import InvalidArgumentError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-    from statexchange.comm.backends.reduction import Finish
+    from statexchange.comm.backends.reduction import Finish, Reduction
 
 __all__ = ["Backend", "Between", "Leaders", "check_ranks", "gather_in_two_steps"]
 
@@ -83,7 +83,7 @@ class Backend(ABC):
     """Whether its tensor methods call `wait.enter` themselves; for others it has been called before."""
 
     @functools.cached_property
-    def reductions(self) -> dict[object, Any]:
+    def reductions(self) -> dict[object, Reduction]:
         """A cache of `Reduction` objects, by op and dtype."""
         return {}
 

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from statexchange.errors import InvalidArgumentError, NumericOverflowError, UnsupportedError
 
 if TYPE_CHECKING:
-    from statexchange.comm.backends.backend import Backend
     from statexchange.comm.wait import Wait
 
 __all__ = [
@@ -65,6 +64,21 @@ class Finish:
 NO_FINISH = Finish()
 
 
+class Reducing(Protocol):
+    """What a reduction needs of a backend, whose module imports this one."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def reductions(self) -> dict[object, Reduction]: ...
+    def reduces(self, op: str, dtype: torch.dtype) -> bool: ...
+    def all_gather_bytes(self, data: bytes, wait: Wait) -> Sequence[bytes | bytearray]: ...
+    def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None: ...
+    def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None: ...
+    def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None: ...
+
+
 def reduces_locally(op: str, dtype: torch.dtype) -> bool:
     """Whether `reduce_parts` is right for this op and dtype. Not collective."""
     return dtype in FLOATS or dtype in INTS or (dtype in COMPLEX and op in ("sum", "prod"))
@@ -99,7 +113,7 @@ def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, fin
     into.copy_(result)
 
 
-def reduce_gathered(backend: Backend, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
+def reduce_gathered(backend: Reducing, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
     """Reduce `tensor` in place from the bytes of all ranks; right for every dtype and on every backend. Collective."""
     gathered = backend.all_gather_bytes(to_bytes(tensor), wait)
     parts = [from_bytes(data, tensor.dtype).to(tensor.device) for data in gathered]
@@ -141,7 +155,7 @@ class Reduction:
     """The operation as text, which ranks compare."""
 
     @classmethod
-    def of(cls, op: object, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
+    def of(cls, op: object, dtype: torch.dtype, scale: float, backend: Reducing) -> Reduction:
         """Return how `op` reduces `dtype` on `backend`; raise UnsupportedError if no result can be right.
 
         Not collective.
@@ -155,7 +169,7 @@ class Reduction:
         return cached
 
     @classmethod
-    def _of(cls, op: str, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
+    def _of(cls, op: str, dtype: torch.dtype, scale: float, backend: Reducing) -> Reduction:
         plain = "sum" if op == "avg" else op
         exact = dtype in INTS or dtype == torch.bool
         if not exact and dtype not in FLOATS + COMPLEX:
@@ -177,14 +191,14 @@ class Reduction:
             text += f" times {scale!r}"
         return cls(plain, dtype, finish, native, text)
 
-    def all_reduce(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> None:
+    def all_reduce(self, backend: Reducing, tensor: torch.Tensor, wait: Wait) -> None:
         """Reduce `tensor` over all ranks, in place. Collective."""
         if self.native:
             backend.all_reduce(tensor, self.op, self.finish, wait)
         else:
             tensor.copy_(self._by_conversion(backend, tensor, wait))
 
-    def reduce(self, backend: Backend, tensor: torch.Tensor, root: int, wait: Wait) -> None:
+    def reduce(self, backend: Reducing, tensor: torch.Tensor, root: int, wait: Wait) -> None:
         """Reduce `tensor` over all ranks, in place on `root` only. Collective."""
         if self.native:
             backend.reduce(tensor, self.op, root, self.finish, wait)
@@ -193,14 +207,14 @@ class Reduction:
         if backend.rank == root:
             tensor.copy_(result)
 
-    def reduce_scatter(self, backend: Backend, tensor: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+    def reduce_scatter(self, backend: Reducing, tensor: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Write this rank's part of the reduction into `into`. Collective."""
         if self.native:
             backend.reduce_scatter(tensor, into, self.op, self.finish, wait)
         else:
             into.copy_(self._by_conversion(backend, tensor, wait).view(backend.world_size, -1)[backend.rank])
 
-    def _by_conversion(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+    def _by_conversion(self, backend: Reducing, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
         """Return the reduction of a copy of `tensor` in a dtype that the backend reduces right, or by Backend's own."""
         if self.dtype == torch.bool:
             return self._run(backend, tensor.to(torch.uint8), "max" if self.op in ("sum", "max") else "min", wait)
@@ -216,18 +230,18 @@ class Reduction:
         self.finish(result)
         return result
 
-    def _run(self, backend: Backend, tensor: torch.Tensor, op: str, wait: Wait) -> torch.Tensor:
+    def _run(self, backend: Reducing, tensor: torch.Tensor, op: str, wait: Wait) -> torch.Tensor:
         backend.all_reduce(tensor, op, NO_FINISH, wait)
         return tensor
 
-    def _with_nan(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+    def _with_nan(self, backend: Reducing, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
         """Reduce min or max, and NaN apart: with NaN a transport's result depends on the order of ranks."""
         nan = tensor.isnan()
         anywhere = self._run(backend, nan.to(torch.uint8), "max", wait).bool()
         least = float("-inf") if self.op == "max" else float("inf")
         return self._run(backend, tensor.masked_fill_(nan, least), self.op, wait).masked_fill_(anywhere, float("nan"))
 
-    def _integers(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+    def _integers(self, backend: Reducing, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
         """Reduce in int64, and in float64 too where int64 could wrap; raise on all ranks if a result does not fit."""
         factor = int(self.finish.scale)
         result = self._run(backend, tensor.to(torch.int64, copy=True), self.op, wait)
@@ -241,7 +255,7 @@ class Reduction:
             raise NumericOverflowError(f"the {self.op} over ranks does not fit into {self.dtype}: convert it first")
         return result * factor
 
-    def _complex(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+    def _complex(self, backend: Reducing, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
         result = tensor.clone()
         if self.op == "sum":
             self._run(backend, torch.view_as_real(result).view(-1), "sum", wait)
