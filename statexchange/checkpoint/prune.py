@@ -32,7 +32,7 @@ from statexchange.storage.steps import (
 from statexchange.storage.tensorfile import SaveManifest, removable_files
 
 if TYPE_CHECKING:
-    from statexchange.storage.build import UnfinishedBuild
+    from statexchange.storage.publish.build import UnfinishedBuild
 
 __all__ = ["PruneReport", "PruneRow", "prune_saves"]
 

@@ -1,6 +1,6 @@
 """Publish a checkpoint directory: output files with their headers, extra files, the index, and the manifest last.
 
-A build (storage/build.py) makes the directory appear under its name as a whole or not at all. This module defines its
+The package storage/publish makes the directory appear under its name as a whole or not at all. This module defines its
 content, and which directory it may replace: only one whose own manifest lists every file in it.
 """
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from statexchange.checkpoint.index import index_name, index_text, listed_files, manifest_text
 from statexchange.errors import UnsafeError, UnsupportedError
 from statexchange.formats.huggingface import MANIFEST
-from statexchange.storage.build import OutputFile
 from statexchange.storage.location import target_path
 from statexchange.storage.publish import check_build, open_build
+from statexchange.storage.publish.build import OutputFile
 from statexchange.storage.store import Store
 from statexchange.storage.tensorfile import encode_header
 
@@ -167,10 +167,6 @@ class Publication:
     def record(self, name: str, metadata: object) -> None:
         """Record that an output file is finished, with JSON metadata, for a publisher that resumes after a kill."""
         self._build.record(name, metadata)
-
-    def make_probe(self) -> str:
-        """Create a file and return its path: ranks on whose host it exists see the output files."""
-        return self._build.make_probe()
 
     def commit(self, provenance: Mapping[str, Sequence[BoxProvenance]]) -> list[tuple[str, int]]:
         """Write extra files, index and manifest, and give the directory its name; return these files with their sizes.

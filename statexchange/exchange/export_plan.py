@@ -22,7 +22,7 @@ from statexchange.sharding.options import CallOptions, ExportOptions
 from statexchange.sharding.plan import Plan, RankShards, plan_merge
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor
 from statexchange.state.describe import Description
-from statexchange.storage.build import OutputFile
+from statexchange.storage.publish.build import OutputFile
 
 __all__ = ["Clock", "ExportRequest", "RootExport", "agree_on_plan"]
 
@@ -116,7 +116,7 @@ def agree_on_plan(
     with comm.phase("planning"):
         if comm.rank == 0:
             parsed = parse_metadata(metadata, comm.rank, metadata_here)
-            root, plan = _planned(parsed, request, options, comm, building)
+            root, plan = _planned(parsed, request, options, building)
             data = encoded(plan, WritePlan)
     sent = comm.all_gather_bytes(data, operation="the plan")[0]
     with comm.phase("reading the plan"):
@@ -130,7 +130,6 @@ def _planned(
     metadata: Sequence[RankMetadata],
     request: ExportRequest,
     options: ExportOptions,
-    comm: Communicator,
     building: contextlib.ExitStack,
 ) -> tuple[RootExport, WritePlan]:
     """Prove the cover, claim the target, and create the files. Root only."""
@@ -158,5 +157,6 @@ def _planned(
     building.enter_context(publication)
     outputs = [publication.create(file) for file in plan.files]
     root = RootExport(options, plan, publication, outputs, extra, notes)
-    # Other hosts look for this file, and write in place if they see it.
-    return root, root.write_plan(merged.new_names, publication.make_probe() if comm.num_nodes > 1 else "")
+    # Other hosts look for the first file, and write in place if they see it. Its directory has a random name, so that
+    # no NFS client can have looked it up before, and remember that it was absent.
+    return root, root.write_plan(merged.new_names, outputs[0].path)

@@ -63,9 +63,9 @@ from statexchange.exchange.copy_transfer import (
 )
 from statexchange.exchange.reading import ReadItem
 from statexchange.sharding.shards import Box, intersect
-from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.files import digest
 from statexchange.storage.memory_directory import HEADERS, HostCopy, MemoryDirectory, headers_to_bytes
+from statexchange.storage.publish.build import Build, WrittenFile
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.steps import identity_of_saves, make_identity, read_saves, step_name
 from statexchange.storage.store import ByteRange

@@ -155,12 +155,12 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
         if any(start.has_layout for start in starts):
             # Where a part lies in its whole follows only from the parts of all ranks.
             described = place_parts(comm, described, saved.rules)
-        file, folder = write_rank_file(described, saved, request, starts[0], comm)
+        file = write_rank_file(described, saved, request, starts[0], comm)
         notes = saved.notes
         # Before the commit, as a copy that differs must not appear as one; after the write, which has made the digests.
         if any(start.has_copies for start in starts):
             notes += compare_copies(comm, saved, described, file.digests)
-        sizes = publish(build, file, folder, request, starts[0].save, comm)
+        sizes = publish(build, file, request, starts[0].save, comm)
     seconds = time.perf_counter() - began
     shown = without_secrets(request.path)
     report = SaveReport(shown, request.step, len(described.tensors), sum(sizes), seconds, sizes, notes)

@@ -19,8 +19,8 @@ from statexchange.storage.location import (
     is_remote,
     target_path,
 )
-from statexchange.storage.object_removal import ClaimWatch
 from statexchange.storage.publish import check_can_be_made
+from statexchange.storage.publish.object_build import ClaimWatch
 from statexchange.storage.save_check import check_saves, whole_saves
 from statexchange.storage.steps import (
     MAX_STEP,

@@ -1,6 +1,6 @@
 """One save of described state: every rank writes its own file into root's build, and root publishes it.
 
-1. Root opens the build of the target (storage/build.py) and sends its key and the save's random id.
+1. Root opens the build of the target (storage/publish/build.py) and sends its key and the save's random id.
 2. Each rank joins the build, writes one tensor file into it, and sends its size and version. If a layout or a mesh says
    that ranks have copies, their digests are compared (declared_copies.py).
 3. Root checks that it sees all files and commits by the manifest. Only now does the save exist.
@@ -29,9 +29,9 @@ from statexchange.exchange.staging import Staging, shard_data
 from statexchange.sharding.options import CallOptions
 from statexchange.state.describe import Description
 from statexchange.state.state_dict import SavedState
-from statexchange.storage.build import Build, WrittenFile
 from statexchange.storage.location import is_remote
-from statexchange.storage.publish import join_build, open_build
+from statexchange.storage.publish import open_build, write_into_build
+from statexchange.storage.publish.build import Build, WrittenFile
 from statexchange.storage.tensorfile import (
     MANIFEST,
     SaveManifest,
@@ -174,8 +174,8 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
 
 def write_rank_file(
     described: Description, saved: SavedState, request: SaveRequest, start: _Start, comm: Communicator
-) -> tuple[WrittenFile, str]:
-    """Write this rank's file into the directory of root; return it, and where this rank looks for it. Collective."""
+) -> WrittenFile:
+    """Write this rank's file into the directory of root. Collective."""
     with comm.phase("saving", timeout_s=request.call.stall_timeout_s):
         extra = {"aliases": dict(described.aliases), **saved.owners}
         metadata = rank_metadata(start.save, comm.rank, comm.world_size, saved.config, extra)
@@ -183,19 +183,18 @@ def write_rank_file(
         with collector_paused():
             shards = shard_data(described.tensors.values(), Staging())
         try:
-            member = join_build(request.path, start.key, MANIFEST)
-            name = rank_file_names(comm.world_size)[comm.rank]
-            return member.write_tensors(name, shards, metadata, comm.progress), member.folder
+            names = (rank_file_names(comm.world_size)[comm.rank], MANIFEST)
+            return write_into_build(request.path, start.key, names, shards, metadata, comm.progress)
         except NotFoundError as error:
             raise _unseen(error, comm.rank, 0, request.path, comm, start.folder) from error
 
 
 def publish(
-    build: Build | None, file: WrittenFile, folder: str, request: SaveRequest, save: str, comm: Communicator
+    build: Build | None, file: WrittenFile, request: SaveRequest, save: str, comm: Communicator
 ) -> tuple[int, ...]:
     """Give the directory its name once root sees the files of all ranks; return their sizes. Collective."""
     # Outside of the phase: a rank that has failed before takes part in the end of a phase, and in no collective in it.
-    part_here = _Written(file.nbytes, file.version, folder)
+    part_here = _Written(file.nbytes, file.version, file.folder)
     written = from_all(comm, part_here, _Written, "the written file")
     with comm.phase("publishing", timeout_s=request.call.stall_timeout_s):
         sizes = tuple(part.nbytes for part in written)

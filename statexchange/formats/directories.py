@@ -49,12 +49,12 @@ from statexchange.formats.source import (
     merged_metadata,
 )
 from statexchange.sharding.paths import Path
-from statexchange.storage.claim import CLAIM_NAME
 from statexchange.storage.location import (
     FilteredStore,
     OpenedPath,
     open_path,
 )
+from statexchange.storage.publish.claim import CLAIM_NAME
 from statexchange.storage.store import Store
 from statexchange.storage.workspace import is_rank_file
 

@@ -54,12 +54,12 @@ from statexchange.sharding.shards import (
     shape_from_json,
     sizes_from_json,
 )
-from statexchange.storage.claim import CLAIM_NAME, claim_of
 from statexchange.storage.location import (
     OpenedPath,
     parse_json,
     read_json,
 )
+from statexchange.storage.publish.claim import CLAIM_NAME, claim_of
 from statexchange.storage.store import (
     ByteRange,
     Store,

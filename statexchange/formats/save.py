@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError
 from statexchange.formats.source import ShardFile, Source
-from statexchange.storage.claim import claim_of
 from statexchange.storage.location import OpenedPath
+from statexchange.storage.publish.claim import claim_of
 from statexchange.storage.tensorfile import (
     MANIFEST,
     RankFile,

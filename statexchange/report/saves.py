@@ -12,7 +12,7 @@ from statexchange.storage.save_check import check_saves
 from statexchange.storage.steps import saves_path, unfinished_steps
 
 if TYPE_CHECKING:
-    from statexchange.storage.build import UnfinishedBuild
+    from statexchange.storage.publish.build import UnfinishedBuild
 
 __all__ = ["SaveRow", "SavesReport", "UnfinishedRow", "list_saves"]
 

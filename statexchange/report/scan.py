@@ -37,7 +37,7 @@ from statexchange.storage.store import local_path
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
-    from statexchange.storage.build import UnfinishedBuild
+    from statexchange.storage.publish.build import UnfinishedBuild
 
 __all__ = ["ScanRow", "scan"]
 
@@ -340,7 +340,7 @@ def _unfinished(folder: str, names: Iterable[str]) -> Iterator[ScanRow]:
     targets = sorted({target for target in map(hidden_target, names) if target is not None})
     if not targets:
         return
-    from statexchange.storage.directory_build import unfinished_builds  # only here: readers need no file locks
+    from statexchange.storage.publish.leftovers import unfinished_builds  # only here: readers need no file locks
 
     for name in targets:
         path = f"{local_path(folder).rstrip('/')}/{name}"

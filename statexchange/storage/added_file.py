@@ -10,7 +10,7 @@ from statexchange.storage.files import check_writable
 from statexchange.storage.store import LocalStore
 
 if TYPE_CHECKING:
-    from statexchange.storage.objects import Objects
+    from statexchange.storage.publish.objects import Objects
     from statexchange.storage.store import Store
 
 __all__ = ["AddedFile"]
@@ -38,7 +38,7 @@ class AddedFile:
             with store.descriptor() as fd:
                 check_writable(fd, store.path)
         else:
-            from statexchange.storage.objects import Objects  # imports fsspec, which local paths do not need
+            from statexchange.storage.publish.objects import Objects  # imports fsspec, which local paths do not need
 
             self._objects = Objects(url)
 

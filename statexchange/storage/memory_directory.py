@@ -62,7 +62,7 @@ from statexchange.storage.tensorfile import MANIFEST, SaveManifest, read_header_
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from statexchange.storage.build import Build
+    from statexchange.storage.publish.build import Build
     from statexchange.storage.store import Store
 
 __all__ = ["HEADERS", "HostCopy", "MemoryDirectory", "headers_to_bytes"]
@@ -115,7 +115,7 @@ class MemoryDirectory:
             UnsafeError: the directory, or the one above it, belongs to another user.
             StorageError: there is too little memory.
         """
-        from statexchange.storage.directory_build import DirectoryBuild  # for writers only
+        from statexchange.storage.publish.directory_build import DirectoryBuild  # for writers only
 
         # A failed or killed copy costs nothing from here on: the disk has the newest save.
         with self._set_aside([manifest.files[rank] for rank in ranks]) as (kept, kept_bytes):
@@ -383,7 +383,7 @@ def _host_copy(store: Store, step: int) -> HostCopy:
 
 
 def _drop(path: str, step: int) -> bool:
-    from statexchange.storage.directory_build import DirectoryRemoval  # for writers only
+    from statexchange.storage.publish.directory_build import DirectoryRemoval  # for writers only
 
     try:
         DirectoryRemoval(os.path.join(path, step_name(step)), check=lambda _: []).run()

@@ -33,7 +33,6 @@ from statexchange.errors import (
 )
 from statexchange.storage import files, publish
 from statexchange.storage.atomic import is_temporary, new_nonce, remove_abandoned
-from statexchange.storage.claim import CLAIM_NAME
 from statexchange.storage.location import (
     directory_of,
     is_remote,
@@ -44,14 +43,15 @@ from statexchange.storage.location import (
     seal,
     unseal,
 )
+from statexchange.storage.publish.claim import CLAIM_NAME
 from statexchange.storage.tensorfile import MANIFEST, SaveManifest, is_stray, read_manifest, removable_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Container, Iterable, Mapping
 
-    from statexchange.storage.build import UnfinishedBuild
     from statexchange.storage.location import OpenedPath
-    from statexchange.storage.object_removal import ClaimWatch
+    from statexchange.storage.publish.build import UnfinishedBuild
+    from statexchange.storage.publish.object_build import ClaimWatch
     from statexchange.storage.store import Store
 
 __all__ = [

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 import statexchange as sx
 from statexchange import values
 from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.claim import CLAIM_NAME, Claim
+from statexchange.storage.publish.claim import CLAIM_NAME, Claim
 from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 from statexchange.testing import run_ranks

@@ -415,7 +415,7 @@ def test_leftovers_of_jobs_that_are_gone_are_removed(saves: Path, tmp_path: Path
 LEAVES = """
 import os, sys
 from statexchange.processes import Owner
-from statexchange.storage.directory_build import DirectoryBuild
+from statexchange.storage.publish.directory_build import DirectoryBuild
 own = sys.argv[1]
 loading = f".load-{'0' * 16}.{Owner.current().to_name()}"
 os.makedirs(f"{own}/{loading}")

@@ -28,9 +28,9 @@ from sweeps import slow, some
 import statexchange as sx
 from statexchange.processes import Owner
 from statexchange.report.verify import verify
-from statexchange.storage import object_build
-from statexchange.storage.claim import CLAIM_NAME, Claim
-from statexchange.storage.object_build import ObjectBuild
+from statexchange.storage.publish import object_build
+from statexchange.storage.publish.claim import CLAIM_NAME, Claim
+from statexchange.storage.publish.object_build import ObjectBuild
 from statexchange.testing import run_ranks
 
 WHOLE = ["rank-00000-of-00002.safetensors", "rank-00001-of-00002.safetensors", "save.json"]
@@ -239,12 +239,12 @@ def test_another_job_on_the_same_url_is_named_and_its_saves_stay(store: Any, cap
 def test_a_step_that_another_job_is_saving_is_refused(store: Any) -> None:
     put_claim(store, "/saves/step-000000010", Owner.current())
     nonce = "a" * 16
-    object_build.active_builds.add(nonce)  # as a save that runs in this process
+    object_build.open_builds.add((os.getpid(), nonce))  # as a save that runs in this process
     try:
         with pytest.raises(sx.errors.TargetExistsError, match=f"process {os.getpid()}"):
             save_steps(sx.Checkpoints("memory://saves"), 10)
     finally:
-        object_build.active_builds.discard(nonce)
+        object_build.open_builds.discard((os.getpid(), nonce))
     save_steps(sx.Checkpoints("memory://saves"), 10)
     assert sx.Checkpoints("memory://saves").steps() == [10]
 

@@ -37,9 +37,9 @@ from statexchange.processes import Owner
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import Plan, RankShards, plan_merge
 from statexchange.sharding.shards import Shard, full_box
-from statexchange.storage.claim import CLAIM_NAME
 from statexchange.storage.files import digest
-from statexchange.storage.object_build import ObjectBuild
+from statexchange.storage.publish.claim import CLAIM_NAME
+from statexchange.storage.publish.object_build import ObjectBuild
 
 EVENT = "statexchange.storage"
 NBYTES = 5000

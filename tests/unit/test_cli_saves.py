@@ -26,7 +26,7 @@ from warm_python import warm_python
 import statexchange as sx
 from statexchange.cli.output import EXIT_CODES
 from statexchange.processes import Owner
-from statexchange.storage.claim import CLAIM_NAME, Claim
+from statexchange.storage.publish.claim import CLAIM_NAME, Claim
 from statexchange.testing import run_ranks
 from statexchange.units import format_bytes, format_time
 

@@ -33,9 +33,9 @@ from warm_python import warm_python
 import statexchange as sx
 from statexchange.errors import TargetExistsError, UnsafeError, UnsupportedError
 from statexchange.processes import Owner
-from statexchange.storage.claim import CLAIM_NAME, Claim, claim_of
 from statexchange.storage.location import open_path
-from statexchange.storage.object_build import ObjectBuild
+from statexchange.storage.publish.claim import CLAIM_NAME, Claim, claim_of
+from statexchange.storage.publish.object_build import ObjectBuild
 
 WHOLE = [
     "config.json",

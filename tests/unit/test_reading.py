@@ -43,8 +43,8 @@ from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
 from statexchange.sharding.shards import Box, Shard, full_box
-from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.storage.location import open_path
+from statexchange.storage.publish.claim import CLAIM_NAME, Claim
 from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 
@@ -53,7 +53,7 @@ import json, os, sys
 import numpy as np
 import statexchange as sx
 from statexchange.report.verify import verify
-from statexchange.storage.claim import CLAIM_NAME, Claim
+from statexchange.storage.publish.claim import CLAIM_NAME, Claim
 
 path, how = sys.argv[1:]
 stop_at = looks = 0

@@ -15,8 +15,6 @@ from statexchange.errors import (
     UnsupportedError,
     without_secrets,
 )
-from statexchange.storage.build import busy_error
-from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.storage.files import audit
 from statexchange.storage.fsspec_store import (
     FsspecStore,
@@ -25,6 +23,8 @@ from statexchange.storage.fsspec_store import (
     storage_errors,
     version_of_info,
 )
+from statexchange.storage.publish.build import busy_error
+from statexchange.storage.publish.claim import CLAIM_NAME, Claim
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping

@@ -33,6 +33,10 @@ do. While it waits for them the publisher renews its claim in a thread. A member
 every 15 s, and after its put; if the claim is lost by then, it removes its own object. The publisher compares the
 versions that the members have sent with its listing in step 5.
 
+Removal: a build whose claim has the plan `REMOVAL`. It takes the claim, removes the manifest first and then the other
+objects, and gives the claim up. `ClaimWatch` remembers since when each claim is unchanged, so that a job that looks at
+its saves repeatedly never has to wait for one.
+
 Failure: a publisher that fails removes its objects only while it still holds the claim; otherwise its successor removes
 them. A killed publisher leaves the claim and its objects, and the next publisher takes over in step 1; it also cancels
 the uploads that a killed process has begun. A member that is killed between its put and its check, after its publisher
@@ -50,43 +54,46 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import NotFoundError, StateExchangeError, TargetExistsError, UnsupportedError
-from statexchange.processes import Owner
+from statexchange.errors import CorruptError, NotFoundError, StateExchangeError, TargetExistsError
 from statexchange.storage.atomic import new_nonce
-from statexchange.storage.build import (
+from statexchange.storage.files import audit
+from statexchange.storage.fsspec_store import storage_errors
+from statexchange.storage.location import FilteredStore, read_json
+from statexchange.storage.publish.build import (
     Build,
-    BuildMember,
     OutputFile,
+    UnfinishedBuild,
     WrittenFile,
-    active_builds,
     busy_error,
+    open_builds,
+    owner_state,
     removed_error,
     target_exists,
 )
-from statexchange.storage.claim import CLAIM_NAME, Claim
-from statexchange.storage.files import audit
-from statexchange.storage.fsspec_store import storage_errors
-from statexchange.storage.location import (
-    FilteredStore,
-    read_json,
-)
-from statexchange.storage.objects import Objects, conditional, etag_of
+from statexchange.storage.publish.claim import CLAIM_NAME, Claim
+from statexchange.storage.publish.objects import Objects, conditional, etag_of
 from statexchange.storage.tensorfile import DigestedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from statexchange.storage.build import OwnCheck, ReplaceCheck
     from statexchange.storage.files import Buffer
+    from statexchange.storage.publish.build import OwnCheck, ReplaceCheck
     from statexchange.storage.tensorfile import ShardData
-if TYPE_CHECKING:
-    from collections.abc import Callable
+__all__ = [
+    "ClaimWatch",
+    "ObjectBuild",
+    "ObjectFile",
+    "ObjectMember",
+    "WatchedClaim",
+    "check_url",
+    "clear_objects",
+    "remove_objects",
+    "unfinished_objects",
+]
 
-    from statexchange.storage.files import Buffer
-    from statexchange.storage.objects import Objects
-
-__all__ = ["ObjectBuild", "ObjectFile", "ObjectMember", "WatchedClaim", "check_url", "claim_is_dead"]
-
+_log = logging.getLogger(__name__)
+REMOVAL = "removal"
 _ATTEMPTS = 5  # to put or remove an object whose name a publisher without the claim keeps creating
 
 
@@ -260,14 +267,11 @@ class _ObjectWriter(ABC):
             return None
 
 
-_log = logging.getLogger(__name__)
-
-
 def check_url(url: str, manifest: str, check: ReplaceCheck | None) -> None:
     """Raise what a build at `url` would raise for the target, without changing anything."""
     objects = Objects(url)
     present = objects.read_claim()
-    if present is not None and present[0].owner.is_alive:
+    if present is not None and owner_state(present[0].owner, present[0].nonce) == "alive":
         raise busy_error(present[0].owner, objects.path)
     _list_target(objects, manifest, check, set(present[0].names) if present is not None else set())
 
@@ -336,7 +340,7 @@ class ObjectBuild(_ObjectWriter, Build):
         self._renewed = 0.0
         self._renewal: _Renewal | None = None
         self._has_ended = self._is_clearing = False
-        active_builds.add(self._claim.nonce)
+        open_builds.add((self._pid, self._claim.nonce))
         try:
             inherited = self._take_claim(watched, resume=resume, waits=waits)
             old, leftovers = _list_target(self._objects, self._manifest, check, inherited, is_own)
@@ -364,14 +368,15 @@ class ObjectBuild(_ObjectWriter, Build):
             if other.nonce == self._claim.nonce:
                 self._claim_version, self._renewed = version, time.monotonic()
                 return set(other.names) - set(self._claim.names) if other.renewal else set()
-            if _is_alive(other):
+            state = owner_state(other.owner, other.nonce)
+            if state == "alive":
                 raise busy_error(other.owner, self.path)
             is_first_look = watched is None
             if watched is None:
                 watched = WatchedClaim(version, time.monotonic())
             elif watched.version != version:
                 raise busy_error(other.owner, self.path)
-            if resume or claim_is_dead(other) or time.monotonic() - watched.since >= self.take_over_s:
+            if resume or state == "dead" or time.monotonic() - watched.since >= self.take_over_s:
                 names = tuple({*self._claim.names, *other.names})
                 own_claim = replace(self._claim, names=names)
                 if self._objects.replace_claim(own_claim, version, other.nonce):
@@ -410,8 +415,7 @@ class ObjectBuild(_ObjectWriter, Build):
         with self._lock:
             if not at_once and time.monotonic() - self._renewed < self.renew_s:
                 return
-            versions = {name: version for name, version in self._versions.items() if version is not None}
-            self._claim = replace(self._claim, renewal=self._claim.renewal + 1, versions=versions)
+            self._claim = replace(self._claim, renewal=self._claim.renewal + 1)
             if self._claim_version is not None:
                 self._objects.replace_claim(self._claim, self._claim_version, self._claim.nonce)
                 # A retried request may report failure although the first one succeeded, so read the claim.
@@ -464,20 +468,14 @@ class ObjectBuild(_ObjectWriter, Build):
             self._renewal = _Renewal(self)
         return self._claim.nonce
 
-    def add_all(self, files: Mapping[str, str]) -> None:
+    def add_all(self, versions: Mapping[str, str]) -> None:
         """Store the versions of objects that members have put."""
         infos = self._objects.list_infos()
-        for name in files:
+        for name in versions:
             if name not in infos:
                 raise NotFoundError("this host does not see the object", path=self._objects.path_of(name))
         with self._lock:
-            self._versions.update(files)
-
-    def make_probe(self) -> str:
-        """Raise UnsupportedError: several processes cannot write parts of one object."""
-        raise UnsupportedError(
-            "ranks would write their parts into one object in place, which no object store supports", path=self.path
-        )
+            self._versions.update(versions)
 
     # Ending
 
@@ -550,7 +548,7 @@ class ObjectBuild(_ObjectWriter, Build):
             _log.warning("the claim of %s stays until the next publication: %s", self.path, error)
         finally:
             self._has_ended = True
-            active_builds.discard(self._claim.nonce)
+            open_builds.discard((self._pid, self._claim.nonce))
 
 
 class _Renewal:
@@ -578,7 +576,7 @@ class _Renewal:
             self._thread.join()
 
 
-class ObjectMember(_ObjectWriter, BuildMember):
+class ObjectMember(_ObjectWriter):
     """Puts objects for a publisher whose claim has the nonce `key`.
 
     Raises:
@@ -620,15 +618,102 @@ class ObjectMember(_ObjectWriter, BuildMember):
             output.close()
         version = self._versions[name]
         assert version is not None
-        return WrittenFile(content.nbytes, version, content.digests, content)
+        return WrittenFile(content.nbytes, version, self.folder, content.digests, content)
 
 
-def _is_alive(claim: Claim) -> bool:
-    return claim.owner.is_alive and not claim_is_dead(claim)
+class ClaimWatch:
+    """The versions of claims that a process has seen, and since when. For one thread."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, WatchedClaim] = {}  # by the path of the directory
+
+    def look_at(self, url: str) -> None:
+        """Remember the claim in a directory, if there is one."""
+        objects = Objects(url)
+        version = objects.claim_version()
+        if version is not None:
+            self.remember(objects.path, version)
+
+    def remember(self, path: str, version: str) -> WatchedClaim:
+        """Remember `version` of the claim in the directory `path`; return it and since when it is unchanged."""
+        seen = self._seen.get(path)
+        if seen is None or seen.version != version:
+            seen = self._seen[path] = WatchedClaim(version, time.monotonic())
+        return seen
 
 
-def claim_is_dead(claim: Claim) -> bool:
-    """Whether a claim's publisher has provably ended; if it is this process, whether that build has ended."""
-    if claim.owner == Owner.current():
-        return not active_builds.is_active(claim.nonce)
-    return claim.owner.is_dead
+def unfinished_objects(url: str, manifest: str) -> UnfinishedBuild | None:
+    """Return what a publisher or removal has left, or is building, in the directory `url`; None if there is nothing.
+
+    Not collective. With a manifest the directory is whole, even if there is still a claim.
+    """
+    objects = Objects(url)
+    infos = objects.list_infos()
+    if CLAIM_NAME not in infos or manifest in infos:
+        return None
+    nbytes = sum(int(info.get("size") or 0) for name, info in infos.items() if name != CLAIM_NAME)
+    paths = (objects.path,)
+    try:
+        present = objects.read_claim()
+    except StateExchangeError:  # it is broken, or renewed again and again
+        return UnfinishedBuild("", paths, False, None, "unknown", nbytes)
+    if present is None:
+        return None
+    claim, _ = present
+    is_removal = claim.plan == REMOVAL
+    state = owner_state(claim.owner, claim.nonce)
+    return UnfinishedBuild(claim.nonce, paths, is_removal, claim.owner, state, nbytes)
+
+
+def clear_objects(
+    url: str, manifest: str, is_own: OwnCheck, *, watch: ClaimWatch | None = None, waits: bool = False
+) -> str | None:
+    """Remove what a dead publisher or removal has left in the directory `url`; return the nonce of its claim.
+
+    Not collective. None if there is nothing, or if its process may still run. Of a directory with a manifest only the
+    claim is removed.
+
+    Args:
+        url: the directory.
+        manifest: the name of the object that commits it.
+        is_own: as for `publish.open_build`.
+        watch: what this process has seen of claims; a claim that has not changed for 60 s counts as a dead process's.
+        waits: watch the claim for 60 s, unless its process runs on this host or has provably ended.
+    """
+    objects = Objects(url)
+    if CLAIM_NAME not in objects.list_infos():
+        return None
+    try:
+        present = objects.read_claim()
+    except CorruptError as error:  # no reason to fail for other directories
+        _log.warning("the remains of a killed save or removal are not removed: %s", error)
+        return None
+    except TargetExistsError:  # it is renewed again and again
+        return None
+    if present is None:
+        return None
+    claim, version = present
+    watched = None if watch is None else watch.remember(objects.path, version)
+    try:
+        ObjectBuild(
+            url, REMOVAL, [manifest], check=None, resume=False, is_own=is_own, watched=watched, waits=waits
+        ).abandon()
+    except TargetExistsError:  # its process runs, or the directory is whole: then only the claim was removed
+        return None
+    return claim.nonce
+
+
+def remove_objects(url: str, manifest: str, check: ReplaceCheck, *, waits: bool) -> None:
+    """Remove a published directory, its manifest first.
+
+    Not collective. With `waits` it watches another host's claim for 60 s, to see whether that process still runs.
+
+    Raises:
+        NotFoundError: there is no manifest.
+        UnsafeError: it has other objects.
+        TargetExistsError: another process is publishing or removing it.
+    """
+    objects = Objects(url)
+    if manifest not in objects.list_infos():
+        raise NotFoundError("no such path", path=objects.path)
+    ObjectBuild(url, REMOVAL, [manifest], check=check, resume=False, waits=waits).abandon()

@@ -1,8 +1,17 @@
-"""The door for writers: build, look at and remove a directory at a local path or at an fsspec URL.
+"""Publish a directory so that it appears whole or not at all, at a local path or a URL: the one door to do so.
 
-A local directory is built and removed by directory_build.py, under hidden names beside it. A directory at a URL is
-built and removed by object_build.py and object_removal.py, under its final name and with a claim. build.py defines the
-interface of both builds, and what they guarantee.
+A publisher begins (`open_build`), creates and writes files, then commits (`Build.commit`) or gives up
+(`Build.abandon`). build.py says what is guaranteed. There are two carriers, each with its protocol and the reason for
+each odd step at the top of its file:
+
+* On a file system (directory_build.py) the files lie in a hidden directory beside the target. The commit is the rename
+  of this directory to the target's name.
+* In an object store (object_build.py), which cannot rename, the files have their final names from the start, and a
+  claim beside them says whose they are. The commit is the put of the manifest, which comes last: readers refuse a
+  directory without one.
+
+A publisher that is killed before its commit leaves names that no reader opens. The next one to the same target settles
+them.
 
 Nothing here is collective. Both carriers are imported at the first call that needs them: fsspec is slow to import.
 """
@@ -11,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import NotFoundError, StorageError, TargetExistsError, UnsafeError
 from statexchange.storage import files
@@ -22,21 +31,22 @@ from statexchange.storage.location import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from statexchange.storage.build import Build, BuildMember, OwnCheck, ReplaceCheck, UnfinishedBuild
-    from statexchange.storage.object_removal import ClaimWatch
+    from statexchange.storage.publish.build import Build, OwnCheck, ReplaceCheck, UnfinishedBuild, WrittenFile
+    from statexchange.storage.publish.object_build import ClaimWatch
+    from statexchange.storage.tensorfile import ShardData
 
 __all__ = [
     "check_build",
     "check_can_be_made",
     "clear",
     "create",
-    "join_build",
     "open_build",
     "remove",
     "unfinished",
     "unfinished_names",
+    "write_into_build",
 ]
 
 _log = logging.getLogger(__name__)
@@ -71,10 +81,10 @@ def open_build(
         InvalidArgumentError: the path has no name, or one that is too long.
     """
     if is_remote(path):
-        from statexchange.storage.object_build import ObjectBuild
+        from statexchange.storage.publish.object_build import ObjectBuild
 
         return ObjectBuild(path, plan_digest, names, check=check, resume=resume, is_own=is_own)
-    from statexchange.storage.directory_build import DirectoryBuild
+    from statexchange.storage.publish.directory_build import DirectoryBuild
 
     return DirectoryBuild(path, plan_digest, check=check, reuse=reuse, resume=resume)
 
@@ -85,33 +95,47 @@ def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes:
     `manifest` is the name of the file that `commit` writes; `nbytes` is the size of all files together.
     """
     if is_remote(path):
-        from statexchange.storage.object_build import check_url
+        from statexchange.storage.publish.object_build import check_url
 
         check_url(path, manifest, check)
     else:
-        from statexchange.storage.directory_build import check_directory
+        from statexchange.storage.publish.leftovers import check_directory
 
         check_directory(path, check, nbytes, resume=resume)
 
 
-def join_build(path: str, key: str, manifest: str) -> BuildMember:
-    """Join a build that another process has opened.
+def write_into_build(
+    path: str,
+    key: str,
+    names: tuple[str, str],
+    shards: Sequence[ShardData],
+    metadata: Mapping[str, Any],
+    progress: Callable[[], object],
+) -> WrittenFile:
+    """Write a rank's tensors and metadata as a file of a build that another process has opened.
+
+    The file is complete and durable on return.
 
     Args:
-        path: the directory.
+        path: the directory, as this process sees it.
         key: what `Build.share` has returned there.
-        manifest: the name of the file that `commit` writes.
+        names: the name of the file, and that of the file that `commit` writes.
+        shards: the tensors.
+        metadata: the metadata.
+        progress: called about once in a megabyte.
 
     Raises:
         NotFoundError: this process does not see the build.
+        TargetExistsError: another publisher has taken over, or the build was abandoned.
     """
+    name, manifest = names
     if is_remote(path):
-        from statexchange.storage.object_build import ObjectMember
+        from statexchange.storage.publish.object_build import ObjectMember
 
-        return ObjectMember(path, key, manifest)
-    from statexchange.storage.directory_build import DirectoryMember
+        return ObjectMember(path, key, manifest).write_tensors(name, shards, metadata, progress)
+    from statexchange.storage.publish.directory_build import write_into_directory
 
-    return DirectoryMember(path, key)
+    return write_into_directory(path, key, name, shards, metadata, progress)
 
 
 def check_can_be_made(path: str, absence: NotFoundError) -> None:
@@ -144,7 +168,7 @@ def check_can_be_made(path: str, absence: NotFoundError) -> None:
 def create(path: str, name: str, data: bytes) -> None:
     """Write a small file durably into a directory, which must exist; TargetExistsError if the name exists, too."""
     if is_remote(path):
-        from statexchange.storage.objects import Objects
+        from statexchange.storage.publish.objects import Objects
 
         Objects(path).create(name, data)
     else:
@@ -170,11 +194,11 @@ def remove(path: str, manifest: str, check: ReplaceCheck, *, waits: bool = True)
         TargetExistsError: another process is publishing or removing it.
     """
     if is_remote(path):
-        from statexchange.storage.object_removal import remove_objects
+        from statexchange.storage.publish.object_build import remove_objects
 
         remove_objects(path, manifest, check, waits=waits)
     else:
-        from statexchange.storage.directory_build import DirectoryRemoval
+        from statexchange.storage.publish.directory_build import DirectoryRemoval
 
         DirectoryRemoval(path, check=check).run()
 
@@ -186,11 +210,11 @@ def unfinished(path: str, manifest: str) -> list[UnfinishedBuild]:
         StorageError: the directory cannot be read.
     """
     if is_remote(path):
-        from statexchange.storage.object_removal import unfinished_objects
+        from statexchange.storage.publish.object_build import unfinished_objects
 
         build = unfinished_objects(path, manifest)
         return [] if build is None else [build]
-    from statexchange.storage.directory_build import unfinished_builds
+    from statexchange.storage.publish.leftovers import unfinished_builds
 
     return unfinished_builds(path)
 
@@ -235,10 +259,10 @@ def clear(
         At a URL the nonce of the claim that was removed; None if there was none, and for a local directory.
     """
     if is_remote(path):
-        from statexchange.storage.object_removal import clear_objects
+        from statexchange.storage.publish.object_build import clear_objects
 
         return clear_objects(path, manifest, is_own, watch=watch, waits=waits)
-    from statexchange.storage.directory_build import DirectoryRemoval
+    from statexchange.storage.publish.directory_build import DirectoryRemoval
 
     builds = unfinished(path, manifest)
     if builds and all(build.owner is not None and build.state != "dead" for build in builds):

@@ -20,9 +20,10 @@ directory; write its files; commit.
 
 * A publisher looks for others before it writes its own record. So two publishers that start at the same time never
   refuse each other; the final rename decides between them.
-* Replacing is a compare-and-swap. Only the directory that was checked when the build began is replaced. After the
-  exchange (or after the old directory was set aside) the publisher compares the directory that it took from the
-  name; if that is another one, it puts it back and fails. If the target was absent, the rename is exclusive.
+* The publisher that finds at its commit that the target is not the directory with which it began fails. If the target
+  was absent, the rename is exclusive. Two publishers that have both looked may still replace one after the other. Then
+  the later one follows the earlier one, as if it had begun after it. It checks what it has taken from the name, and
+  puts back only what no publisher made.
 
 **The parent directory.** A publisher makes it, and its own parents, if they are missing. If it fails, it removes those
 that it has made and that are empty. Another publisher may have opened such a directory and made nothing there yet: it
@@ -46,17 +47,14 @@ import errno
 import json
 import logging
 import os
-import re
 import stat
 import time
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
 from statexchange.errors import (
     CorruptError,
-    InvalidArgumentError,
     NotFoundError,
     StateExchangeError,
     StorageError,
@@ -75,280 +73,51 @@ from statexchange.storage.atomic import (
     rename_new,
     write_new,
 )
-from statexchange.storage.build import (
+from statexchange.storage.files import mount_of, warn_of_options
+from statexchange.storage.location import MAX_MANIFEST_BYTES, parse_json
+from statexchange.storage.publish.build import (
     Build,
-    BuildMember,
     OutputFile,
     ReplaceCheck,
-    UnfinishedBuild,
     WrittenFile,
-    active_builds,
     busy_error,
+    open_builds,
     removed_error,
     target_exists,
 )
-from statexchange.storage.files import Mount, mount_of, warn_of_options
-from statexchange.storage.location import (
-    MAX_MANIFEST_BYTES,
-    parse_json,
+from statexchange.storage.publish.leftovers import (
+    Identity,
+    Leftover,
+    check_mount,
+    check_target,
+    conflict,
+    find_leftovers,
+    identity_at,
+    interrupted,
+    refuse_others,
+    split_target,
 )
-from statexchange.storage.store import Budget, open_local
+from statexchange.storage.store import Budget
 from statexchange.storage.tensorfile import write_tensor_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from statexchange.storage.tensorfile import ShardData
 
 __all__ = [
     "DirectoryBuild",
-    "DirectoryMember",
     "DirectoryRemoval",
-    "check_directory",
     "open_for_writing",
-    "unfinished_builds",
+    "write_into_directory",
 ]
 
 _log = logging.getLogger(__name__)
 _BROKEN_RECORD_S = 60.0  # a record still incomplete after that was left by a process that died while writing it
-_STAT_BLOCK_BYTES = 512  # the unit of st_blocks on every file system
 _ATTEMPTS = 20  # to begin in a directory that other publishers make and remove meanwhile
+_TAKEN_OVER = "treated this one as dead (--resume) and took over its directory"
 _EMPTYING_S = 3.0  # how long open files of other processes may keep a directory on NFS from being removed
 _OPEN_EXISTING = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-_Identity = tuple[int, int, int]  # device, inode, mtime
-
-
-@dataclass(slots=True)
-class _Leftover:
-    """All files and directories beside the target with one nonce."""
-
-    nonce: str
-    owner: Owner | None = None
-    """None if the record is absent or incomplete."""
-    record: os.stat_result | None = None
-    partials: dict[str, str] = field(default_factory=dict)
-    """Hidden name by plan digest."""
-    replaced: str | None = None
-    discarded: str | None = None
-
-    @property
-    def directories(self) -> list[str]:
-        return [*self.partials.values(), *(name for name in (self.replaced, self.discarded) if name)]
-
-    @property
-    def state(self) -> Literal["dead", "alive", "unknown"]:
-        """Whether the owner runs, as far as can be proved."""
-        if self.owner is None:
-            return "unknown"
-        if self.owner == Owner.current():
-            return "alive" if active_builds.is_active(self.nonce) else "dead"
-        if self.owner.is_dead:
-            return "dead"
-        return "alive" if self.owner.is_alive else "unknown"
-
-
-def _leftovers(name: str, dir_fd: int, parent: str) -> list[_Leftover]:
-    """Return what publishers have left under hidden names beside the target `name`, by nonce."""
-    pattern = re.compile(
-        re.escape(files.hidden_prefix(name))
-        + r"\.(?:(?P<plan>[0-9a-f]{32})\.(?P<of>[0-9a-f]{16})\.partial"
-        + r"|(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|replaced|discarded))"
-    )
-    leftovers: dict[str, _Leftover] = {}
-    for entry in files.list_names(dir_fd, parent):
-        match = pattern.fullmatch(entry)
-        if match is None:
-            continue
-        nonce = match["nonce"] or match["of"]
-        leftover = leftovers.setdefault(nonce, _Leftover(nonce))
-        if match["plan"]:
-            leftover.partials[match["plan"]] = entry
-        elif match["kind"] == "replaced":
-            leftover.replaced = entry
-        elif match["kind"] == "discarded":
-            leftover.discarded = entry
-        else:
-            leftover.record, leftover.owner = _read_record(entry, dir_fd, os.path.join(parent, entry))
-    return list(leftovers.values())
-
-
-def _read_record(name: str, dir_fd: int, path: str) -> tuple[os.stat_result | None, Owner | None]:
-    attributes = files.stat_of(name, dir_fd, path)
-    try:
-        if attributes is not None and stat.S_ISLNK(attributes.st_mode):
-            data = os.readlink(name, dir_fd=dir_fd).encode()
-        else:
-            data = files.read_small(name, dir_fd, path, MAX_MANIFEST_BYTES)
-        return attributes, Owner.from_json(parse_json(data, path, Budget(path)))
-    except (NotFoundError, UnsafeError, CorruptError, StorageError, OSError, ValueError):
-        return attributes, None
-
-
-def unfinished_builds(path: str) -> list[UnfinishedBuild]:
-    """Return what publishers and removals have under hidden names beside the target `path`.
-
-    Not collective. [] if the parent directory does not exist.
-    """
-    parent, name = _parts(path)
-    found = []
-    try:
-        with files.directory(parent) as dir_fd:
-            for leftover in _leftovers(name, dir_fd, parent):
-                nbytes = sum(_file_bytes(hidden, dir_fd, parent) for hidden in leftover.directories)
-                paths = tuple(os.path.join(parent, hidden) for hidden in leftover.directories)
-                is_removal = bool(paths) and not leftover.partials
-                found.append(UnfinishedBuild(leftover.nonce, paths, is_removal, leftover.owner, leftover.state, nbytes))
-    except NotFoundError:
-        return []
-    return found
-
-
-def _file_bytes(name: str, dir_fd: int, parent: str) -> int:
-    """Return the bytes of the files in a hidden directory; what cannot be read counts 0."""
-    path = os.path.join(parent, name)
-    total = 0
-    with contextlib.suppress(StateExchangeError), files.directory(name, dir_fd, path) as hidden_fd:
-        for entry in files.list_names(hidden_fd, path):
-            found = files.stat_of(entry, hidden_fd, path)
-            total += 0 if found is None else found.st_size
-    return total
-
-
-def _parts(path: str) -> tuple[str, str]:
-    """Return the parent and the name of a target."""
-    parent, name = os.path.split(path)
-    if not name:
-        raise InvalidArgumentError("not a path for a checkpoint: it has no name", path=path)
-    nbytes = len(os.fsencode(name))
-    if nbytes > files.NAME_MAX:
-        raise InvalidArgumentError(
-            f"the target's name is too long: it has {nbytes} bytes, and a file system takes at most {files.NAME_MAX}",
-            path=path,
-        )
-    return parent, name
-
-
-def check_directory(path: str, check: ReplaceCheck | None, nbytes: int, *, resume: bool) -> None:
-    """Raise what a build of `nbytes` bytes at `path` would raise for the target, without changing anything.
-
-    Disk space of dead publishers' files counts as free: a build removes or reuses them.
-    """
-    parent, name = _parts(path)
-    dir_fd, nearest = files.open_nearest(parent)
-    try:
-        _check_mount(mount_of(nearest), nearest)
-        needed_bytes = nbytes
-        if nearest == parent:
-            leftovers = _leftovers(name, dir_fd, parent)
-            _refuse_others(leftovers, path)
-            has_target = files.stat_of(name, dir_fd, path) is not None
-            if check is None and (has_target or any(_interrupted(leftovers))):
-                raise target_exists(path)
-            files.check_writable(dir_fd, parent)  # here, so that errors come in a build's order
-            if has_target or not any(_interrupted(leftovers)):
-                opened_target = _check_target(path, dir_fd, check)
-                if opened_target is not None:
-                    os.close(opened_target[0])
-            for leftover in leftovers:
-                if resume or leftover.state == "dead":
-                    needed_bytes -= _bytes_on_disk(leftover, dir_fd, parent)
-        files.check_writable(dir_fd, nearest)
-        files.check_room(dir_fd, needed_bytes, path)
-    finally:
-        os.close(dir_fd)
-
-
-def _check_mount(mount: Mount, path: str) -> None:
-    if mount.has_no_files:
-        text = f"cannot make files here: {mount.kind} is an interface of the kernel"
-        raise StorageError(text, errno=errno.ENOENT, path=path)
-
-
-def _bytes_on_disk(leftover: _Leftover, dir_fd: int, parent: str) -> int:
-    """Return the bytes on disk of a publisher's unfinished directories; what cannot be read counts 0."""
-    if leftover.owner is None or leftover.replaced:  # a build would not remove it, or would give it the target's name
-        return 0
-    nbytes = 0
-    for name in leftover.partials.values():
-        path = os.path.join(parent, name)
-        with contextlib.suppress(StateExchangeError), files.directory(name, dir_fd, path) as partial_fd:
-            for entry in files.list_names(partial_fd, path):
-                attributes = files.stat_of(entry, partial_fd, path)
-                if attributes is not None:
-                    nbytes += getattr(attributes, "st_blocks", 0) * _STAT_BLOCK_BYTES
-    return nbytes
-
-
-def _conflict(path: str, action: str) -> TargetExistsError:
-    """Return the error for a target that another publisher has changed; `action` completes "another publisher ..."."""
-    return TargetExistsError(f"refused: another publisher {action}; the present target was not changed", path=path)
-
-
-def _refuse_others(leftovers: Iterable[_Leftover], path: str) -> None:
-    """Raise TargetExistsError if a live process is publishing to this target."""
-    for leftover in leftovers:
-        if leftover.state == "alive":
-            raise busy_error(leftover.owner, path)
-
-
-def _interrupted(leftovers: Iterable[_Leftover]) -> Iterator[tuple[_Leftover, str]]:
-    """Yield each leftover whose replacement may have been interrupted between its two renames, with its new directory.
-
-    If the target is absent too, it was interrupted.
-    """
-    for leftover in leftovers:
-        if leftover.replaced and leftover.owner is not None:
-            for partial in leftover.partials.values():
-                yield leftover, partial
-
-
-def _check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[int, _Identity] | None:
-    """Check the target and open it.
-
-    Returns:
-        None if the target is absent, else (fd, identity). The caller closes fd; while it is open, the inode number is
-        not reused.
-
-    Raises:
-        TargetExistsError: `check` is None, or the target was replaced during the check.
-        UnsafeError: the target is not a directory.
-        StateExchangeError: what `check` raises.
-    """
-    parent, name = os.path.split(path)
-    attributes = files.stat_of(name, dir_fd, path)
-    if attributes is None:
-        return None
-    if check is None:
-        raise target_exists(path)
-    if not stat.S_ISDIR(attributes.st_mode):
-        raise UnsafeError("refused to overwrite: the target is not a directory", path=path)
-    fd = files.open_directory(name, dir_fd, path)
-    try:
-        identity = _identity(files.fstat_of(fd, path))
-        store, _ = open_local(parent)
-        try:
-            check(store.below(name))
-        except StateExchangeError:  # does not count if the directory was being replaced and removed during the check
-            if _identity_at(name, dir_fd, path) == identity:
-                raise
-        finally:
-            store.close()
-        if _identity_at(name, dir_fd, path) != identity:
-            raise _conflict(path, "replaced the target meanwhile")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, identity
-
-
-def _identity(attributes: os.stat_result) -> _Identity:
-    """Return (device, inode, mtime); inode numbers alone are reused."""
-    return attributes.st_dev, attributes.st_ino, attributes.st_mtime_ns
-
-
-def _identity_at(name: str, dir_fd: int, path: str) -> _Identity | None:
-    attributes = files.stat_of(name, dir_fd, path)
-    return None if attributes is None else _identity(attributes)
 
 
 class DirectoryFile(OutputFile):
@@ -398,24 +167,30 @@ def open_for_writing(path: str) -> int:
         raise StorageError.of(error, "open for writing", path=path) from error
 
 
-class DirectoryMember(BuildMember):
-    """Writes files into the directory under construction that has the name `key`, beside the target `path`."""
-
-    def __init__(self, path: str, key: str) -> None:
-        self.folder = os.path.join(os.path.dirname(path), os.path.basename(key))
-
-    def write_tensors(
-        self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any], progress: Callable[[], object]
-    ) -> WrittenFile:
-        """Write the file while its digests are made; its header comes last."""
-        path = os.path.join(self.folder, name)
-        durable = not mount_of(self.folder).is_memory
-        with files.directory(self.folder) as dir_fd:
-            nbytes, digests = write_tensor_file(
-                dir_fd, name, path, shards, metadata, durable=durable, mode=0o666, progress=progress
-            )
-            invalidate_listings(dir_fd, path=self.folder)  # before the publisher on another host looks for the file
-        return WrittenFile(nbytes, "", digests, None)
+def write_into_directory(
+    path: str,
+    key: str,
+    name: str,
+    shards: Sequence[ShardData],
+    metadata: Mapping[str, Any],
+    progress: Callable[[], object],
+) -> WrittenFile:
+    """Write a rank's file into the directory under construction that has the name `key`, beside the target `path`."""
+    folder = os.path.join(os.path.dirname(path), os.path.basename(key))
+    durable = not mount_of(folder).is_memory
+    with files.directory(folder) as dir_fd:
+        nbytes, digests = write_tensor_file(
+            dir_fd,
+            name,
+            os.path.join(folder, name),
+            shards,
+            metadata,
+            durable=durable,
+            mode=0o666,
+            progress=progress,
+        )
+        invalidate_listings(dir_fd, path=folder)  # before the publisher on another host looks for the file
+    return WrittenFile(nbytes, "", folder, digests, None)
 
 
 class DirectoryBuild(Build):
@@ -423,7 +198,7 @@ class DirectoryBuild(Build):
 
     def __init__(self, path: str, plan_digest: str, *, check: ReplaceCheck | None, reuse: bool, resume: bool) -> None:
         self.path = path
-        self._parent, self._name = _parts(path)
+        self._parent, self._name = split_target(path)
         self._stem = files.hidden_prefix(self._name)
         self._nonce = new_nonce()
         self._partial = f"{self._stem}.{plan_digest}.{self._nonce}.partial"
@@ -435,13 +210,12 @@ class DirectoryBuild(Build):
         self._check = check
         self._pid = os.getpid()
         self._outputs: list[DirectoryFile] = []
-        self._probes: list[str] = []
         self._unreserved = 0  # bytes of created files whose disk space is not reserved
         for attempts_left in reversed(range(_ATTEMPTS)):
             self._lock: FileLock | None = None
             self._dir_fd = self._old_fd = -1
             self._own_identity: tuple[int, int] | None = None
-            self._old_identity: _Identity | None = None
+            self._old_identity: Identity | None = None
             self._is_published = self._has_ended = False
             try:
                 self._open_parent()
@@ -449,7 +223,7 @@ class DirectoryBuild(Build):
                 if os.path.lexists(self._parent) or not attempts_left:
                     raise
                 continue
-            active_builds.add(self._nonce)
+            open_builds.add((self._pid, self._nonce))
             try:
                 self._begin(plan_digest, reuse=reuse, resume=resume)
             except BaseException as error:
@@ -468,7 +242,7 @@ class DirectoryBuild(Build):
         try:
             warn_of_options(self._parent)
             self._mount = mount_of(self._parent)
-            _check_mount(self._mount, self._parent)
+            check_mount(self._mount, self._parent)
             self._parent_fd = files.open_directory(self._parent)
         except BaseException:
             files.remove_made(self._made)
@@ -486,14 +260,14 @@ class DirectoryBuild(Build):
         self._acquire_lock()
         # Look for others before writing the record: two publishers that start together both pass, and the final rename
         # decides between them.
-        leftovers = _leftovers(self._name, self._parent_fd, self._parent)
-        _refuse_others(leftovers, self.path)
+        leftovers = find_leftovers(self._name, self._parent_fd, self._parent)
+        refuse_others(leftovers, self.path)
         if self._check is None and files.stat_of(self._name, self._parent_fd, self.path) is not None:
             raise target_exists(self.path)
         record = self._write_record()  # durable before anything else of this nonce
         of_this_user = [leftover for leftover in leftovers if self._is_of_this_user(leftover, record)]
         self._complete_replacements(leftovers, of_this_user)  # before the target is checked: it may get its name here
-        opened_target = _check_target(self.path, self._parent_fd, self._check)
+        opened_target = check_target(self.path, self._parent_fd, self._check)
         if opened_target is not None:
             self._old_fd, self._old_identity = opened_target
         self._clear_leftovers(of_this_user, record, plan_digest if reuse else None, resume=resume)
@@ -517,7 +291,7 @@ class DirectoryBuild(Build):
             lock.acquire(timeout=0)
         except Timeout:  # filelock also times out if it cannot make the file
             if files.stat_of(os.path.basename(lock.lock_file), self._parent_fd, self.path) is not None:
-                _refuse_others(_leftovers(self._name, self._parent_fd, self._parent), self.path)  # names the process
+                refuse_others(find_leftovers(self._name, self._parent_fd, self._parent), self.path)  # names the process
                 raise busy_error(None, self.path) from None
             return
         except (OSError, NotImplementedError):  # if no file can be made here, writing the owner record reports it
@@ -567,7 +341,7 @@ class DirectoryBuild(Build):
             raise
         files.close_file(fd, path)
 
-    def _is_of_this_user(self, leftover: _Leftover, record: os.stat_result) -> bool:
+    def _is_of_this_user(self, leftover: Leftover, record: os.stat_result) -> bool:
         """Whether the record and the directories of its nonce have the uid of this process's own record."""
         if leftover.record is None or leftover.record.st_uid != record.st_uid:
             return False
@@ -577,11 +351,11 @@ class DirectoryBuild(Build):
                 return False
         return True
 
-    def _complete_replacements(self, leftovers: Iterable[_Leftover], of_this_user: Sequence[_Leftover]) -> None:
+    def _complete_replacements(self, leftovers: Iterable[Leftover], of_this_user: Sequence[Leftover]) -> None:
         """Rename a complete directory to the target's name if its publisher died between the two renames."""
         if files.stat_of(self._name, self._parent_fd, self.path) is not None:
             return
-        for leftover, partial in _interrupted(leftovers):
+        for leftover, partial in interrupted(leftovers):
             if leftover not in of_this_user:
                 raise UnsafeError(
                     f"refused: another user's replacement of the target was interrupted ({leftover.owner})",
@@ -602,7 +376,7 @@ class DirectoryBuild(Build):
             return
 
     def _clear_leftovers(
-        self, leftovers: Iterable[_Leftover], record: os.stat_result, plan_digest: str | None, *, resume: bool
+        self, leftovers: Iterable[Leftover], record: os.stat_result, plan_digest: str | None, *, resume: bool
     ) -> None:
         """Remove the leftovers of dead publishers, or take over a directory of this plan."""
         unknown = []
@@ -640,7 +414,7 @@ class DirectoryBuild(Build):
             return
         self._own_identity = identity_of(self._partial, self._parent_fd, self.building_path)
 
-    def _remove_leftover(self, leftover: _Leftover) -> None:
+    def _remove_leftover(self, leftover: Leftover) -> None:
         """Remove a dead publisher's directories, then its record. A failure is logged: the next build tries again."""
         if leftover.replaced and files.stat_of(self._name, self._parent_fd, self.path) is None:
             return  # the only copy of the old checkpoint
@@ -651,7 +425,7 @@ class DirectoryBuild(Build):
         except StateExchangeError as error:
             _log.warning("cannot remove what an interrupted publisher left: %s", error)
 
-    def _remove_record_of(self, leftover: _Leftover) -> None:
+    def _remove_record_of(self, leftover: Leftover) -> None:
         name = f"{self._stem}.{leftover.nonce}.owner"
         files.remove_file(name, os.path.join(self._parent, name), self._parent_fd)
 
@@ -758,35 +532,25 @@ class DirectoryBuild(Build):
         """Return the name of the directory under construction."""
         return self._partial
 
-    def add_all(self, files: Mapping[str, str]) -> None:
+    def add_all(self, versions: Mapping[str, str]) -> None:
         """Check that this host sees the files."""
-        for name in files:
-            self._check_seen(name)
-
-    def _check_seen(self, name: str) -> None:
-        path = os.path.join(self.building_path, name)
-        if files.stat_of(name, self._dir_fd, path) is None:
-            raise NotFoundError("this host does not see the file", path=path)
-
-    def make_probe(self) -> str:
-        """Make an empty file with a random name."""
-        name = f".probe-{new_nonce()}"
-        self._probes.append(name)
-        self.put(name, b"")
-        return os.path.join(self.building_path, name)
+        for name in versions:
+            path = os.path.join(self.building_path, name)
+            if files.stat_of(name, self._dir_fd, path) is None:
+                raise NotFoundError("this host does not see the file", path=path)
 
     # Ending
 
     def commit(self, name: str, data: files.Buffer) -> None:
         """Write the last file, then rename the directory to the target's name or exchange it with the old one."""
         self.put(name, data)
-        for hidden in [*map(_receipt, self.finished), *self._probes]:
+        for hidden in map(_receipt, self.finished):
             files.remove_file(hidden, os.path.join(self.building_path, hidden), self._dir_fd)
         files.sync_directory(self._dir_fd, self.building_path)  # all names are durable before the rename
         if self._old_identity is not None and self._is_replaceable():
             if not self._exchange():
                 self._move_aside()
-                self._move_in()
+                self._rename_exclusively()
         else:
             self._rename_exclusively()
         files.sync_directory(self._parent_fd, self.path)  # the new name is durable before success is reported
@@ -795,12 +559,12 @@ class DirectoryBuild(Build):
 
     def _is_replaceable(self) -> bool:
         """Check the target again: False if it is absent; an error if it is not the directory checked at the start."""
-        identity = _identity_at(self._name, self._parent_fd, self.path)
+        identity = identity_at(self._name, self._parent_fd, self.path)
         if identity is None:
             return False  # removed, or another publisher is between two renames: the next rename decides
         if identity != self._old_identity:
-            raise _conflict(self.path, "replaced or changed the target meanwhile")
-        opened_target = _check_target(self.path, self._parent_fd, self._check)
+            raise conflict(self.path, "replaced or changed the target meanwhile")
+        opened_target = check_target(self.path, self._parent_fd, self._check)
         if opened_target is None:
             return False
         os.close(opened_target[0])
@@ -810,15 +574,13 @@ class DirectoryBuild(Build):
         try:
             rename_new(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
         except TargetExistsError:
-            raise _conflict(self.path, "was first") from None
+            raise conflict(self.path, "was first") from None
         except StorageError as error:
-            raise self._rename_error(error) from error
-
-    def _rename_error(self, error: StorageError) -> StateExchangeError:
-        """Return the error for a failed rename: with `resume`, another publisher may have taken over the directory."""
-        if error.errno == errno.ENOENT and identity_of(self._partial, self._parent_fd, self.path) is None:
-            return _conflict(self.path, "treated this one as dead (--resume) and took over its directory")
-        return error
+            if error.errno != errno.ENOENT or identity_of(self._partial, self._parent_fd, self.path) is not None:
+                raise
+            # If the old one is still set aside, another publisher has completed this replacement.
+            if identity_of(self._replaced, self._parent_fd, self.path) is None:
+                raise conflict(self.path, _TAKEN_OVER) from error
 
     def _exchange(self) -> bool:
         """Exchange the new directory with the old one; return False if the file system cannot."""
@@ -826,23 +588,16 @@ class DirectoryBuild(Build):
             if not exchange_names(self._partial, self._name, dir_fd=self._parent_fd, path=self.path):
                 return False
         except StorageError as error:
-            if error.errno == errno.ENOENT:
-                if identity_of(self._partial, self._parent_fd, self.path) is None:
-                    raise self._rename_error(error) from error
-                raise _conflict(self.path, "removed the target meanwhile") from error
-            raise
-        # The target may have been replaced between the check and the exchange: compare what was exchanged.
-        if _identity_at(self._partial, self._parent_fd, self.path) != self._old_identity:
-            self._undo_exchange()
-            raise _conflict(self.path, "replaced the target meanwhile")
-        return True
-
-    def _undo_exchange(self) -> None:
-        files.audit("undo exchange", self.path)
-        exchange_names(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
-        if identity_of(self._partial, self._parent_fd, self.path) != self._own_identity:
-            # A third publisher replaced this build's directory meanwhile: its checkpoint must stay published.
+            if error.errno != errno.ENOENT:
+                raise
+            is_taken_over = identity_of(self._partial, self._parent_fd, self.path) is None
+            raise conflict(self.path, _TAKEN_OVER if is_taken_over else "removed the target meanwhile") from error
+        try:
+            self._check_replaced(self._partial)
+        except BaseException:
             exchange_names(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
+            raise
+        return True
 
     def _move_aside(self) -> None:
         try:
@@ -853,37 +608,22 @@ class DirectoryBuild(Build):
             raise
         # Otherwise this host's NFS client may show its cached directory under the new name, not the renamed one.
         invalidate_lookups(self._parent_fd, self._parent)
-        if _identity_at(self._replaced, self._parent_fd, self.path) != self._old_identity:
-            self._put_back()
-            raise _conflict(self.path, "replaced the target meanwhile")
+        self._check_replaced(self._replaced)
 
-    def _move_in(self) -> None:
-        try:
-            rename_new(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
-        except TargetExistsError:
-            raise _conflict(self.path, "was first") from None
-        except StorageError as error:
-            # If the new directory is gone and the old one set aside, another publisher has completed the replacement.
-            if error.errno != errno.ENOENT or identity_of(self._partial, self._parent_fd, self.path) is not None:
-                raise
-            if identity_of(self._replaced, self._parent_fd, self.path) is None:
-                raise self._rename_error(error) from error
+    def _check_replaced(self, name: str) -> None:
+        """Check the directory that this build has taken from the target, which now has the name `name`.
 
-    def _put_back(self) -> None:
-        """Rename the directory that was moved aside back to the target, unless another publisher has taken the name."""
-        try:
-            rename_new(self._replaced, self._name, dir_fd=self._parent_fd, path=self.path)
-        except TargetExistsError:
-            if _identity_at(self._replaced, self._parent_fd, self.path) != self._old_identity:
-                # It is another publisher's checkpoint. A name without this nonce keeps it from being removed.
-                kept_name = f"{self._stem}.{new_nonce()}.kept"
-                kept_path = os.path.join(self._parent, kept_name)
-                rename_new(self._replaced, kept_name, dir_fd=self._parent_fd, path=kept_path)
-                _log.warning(
-                    "%s: two other publishers published here meanwhile; the directory of the first is now at %s",
-                    self.path,
-                    kept_path,
-                )
+        Another publisher may have replaced the target after the last look. Its checkpoint was published, and this one
+        follows it: nothing is undone, so it does not matter if a third one has followed already. What no publisher
+        made must not be replaced.
+        """
+        identity = identity_at(name, self._parent_fd, self.path)
+        if identity == self._old_identity:
+            return
+        opened_target = check_target(os.path.join(self._parent, name), self._parent_fd, self._check)
+        if opened_target is not None:
+            os.close(opened_target[0])
+            self._old_identity = opened_target[1]
 
     def abandon(self) -> None:
         """Remove an uncommitted build. A failure is logged: the next publisher to this target tries again."""
@@ -892,23 +632,18 @@ class DirectoryBuild(Build):
         try:
             for output in self._outputs:
                 output.close()
-            self._undo()
+            self._put_back()
         except StateExchangeError as error:
             _log.warning("files of the abandoned build of %s stay until the next publication: %s", self.path, error)
         finally:
             self._end()
 
-    def _undo(self) -> None:
-        """Restore the target if an interrupt came between the steps of a replacement."""
-        if self._is_published:
+    def _put_back(self) -> None:
+        """Give the old directory its name again if a replacement ended between its two renames."""
+        if self._is_published or identity_of(self._replaced, self._parent_fd, self.path) is None:
             return
-        if identity_of(self._replaced, self._parent_fd, self.path) is not None:
-            self._put_back()
-        identity = _identity_at(self._partial, self._parent_fd, self.path)
-        if identity is None or self._own_identity is None:
-            return
-        if identity[:2] != self._own_identity and identity != self._old_identity:
-            self._undo_exchange()
+        with contextlib.suppress(TargetExistsError):  # another publisher has published meanwhile
+            rename_new(self._replaced, self._name, dir_fd=self._parent_fd, path=self.path)
 
     def _end(self) -> None:
         """Remove all names of this nonce, the record last, and release the lock."""
@@ -918,7 +653,7 @@ class DirectoryBuild(Build):
                 self._invalidate_listings()
         finally:
             self._has_ended = True
-            active_builds.discard(self._nonce)
+            open_builds.discard((self._pid, self._nonce))
             if self._lock is not None:
                 with contextlib.suppress(OSError):  # an empty lock file does no harm
                     # Before the release: after it the file may be another publisher's lock.
@@ -947,22 +682,23 @@ class DirectoryBuild(Build):
             _log.warning("hosts that have just listed the directory may see %s late: %s", self.path, error)
 
     def _discard_own(self) -> bool:
-        """Remove the directories of this nonce; return False if one of them is another publisher's."""
+        """Remove the directories of this nonce; return False if one of them is the only copy of the old checkpoint.
+
+        A directory that this build neither made nor checked stays. Without the record nobody removes it.
+        """
         all_removed = True
         for name in (self._partial, self._replaced, self._discarded):
-            identity = _identity_at(name, self._parent_fd, self.path)
+            identity = identity_at(name, self._parent_fd, self.path)
             if identity is None:
                 continue
             target = identity_of(self._name, self._parent_fd, self.path)
-            is_known = (
-                self._own_identity is None or identity[:2] == self._own_identity or identity == self._old_identity
-            )
             # After publishing, an absent target means that the next publisher is between its two renames.
-            is_only_copy = name == self._replaced and target is None and not self._is_published
-            if (is_known or name == self._discarded) and not is_only_copy:
-                self._discard(name, self._discarded)
-            else:
+            if name == self._replaced and target is None and not self._is_published:
                 all_removed = False
+                continue
+            is_made_here = self._own_identity is None or identity[:2] == self._own_identity
+            if is_made_here or identity == self._old_identity or name == self._discarded:
+                self._discard(name, self._discarded)
         return all_removed
 
 
@@ -992,9 +728,9 @@ class DirectoryRemoval(DirectoryBuild):
                 raise NotFoundError("there is nothing to remove", path=self.path)
             rename_new(self._name, self._discarded, dir_fd=self._parent_fd, path=self.path)
             invalidate_lookups(self._parent_fd, self._parent)
-            if _identity_at(self._discarded, self._parent_fd, self.path) != self._old_identity:
+            if identity_at(self._discarded, self._parent_fd, self.path) != self._old_identity:
                 rename_new(self._discarded, self._name, dir_fd=self._parent_fd, path=self.path)
-                raise _conflict(self.path, "replaced the target meanwhile")
+                raise conflict(self.path, "replaced the target meanwhile")
             files.sync_directory(self._parent_fd, self.path)  # the name is gone durably before the first file is
             self._is_published = True
             self._end()

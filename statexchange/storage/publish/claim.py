@@ -13,7 +13,7 @@ manifest. After a failure another publisher replaces it. object_build.py has the
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, NotFoundError, ReplacedError
@@ -41,7 +41,6 @@ class Claim:
         since: start time, in ISO format.
         plan: digest of the merge plan.
         names: objects that the publisher may put, and objects of earlier publishers that it will remove.
-        versions: the store's version of each object that the publisher has put.
         renewal: counter of renewals, so that no two contents of a claim are equal.
     """
 
@@ -50,7 +49,6 @@ class Claim:
     since: str
     plan: str
     names: tuple[str, ...]
-    versions: dict[str, str] = field(default_factory=dict)
     renewal: int = 0
 
     @classmethod
@@ -70,7 +68,7 @@ class Claim:
             "since": self.since,
             "plan": self.plan,
             "names": sorted(self.names),
-            "versions": self.versions,
+            "versions": {},  # nobody reads them, but statexchange up to 0.2 refuses a claim without
             "renewal": self.renewal,
         }
         return json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode()
@@ -82,14 +80,14 @@ class Claim:
         try:
             if raw["schema"] != _SCHEMA or type(raw["renewal"]) is not int:
                 raise ValueError("unknown schema")
-            names, versions = raw["names"], raw["versions"]
-            texts = [raw["nonce"], raw["since"], raw["plan"], *names, *versions, *versions.values()]
+            names = raw["names"]
+            texts = [raw["nonce"], raw["since"], raw["plan"], *names]
             if not all(isinstance(text, str) for text in texts) or not isinstance(names, list):
-                raise ValueError("a name or version is not text")
+                raise ValueError("a name is not text")
             if any(part in ("", ".", "..") for name in names for part in name.split("/")):
                 raise ValueError("the name of an object leads out of the directory")
             owner = Owner.from_json(raw["owner"])
-            return cls(raw["nonce"], owner, raw["since"], raw["plan"], tuple(names), dict(versions), raw["renewal"])
+            return cls(raw["nonce"], owner, raw["since"], raw["plan"], tuple(names), raw["renewal"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"broken claim: {error}", path=path) from None
 

@@ -1,7 +1,6 @@
 """The interface of a build: one checkpoint directory under construction, which appears whole or not at all.
 
-publish.py opens a build at a local path (directory_build.py) or at an fsspec URL (object_build.py). The top of each
-of these files explains its protocol.
+`open_build` of this package opens it at a local path (directory_build.py) or at an fsspec URL (object_build.py).
 
 A build goes through the states *open* (files are created, written and recorded), then *committed* or *abandoned*. It
 guarantees:
@@ -17,7 +16,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,22 +26,21 @@ from statexchange.processes import Owner
 from statexchange.sharding.plan import TensorPlan
 from statexchange.storage.files import Buffer
 from statexchange.storage.store import Store
-from statexchange.storage.tensorfile import DigestedTensors, ShardData
+from statexchange.storage.tensorfile import DigestedTensors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
-    "ActiveBuilds",
     "Build",
-    "BuildMember",
     "OutputFile",
     "OwnCheck",
     "ReplaceCheck",
     "UnfinishedBuild",
     "WrittenFile",
-    "active_builds",
     "busy_error",
+    "open_builds",
+    "owner_state",
     "removed_error",
     "target_exists",
 ]
@@ -79,33 +76,20 @@ class UnfinishedBuild:
     nbytes: int
 
 
-class ActiveBuilds:
-    """The nonces of this process's open builds. Thread-safe.
-
-    Each nonce is stored with the pid, so that a forked child has none.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._active: set[tuple[int, str]] = set()  # pid and nonce
-
-    def add(self, nonce: str) -> None:
-        """Add an open build."""
-        with self._lock:
-            self._active.add((os.getpid(), nonce))
-
-    def discard(self, nonce: str) -> None:
-        """Remove a committed or abandoned build."""
-        with self._lock:
-            self._active.discard((os.getpid(), nonce))
-
-    def is_active(self, nonce: str) -> bool:
-        """Whether an open build of this process has this nonce."""
-        with self._lock:
-            return (os.getpid(), nonce) in self._active
+open_builds: set[tuple[int, str]] = set()
+"""Pid and nonce of each open build of this process; with the pid, because a forked child has none of its parent's."""
 
 
-active_builds = ActiveBuilds()
+def owner_state(owner: Owner | None, nonce: str) -> Literal["dead", "alive", "unknown"]:
+    """Return whether the publisher with this nonce runs, as far as can be proved; `owner` is None without a record."""
+    if owner is None:
+        return "unknown"
+    if owner == Owner.current():
+        # This process runs, but its build may have been given up without removing all that it had made.
+        return "alive" if (os.getpid(), nonce) in open_builds else "dead"
+    if owner.is_dead:
+        return "dead"
+    return "alive" if owner.is_alive else "unknown"
 
 
 def busy_error(owner: Owner | None, path: str) -> TargetExistsError:
@@ -189,21 +173,14 @@ class Build(ABC):
 
     @abstractmethod
     def share(self) -> str:
-        """Return the key with which other processes join this build (`publish.join_build`) to write files into it."""
+        """Return the key with which other processes join this build (`write_into_build`) to write files into it."""
 
     @abstractmethod
-    def add_all(self, files: Mapping[str, str]) -> None:
-        """Take over complete files that members have written; `files` has the version of each `WrittenFile` by name.
+    def add_all(self, versions: Mapping[str, str]) -> None:
+        """Take over complete files that members have written; `versions` has the version of each `WrittenFile` by name.
 
         Raises:
             NotFoundError: this process does not see one of them; `path` is the file's.
-        """
-
-    @abstractmethod
-    def make_probe(self) -> str:
-        """Create a file with a random name and return its path: ranks on whose host it exists see this directory.
-
-        `commit` removes it.
         """
 
     @abstractmethod
@@ -232,34 +209,13 @@ class WrittenFile:
     Attributes:
         nbytes: its size.
         version: what its store calls this version of it; "" in a directory.
+        folder: where this process sees the files of the build, for messages.
         digests: the digests of each tensor's boxes.
         content: its tensors with their digests, so that the object need not be read again; None in a directory.
     """
 
     nbytes: int
     version: str
+    folder: str
     digests: Mapping[str, Sequence[str]]
     content: DigestedTensors | None
-
-
-class BuildMember(ABC):
-    """Another process's part in a build that is shared.
-
-    Attributes:
-        folder: where this process looks for the files of the build, for messages.
-    """
-
-    folder: str
-
-    @abstractmethod
-    def write_tensors(
-        self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any], progress: Callable[[], object]
-    ) -> WrittenFile:
-        """Write a rank's tensors and metadata as the file `name`, which is complete and durable on return.
-
-        `progress` is called about once in a megabyte.
-
-        Raises:
-            NotFoundError: this process does not see the build.
-            TargetExistsError: another publisher has taken over, or the build was abandoned.
-        """
