@@ -30,7 +30,7 @@ from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipt, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import Description
 from statexchange.storage import files
-from statexchange.storage.publish.directory_build import open_for_writing
+from statexchange.storage.publish.build import open_for_writing
 from statexchange.storage.regions import to_global, windows, write_box
 from statexchange.tensors import ITEMSIZE, run_bytes
 

@@ -77,7 +77,7 @@ from statexchange.storage.files import mount_of, warn_of_options
 from statexchange.storage.location import MAX_MANIFEST_BYTES, parse_json
 from statexchange.storage.publish.build import (
     Build,
-    OutputFile,
+    DirectoryFile,
     ReplaceCheck,
     WrittenFile,
     busy_error,
@@ -95,6 +95,7 @@ from statexchange.storage.publish.leftovers import (
     identity_at,
     interrupted,
     refuse_others,
+    remove_entry,
     split_target,
 )
 from statexchange.storage.store import Budget
@@ -108,7 +109,6 @@ if TYPE_CHECKING:
 __all__ = [
     "DirectoryBuild",
     "DirectoryRemoval",
-    "open_for_writing",
     "write_into_directory",
 ]
 
@@ -117,54 +117,6 @@ _BROKEN_RECORD_S = 60.0  # a record still incomplete after that was left by a pr
 _ATTEMPTS = 20  # to begin in a directory that other publishers make and remove meanwhile
 _TAKEN_OVER = "treated this one as dead (--resume) and took over its directory"
 _EMPTYING_S = 3.0  # how long open files of other processes may keep a directory on NFS from being removed
-_OPEN_EXISTING = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-
-
-class DirectoryFile(OutputFile):
-    """A file of a `DirectoryBuild`, which several processes may write. It is opened by the first write."""
-
-    def __init__(self, path: str, header: bytes, *, is_reserved: bool) -> None:
-        self.path = path
-        self.header = header
-        self.is_reserved = is_reserved
-        self._fd = -1
-
-    def _opened(self) -> int:
-        if self._fd < 0:
-            self._fd = open_for_writing(self.path)
-        return self._fd
-
-    def write(self, data: files.Buffer, at: int) -> None:
-        files.pwrite_all(self._opened(), data, at, self.path)
-
-    def finish(self, *, writes_header: bool = True) -> None:
-        if writes_header:
-            files.audit("write", self.path)
-            files.pwrite_all(self._opened(), self.header, 0, self.path)
-        files.sync_file(self._opened(), self.path)
-        fd, self._fd = self._fd, -1
-        files.close_file(fd, self.path)
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with contextlib.suppress(OSError):  # the file will be removed
-                os.close(fd)
-
-
-def open_for_writing(path: str) -> int:
-    """Return a descriptor for writing in place to a file that root has created. Not collective."""
-    files.audit("open", path)
-    try:
-        return os.open(path, _OPEN_EXISTING)
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise StorageError(
-                "too many open files: raise the limit (ulimit -n), or make fewer files (max_shard_size)",
-                errno=error.errno,
-                path=path,
-            ) from error
-        raise StorageError.of(error, "open for writing", path=path) from error
 
 
 def write_into_directory(
@@ -385,7 +337,7 @@ class DirectoryBuild(Build):
                 age_s = (record.st_mtime_ns - leftover.record.st_mtime_ns) / 1e9 if leftover.record else 0.0
                 # Both times come from the file system: the clocks of two hosts are never compared.
                 if age_s > _BROKEN_RECORD_S and not leftover.directories:
-                    self._remove_record_of(leftover)
+                    self._remove_record(leftover.nonce)
                 continue
             if leftover.state != "dead" and not resume:
                 unknown.append(leftover)
@@ -421,12 +373,12 @@ class DirectoryBuild(Build):
         try:
             for name in leftover.directories:
                 self._discard(name, f"{self._stem}.{leftover.nonce}.discarded")
-            self._remove_record_of(leftover)  # last: it proves the owner of the directories
+            self._remove_record(leftover.nonce)  # last: it proves the owner of the directories
         except StateExchangeError as error:
             _log.warning("cannot remove what an interrupted publisher left: %s", error)
 
-    def _remove_record_of(self, leftover: Leftover) -> None:
-        name = f"{self._stem}.{leftover.nonce}.owner"
+    def _remove_record(self, nonce: str) -> None:
+        name = f"{self._stem}.{nonce}.owner"
         files.remove_file(name, os.path.join(self._parent, name), self._parent_fd)
 
     def _discard(self, name: str, discarded: str) -> None:
@@ -446,7 +398,7 @@ class DirectoryBuild(Build):
         while files.stat_of(discarded, self._parent_fd, path) is not None:
             with files.directory(discarded, self._parent_fd, path) as dir_fd:
                 for entry in files.list_names(dir_fd, path):
-                    _remove_entry(entry, os.path.join(path, entry), dir_fd)
+                    remove_entry(entry, os.path.join(path, entry), dir_fd)
             if files.remove_directory(discarded, self._parent_fd, path):
                 return
             if time.monotonic() > deadline:
@@ -465,7 +417,7 @@ class DirectoryBuild(Build):
                     self.finished[name] = metadata
         finished_names = {*self.finished, *map(_receipt, self.finished)}
         for name in set(names) - finished_names:
-            _remove_entry(name, os.path.join(self.building_path, name), self._dir_fd)
+            remove_entry(name, os.path.join(self.building_path, name), self._dir_fd)
 
     def _finished_metadata(self, name: str) -> Any:
         """Return the metadata of a finished output file; None unless its receipt is complete and fits the file."""
@@ -671,7 +623,7 @@ class DirectoryBuild(Build):
             self._dir_fd = self._old_fd = -1
             is_clear = self._discard_own()
             if is_clear and files.stat_of(self._record, self._parent_fd, self.path) is not None:
-                files.remove_file(self._record, os.path.join(self._parent, self._record), self._parent_fd)
+                self._remove_record(self._nonce)
         except StateExchangeError as error:
             _log.warning("cannot remove an obsolete directory; the next publication tries again: %s", error)
 
@@ -737,23 +689,6 @@ class DirectoryRemoval(DirectoryBuild):
         except BaseException:
             self.abandon()
             raise
-
-
-def _remove_entry(name: str, path: str, dir_fd: int) -> None:
-    """Remove a file, or a directory with all that is in it; links are not followed."""
-    if name.startswith(".nfs"):  # a removed file that is still open: NFS removes it when closed
-        return
-    try:
-        # No look at what it is: on NFS that fails for a file that another host removes at the same time.
-        files.remove_file(name, path, dir_fd)
-        return
-    except StorageError as error:
-        if error.errno not in (errno.EISDIR, errno.EPERM):
-            raise
-    with files.directory(name, dir_fd, path) as below:
-        for entry in files.list_names(below, path):
-            _remove_entry(entry, os.path.join(path, entry), below)
-    files.remove_directory(name, dir_fd, path)
 
 
 def _receipt(name: str) -> str:

@@ -43,6 +43,7 @@ __all__ = [
     "identity_at",
     "interrupted",
     "refuse_others",
+    "remove_entry",
     "split_target",
     "unfinished_builds",
 ]
@@ -279,3 +280,20 @@ def identity_at(name: str, dir_fd: int, path: str) -> Identity | None:
     """Return the identity of a file or directory; None if the name does not exist."""
     attributes = files.stat_of(name, dir_fd, path)
     return None if attributes is None else _identity(attributes)
+
+
+def remove_entry(name: str, path: str, dir_fd: int) -> None:
+    """Remove a file, or a directory with all that is in it; links are not followed."""
+    if name.startswith(".nfs"):  # a removed file that is still open: NFS removes it when closed
+        return
+    try:
+        # No look at what it is: on NFS that fails for a file that another host removes at the same time.
+        files.remove_file(name, path, dir_fd)
+        return
+    except StorageError as error:
+        if error.errno not in (errno.EISDIR, errno.EPERM):
+            raise
+    with files.directory(name, dir_fd, path) as below:
+        for entry in files.list_names(below, path):
+            remove_entry(entry, os.path.join(path, entry), below)
+    files.remove_directory(name, dir_fd, path)
