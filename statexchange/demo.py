@@ -22,7 +22,7 @@ from statexchange.errors import (
     StorageError,
     TargetExistsError,
     from_record,
-    needing_torch,
+    needing_extra,
     to_record,
 )
 from statexchange.storage.location import resolve_path
@@ -140,7 +140,7 @@ def run_demo(
 
 
 def _require_torch() -> None:
-    with needing_torch("the demo"):
+    with needing_extra("the demo"):
         import torch  # noqa: F401
 
 

@@ -30,7 +30,6 @@ from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
 from statexchange.formats.source import WEIGHTS, Source, Weights, abbreviated_names
 from statexchange.storage.location import (
-    Attempts,
     OpenedPath,
     open_path,
     read_with_retry,
@@ -145,15 +144,8 @@ def open_with(
     if section != ALL:
         check_section(section)
 
-    attempts = Attempts(path)
     try:
-        while True:
-            opened = attempts.open()
-            try:
-                return _read_once(opened, read, strict=strict, section=section, wants=wants)
-            except BaseException as error:
-                if not attempts.goes_on(opened, error):
-                    raise
+        return read_with_retry(path, partial(_read_once, read=read, strict=strict, section=section, wants=wants))
     except NotFoundError as error:
         raise _absent_step(path) or error from None
     except InvalidArgumentError as error:

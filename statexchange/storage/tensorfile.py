@@ -298,22 +298,33 @@ def wrong_kind_of(file: StoredFile) -> str | None:
     return wrong_kind_of_bytes(bytes(start))
 
 
+# The first bytes, in lower case and without leading blanks, of files that hold no tensors, and what they are
+_WRONG_KINDS: tuple[tuple[bytes | tuple[bytes, ...], str], ...] = (
+    (b"pk\3\4", "this is a zip archive: if torch.save wrote it, call it .pt or .bin"),
+    (b"\x1f\x8b", "this file is compressed by gzip: unpack it first"),
+    (
+        b"version https://git-lfs.github.com/spec/",
+        "this is a pointer of Git LFS, not the file itself: fetch it with git lfs pull",
+    ),
+    (
+        (b"<!doctype html", b"<html", b"<?xml"),
+        "this is a web page, not the file: the download got an error page, download it again",
+    ),
+)
+_JSON_TEXT = "this is JSON text, not the file: if it is an error message of a download, download the file again"
+
+
 def wrong_kind_of_bytes(start: bytes) -> str | None:
     """Return what `wrong_kind_of` returns, from the first bytes of a file."""
     if not start:
         return "the file is empty"
-    if start.startswith(b"PK\3\4"):
-        return "this is a zip archive: if torch.save wrote it, call it .pt or .bin"
-    if start.startswith(b"\x1f\x8b"):
-        return "this file is compressed by gzip: unpack it first"
     text = start.lstrip().lower()
-    if text.startswith(b"version https://git-lfs.github.com/spec/"):
-        return "this is a pointer of Git LFS, not the file itself: fetch it with git lfs pull"
-    if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
-        return "this is a web page, not the file: the download got an error page, download it again"
-    if text.startswith(b"{") and start.isascii() and b"\0" not in start:  # a header's length has zeros
-        return "this is JSON text, not the file: if it is an error message of a download, download the file again"
-    return None
+    for mark, kind in _WRONG_KINDS:
+        if text.startswith(mark):
+            return kind
+    # A tensor file has zeros before its JSON, in the header's length.
+    is_json = text.startswith(b"{") and start.isascii() and b"\0" not in start
+    return _JSON_TEXT if is_json else None
 
 
 def _entries(raw: Mapping[str, object], data_start: int, path: str) -> list[Entry]:
