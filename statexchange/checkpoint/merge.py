@@ -81,13 +81,7 @@ from statexchange.sharding.paths import note_on_wrappers, wrapper_rules
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout, layout_advice, rule_for_dim
 from statexchange.storage.build import OutputFile
-from statexchange.storage.location import (
-    OpenedPath,
-    is_remote,
-    read_option_file,
-    resolve_path,
-    target_path,
-)
+from statexchange.storage.location import OpenedPath, is_remote, read_option_file, resolve_path, target_path
 from statexchange.tensors import element_shape
 from statexchange.units import format_transfer
 

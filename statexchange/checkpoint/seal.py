@@ -31,12 +31,7 @@ from statexchange.sharding.options import CallOptions
 from statexchange.sharding.shards import full_box
 from statexchange.storage.added_file import AddedFile
 from statexchange.storage.atomic import is_temporary
-from statexchange.storage.location import (
-    OpenedPath,
-    directory_of,
-    open_path,
-    resolve_path,
-)
+from statexchange.storage.location import OpenedPath, directory_of, open_path, resolve_path
 from statexchange.storage.tensorfile import read_header
 
 if TYPE_CHECKING:

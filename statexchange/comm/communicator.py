@@ -48,7 +48,7 @@ class _Collectives:
     """The module `collectives`, which needs torch: it is imported when a collective is first called."""
 
     def __getattr__(self, name: str) -> object:
-        with needing_torch("a collective on tensors or arrays"):
+        with needing_extra("a collective on tensors or arrays"):
             from statexchange.comm import collectives
         function = getattr(collectives, name)
         setattr(self, name, function)  # else an import statement would slow down each small collective

@@ -18,11 +18,7 @@ from statexchange.errors import CorruptError, ReplacedError, StateExchangeError,
 from statexchange.storage import files
 from statexchange.storage.atomic import write_new
 from statexchange.storage.files import WINDOW_BYTES, Buffer, digest
-from statexchange.storage.location import (
-    OpenedPath,
-    open_path,
-    read_with_retry,
-)
+from statexchange.storage.location import OpenedPath, open_path, read_with_retry
 from statexchange.storage.store import StoredFile
 from statexchange.storage.tensorfile import MANIFEST, DigestedTensors, SaveManifest, read_header_bytes, read_manifest
 

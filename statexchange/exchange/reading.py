@@ -45,10 +45,7 @@ from statexchange.storage.regions import (
     to_global,
     windows,
 )
-from statexchange.storage.store import (
-    ByteRange,
-    StoredFile,
-)
+from statexchange.storage.store import ByteRange, StoredFile
 from statexchange.tensors import (
     ITEMSIZE,
     TensorLike,

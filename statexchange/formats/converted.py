@@ -22,11 +22,7 @@ from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.options import Selection
 from statexchange.sharding.shards import Box, Shard, c_strides
 from statexchange.storage.location import parse_json, read_option_file
-from statexchange.storage.store import (
-    Budget,
-    ByteRange,
-    StoredFile,
-)
+from statexchange.storage.store import Budget, ByteRange, StoredFile
 from statexchange.tensors import ITEMSIZE
 
 __all__ = [

@@ -37,12 +37,7 @@ from statexchange.formats.torch_archive import (
 from statexchange.sharding.paths import ListItem, Path
 from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import (
-    Budget,
-    ByteRange,
-    Store,
-    StoredFile,
-)
+from statexchange.storage.store import Budget, ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import read_header
 
 __all__ = ["METADATA", "matches", "read"]

@@ -28,12 +28,7 @@ from statexchange.formats.torch_archive import (
 from statexchange.formats.torch_file import leaves, open_archive
 from statexchange.formats.zero import FlatRun, Shapes
 from statexchange.sharding.shards import Box, Shard, boxes_of_run, full_box, shape_from_json
-from statexchange.storage.store import (
-    Budget,
-    ByteRange,
-    Store,
-    StoredFile,
-)
+from statexchange.storage.store import Budget, ByteRange, Store, StoredFile
 from statexchange.tensors import ITEMSIZE
 
 __all__ = ["UNIVERSAL", "DeepSpeedFile", "FileNames", "FlatBuffer", "number_of", "parse_shapes"]

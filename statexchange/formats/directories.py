@@ -50,11 +50,7 @@ from statexchange.formats.source import (
 )
 from statexchange.sharding.paths import Path
 from statexchange.storage.claim import CLAIM_NAME
-from statexchange.storage.location import (
-    FilteredStore,
-    OpenedPath,
-    open_path,
-)
+from statexchange.storage.location import FilteredStore, OpenedPath, open_path
 from statexchange.storage.store import Store
 from statexchange.storage.workspace import is_rank_file
 

@@ -55,16 +55,8 @@ from statexchange.sharding.shards import (
     sizes_from_json,
 )
 from statexchange.storage.claim import CLAIM_NAME, claim_of
-from statexchange.storage.location import (
-    OpenedPath,
-    parse_json,
-    read_json,
-)
-from statexchange.storage.store import (
-    ByteRange,
-    Store,
-    StoredFile,
-)
+from statexchange.storage.location import OpenedPath, parse_json, read_json
+from statexchange.storage.store import ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_header
 from statexchange.storage.workspace import is_rank_file
 from statexchange.tensors import ITEMSIZE, itemsize_of

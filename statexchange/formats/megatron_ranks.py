@@ -42,10 +42,7 @@ from statexchange.formats.torch_archive import strides_of
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.shards import Box, Shard, c_strides, linear_offset
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import (
-    ByteRange,
-    Store,
-)
+from statexchange.storage.store import ByteRange, Store
 from statexchange.tensors import ITEMSIZE
 
 __all__ = ["division_of", "is_rank", "is_rank_file", "matches", "read", "read_one"]

@@ -29,12 +29,7 @@ from statexchange.formats.model_files import CONFIG, is_weights, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
 from statexchange.formats.source import WEIGHTS, Source, Weights, abbreviated_names
-from statexchange.storage.location import (
-    OpenedPath,
-    open_path,
-    read_with_retry,
-    resolve_path,
-)
+from statexchange.storage.location import OpenedPath, open_path, read_with_retry, resolve_path
 from statexchange.storage.steps import is_saves_directory, list_steps, step_name, step_of, steps_text
 from statexchange.units import format_number
 

@@ -27,12 +27,7 @@ from statexchange.sharding.paths import (
 from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.location import OpenedPath, parse_json
-from statexchange.storage.store import (
-    Budget,
-    ByteRange,
-    Store,
-    StoredFile,
-)
+from statexchange.storage.store import Budget, ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import Header, RankFile
 from statexchange.tensors import PACKED
 

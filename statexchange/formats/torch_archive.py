@@ -15,11 +15,7 @@ from typing import Any
 from statexchange.errors import CorruptError, TruncatedError, UnsupportedError, excerpt
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents, each_once
 from statexchange.sharding.shards import c_strides, sizes_from_json
-from statexchange.storage.store import (
-    Budget,
-    ByteRange,
-    StoredFile,
-)
+from statexchange.storage.store import Budget, ByteRange, StoredFile
 from statexchange.tensors import ITEMSIZE, name_of_dtype
 
 __all__ = [

@@ -42,12 +42,7 @@ from statexchange.sharding.paths import ListItem, Path, TupleItem, agreed_paths
 from statexchange.sharding.sharding_spec import DimSplit, local_boxes
 from statexchange.sharding.shards import MAX_DIMS, Box, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import (
-    Budget,
-    ByteRange,
-    Store,
-    StoredFile,
-)
+from statexchange.storage.store import Budget, ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import wrong_kind_of
 from statexchange.tensors import ITEMSIZE
 from statexchange.values import MAX_DEPTH

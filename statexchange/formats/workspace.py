@@ -16,10 +16,7 @@ from statexchange.errors import (
     StorageError,
 )
 from statexchange.formats.source import ShardFile, Source
-from statexchange.storage.location import (
-    OpenedPath,
-    open_path,
-)
+from statexchange.storage.location import OpenedPath, open_path
 from statexchange.storage.steps import step_of
 from statexchange.storage.store import Store
 from statexchange.storage.workspace import (

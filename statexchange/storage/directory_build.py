@@ -88,10 +88,7 @@ from statexchange.storage.build import (
     target_exists,
 )
 from statexchange.storage.files import Mount, mount_of, warn_of_options
-from statexchange.storage.location import (
-    MAX_MANIFEST_BYTES,
-    parse_json,
-)
+from statexchange.storage.location import MAX_MANIFEST_BYTES, parse_json
 from statexchange.storage.store import Budget, open_local
 from statexchange.storage.tensorfile import write_tensor_file
 

@@ -48,13 +48,7 @@ from statexchange.processes import Owner, host_identity
 from statexchange.storage import files
 from statexchange.storage.atomic import is_abandoned, new_nonce, write_new
 from statexchange.storage.files import digest
-from statexchange.storage.location import (
-    is_remote,
-    open_path,
-    parse_json,
-    seal,
-    unseal,
-)
+from statexchange.storage.location import is_remote, open_path, parse_json, seal, unseal
 from statexchange.storage.steps import clear_leftovers, identity_of_saves, read_saves, step_name, step_of
 from statexchange.storage.store import local_path
 from statexchange.storage.tensorfile import MANIFEST, SaveManifest, read_header_bytes, read_manifest

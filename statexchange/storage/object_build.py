@@ -66,10 +66,7 @@ from statexchange.storage.build import (
 from statexchange.storage.claim import CLAIM_NAME, Claim
 from statexchange.storage.files import audit
 from statexchange.storage.fsspec_store import storage_errors
-from statexchange.storage.location import (
-    FilteredStore,
-    read_json,
-)
+from statexchange.storage.location import FilteredStore, read_json
 from statexchange.storage.objects import Objects, conditional, etag_of
 from statexchange.storage.tensorfile import DigestedTensors
 

@@ -34,12 +34,7 @@ from statexchange.errors import (
 from statexchange.sharding.shards import MAX_SIZE, Box, Shard, full_box, numel_of, sizes_from_json
 from statexchange.storage.atomic import new_file
 from statexchange.storage.files import PART_BYTES, REPORTED_BYTES, WINDOW_BYTES, digest
-from statexchange.storage.location import (
-    parse_json,
-    read_json,
-    seal,
-    unseal,
-)
+from statexchange.storage.location import parse_json, read_json, seal, unseal
 from statexchange.storage.store import ByteRange
 from statexchange.tensors import (
     ITEMSIZE,
@@ -54,11 +49,7 @@ from statexchange.tensors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from statexchange.storage.store import (
-        Budget,
-        Store,
-        StoredFile,
-    )
+    from statexchange.storage.store import Budget, Store, StoredFile
 
 __all__ = [
     "MANIFEST",
