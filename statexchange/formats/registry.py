@@ -29,7 +29,7 @@ from statexchange.formats.model_files import CONFIG, is_weights, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
 from statexchange.formats.source import WEIGHTS, Source, Weights, abbreviated_names
-from statexchange.storage.location import OpenedPath, open_path, read_with_retry, resolve_path
+from statexchange.storage.location import Attempts, OpenedPath, open_path, read_with_retry, resolve_path
 from statexchange.storage.steps import is_saves_directory, list_steps, step_name, step_of, steps_text
 from statexchange.units import format_number
 
@@ -57,7 +57,7 @@ class Format(Protocol):
     """A module that reads one kind of checkpoint.
 
     Whatever a file holds, the outcome is a source or an error of `statexchange.errors` that names the file. Files are
-    opened by `Store.open`, JSON is read by `storage.json_text`, shapes and offsets are checked by `sharding.shards`,
+    opened by `Store.open`, JSON is read by `storage.location`, shapes and offsets are checked by `sharding.shards`,
     and text from a file enters a message through `errors.excerpt`. torch is never imported, numpy only inside of
     functions.
     """
@@ -139,8 +139,15 @@ def open_with(
     if section != ALL:
         check_section(section)
 
+    attempts = Attempts(path)
     try:
-        return read_with_retry(path, partial(_read_once, read=read, strict=strict, section=section, wants=wants))
+        while True:
+            opened = attempts.open()
+            try:
+                return _read_once(opened, read, strict=strict, section=section, wants=wants)
+            except BaseException as error:
+                if not attempts.goes_on(opened, error):
+                    raise
     except NotFoundError as error:
         raise _absent_step(path) or error from None
     except InvalidArgumentError as error:

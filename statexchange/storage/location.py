@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_MANIFEST_BYTES",
+    "Attempts",
     "FilteredStore",
     "OpenedPath",
     "check_parsed_size",
@@ -135,7 +136,6 @@ def target_path(path: str | os.PathLike[str], *, local: bool = False) -> str:
 T = TypeVar("T")
 _ATTEMPTS = 40  # to open a path that other processes keep replacing
 _STALE_S = 1.0  # how long an NFS 3 client may show a removed directory under its old name
-_MAY_BE_STALE = (NotFoundError, IncompleteError, CorruptError)  # what is found wrong in such a directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,49 +206,74 @@ def open_path(path: str) -> OpenedPath:
     return OpenedPath(without_secrets(path), *open_url(path))
 
 
-def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:
-    """Open a path, call `read` with it and return the result; retry while other processes replace what is there.
+class Attempts:
+    """Attempts to read a path that other processes may replace meanwhile.
 
     An error counts only if the path still leads to the directory in which it arose: otherwise another process has
     replaced the directory meanwhile. On shared storage a file must also be missing or broken for a whole second,
-    because an NFS client may go on showing a directory that another host has removed.
+    because an NFS client may go on showing a directory that another host has removed. `read_with_retry` shows the use.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._count = 0
+        self._last_error: StateExchangeError | None = None
+        self._stale_until: float | None = None
+
+    def open(self) -> OpenedPath:
+        """Open the path; the caller closes it, or passes it to `goes_on`.
+
+        Raises:
+            NotFoundError: there is nothing at the path.
+            ReplacedError: the path was replaced in each of 40 attempts.
+        """
+        while self._count < _ATTEMPTS:
+            if self._count:
+                time.sleep(min(0.001 * 2**self._count, 0.05))
+            self._count += 1
+            try:
+                return open_path(self._path)
+            except NotFoundError as error:
+                if self._last_error is None:
+                    raise
+                # Between two publications, or removed for good: the next attempts decide.
+                self._last_error = error
+        if isinstance(self._last_error, NotFoundError):
+            raise self._last_error
+        text = "replaced again and again while it was read: try again later"
+        raise ReplacedError(text, path=self._path) from self._last_error
+
+    def goes_on(self, opened: OpenedPath, error: BaseException) -> bool:
+        """Close an opened path whose reading has raised `error`; return whether to open the path again."""
+        with opened:
+            if isinstance(error, StateExchangeError) and self._is_replaced(opened, error):
+                self._last_error = error
+                return True
+        return False
+
+    def _is_replaced(self, opened: OpenedPath, error: StateExchangeError) -> bool:
+        if isinstance(error, ReplacedError) or not opened.is_current():
+            return True
+        if not opened.is_shared or not isinstance(error, NotFoundError | IncompleteError | CorruptError):
+            return False
+        if self._stale_until is None:
+            self._stale_until = time.monotonic() + _STALE_S
+        return time.monotonic() < self._stale_until
+
+
+def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:
+    """Open a path, call `read` with it and return the result; retry while the path is being replaced (`Attempts`).
 
     After success the path stays open, and the caller closes it; after an error it is closed.
-
-    Raises:
-        NotFoundError: there is nothing at the path.
-        ReplacedError: the path was replaced in each of 40 attempts.
     """
-    last_error: StateExchangeError | None = None
-    stale_until: float | None = None
-    for attempt in range(_ATTEMPTS):
-        if attempt:
-            time.sleep(min(0.001 * 2**attempt, 0.05))
-        try:
-            opened = open_path(path)
-        except NotFoundError as error:
-            if last_error is None:
-                raise
-            # Between two publications, or removed for good: the next attempts decide.
-            last_error = error
-            continue
+    attempts = Attempts(path)
+    while True:
+        opened = attempts.open()
         try:
             return read(opened)
         except BaseException as error:
-            with opened:
-                if not isinstance(error, StateExchangeError):
-                    raise
-                if not isinstance(error, ReplacedError) and opened.is_current():
-                    may_be_stale = opened.is_shared and isinstance(
-                        error, NotFoundError | IncompleteError | CorruptError
-                    )
-                    stale_until = stale_until or time.monotonic() + _STALE_S
-                    if not may_be_stale or time.monotonic() >= stale_until:
-                        raise
-                last_error = error
-    if isinstance(last_error, NotFoundError):
-        raise last_error
-    raise ReplacedError("replaced again and again while it was read: try again later", path=path) from last_error
+            if not attempts.goes_on(opened, error):
+                raise
 
 
 class FilteredStore(Store):
