@@ -16,6 +16,7 @@ import math
 import re
 import secrets
 import struct
+from collections.abc import Mapping  # ranks send manifests, so that their hints are read at run time
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -47,7 +48,7 @@ from statexchange.tensors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from statexchange.storage.store import Budget, Store, StoredFile
 
