@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     from statexchange.errors import StateExchangeError
     from statexchange.report.hub_metadata import HubComparison
-    from statexchange.report.verify import VerifyReport
-    from statexchange.report.verify_saves import SaveVerdict
+    from statexchange.report.verify import SaveVerdict, VerifyReport
 
 _NOT_IN_DATA = ("findings", "values", "hub", "notes")  # notes are the warnings of the JSON
 
@@ -166,7 +165,7 @@ def _show_hub(output: Output, hub: HubComparison) -> None:
 
 
 def _verify_saves(output: Output, path: str, checks: Sequence[str]) -> int:
-    from statexchange.report.verify_saves import verify_saves
+    from statexchange.report.verify import verify_saves
 
     findings: list[StateExchangeError] = []
     records: list[Row] = []
