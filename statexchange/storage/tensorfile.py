@@ -16,6 +16,7 @@ import math
 import re
 import secrets
 import struct
+from collections.abc import Mapping  # at run time: ranks decode a SaveManifest by its annotations
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -52,7 +53,7 @@ from statexchange.tensors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from statexchange.storage.store import (
         Budget,
