@@ -230,16 +230,12 @@ class WrittenFile:
     """A file that a member has written.
 
     Attributes:
-        nbytes: its size.
         version: what its store calls this version of it; "" in a directory.
-        digests: the digests of each tensor's boxes.
-        content: its tensors with their digests, so that the object need not be read again; None in a directory.
+        content: its tensors with their digests.
     """
 
-    nbytes: int
     version: str
-    digests: Mapping[str, Sequence[str]]
-    content: DigestedTensors | None
+    content: DigestedTensors
 
 
 class BuildMember(ABC):

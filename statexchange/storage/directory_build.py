@@ -408,11 +408,11 @@ class DirectoryMember(BuildMember):
         path = os.path.join(self.folder, name)
         durable = not mount_of(self.folder).is_memory
         with files.directory(self.folder) as dir_fd:
-            nbytes, digests = write_tensor_file(
+            content = write_tensor_file(
                 dir_fd, name, path, shards, metadata, durable=durable, mode=0o666, progress=progress
             )
             invalidate_listings(dir_fd, path=self.folder)  # before the publisher on another host looks for the file
-        return WrittenFile(nbytes, "", digests, None)
+        return WrittenFile("", content)
 
 
 class DirectoryBuild(Build):

@@ -617,7 +617,7 @@ class ObjectMember(_ObjectWriter, BuildMember):
             output.close()
         version = self._versions[name]
         assert version is not None
-        return WrittenFile(content.nbytes, version, content.digests, content)
+        return WrittenFile(version, content)
 
 
 def _is_alive(claim: Claim) -> bool:

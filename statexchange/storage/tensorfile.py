@@ -371,8 +371,8 @@ def write_tensor_file(
     durable: bool,
     mode: int = 0o600,
     progress: Callable[[], object] | None = None,
-) -> tuple[int, dict[str, list[str]]]:
-    """Write one rank's tensors and metadata as a new file; return its size in bytes, and its tensors' digests by name.
+) -> DigestedTensors:
+    """Write one rank's tensors and metadata as a new file; return them with their digests.
 
     The digests are computed while the tensors are written, so the header, which has them, is written last. `progress`
     is called about once in a megabyte.
@@ -384,15 +384,16 @@ def write_tensor_file(
     with new_file(dir_fd, name, nbytes, path=path, durable=durable, mode=mode, begin=begin) as file:
         for part in _digested(ordered, digests, progress):
             file.write(part)
-        file.write_header(header.with_digests(digests))
-    return nbytes, _by_name(ordered, digests)
+        first_bytes = header.with_digests(digests)
+        file.write_header(first_bytes)
+    return DigestedTensors(first_bytes, nbytes, tuple(ordered), tuple(digests), progress)
 
 
 @dataclass(frozen=True, slots=True)
 class DigestedTensors:
-    """One rank's tensors as the file that `write_tensor_file` writes, for a store that takes bytes in order.
+    """One rank's tensors as the file that `write_tensor_file` writes, to write them once more, or to a store.
 
-    The header comes first and has the digests, so the tensors are read twice.
+    A store takes bytes in order. The header comes first and has the digests, so the tensors are read twice for it.
 
     Attributes:
         header: the first bytes of the file.

@@ -435,10 +435,10 @@ class Workspace:
         files.make_path(self.path)
         try:
             with self._round_directories(name.run, name.round, make=True) as dir_fds:
-                nbytes, _ = write_tensor_file(dir_fds[-1], name.file, path, shards, metadata, durable=self.durable)
+                content = write_tensor_file(dir_fds[-1], name.file, path, shards, metadata, durable=self.durable)
                 # Before the receipt is returned: its recipient may list these directories on another host.
                 atomic.invalidate_listings(*dir_fds, path=self.path)
-                return nbytes
+                return content.nbytes
         except BaseException:
             self._remove_empty(name.run, name.round)
             raise
