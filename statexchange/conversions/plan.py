@@ -210,25 +210,12 @@ class _Planner:
 
     def _unknown(self, names: Sequence[str]) -> InvalidArgumentError | UnsafeError:
         shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-        other = self._other_direction()
-        hint = f"; {other}, the other direction, has a rule for each name: convert (--convert)" if other else ""
         if len(names) == len(self._inputs):
             text = f"convert: {self._conversion.name} has a rule for none of the {len(names)} names: {shown}"
-            return InvalidArgumentError(text + hint)
-        if not hint:
-            hint = (
-                "; to leave them out, exclude (--exclude); else write a conversion of your own that has rules for them"
-            )
+            return InvalidArgumentError(text)
         text = f"convert: {self._conversion.name} has no rule for {len(names)} of {len(self._inputs)} names: {shown}"
-        return UnsafeError(text + hint)
-
-    def _other_direction(self) -> str | None:
-        """Return the name of the inverse if it has a rule for every name."""
-        try:
-            inverse = self._conversion.inverse()
-        except InvalidArgumentError:  # an operation has no inverse
-            return None
-        return None if unknown_names(inverse, self._inputs) else inverse.name.removeprefix(2 * "inverse:")
+        advice = "to leave them out, exclude (--exclude); else write a conversion of your own that has rules for them"
+        return UnsafeError(f"{text}; {advice}")
 
     def _add(self, group: _Group) -> None:
         """Add what one group fills: for each index of the inputs' leading dims that are unstacked, most often ()."""
