@@ -137,7 +137,8 @@ def _planned(
     merged = merge_metadata(metadata, options.new_layout())
     given = given_files(request.options.files_from)
     # transformers would give a head that its config does not tie, and that no file has, random values.
-    is_untied = unties_heads(given.config(request.model_files))
+    config = given.config(request.model_files)
+    is_untied = config is not None and unties_heads(config)
     by_rank = []
     for rank, (shards, aliases) in enumerate(zip(merged.shards, merged.aliases, strict=True)):
         by_rank.append(RankShards(rank, shards, without_heads(aliases) if is_untied else aliases))
