@@ -144,9 +144,10 @@ class Plan:
     def nbytes_of_ranks(self, world_size: int) -> tuple[int, ...]:
         """Return the number of bytes that each rank supplies."""
         nbytes = [0] * world_size
-        for tensor in self.tensors.values():
-            for piece in tensor.pieces:
-                nbytes[piece.holder] += math.prod(piece.box.shape) * ITEMSIZE[tensor.dtype]
+        for file in self.files:
+            for tensor in file.tensors:
+                for piece in tensor.pieces:
+                    nbytes[piece.holder] += math.prod(piece.box.shape) * ITEMSIZE[tensor.dtype]
         return tuple(nbytes)
 
     @property
@@ -488,7 +489,7 @@ def _search(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...] | N
     cut_dims = _cut_dims(shape, boxes)
     if len(cut_dims) > _MAX_CUT_DIMS:
         raise UnsupportedError(f"cut along {len(cut_dims)} dims; {_MAX_CUT_DIMS} are supported")
-    if 0 in shape:
+    if 0 in shape or (boxes and not cut_dims):  # boxes are distinct, so this is the whole tensor
         return None
     flaws = []
     num_corners = 0
@@ -670,9 +671,13 @@ def _assign_files(tensors: list[TensorPlan], options: ExportOptions) -> tuple[Fi
 
 def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: ExportOptions) -> FilePlan:
     place_of = {dtype: -place for place, dtype in enumerate(ITEMSIZE)}
+    keys = []
+    for number, tensor in enumerate(tensors):
+        keys.append((place_of[tensor.dtype], tensor.name, number))
     placed = []
     begin = 0
-    for tensor in sorted(tensors, key=lambda tensor: (place_of[tensor.dtype], tensor.name)):
+    for _, _, number in sorted(keys):
+        tensor = tensors[number]
         placed.append(tensor._replace(begin=begin))
         begin += tensor.nbytes
     suffix = "" if count == 1 else f"-{index + 1:05d}-of-{count:05d}"
