@@ -94,7 +94,8 @@ class Wait:
     def _poll(self, monitors: Sequence[FailureMonitor]) -> None:
         """Raise PeerError if a rank has failed, StallError past the deadline."""
         now = time.monotonic()
-        if now - self._checked_at >= _MONITOR_PERIOD_S:
+        # At the deadline, too, as another rank may have given up a moment before, and its error is the one to raise.
+        if now - self._checked_at >= _MONITOR_PERIOD_S or now > self._deadline:
             self._checked_at = now
             progress = 0
             for monitor in monitors:

@@ -10,6 +10,7 @@ the message is the address of an arena that holds the actual, longer message. Th
     _LEFT             0, or how it has left: _GONE_QUIETLY, or _GONE_WITH_ERROR, with the error in its third slot
     _PROGRESS         how often it has reported that bytes move
     _REQUESTED        the number of a barrier at which it requests all ranks, as it has a failure to report there
+    _GIVEN_UP         the number of the barrier that it has given up, if any
     _FINGERPRINT, _LOCATION   of its current call, two of each, by the parity of the barrier's number
 
 A barrier (`sync`): a rank writes its arrival, then waits until it has read those of all. `enter` and `all_gather_bytes`
@@ -47,6 +48,7 @@ _SPILLED = 1 << 63
 _ROW_WORDS = 16
 _PID, _START, _ARRIVED, _LEFT, _PROGRESS, _REQUESTED = range(6)
 _FINGERPRINT, _LOCATION = 6, 8  # two of each, by the arrival's parity
+_GIVEN_UP = 10
 _SLOT_BYTES = 4096
 _MAILBOX_BYTES = 1024
 _KEPT_BYTES = 1 << 20  # longer messages are rare, and their memory is given back
@@ -212,6 +214,7 @@ class ControlPage(GroupMonitor):
                     wait.until(self._are_all_here, self._pace, self)
                     break
         except BaseException:
+            self._set(_GIVEN_UP, count)  # first, so that the others do not name this rank as one that did not come
             words[self._own_word] = count - 1  # taken back, see the top of this file
             raise
 
@@ -221,8 +224,10 @@ class ControlPage(GroupMonitor):
         return all(words[word] >= self._count for word in self._words_of_others)
 
     def _behind(self) -> list[int]:
-        """Return the ranks that have not arrived at this rank's barrier."""
-        return [r for r in range(self.world_size) if self._get(r, _ARRIVED) < self._count]
+        """Return the ranks that have not come to this rank's barrier."""
+        count = self._count
+        ranks = range(self.world_size)
+        return [r for r in ranks if self._get(r, _ARRIVED) < count and self._get(r, _GIVEN_UP) < count]
 
     def check(self, operation: str) -> None:
         """Raise PeerError if a rank has died, or the error with which one has left. This rank awaits `operation`.
