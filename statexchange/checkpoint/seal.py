@@ -235,7 +235,7 @@ def _aliases_of(opened: OpenedPath, tensors: Mapping[str, object]) -> dict[str, 
     if MANIFEST not in opened.store.listing:
         return {}
     try:
-        manifest = huggingface.read(opened, strict=False).manifest
+        manifest = huggingface.read(opened).manifest
     except StateExchangeError:
         return {}
     aliases = manifest.get("aliases", {}) if manifest is not None else {}

@@ -84,10 +84,10 @@ def matches(opened: OpenedPath) -> bool:
     return METADATA in opened.store.listing or any(map(_FILE_NAME.fullmatch, opened.store.files))
 
 
-def read(opened: OpenedPath, *, strict: bool = True) -> Source:
+def read(opened: OpenedPath) -> Source:
     """Return the source at a path; each .distcp file has the rank in its name.
 
-    Broken metadata raises even without `strict`.
+    Broken metadata raises.
     """
     store = opened.store
     metadata = store.path_of(METADATA)
@@ -95,10 +95,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         text = (
             f"{METADATA} is missing, which torch writes last: the save did not finish, or hidden files were not copied"
         )
-        problem = IncompleteError(text, path=metadata)
-        if strict:
-            raise problem
-        return Source("dcp", opened, (), problems=(problem,))
+        return Source("dcp", opened, (), problems=(IncompleteError(text, path=metadata),))
     try:
         data = store.read_small(METADATA, MAX_PICKLE_BYTES)
         budget = store.budget.of(metadata, len(data))
@@ -131,8 +128,6 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
                 if name in tensors:
                     tensor = tensors[name]
                     unreadable.append(UnreadableTensor(name, tensor.dtype, tensor.shape, store.path_of(file)))
-    if problems and strict:
-        raise problems[0]
     return Source(
         "dcp",
         opened,

@@ -157,12 +157,11 @@ def _step_store(opened: OpenedPath) -> Store:
     return store.below(tag)
 
 
-def read(opened: OpenedPath, *, strict: bool = True, weights: Weights | None = None) -> Source:
+def read(opened: OpenedPath, *, weights: Weights | None = None) -> Source:
     """Return the source at a path.
 
     Args:
         opened: the path.
-        strict: raise the first problem.
         weights: "master" for the fp32 weights, "model" for those with which the training computes; None for the master
             weights if they can be read.
 
@@ -175,8 +174,6 @@ def read(opened: OpenedPath, *, strict: bool = True, weights: Weights | None = N
     names = FileNames.of(store)
     reader = _UniversalReader(store, names, weights) if names.is_universal else _Reader(store, names, weights)
     reader.run()
-    if reader.problems and strict:
-        raise reader.problems[0]
     return reader.source(opened)
 
 

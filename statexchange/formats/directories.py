@@ -203,12 +203,11 @@ def matches(opened: OpenedPath) -> bool:
     return _found(opened) is not None
 
 
-def read(opened: OpenedPath, *, strict: bool = True, section: str | None = ALL) -> Source:
+def read(opened: OpenedPath, *, section: str | None = ALL) -> Source:
     """Return the source at a path: all parts, or those of one section alone.
 
     Args:
         opened: the opened path.
-        strict: raise the first missing or broken part of what is wanted.
         section: the section, as in `registry.open_source`.
 
     Raises:
@@ -218,8 +217,8 @@ def read(opened: OpenedPath, *, strict: bool = True, section: str | None = ALL) 
     assert found is not None  # matches
     directory = _Directory(opened, *found)
     if section == ALL:
-        return directory.read_all(strict=strict)
-    return directory.read_section(section if section not in (None, MODEL_OF_PARTS) else "model", strict=strict)
+        return directory.read_all()
+    return directory.read_section(section if section not in (None, MODEL_OF_PARTS) else "model")
 
 
 def _found(opened: OpenedPath) -> tuple[_Framework, Store] | None:
@@ -337,20 +336,16 @@ class _Directory:
         self._store = store
         self._chosen = _chosen(framework, store)
 
-    def read_all(self, *, strict: bool) -> Source:
+    def read_all(self) -> Source:
         """Return all parts as one source; the names of each part begin with its section."""
         found: list[tuple[SectionName, str, Source | None]] = []
         parts: list[Part] = []
         problems = self._missing(("model", *dict(self._chosen)))
-        if problems and strict:
-            raise problems[0]
         for section, of_section in self._chosen:
             for part in of_section:
                 try:
-                    source = self._read(part, strict=strict)
+                    source = self._read(part)
                 except StateExchangeError as error:
-                    if strict:
-                        raise
                     problems.append(error)
                     parts.append(Part(section, part.names, error.message))
                     found.append((section or "other", part.stem, None))
@@ -381,7 +376,7 @@ class _Directory:
             absent_files=self._absent({section: f"{section}." for section, _ in self._chosen if section is not None}),
         )
 
-    def read_section(self, section: str, *, strict: bool) -> Source:
+    def read_section(self, section: str) -> Source:
         """Return one section, without opening parts of others."""
         found: list[_FoundPart] = []
         mixed: list[_FoundPart] = []
@@ -405,12 +400,10 @@ class _Directory:
             text = f"this directory has {len(found)} models, name one of them: {paths}"
             raise InvalidArgumentError(text, path=self._store.path)
         problems = self._missing((section,)) if found else []
-        if problems and strict:
-            raise problems[0]
-        sources = [self._read(part, strict=strict) for part in found]
+        sources = [self._read(part) for part in found]
         others = {name for name, _ in self._chosen if name not in (section, None)}
         for part in mixed:
-            selected, left_out = self._selected(part, section, strict=strict, is_only=not found)
+            selected, left_out = self._selected(part, section, is_only=not found)
             others |= left_out
             if selected is not None:
                 found.append(part)
@@ -433,22 +426,18 @@ class _Directory:
             absent_files=self._absent({section: ""}),
         )
 
-    def _selected(
-        self, part: _FoundPart, section: str, *, strict: bool, is_only: bool
-    ) -> tuple[Source | None, set[SectionName]]:
+    def _selected(self, part: _FoundPart, section: str, *, is_only: bool) -> tuple[Source | None, set[SectionName]]:
         """Return one section of a part that has several, and the others.
 
         None if it does not have the section; with `is_only`, raise InvalidArgumentError then.
         """
-        whole = self._read(part, strict=False)
+        whole = self._read(part)
         known: set[SectionName] = {one.name for one in sections_of(whole)} or {"model"}
         if section not in known and not is_only:
             return None, known
         selected = whole
         if section not in known or len(known) > 1:
             selected = replace(select_section(whole, section), notes=whole.notes)
-        if selected.problems and strict:
-            raise selected.problems[0]
         return selected, {name for name in known if name != section}
 
     def _several(self, found: Sequence[_FoundPart], sources: Sequence[Source]) -> Source:
@@ -458,7 +447,7 @@ class _Directory:
             self._framework.kind, self._opened, [source.renamed(f"{part.stem}.".__add__) for part, source in pairs]
         )
 
-    def _read(self, part: _FoundPart, *, strict: bool) -> Source:
+    def _read(self, part: _FoundPart) -> Source:
         """Open a part by its own format, and remove the key that its framework adds."""
         stored, (first, *others) = part.stored, part.names
         reader = stored.reader
@@ -475,7 +464,7 @@ class _Directory:
         else:
             opened = OpenedPath(self._store.path_of(first), self._store, first)
         read_part: Callable[..., Source] = import_module(f"statexchange.formats.{reader}").read
-        source = read_part(opened, strict=strict)
+        source = read_part(opened)
         for key in stored.keys:
             if _all_have(source, f"{key}."):
                 return source.renamed(lambda name: name.partition(".")[2])

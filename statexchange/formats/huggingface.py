@@ -117,7 +117,7 @@ def _has_header(opened: OpenedPath) -> bool:
     return True
 
 
-def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True) -> Source:
+def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
     """Return the source at a path; with `uses_manifest` False, ignore its manifest."""
     store = opened.store
     problems: list[StateExchangeError] = []
@@ -150,8 +150,6 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
         shard_files = _whole(shard_files)
     except StateExchangeError as error:
         problems.append(error)
-    if problems and strict:
-        raise problems[0]
     metadata, differing = merged_metadata(texts)
     return Source(
         "huggingface",

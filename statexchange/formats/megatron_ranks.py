@@ -206,7 +206,7 @@ def is_rank(store: Store) -> bool:
     return _FILE in store.listing and _DIRECTORY.fullmatch(name) is not None
 
 
-def read_one(opened: OpenedPath, *, strict: bool = True) -> Source:
+def read_one(opened: OpenedPath) -> Source:
     """Return the source of one rank's directory or file, if its run had no other ranks.
 
     Raises:
@@ -214,21 +214,20 @@ def read_one(opened: OpenedPath, *, strict: bool = True) -> Source:
     """
     file = TorchFile(opened.store.open(_FILE), 0)
     if type(file.root) is not dict or "args" not in file.root:  # of another program
-        return torch_file.read(opened, strict=strict)
+        return torch_file.read(opened)
     arguments = RunArguments.parse(file.root, file.shard_file.path)
     num_ranks = arguments.tensor * arguments.pipeline * arguments.expert
     if num_ranks > 1:
         above = os.path.dirname(opened.store.path.rstrip("/"))
         text = f"this is one of {num_ranks} ranks' parts of the model: give the directory of the iteration, {above}"
         raise InvalidArgumentError(text, path=file.shard_file.path)
-    return _Reader(opened, opened.store, [_Rank("", _Position(0, 0, 0), 0, file)], arguments, []).source(strict=strict)
+    return _Reader(opened, opened.store, [_Rank("", _Position(0, 0, 0), 0, file)], arguments, []).source()
 
 
-def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
+def read(opened: OpenedPath, store: Store) -> Source:
     """Return the source of an iteration's directory, `store`, in an opened path.
 
-    Raises:
-        IncompleteError: with `strict`, a rank is missing, or belongs to another save.
+    A rank that is missing, or belongs to another save, is a problem of the source.
     """
     problems: list[StateExchangeError] = []
     files: dict[str, TorchFile] = {}
@@ -254,21 +253,17 @@ def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
         except StateExchangeError as error:
             problems.append(error)
     if arguments is None:
-        if strict:
-            raise problems[0]
         return Source("megatron ranks", opened, (), problems=tuple(problems))
     positions = {name: _position(name, arguments) for name in names}
     problems += _missing(store, positions, arguments)
     problems += _optimizer_problems([store.below(name) for name in names])
-    if problems and strict:
-        raise problems[0]
     ranks = []
     for name, file in files.items():
         position = positions[name]
         if position is not None:
             ranks.append(_Rank(name, position, _number_of(position, arguments), file))
     ranks.sort(key=lambda rank: rank.number)
-    return _Reader(opened, store, ranks, arguments, problems).source(strict=strict)
+    return _Reader(opened, store, ranks, arguments, problems).source()
 
 
 def _position(directory: str, arguments: RunArguments) -> _Position | None:
@@ -367,12 +362,10 @@ class _Reader:
         self._section_of: dict[str, SectionName] = {"args": "other"}
         self._tensors: dict[int, list[_ModelTensor]] = {rank.number: list(_model(rank)) for rank in ranks}
 
-    def source(self, *, strict: bool) -> Source:
-        """Return the source; with `strict`, raise the first problem."""
+    def source(self) -> Source:
+        """Return the source."""
         counts = self._layer_counts()
         self._check_layers(counts)
-        if self._problems and strict:
-            raise self._problems[0]
         firsts = _first_layers(counts)
         files = [self._shard_file(rank, firsts) for rank in self._ranks]
         arguments = self._arguments

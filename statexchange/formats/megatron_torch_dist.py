@@ -59,7 +59,7 @@ def _backend(store: Store) -> object:
     return config.get(_BACKEND) if isinstance(config, dict) else None
 
 
-def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
+def read(opened: OpenedPath, store: Store) -> Source:
     """Return the source of an iteration's directory, `store`, in an opened path."""
     problems: list[StateExchangeError] = []
     if CONFIG not in store.listing:
@@ -69,9 +69,7 @@ def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
         text = f"{_BACKEND} is {excerpt(backend, 60)}: only torch_dist is read, which newer releases of Megatron write"
         raise UnsupportedError(text, path=store.path_of(CONFIG))
     common = _read_common(store, problems)
-    if problems and strict:
-        raise problems[0]
-    source = dcp.read(OpenedPath(store.path, store, None), strict=strict)
+    source = dcp.read(OpenedPath(store.path, store, None))
     problems += source.problems
     others: dict[str, str] = {}
     files = source.files

@@ -46,7 +46,7 @@ def _names(opened: OpenedPath) -> list[str]:
     return [name for name in opened.store.files if name.endswith(_SUFFIX)] if opened.file is None else []
 
 
-def read(opened: OpenedPath, *, strict: bool = True) -> Source:  # noqa: ARG001 (an incomplete set cannot be read)
+def read(opened: OpenedPath) -> Source:
     """Return the safetensors files of a directory as a source, one rank each, in the order of the numbers in names.
 
     Raises:

@@ -71,12 +71,12 @@ class Format(Protocol):
     def matches(self, opened: OpenedPath) -> bool:
         """Whether a path has this format, by its listing and at most the first bytes of a file."""
 
-    def read(self, opened: OpenedPath, *, strict: bool = True) -> Source:
+    def read(self, opened: OpenedPath) -> Source:
         """Return the source, reading headers only.
 
         A broken file is a CorruptError. A file that an index lists and that is absent is an IncompleteError, although
-        `Store.open` raises NotFoundError: that would mean that there is no checkpoint. With `strict` the first of these
-        is raised, else all are in the source's `problems`, and the tensors that they affect in `unreadable`.
+        `Store.open` raises NotFoundError: that would mean that there is no checkpoint. Such errors are the source's
+        `problems`, and the tensors that they affect are in `unreadable`.
         """
 
 
@@ -366,7 +366,10 @@ def read_opened(
         text = "weights (--weights) is for checkpoints of DeepSpeed alone, and this is another format"
         raise InvalidArgumentError(text, path=opened.path)
     if name == _DIRECTORIES:
-        return directories.read(opened, strict=strict, section=section)
+        source = directories.read(opened, section=section)
+        if source.problems and strict:
+            raise source.problems[0]
+        return source
     if name == "torch_file":
         from statexchange.formats import deepspeed
 
@@ -422,7 +425,7 @@ def _found_instead(opened: OpenedPath) -> str:
 
 def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: bool, section: str | None) -> Source:
     """Return a section of what a format's `read` returns; with `strict`, raise the first problem that affects it."""
-    source = read(opened, strict=strict and section == ALL)
+    source = read(opened)
     try:
         if section != ALL:
             source = select_section(source, section)

@@ -80,7 +80,7 @@ def _first_bytes(file: StoredFile) -> bytes:
     return bytes(start)
 
 
-def read(opened: OpenedPath, *, strict: bool = True) -> Source:
+def read(opened: OpenedPath) -> Source:
     """Return the source at a path.
 
     In a directory the files of the model (model_files.py) and of other parts of a job's state, such as
@@ -130,8 +130,6 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         notes += stale
     if opened.file is None and not any(shard_file.tensors for shard_file in shard_files) and not unreadable:
         problems += _lone_side_files(store)
-    if problems and strict:
-        raise problems[0]
     parts: tuple[Part, ...] = ()
     part = None if opened.file is None else state_file(opened.file)
     if part is not None and opened.file is not None:
