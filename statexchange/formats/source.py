@@ -325,8 +325,6 @@ class Source:
         notes: what a user should know about how it was read.
         parts: the parts of a framework's directory.
         small_files: the directory with the model's config and tokenizer, where the format knows it.
-        absent_files: by the beginning of names, a sentence about files that these tensors may be in, and that are
-            absent, for the error of a region that no file has.
         padding: by tensor, the boxes that only fill up a buffer: their bytes may be anything.
         paths: by name of a tensor or of another entry, its keys, where the format records them (sharding/paths.py).
     """
@@ -356,7 +354,6 @@ class Source:
     notes: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
     small_files: Store | None = None
-    absent_files: Mapping[str, str] = field(default_factory=dict)
     padding: Mapping[str, frozenset[Box]] = field(default_factory=dict)
     paths: Mapping[str, Path] = field(default_factory=dict)
 
@@ -399,15 +396,6 @@ class Source:
         """Return what error messages call a file: its rank, or its name if it is no rank's."""
         return shard_file.rank if self.has_ranks else shard_file.name
 
-    def explained(self, error: StateExchangeError) -> StateExchangeError:
-        """Return the error of a region that no file has with what `absent_files` says; any other error unchanged."""
-        if not isinstance(error, IncompleteError):
-            return error
-        text = next((text for prefix, text in self.absent_files.items() if (error.name or "").startswith(prefix)), "")
-        if not text:
-            return error
-        return IncompleteError(f"{error.message}; {text}", name=error.name, rank=error.rank, path=error.path)
-
     def rank_shards(self) -> list[RankShards]:
         """Return each rank's shards for the merge plan."""
         rank_shards = []
@@ -444,7 +432,7 @@ class Source:
             try:
                 prove_cover(name, shape, {box: holders for box, holders in boxes[name].items() if box.numel})
             except (CorruptError, IncompleteError) as error:
-                return (self.explained(error).located(path=self.path),)
+                return (error.located(path=self.path),)
         return ()
 
     def shards(self) -> Iterator[tuple[ShardFile, SourceTensor]]:
