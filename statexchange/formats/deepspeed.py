@@ -40,7 +40,7 @@ from statexchange.formats.deepspeed_files import (
     number_of,
     parse_shapes,
 )
-from statexchange.formats.sections import SECTIONS
+from statexchange.formats.sections import sections_from
 from statexchange.formats.source import Section, SectionName, Source, UnreadableTensor, Weights
 from statexchange.formats.torch_archive import is_tensor, unwrap_tensor, view_of
 from statexchange.formats.zero import FlatRun, Shapes, runs_of_parameters, runs_of_partitions
@@ -57,6 +57,8 @@ _SCRIPT = "zero_to_fp32.py"
 _MODEL, _STATE = "model.", "optimizer.state."
 _OF_LAYER = re.compile(r"([0-9]{1,9})\.")  # with which the name of a pipeline layer's parameter begins
 _RESERVED = (_MODEL, "optimizer.")
+_PREFIXES: dict[SectionName, str] = {"model": _MODEL, "optimizer": "optimizer.", "scheduler": "lr_scheduler."}
+_NO_MODEL = Section("model", _MODEL, frozenset())
 # Entries of the model's file that are the model, or that describe it.
 _OF_MODEL = {
     "module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names"
@@ -735,21 +737,13 @@ class _UniversalReader(_Reader):
 
 
 def _sections(names: Iterable[str]) -> tuple[Section, ...]:
-    """Return the sections of a checkpoint's names."""
-    found: dict[tuple[SectionName, str], set[str]] = {}
-    for name in sorted(names):
-        if name.startswith(_MODEL):
-            key: tuple[SectionName, str] = ("model", _MODEL)
-        elif name.startswith("optimizer."):
-            key = ("optimizer", "optimizer.")
-        elif name.startswith("lr_scheduler."):
-            key = ("scheduler", "lr_scheduler.")
-        else:
-            key = ("other", "")
-        found.setdefault(key, set()).add(name)
-    found.setdefault(("model", _MODEL), set())
-    in_order = sorted(found, key=lambda key: SECTIONS.index(key[0]))
-    return tuple(Section(name, prefix, frozenset(found[name, prefix])) for name, prefix in in_order)
+    """Return the sections of a checkpoint's names: a model in any case, of which all may be missing."""
+    pairs: list[tuple[str, SectionName]] = []
+    for name in names:
+        known = [section for section, prefix in _PREFIXES.items() if name.startswith(prefix)]
+        pairs.append((name, known[0] if known else "other"))
+    sections = sections_from(pairs, _PREFIXES)
+    return sections if any(section.name == "model" for section in sections) else (_NO_MODEL, *sections)
 
 
 def _groups_of(file: DeepSpeedFile) -> list[Shapes]:

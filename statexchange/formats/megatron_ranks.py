@@ -36,17 +36,13 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.formats import torch_file
-from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key, sections_from
-from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
-from statexchange.formats.torch_archive import strides_of
+from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key
+from statexchange.formats.sections import sections_from
+from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor, UnreadableTensor, range_of_block
 from statexchange.formats.torch_file import TorchFile
-from statexchange.sharding.shards import Box, Shard, c_strides, linear_offset
+from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import (
-    ByteRange,
-    Store,
-)
-from statexchange.tensors import ITEMSIZE
+from statexchange.storage.store import Store
 
 __all__ = ["division_of", "is_rank", "is_rank_file", "matches", "read", "read_one"]
 
@@ -517,7 +513,7 @@ class _Reader:
         except ValueError as error:
             raise UnsupportedError(f"{error}: leave it out with exclude (--exclude)") from None
         (byte_range,) = found.tensor.byte_ranges
-        byte_ranges = tuple(_part_of(byte_range, shard, local) for _, local in pairs)
+        byte_ranges = tuple(range_of_block(byte_range, shard.global_shape, local, shard.dtype) for _, local in pairs)
         return SourceTensor(placed, byte_ranges)
 
 
@@ -554,22 +550,3 @@ def _model(rank: _Rank) -> Iterator[_ModelTensor]:
         match = _MODEL.fullmatch(name)
         if match is not None:
             yield _ModelTensor(int(match[1] or 0), match[2], tensor)
-
-
-def _part_of(byte_range: ByteRange, shard: Shard, local: Box) -> ByteRange:
-    """Return the byte range of a block of a rank's tensor."""
-    if local.shape == shard.global_shape:
-        return byte_range
-    itemsize = ITEMSIZE[shard.dtype]
-    if byte_range.strides is None:
-        begin = byte_range.begin + itemsize * linear_offset(local, shard.global_shape)
-        return ByteRange(
-            byte_range.file,
-            begin,
-            local.numel * itemsize,
-            strides=strides_of(local.shape, c_strides(shard.global_shape)),
-        )
-    begin = byte_range.begin + itemsize * sum(
-        offset * stride for offset, stride in zip(local.offsets, byte_range.strides, strict=True)
-    )
-    return ByteRange(byte_range.file, begin, local.numel * itemsize, strides=byte_range.strides)

@@ -25,7 +25,8 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats import dcp
-from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key, sections_from
+from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key
+from statexchange.formats.sections import sections_from
 from statexchange.formats.source import SectionName, ShardFile, Source, UnreadableTensor
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.shards import Box

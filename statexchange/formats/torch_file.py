@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from statexchange import values
@@ -25,7 +26,17 @@ from statexchange.formats.huggingface import RANK, check_numbers, misplaced, nam
 from statexchange.formats.model_files import INDEX, TORCH, model_files, only_indexed, unread_weights
 from statexchange.formats.part_names import StateFile, state_file
 from statexchange.formats.pickles import GlobalRef, OpaqueObject, each_once, read_pickle
-from statexchange.formats.source import Part, Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
+from statexchange.formats.sections import sections_from
+from statexchange.formats.source import (
+    Part,
+    Section,
+    SectionName,
+    ShardFile,
+    Source,
+    SourceTensor,
+    UnreadableTensor,
+    range_of_block,
+)
 from statexchange.formats.torch_archive import (
     Archive,
     describe,
@@ -34,7 +45,6 @@ from statexchange.formats.torch_archive import (
     is_plain,
     is_tensor,
     refusal_of,
-    strides_of,
     unwrap_tensor,
     view_of,
 )
@@ -42,14 +52,8 @@ from statexchange.sharding.paths import ListItem, Path, TupleItem, agreed_paths
 from statexchange.sharding.sharding_spec import DimSplit, local_boxes
 from statexchange.sharding.shards import MAX_DIMS, Box, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import (
-    Budget,
-    ByteRange,
-    Store,
-    StoredFile,
-)
+from statexchange.storage.store import Budget, Store, StoredFile
 from statexchange.storage.tensorfile import wrong_kind_of
-from statexchange.tensors import ITEMSIZE
 from statexchange.values import MAX_DEPTH
 
 __all__ = ["TorchFile", "leaves", "matches", "open_archive", "read"]
@@ -135,11 +139,10 @@ def read(opened: OpenedPath) -> Source:
     if part is not None and opened.file is not None:
         parts = (Part(part.section, (opened.file,)),)
         notes = (f"this file alone is {part.about}: give {part.directory}, {store.path}",)
-    return Source(
+    source = Source(
         "torch",
         opened,
         tuple(shard_files),
-        sections=_sections(shard_files, others, unreadable, known),
         parts=parts,
         notes=notes,
         others=others,
@@ -148,21 +151,15 @@ def read(opened: OpenedPath) -> Source:
         unreadable=tuple(unreadable),
         paths=agreed_paths(paths),
     )
+    return replace(source, sections=_sections(source.names, known))
 
 
-def _sections(
-    shard_files: Sequence[ShardFile],
-    others: Mapping[str, str],
-    unreadable: Sequence[UnreadableTensor],
-    known: Mapping[str, StateFile],
-) -> tuple[Section, ...]:
+def _sections(names: Iterable[str], known: Mapping[str, StateFile]) -> tuple[Section, ...]:
     """Return the sections, if names of files show some; then all entries of other files are the model's."""
-    found: dict[SectionName, set[str]] = {}
-    tensors = (*(name for shard_file in shard_files for name in shard_file.tensors), *(one.name for one in unreadable))
-    for name in (*tensors, *others) if known else ():
-        section: SectionName = known[name].section if name in known else "model"
-        found.setdefault(section, set()).add(name)
-    return tuple(Section(section, "", frozenset(names)) for section, names in found.items())
+    pairs: list[tuple[str, SectionName]] = []
+    for name in names if known else ():
+        pairs.append((name, known[name].section if name in known else "model"))
+    return sections_from(pairs)
 
 
 def _lone_side_files(store: Store) -> list[StateExchangeError]:
@@ -338,13 +335,10 @@ class TorchFile:
             raise CorruptError(problem, name=name, path=self._path, expected=expected, found=local.shape)
         if len(boxes) == 1:
             return SourceTensor(shard, (local_range,))
-        itemsize = ITEMSIZE[local.dtype]
         byte_ranges = []
         for box, local_offsets in boxes:
-            offsets_and_strides = zip(local_offsets, local.strides, strict=True)
-            begin = local_range.begin + itemsize * sum(offset * stride for offset, stride in offsets_and_strides)
-            strides = strides_of(box.shape, local.strides)
-            byte_ranges.append(ByteRange(self._file, begin, box.numel * itemsize, strides=strides))
+            block = Box(tuple(local_offsets), box.shape)
+            byte_ranges.append(range_of_block(local_range, local.shape, block, local.dtype))
         return SourceTensor(shard, tuple(byte_ranges))
 
 
