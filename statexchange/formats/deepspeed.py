@@ -216,7 +216,9 @@ class _Reader:
             optimizer = rest.pop("optimizer", None)
             if type(optimizer) is dict:
                 first.add_entries("optimizer.", optimizer)
-            first.add_entries("", rest, _RESERVED)
+            for key in [key for key in rest if f"{key}.".startswith(_RESERVED)]:
+                rest[f"client.{key}"] = rest.pop(key)
+            first.add_entries("", rest)
 
     def _read_tensors(self, first: DeepSpeedFile) -> None:
         """Read the model and the optimizer's states; `first` describes them."""
@@ -418,14 +420,14 @@ class _Reader:
         unreadable = list(self._unreadable)
         for file in files:
             others |= file.others
-            unreadable += file.unreadable
+            unreadable += file.unsupported
         names = {name for file in files for name in file.tensors}
         names.update(others)
         names.update(tensor.name for tensor in unreadable)
         return Source(
             "deepspeed",
             opened,
-            tuple(file.shard_file() for file in files),
+            tuple(file.shard_file for file in files),
             world_size=self._world_size,
             others=others,
             problems=tuple(self.problems),

@@ -208,7 +208,7 @@ def read_one(opened: OpenedPath) -> Source:
     Raises:
         InvalidArgumentError: the file has only a part of the model.
     """
-    file = TorchFile(opened.store.open(_FILE), 0)
+    file = TorchFile.whole(opened.store.open(_FILE), 0)
     if type(file.root) is not dict or "args" not in file.root:  # of another program
         return torch_file.read(opened)
     arguments = RunArguments.parse(file.root, file.shard_file.path)
@@ -234,7 +234,7 @@ def read(opened: OpenedPath, store: Store) -> Source:
             if _FILE not in below.listing:
                 text = f"this rank's {_FILE} is missing: the save did not finish, or it was not copied completely"
                 raise IncompleteError(text, path=below.path_of(_FILE))
-            files[name] = TorchFile(below.open(_FILE), len(files))
+            files[name] = TorchFile.whole(below.open(_FILE), len(files))
         except StateExchangeError as error:
             problems.append(error)
     arguments = None

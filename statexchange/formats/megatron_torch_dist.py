@@ -110,7 +110,7 @@ def read(opened: OpenedPath, store: Store) -> Source:
 def _read_common(store: Store, problems: list[StateExchangeError]) -> TorchFile | str | None:
     """Return common.pt; the reason as text if its pickle is refused; None, and a problem, if it cannot be read."""
     try:
-        return TorchFile(store.open(COMMON), 0)
+        return TorchFile.whole(store.open(COMMON), 0)
     except NotFoundError:
         text = (
             "the arguments, the iteration and the parameter groups of this checkpoint are missing: copy this file, too"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from statexchange import values
 from statexchange.errors import (
@@ -55,6 +55,9 @@ from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Budget, Store, StoredFile
 from statexchange.storage.tensorfile import wrong_kind_of
 from statexchange.values import MAX_DEPTH
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["TorchFile", "leaves", "matches", "open_archive", "read"]
 
@@ -106,7 +109,7 @@ def read(opened: OpenedPath) -> Source:
     notes = unread_weights(store, names) if opened.file is None else ()
     for rank, name in _ranked(names):
         try:
-            reader = TorchFile(store.open(name), rank)
+            reader = TorchFile.whole(store.open(name), rank)
             shard_files.append(reader.shard_file)
             others |= reader.others
             for entry, text in reader.texts.items():
@@ -196,7 +199,11 @@ class TorchFile:
     """One file of torch.save: its tensors, its other entries, and its unsupported tensors.
 
     Attributes:
-        shard_file: the file with its tensors, by dotted names.
+        path: the file's path.
+        rank: its rank among all ranks, or its number.
+        budget: the budget that is left for reading the content of the pickle.
+        tensors: the tensors that were added, by dotted names.
+        aliases: further names of tensors, by which these are listed again.
         others: descriptions, by name, of entries that are not tensors.
         texts: those of `others` that are plain values, as JSON text of `values.encode`.
         unsupported: tensors that cannot be read.
@@ -206,67 +213,95 @@ class TorchFile:
 
     def __init__(self, file: StoredFile, rank: int) -> None:
         self._file = file
-        self._path = path = file.path
-        self._rank = rank
+        self.path = file.path
+        self.rank = rank
+        self.tensors: dict[str, SourceTensor] = {}
+        self.aliases: dict[str, str] = {}
         self.others: dict[str, str] = {}
         self.texts: dict[str, str] = {}
         self.unsupported: list[UnreadableTensor] = []
-        tensors: dict[str, SourceTensor] = {}
-        aliases: dict[str, str] = {}
-        seen: dict[Any, str] = {}
+        self.paths: dict[str, Path | None] = {}
+        self._first_names: dict[Any, str] = {}  # by what two names of one tensor have in common
+        self._without_tensors: set[int] = set()
         self._archive = open_archive(file)
         data = self._archive.pickle()
-        self._budget = file.budget.of(path, len(data))
-        self._meshes = _MeshShapes(self._budget)
-        self.root = root = read_pickle(data, path, self._budget, unknown_classes=True)
-        self.paths: dict[str, Path | None] = {}
-        without_tensors: set[int] = set()
-        for name, keys, value in leaves(root, path, self._budget):
-            if name in self.paths:
-                raise CorruptError(
-                    "two entries have this name when nested keys are joined with dots", name=name, path=path
-                )
-            self.paths[name] = keys
-            if not is_tensor(value):
-                self._budget.spend(_STEPS_PER_LEAF)
-                description = describe(value)
-                if holds_tensor(value, self._budget, without_tensors):
-                    self._refuse(name, UnsupportedError(refusal_of(value)))
-                else:
-                    self.others[name] = description
-                if is_plain(value, len(data), self._budget):
-                    text = self.texts[name] = values.encode(value)
-                    self._budget.spend(1, len(text))
-                continue
-            try:
-                tensor = self._tensor(name, value)
-            except UnsupportedError as error:
-                self._refuse(name, error)
-                continue
-            tensors[name] = tensor
-            key = tensor.shard.dtype, tensor.shard.global_shape, tensor.shard.boxes, tensor.byte_ranges
-            if tensor.shard.nbytes and seen.setdefault(key, name) != name:
-                aliases[name] = seen[key]
-        if any(name.startswith(_OF_DEEPSPEED) for name in self.others):
-            self._refuse_placeholders(tensors)
-        self.shard_file = ShardFile(rank, file, tensors, aliases)
+        self._nbytes = len(data)
+        self.budget = file.budget.of(file.path, len(data))
+        self._meshes = _MeshShapes(self.budget)
+        self.root = read_pickle(data, file.path, self.budget, unknown_classes=True)
 
-    def _refuse_placeholders(self, tensors: dict[str, SourceTensor]) -> None:
+    @classmethod
+    def whole(cls, file: StoredFile, rank: int) -> Self:
+        """Return a file with all its entries."""
+        whole = cls(file, rank)
+        whole.add_entries("", whole.root)
+        if any(name.startswith(_OF_DEEPSPEED) for name in whole.others):
+            whole._refuse_placeholders()
+        return whole
+
+    @property
+    def shard_file(self) -> ShardFile:
+        """The file with the tensors that were added."""
+        return ShardFile(self.rank, self._file, self.tensors, self.aliases)
+
+    def add_entries(self, prefix: str, root: Any) -> None:
+        """Add all that a value contains, nested keys joined with dots: tensors, and descriptions of anything else."""
+        for key, keys, value in leaves(root, self.path, self.budget):
+            name = f"{prefix}{key}"
+            self._check_new(name)
+            self.paths[name] = keys
+            if is_tensor(value):
+                self.add_tensor(name, value)
+                continue
+            self.budget.spend(_STEPS_PER_LEAF)
+            description = describe(value)
+            if holds_tensor(value, self.budget, self._without_tensors):
+                self._refuse(name, UnsupportedError(refusal_of(value)))
+            else:
+                self.others[name] = description
+            if is_plain(value, self._nbytes, self.budget):
+                text = self.texts[name] = values.encode(value)
+                self.budget.spend(1, len(text))
+
+    def add_tensor(self, name: str, value: OpaqueObject, shape: tuple[int, ...] | None = None) -> None:
+        """Add a tensor, as an alias if it has the bytes of another; list it as unsupported if it cannot be read.
+
+        `shape` is that of a tensor that is stored flattened.
+        """
+        try:
+            tensor = self._tensor(name, value)
+        except UnsupportedError as error:
+            self._refuse(name, error)
+            return
+        if shape is not None and shape != tensor.shard.global_shape:
+            tensor = _unflattened(tensor, shape)
+        self.tensors[name] = tensor
+        key = tensor.shard.dtype, tensor.shard.global_shape, tensor.shard.boxes, tensor.byte_ranges
+        if tensor.shard.nbytes and self._first_names.setdefault(key, name) != name:
+            self.aliases[name] = self._first_names[key]
+
+    def _check_new(self, name: str) -> None:
+        """Raise CorruptError if an entry of this name was added before."""
+        if name in self.paths or name in self.tensors:
+            text = "two entries have this name when nested keys are joined with dots"
+            raise CorruptError(text, name=name, path=self.path)
+
+    def _refuse_placeholders(self) -> None:
         """Move the tensors of shape [0] to the unsupported ones: ZeRO-3 has their values in other files."""
-        empty = [name for name, tensor in tensors.items() if tensor.shard.global_shape == (0,)]
+        empty = [name for name, tensor in self.tensors.items() if tensor.shard.global_shape == (0,)]
         text = (
             f"DeepSpeed ZeRO-3 wrote {len(empty)} tensors of shape [0] here; their values are in the "
             "*_optim_states.pt files: give the directory with all files, not one of them"
         )
         for name in empty:
-            del tensors[name]
+            del self.tensors[name]
             self._refuse(name, UnsupportedError(text))
 
     def _refuse(self, name: str, error: UnsupportedError) -> None:
         """List an unsupported tensor."""
-        self._budget.spend(_STEPS_PER_REFUSAL)
-        located = error.located(rank=self._rank, name=name, path=self._path)
-        self.unsupported.append(UnreadableTensor(name, None, None, self._path, located))
+        self.budget.spend(_STEPS_PER_REFUSAL)
+        located = error.located(rank=self.rank, name=name, path=self.path)
+        self.unsupported.append(UnreadableTensor(name, None, None, self.path, located))
 
     def _tensor(self, name: str, value: OpaqueObject) -> SourceTensor:
         try:
@@ -282,7 +317,7 @@ class TorchFile:
             raise
         except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
             raise CorruptError(
-                f"not what torch writes for a tensor: {excerpt(error, 200)}", name=name, path=self._path
+                f"not what torch writes for a tensor: {excerpt(error, 200)}", name=name, path=self.path
             ) from None
 
     def _sharded(self, name: str, tensor: OpaqueObject) -> SourceTensor:
@@ -290,7 +325,7 @@ class TorchFile:
         _, _, args, state = tensor.args
         shape, dtype = sizes_from_json(args[2]), dtype_of(args[1])
         boxes, byte_ranges = [], []
-        self._budget.spend(len(state[0]))
+        self.budget.spend(len(state[0]))
         for local_shard in state[0]:
             fields = local_shard.state[1]
             placement = fields["metadata"].state[1]
@@ -300,7 +335,7 @@ class TorchFile:
                 problem = "a local shard does not fit its metadata"
                 found = f"{view.dtype} {view.shape}"
                 expected = f"{dtype} {box.shape}"
-                raise CorruptError(problem, name=name, path=self._path, expected=expected, found=found)
+                raise CorruptError(problem, name=name, path=self.path, expected=expected, found=found)
             boxes.append(box)
             byte_ranges.append(self._archive.byte_range(view))
         return SourceTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(byte_ranges))
@@ -317,12 +352,12 @@ class TorchFile:
         if "_coordinate_on_dim" not in mesh:
             raise UnsupportedError("its mesh does not have the coordinate of the rank that saved it")
         boxes = []
-        self._budget.spend(sum(min(split.split_factor, max(shape, default=0)) for split in splits if split is not None))
+        self.budget.spend(sum(min(split.split_factor, max(shape, default=0)) for split in splits if split is not None))
         if mesh["_coordinate_on_dim"] is not None:
             boxes = local_boxes(
                 shape, self._meshes.shape_of(spec["mesh"], splits), sizes_from_json(mesh["_coordinate_on_dim"]), splits
             )
-        self._budget.spend(len(boxes))
+        self.budget.spend(len(boxes))
         shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
         ends = [tuple(map(operator.add, local_offsets, box.shape)) for box, local_offsets in boxes]
         expected = local.shape
@@ -332,7 +367,7 @@ class TorchFile:
             expected = ends[0]
         if shard.nbytes != local.nbytes or expected != local.shape:
             problem = "its local tensor does not fit its placements"
-            raise CorruptError(problem, name=name, path=self._path, expected=expected, found=local.shape)
+            raise CorruptError(problem, name=name, path=self.path, expected=expected, found=local.shape)
         if len(boxes) == 1:
             return SourceTensor(shard, (local_range,))
         byte_ranges = []
@@ -340,6 +375,14 @@ class TorchFile:
             block = Box(tuple(local_offsets), box.shape)
             byte_ranges.append(range_of_block(local_range, local.shape, block, local.dtype))
         return SourceTensor(shard, tuple(byte_ranges))
+
+
+def _unflattened(tensor: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
+    """Return a tensor of one dim as one of this shape."""
+    flat, whole = tensor.shard, full_box(shape)
+    if flat.boxes != (full_box((whole.numel,)),) or tensor.byte_ranges[0].strides is not None:
+        raise CorruptError(f"a tensor of shape {flat.global_shape} for shape {shape}", name=flat.name)
+    return SourceTensor(Shard(flat.name, flat.dtype, shape, (whole,)), tensor.byte_ranges)
 
 
 def open_archive(file: StoredFile) -> Archive:

@@ -37,15 +37,19 @@ def index(*files: str) -> str:
 FOREIGN: dict[str, tuple[Files, int, str]] = {
     "nothing": ({}, 3, "the directory is empty"),
     "a README": ({"README.md": "# hello"}, 3, "it has only README.md"),
-    "a config": ({"config.json": "{}"}, 3, "there are no files of weights beside config.json: copy them, too"),
+    "a config": ({"config.json": "{}"}, 3, "it has only config.json"),
     "a tokenizer": (
         {"tokenizer.json": "{}", "tokenizer_config.json": "{}"},
         3,
-        "there are no files of weights beside tokenizer.json, tokenizer_config.json: copy them, too",
+        "it has only tokenizer.json, tokenizer_config.json",
     ),
-    "a PEFT config": ({"adapter_config.json": "{}"}, 3, "no files of weights beside adapter_config.json"),
-    "Trainer's state": ({"trainer_state.json": "{}"}, 3, "no files of weights beside trainer_state.json"),
-    "a download": ({"config.json": "{}", "model.safetensors.incomplete": b"x"}, 3, "is not finished (.incomplete)"),
+    "a PEFT config": ({"adapter_config.json": "{}"}, 3, "it has only adapter_config.json"),
+    "Trainer's state": ({"trainer_state.json": "{}"}, 3, "it has only trainer_state.json"),
+    "a download": (
+        {"config.json": "{}", "model.safetensors.incomplete": b"x"},
+        3,
+        "it has only config.json, model.safetensors.incomplete",
+    ),
     "an index outside": (
         {"model.safetensors.index.json": index("../secret.safetensors")},
         4,
