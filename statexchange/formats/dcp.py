@@ -7,6 +7,7 @@ Names are the flattened keys of the saved state.
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from statexchange.errors import (
     type_text,
 )
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, read_pickle
-from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor
+from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor, parsing
 from statexchange.formats.torch_archive import (
     Archive,
     TensorView,
@@ -51,7 +52,6 @@ METADATA = ".metadata"
 _FILE_NAME = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp")
 _ZIP = b"PK\3\4"
 _LEAST_SAFETENSORS = 10  # bytes: the length of the header, and an empty header
-_REFUSALS = (CorruptError, UnsafeError, UnsupportedError)
 _STEPS_PER_BOX = 64  # a box takes about 500 bytes of memory, and 130 bytes of the pickle
 _STEPS_PER_TENSOR = 16
 _MAX_ITEMS = 1 << 63  # of a list
@@ -96,19 +96,12 @@ def read(opened: OpenedPath) -> Source:
             f"{METADATA} is missing, which torch writes last: the save did not finish, or hidden files were not copied"
         )
         return Source("dcp", opened, (), problems=(IncompleteError(text, path=metadata),))
-    try:
+    with parsing(f"{METADATA} is not what this version of statexchange knows", path=metadata):
         data = store.read_small(METADATA, MAX_PICKLE_BYTES)
         budget = store.budget.of(metadata, len(data))
         root = read_pickle(data, metadata, budget)
         tensors, by_file, unsupported = _parsed(root, budget, metadata)
         paths = _paths(root.state, budget)
-    except _REFUSALS as error:
-        raise error.located(path=metadata) from None
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        text = f"not metadata that this version of statexchange knows: {excerpt(error, 200)}"
-        raise CorruptError(
-            f"{text}; try torch's dcp_to_torch_save to see whether torch reads it", path=metadata
-        ) from None
     problems = _unstored(tensors, by_file, metadata)
     shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
@@ -302,6 +295,9 @@ class _DcpFileReader:
         self.texts: dict[str, str] = {}
         self.unsupported: list[UnreadableTensor] = []
 
+    def _parsing(self, name: str) -> AbstractContextManager[None]:
+        return parsing("not what torch writes for a tensor", rank=self._rank, name=name, path=self._path)
+
     def read(self, file: StoredFile, entries: list[_StoredEntry]) -> ShardFile:
         """Return the file with all its tensors; entries must not overlap."""
         if not _is_zip(file):
@@ -316,10 +312,8 @@ class _DcpFileReader:
             end = entry.begin + entry.length
         parts: dict[str, list[tuple[Box, ByteRange]]] = {}
         for entry in entries:
-            try:
+            with self._parsing(entry.name):
                 self._entry(file, entry, parts)
-            except _REFUSALS as error:
-                raise error.located(rank=self._rank, name=entry.name, path=self._path) from None
         return ShardFile(self._rank, file, {name: self._source_tensor(name, boxes) for name, boxes in parts.items()})
 
     def _read_safetensors(self, file: StoredFile, entries: list[_StoredEntry]) -> ShardFile:
@@ -330,7 +324,7 @@ class _DcpFileReader:
         header = read_header(file)
         parts: dict[str, list[tuple[Box, ByteRange]]] = {}
         for entry in entries:
-            try:
+            with self._parsing(entry.name):
                 if entry.offsets is None:
                     raise UnsupportedError("an entry of a safetensors file that is not a tensor: save it as torch.save")
                 if entry.name in parts or entry.name not in header.entries:
@@ -343,8 +337,6 @@ class _DcpFileReader:
                         text = f"{what} in {METADATA} differs from the file"
                         raise CorruptError(text, expected=expected, found=there)
                 parts[entry.name] = [(box, ByteRange(file, found.begin, found.nbytes))]
-            except _REFUSALS as error:
-                raise error.located(rank=self._rank, name=entry.name, path=self._path) from None
         return ShardFile(self._rank, file, {name: self._source_tensor(name, boxes) for name, boxes in parts.items()})
 
     def _entry(self, file: StoredFile, entry: _StoredEntry, parts: dict[str, list[tuple[Box, ByteRange]]]) -> None:
@@ -363,13 +355,8 @@ class _DcpFileReader:
     def _view(self, data: bytes) -> TensorView:
         """Return the tensor that an entry's pickle describes."""
         if data not in self._views:
-            try:
-                budget = self._budget.of(self._path, len(data))
-                self._views[data] = view_of(unwrap_tensor(read_pickle(data, self._path, budget)))
-            except _REFUSALS:
-                raise
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                raise CorruptError(f"not what torch writes for a tensor: {excerpt(error, 200)}") from None
+            budget = self._budget.of(self._path, len(data))
+            self._views[data] = view_of(unwrap_tensor(read_pickle(data, self._path, budget)))
         return self._views[data]
 
     def _other(self, name: str, archive: Archive) -> None:
@@ -399,8 +386,6 @@ class _DcpFileReader:
     def _source_tensor(self, name: str, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:
         """Return a tensor with all its boxes in this file."""
         tensor = self._tensors[name]
-        try:
+        with self._parsing(name):
             shard = Shard(name, tensor.dtype, tensor.shape, tuple(box for box, _ in parts))
-        except ValueError as error:
-            raise CorruptError(str(error), name=name, rank=self._rank, path=self._path) from None
         return SourceTensor(shard, tuple(byte_range for _, byte_range in parts))

@@ -7,15 +7,15 @@ loss scaler, stay opaque.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from statexchange.errors import CorruptError, StateExchangeError, excerpt, type_text
+from statexchange.errors import CorruptError, excerpt, type_text
 from statexchange.formats.part_names import OPTIMIZER_FILE
 from statexchange.formats.pickles import OpaqueObject
-from statexchange.formats.source import SourceTensor
+from statexchange.formats.source import SourceTensor, parsing
 from statexchange.formats.torch_archive import (
     TensorView,
     describe,
@@ -146,16 +146,9 @@ class DeepSpeedFile(TorchFile):
         self.budget.spend(_STEPS_PER_NAME * len(value))
         return {key: entry for key, entry in value.items() if type(key) is str}
 
-    @contextmanager
-    def parsing(self) -> Iterator[None]:
+    def parsing(self) -> AbstractContextManager[None]:
         """Turn errors from unexpected content into CorruptError, and add rank and file to all errors."""
-        try:
-            yield
-        except StateExchangeError as error:
-            raise error.located(rank=self.rank, path=self.path) from None
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            text = f"not what DeepSpeed writes: {excerpt(error, 200)}"
-            raise CorruptError(text, rank=self.rank, path=self.path) from None
+        return parsing("not what DeepSpeed writes", rank=self.rank, path=self.path)
 
     def entry(self, name: str) -> Any:
         """Return an entry of the root; raise CorruptError if there is none."""

@@ -43,6 +43,7 @@ from statexchange.formats.source import (
     SourceTensor,
     UnreadableTensor,
     merged_metadata,
+    parsing,
     unknown_dtypes,
 )
 from statexchange.sharding.shards import (
@@ -344,15 +345,13 @@ def _offsets_of_parts(header: Header, file: StoredFile) -> dict[str, tuple[int, 
     """Return the offsets of each tensor's part from the metadata of torch's writer."""
     text = header.metadata.get(TORCH_SHARDING_KEY)
     records = parse_json(text, file.path, file.budget) if text is not None else {}
-    try:
+    with parsing(f"broken {TORCH_SHARDING_KEY}", path=file.path):
         if not isinstance(records, dict):
             raise TypeError("not an object")
         parts = {name: sizes_from_json(record["saved_offsets"]) for name, record in records.items()}
         for name, entry in header.entries.items():
             if name in parts and len(parts[name]) != len(entry.shape):
                 raise ValueError(f"{excerpt(name)} differs from its offsets in the number of dims")
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"broken {TORCH_SHARDING_KEY}: {error}", path=file.path) from None
     return parts
 
 
@@ -396,7 +395,7 @@ def _manifest(store: Store) -> dict[str, Any] | None:
         return None
     path = store.path_of(MANIFEST)
     manifest = read_json(store.open(MANIFEST))
-    try:
+    with parsing("broken manifest", path=path):
         if not isinstance(manifest, dict):
             raise TypeError("not an object")
         if manifest.get("schema", 1) != 1:
@@ -407,8 +406,6 @@ def _manifest(store: Store) -> dict[str, Any] | None:
         for record in manifest["tensors"].values():
             _check_record(record)
         parse_sealed(manifest.get(SEALED, {}))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"broken manifest: {excerpt(error, 200)}", path=path) from None
     return manifest
 
 

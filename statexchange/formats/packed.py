@@ -74,16 +74,16 @@ def packing_notes(source: Source) -> tuple[str, ...]:
     if is_plain(dtypes):
         return ()
     config = _quantization_config(source)
-    method, settings = config.get("quant_method"), _settings(config)
+    method = config.get("quant_method")
     found = _LAYOUTS.get(method) if isinstance(method, str) else None
     if found is None:
         by_names = _layout_by_names(dtypes)
         found = None if by_names is None else _LAYOUTS[by_names]
     if found is not None:
-        return (f"{found.title}{settings}. {found.tool}; a merge copies the packed tensors as they are",)
+        return (f"{found.title}. {found.tool}; a merge copies the packed tensors as they are",)
     if isinstance(method, str):
         shown = excerpt(method, _MAX_TEXT)
-        return (f"quantised by {shown}{settings}, as config.json says; a merge copies the tensors as they are",)
+        return (f"quantised by {shown}, as config.json says; a merge copies the tensors as they are",)
     return ()
 
 
@@ -107,20 +107,6 @@ def _quantization_config(source: Source) -> Mapping[str, object]:
         return {}
     config = parsed.get("quantization_config") if isinstance(parsed, dict) else None
     return config if isinstance(config, dict) else {}
-
-
-def _settings(config: Mapping[str, object]) -> str:
-    """Return the settings that describe a layout best, as " (4 bits, groups of 128)"."""
-    texts = []
-    if config.get("load_in_4bit") is True:
-        texts.append(f"4 bits, {excerpt(config.get('bnb_4bit_quant_type'), _MAX_TEXT)}")
-    if config.get("load_in_8bit") is True:
-        texts.append("8 bits")
-    if type(config.get("bits")) is int:
-        texts.append(f"{excerpt(config['bits'], _MAX_TEXT)} bits")
-    if type(config.get("group_size")) is int:
-        texts.append(f"groups of {excerpt(config['group_size'], _MAX_TEXT)}")
-    return f" ({', '.join(texts)})" if texts else ""
 
 
 def renamed_torchao(metadata: Mapping[str, str], rename: Callable[[str], str], path: str) -> dict[str, str]:

@@ -6,6 +6,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -56,6 +57,7 @@ __all__ = [
     "empty_weights_text",
     "is_flat_parameter",
     "merged_metadata",
+    "parsing",
     "range_of_block",
     "strides_of",
     "unknown_dtypes",
@@ -108,6 +110,17 @@ class SourceTensor:
                 progress()
         digest.check(self.shard.name)
         return digest.hexdigest()
+
+
+@contextmanager
+def parsing(what: str, *, rank: int | None = None, name: str | None = None, path: str | None = None) -> Iterator[None]:
+    """Turn what unexpected content raises into CorruptError, whose message begins with `what`; locate all errors."""
+    try:
+        yield
+    except StateExchangeError as error:
+        raise error.located(rank=rank, name=name, path=path) from None
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise CorruptError(f"{what}: {excerpt(error, 200)}", rank=rank, name=name, path=path) from None
 
 
 def strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:

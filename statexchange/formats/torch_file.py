@@ -35,6 +35,7 @@ from statexchange.formats.source import (
     Source,
     SourceTensor,
     UnreadableTensor,
+    parsing,
     range_of_block,
 )
 from statexchange.formats.torch_archive import (
@@ -141,7 +142,7 @@ def read(opened: OpenedPath) -> Source:
     part = None if opened.file is None else state_file(opened.file)
     if part is not None and opened.file is not None:
         parts = (Part(part.section, (opened.file,)),)
-        notes = (f"this file alone is {part.about}: give {part.directory}, {store.path}",)
+        notes = (f"this file alone is {part.about}: give the directory of the checkpoint, {store.path}",)
     source = Source(
         "torch",
         opened,
@@ -304,7 +305,7 @@ class TorchFile:
         self.unsupported.append(UnreadableTensor(name, None, None, self.path, located))
 
     def _tensor(self, name: str, value: OpaqueObject) -> SourceTensor:
-        try:
+        with parsing("not what torch writes for a tensor", name=name, path=self.path):
             tensor = unwrap_tensor(value)
             if _is_of_class(tensor, "DTensor"):
                 return self._distributed(name, tensor)
@@ -313,12 +314,6 @@ class TorchFile:
             view = view_of(tensor)
             shard = Shard(name, view.dtype, view.shape, (full_box(view.shape),))
             return SourceTensor(shard, (self._archive.byte_range(view),))
-        except StateExchangeError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptError(
-                f"not what torch writes for a tensor: {excerpt(error, 200)}", name=name, path=self.path
-            ) from None
 
     def _sharded(self, name: str, tensor: OpaqueObject) -> SourceTensor:
         """Return the shard of a ShardedTensor, as FSDP1 saves it: its local shards have their offsets."""

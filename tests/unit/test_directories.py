@@ -273,9 +273,9 @@ def test_a_region_of_an_absent_file_of_torch_checkpointing_is_named(tmp_path: Pa
         assert (code, text in out + err) == (5, True), arguments
     code, out, _ = call("verify", path)
     assert (code, "region [4:7, 0:6]" in out) == (5, True)
-    with pytest.raises(IncompleteError, match="region .4:7, 0:6."):
+    with pytest.raises(IncompleteError, match=r"region .4:7, 0:6."):
         sx.load_checkpoint({"rows": torch.zeros(7, 6)}, path)
-    with sx.open_checkpoint(path) as checkpoint, pytest.raises(IncompleteError, match="region .4:7, 0:6."):
+    with sx.open_checkpoint(path) as checkpoint, pytest.raises(IncompleteError, match=r"region .4:7, 0:6."):
         checkpoint["rows"].read()
 
 

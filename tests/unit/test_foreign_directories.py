@@ -145,11 +145,11 @@ def test_a_file_with_deepspeeds_name_of_another_program_is_read_alone(tmp_path: 
 TRAINER, ACCELERATE = "trainer/plain/checkpoint-2", "accelerate/full/state"
 STATE_FILES = {
     "deepspeed/zero3/global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": (
-        "a rank's part of DeepSpeed's optimizer: give the step's directory, which has the files of all ranks, {}",
+        "a rank's part of DeepSpeed's optimizer: give the directory of the checkpoint, {}",
         "optimizer",
     ),
     "deepspeed/llama1/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt": (
-        "a rank's part of DeepSpeed's optimizer: give the step's directory, which has the files of all ranks, {}",
+        "a rank's part of DeepSpeed's optimizer: give the directory of the checkpoint, {}",
         "optimizer",
     ),
     f"{TRAINER}/optimizer.pt": ("the state of an optimizer: give the directory of the checkpoint, {}", "optimizer"),
