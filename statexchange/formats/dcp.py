@@ -15,7 +15,6 @@ from statexchange import values
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
-    NotFoundError,
     StateExchangeError,
     UnsafeError,
     UnsupportedError,
@@ -23,7 +22,7 @@ from statexchange.errors import (
     type_text,
 )
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, read_pickle
-from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor, parsing
+from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor, open_listed, parsing
 from statexchange.formats.torch_archive import (
     Archive,
     TensorView,
@@ -38,12 +37,7 @@ from statexchange.formats.torch_archive import (
 from statexchange.sharding.paths import ListItem, Path
 from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import (
-    Budget,
-    ByteRange,
-    Store,
-    StoredFile,
-)
+from statexchange.storage.store import Budget, ByteRange, StoredFile
 from statexchange.storage.tensorfile import read_header
 
 __all__ = ["METADATA", "matches", "read"]
@@ -111,7 +105,10 @@ def read(opened: OpenedPath) -> Source:
     for file in sorted(by_file, key=_order):
         reader = _DcpFileReader(store.path_of(file), _order(file)[0], tensors, views, budget)
         try:
-            shard_files.append(reader.read(_opened(store, file, by_file[file]), by_file[file]))
+            names = sorted({entry.name for entry in by_file[file]})
+            missing = f"a file of this checkpoint is missing, with parts of {len(names)} tensors"
+            opened_file = open_listed(store, file, missing, rank=_order(file)[0], name=names[0])
+            shard_files.append(reader.read(opened_file, by_file[file]))
             others |= reader.others
             texts |= reader.texts
             unreadable += reader.unsupported
@@ -131,19 +128,6 @@ def read(opened: OpenedPath) -> Source:
         unreadable=tuple(unreadable),
         paths=paths,
     )
-
-
-def _opened(store: Store, file: str, entries: list[_StoredEntry]) -> StoredFile:
-    try:
-        return store.open(file)
-    except NotFoundError:
-        names = sorted({entry.name for entry in entries})
-        raise IncompleteError(
-            f"a file of this checkpoint is missing, with parts of {len(names)} tensors",
-            name=names[0],
-            rank=_order(file)[0],
-            path=store.path_of(file),
-        ) from None
 
 
 def _order(file: str) -> tuple[int, int]:

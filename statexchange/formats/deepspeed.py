@@ -27,7 +27,6 @@ from statexchange.errors import (
     CorruptError,
     IncompleteError,
     InvalidArgumentError,
-    NotFoundError,
     StateExchangeError,
     UnsupportedError,
     excerpt,
@@ -41,7 +40,7 @@ from statexchange.formats.deepspeed_files import (
     parse_shapes,
 )
 from statexchange.formats.sections import sections_from
-from statexchange.formats.source import Section, SectionName, Source, UnreadableTensor, Weights
+from statexchange.formats.source import Section, SectionName, Source, UnreadableTensor, Weights, open_listed
 from statexchange.formats.torch_archive import is_tensor, unwrap_tensor, view_of
 from statexchange.formats.zero import FlatRun, Shapes, runs_of_parameters, runs_of_partitions
 from statexchange.storage.location import OpenedPath
@@ -253,10 +252,7 @@ class _Reader:
         if name in self._files:
             return self._files[name]
         try:
-            file = DeepSpeedFile(self._store.open(name), rank)
-        except NotFoundError:
-            self.problems.append(IncompleteError(missing, rank=rank, path=self._store.path_of(name)))
-            return None
+            file = DeepSpeedFile(open_listed(self._store, name, missing, rank=rank), rank)
         except StateExchangeError as error:
             self.problems.append(error)
             return None
@@ -705,7 +701,7 @@ class _UniversalReader(_Reader):
                 continue
             source_name = _MODEL + name if key == "fp32" else f"{_STATE}{name}.{key}"
             try:
-                file = DeepSpeedFile(store.open(file_name), 0)
+                file = DeepSpeedFile(open_listed(store, file_name, _MISSING, name=name), 0)
                 self._files[f"{UNIVERSAL}/{name}/{file_name}"] = file
                 with file.parsing():
                     value = file.root if is_tensor(file.root) else file.entry("param")
@@ -713,8 +709,6 @@ class _UniversalReader(_Reader):
                     for alias, target in shared.items() if key == "fp32" else ():
                         if target == name:
                             file.add_alias(_MODEL + alias, source_name)
-            except NotFoundError as error:
-                self._not_read(source_name, shape, IncompleteError(_MISSING, name=name, path=error.path))
             except StateExchangeError as error:
                 self._not_read(source_name, shape, error)
 

@@ -101,12 +101,9 @@ class FileNames:
 
     def expected_optimizer(self, mp_rank: int, rank: int) -> str:
         """Return the name of a rank's file of the optimizer."""
-        prefix = "zero_pp_rank_"
-        for names in self.optimizer.values():
-            for name in names.values():
-                prefix = name[: name.index("zero_pp_rank_")] + prefix
-                return f"{prefix}{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
-        return f"{prefix}{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+        names = [name for of_stage in self.optimizer.values() for name in of_stage.values()]
+        kind = names[0].partition("zero_pp_rank_")[0] if names else ""
+        return f"{kind}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
 
 
 def _add(names: dict[int, str], number: int, name: str, store: Store) -> None:

@@ -22,7 +22,6 @@ from statexchange.errors import (
     CorruptError,
     IncompleteError,
     InvalidArgumentError,
-    NotFoundError,
     StateExchangeError,
     excerpt,
 )
@@ -43,6 +42,7 @@ from statexchange.formats.source import (
     SourceTensor,
     UnreadableTensor,
     merged_metadata,
+    open_listed,
     parsing,
     unknown_dtypes,
 )
@@ -131,7 +131,7 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
     parts: set[str] = set()
     for number, name in enumerate(names):
         try:
-            file = store.open(name)
+            file = open_listed(store, name)
             header = read_header(file)
             offsets = _offsets_of_parts(header, file)
             parts.update(offsets)
@@ -139,7 +139,7 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
             unreadable += unknown_dtypes(header, file.path)
             texts.append(header.common_metadata)
         except StateExchangeError as error:
-            problems.append(_as_incomplete(error, store.path_of(name)))
+            problems.append(error)
             unreadable += _listed_in(store, name, listed_names.get(name, []), published)
     notes = unread_weights(store, names) if opened.file is None else ()
     problems += misplaced(weight_map, shard_files, unreadable)
@@ -259,13 +259,6 @@ def part_of(name: str, store: Store) -> str:
             return f"one rank's, and those of others lie beside it ({excerpt(other, 80)[1:-1]})"
     alone = _RANK_ALONE.fullmatch(name)
     return f"that of rank {int(alone[1])}, by its name" if alone is not None and int(alone[1]) else ""
-
-
-def _as_incomplete(error: StateExchangeError, path: str) -> StateExchangeError:
-    """Return an IncompleteError for a missing file; any other error unchanged."""
-    if isinstance(error, NotFoundError):
-        return IncompleteError("a file of this checkpoint is missing", path=path)
-    return error
 
 
 def names_by_file(weight_map: Mapping[str, str]) -> dict[str, list[str]]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from statexchange.errors import (
@@ -143,8 +143,9 @@ def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | No
     return _Division(0, rows // columns)
 
 
+_MAX_RANKS = 1 << 17  # more than any run has: the arguments of a damaged file may say anything
 _FILE, _OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
-_DIRECTORY = re.compile(r"mp_rank_([0-9]{2,6})(?:_([0-9]{3,6}))?(?:_([0-9]{3,6}))?")
+_DIRECTORY = re.compile(r"mp_rank_[0-9]{2,6}(_[0-9]{3,6}){0,2}")
 _MODEL = re.compile(r"model([0-9]{0,4})\.(.+)", re.DOTALL)
 _LAYER = re.compile(r"(?P<block>(?:^|.*?\.))layers\.(?P<number>[0-9]{1,6})(?=\.)")
 _LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.)([0-9]{1,6})(?=\.)")
@@ -250,72 +251,50 @@ def read(opened: OpenedPath, store: Store) -> Source:
             problems.append(error)
     if arguments is None:
         return Source("megatron ranks", opened, (), problems=tuple(problems))
-    positions = {name: _position(name, arguments) for name in names}
-    problems += _missing(store, positions, arguments)
+    positions = _directories(arguments, store.path)
+    problems += _missing(store, names, positions, arguments)
     problems += _optimizer_problems([store.below(name) for name in names])
     ranks = []
-    for name, file in files.items():
-        position = positions[name]
-        if position is not None:
-            ranks.append(_Rank(name, position, _number_of(position, arguments), file))
-    ranks.sort(key=lambda rank: rank.number)
+    for number, (name, position) in enumerate(positions.items()):
+        if name in files:
+            ranks.append(_Rank(name, position, number, files[name]))
     return _Reader(opened, store, ranks, arguments, problems).source()
 
 
-def _position(directory: str, arguments: RunArguments) -> _Position | None:
-    """Return the position in the name of a directory; None if the run has no such rank."""
-    match = _DIRECTORY.fullmatch(directory)
-    assert match is not None
-    tensor, second, third = (int(text) if text is not None else None for text in match.groups())
-    assert tensor is not None
-    pipeline, expert = second or 0, third or 0
-    if third is None and arguments.pipeline == 1 and arguments.expert > 1:
-        pipeline, expert = 0, second or 0
-    if tensor >= arguments.tensor or pipeline >= arguments.pipeline or expert >= arguments.expert:
-        return None
-    return _Position(tensor, pipeline, expert)
+def _directories(arguments: RunArguments, path: str) -> dict[str, _Position]:
+    """Return each rank's position by the name of its directory, in the order of ranks: tensor-parallel ones adjoin."""
+    num_ranks = arguments.tensor * arguments.pipeline * arguments.expert
+    if num_ranks > _MAX_RANKS:
+        raise CorruptError(f"not what Megatron writes: the arguments of a run on {num_ranks} ranks", path=path)
+    positions: dict[str, _Position] = {}
+    for pipeline in range(arguments.pipeline):
+        for expert in range(arguments.expert):
+            for tensor in range(arguments.tensor):
+                name = f"mp_rank_{tensor:02d}"
+                if arguments.pipeline > 1:
+                    name += f"_{pipeline:03d}"
+                if arguments.expert > 1:
+                    name += f"_{expert:03d}"
+                positions[name] = _Position(tensor, pipeline, expert)
+    return positions
 
 
-def _number_of(position: _Position, arguments: RunArguments) -> int:
-    """Return a rank's number: tensor-parallel ranks follow each other."""
-    return (position.pipeline * arguments.expert + position.expert) * arguments.tensor + position.tensor
-
-
-def _position_of(number: int, arguments: RunArguments) -> _Position:
-    others, tensor = divmod(number, arguments.tensor)
-    pipeline, expert = divmod(others, arguments.expert)
-    return _Position(tensor, pipeline, expert)
-
-
-def _directory_of(position: _Position, arguments: RunArguments) -> str:
-    name = f"mp_rank_{position.tensor:02d}"
-    if arguments.pipeline > 1:
-        name += f"_{position.pipeline:03d}"
-    if arguments.expert > 1:
-        name += f"_{position.expert:03d}"
-    return name
-
-
-def _missing(store: Store, positions: dict[str, _Position | None], arguments: RunArguments) -> list[StateExchangeError]:
+def _missing(
+    store: Store, names: Sequence[str], positions: Mapping[str, _Position], arguments: RunArguments
+) -> list[StateExchangeError]:
     """Return an error for the first rank without a directory, and one for each directory without a rank."""
     problems: list[StateExchangeError] = []
     sizes = f"tensor {arguments.tensor} x pipeline {arguments.pipeline} x expert parallel {arguments.expert}"
-    present: set[_Position] = set()
-    for name, position in positions.items():
-        if position is None or position in present:
+    absent = [name for name in positions if name not in names]
+    if absent:
+        text = f"{len(absent)} of {len(positions)} ranks are missing ({sizes}), this one and others"
+        if len(absent) == 1:
+            text = f"this one of {len(positions)} ranks is missing ({sizes})"
+        problems.append(IncompleteError(text, path=store.path_of(absent[0])))
+    for name in names:
+        if name not in positions:
             text = f"the arguments of the run, {sizes}, have no such rank: this directory is of another save"
             problems.append(IncompleteError(text, path=store.path_of(name)))
-        else:
-            present.add(position)
-    total = arguments.tensor * arguments.pipeline * arguments.expert
-    for number in range(total):  # the first that is absent is among the first len(present) + 1
-        position = _position_of(number, arguments)
-        if position not in present:
-            text = f"{total - len(present)} of {total} ranks are missing ({sizes}), this one and others"
-            if len(present) == total - 1:
-                text = f"this one of {total} ranks is missing ({sizes})"
-            directory = _directory_of(position, arguments)
-            return [IncompleteError(text, path=store.path_of(directory)), *problems]
     return problems
 
 

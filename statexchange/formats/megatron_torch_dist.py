@@ -18,7 +18,6 @@ from dataclasses import replace
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
-    NotFoundError,
     StateExchangeError,
     UnsafeError,
     UnsupportedError,
@@ -27,7 +26,7 @@ from statexchange.errors import (
 from statexchange.formats import dcp
 from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key
 from statexchange.formats.sections import sections_from
-from statexchange.formats.source import SectionName, ShardFile, Source, UnreadableTensor
+from statexchange.formats.source import SectionName, ShardFile, Source, UnreadableTensor, open_listed
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.shards import Box
 from statexchange.storage.location import OpenedPath, read_json
@@ -109,13 +108,9 @@ def read(opened: OpenedPath, store: Store) -> Source:
 
 def _read_common(store: Store, problems: list[StateExchangeError]) -> TorchFile | str | None:
     """Return common.pt; the reason as text if its pickle is refused; None, and a problem, if it cannot be read."""
+    text = "the arguments, the iteration and the parameter groups of this checkpoint are missing: copy this file, too"
     try:
-        return TorchFile.whole(store.open(COMMON), 0)
-    except NotFoundError:
-        text = (
-            "the arguments, the iteration and the parameter groups of this checkpoint are missing: copy this file, too"
-        )
-        problems.append(IncompleteError(text, path=store.path_of(COMMON)))
+        return TorchFile.whole(open_listed(store, COMMON, text), 0)
     except UnsafeError as error:
         return error.message
     except StateExchangeError as error:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
+    NotFoundError,
     StateExchangeError,
     UnsafeError,
     UnsupportedError,
@@ -57,6 +58,7 @@ __all__ = [
     "empty_weights_text",
     "is_flat_parameter",
     "merged_metadata",
+    "open_listed",
     "parsing",
     "range_of_block",
     "strides_of",
@@ -110,6 +112,21 @@ class SourceTensor:
                 progress()
         digest.check(self.shard.name)
         return digest.hexdigest()
+
+
+def open_listed(
+    store: Store,
+    file: str,
+    missing: str = "a file of this checkpoint is missing",
+    *,
+    rank: int | None = None,
+    name: str | None = None,
+) -> StoredFile:
+    """Open a file that a checkpoint must have; raise IncompleteError without it, where a store has NotFoundError."""
+    try:
+        return store.open(file)
+    except NotFoundError:
+        raise IncompleteError(missing, rank=rank, name=name, path=store.path_of(file)) from None
 
 
 @contextmanager

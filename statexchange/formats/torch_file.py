@@ -17,7 +17,6 @@ from statexchange import values
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
-    NotFoundError,
     StateExchangeError,
     UnsupportedError,
     excerpt,
@@ -35,6 +34,7 @@ from statexchange.formats.source import (
     Source,
     SourceTensor,
     UnreadableTensor,
+    open_listed,
     parsing,
     range_of_block,
 )
@@ -99,7 +99,8 @@ def read(opened: OpenedPath) -> Source:
     problems: list[StateExchangeError] = []
     shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
-    texts: dict[str, dict[str, str]] = {}  # each text of a value, with its description
+    texts: dict[str, str] = {}
+    several: set[str] = set()  # names of values that differ among files
     unreadable: list[UnreadableTensor] = []
     paths: list[tuple[str, Path | None]] = []  # of each entry of each file
     known: dict[str, StateFile] = {}  # by name of an entry
@@ -110,27 +111,23 @@ def read(opened: OpenedPath) -> Source:
     notes = unread_weights(store, names) if opened.file is None else ()
     for rank, name in _ranked(names):
         try:
-            reader = TorchFile.whole(store.open(name), rank)
+            reader = TorchFile.whole(open_listed(store, name), rank)
             shard_files.append(reader.shard_file)
             others |= reader.others
-            for entry, text in reader.texts.items():
-                texts.setdefault(entry, {}).setdefault(text, reader.others[entry])
+            several.update(entry for entry, text in reader.texts.items() if texts.setdefault(entry, text) != text)
             unreadable += reader.unsupported
             paths += reader.paths.items()
             part = state_file(name)
             if part is not None:
                 known |= dict.fromkeys(reader.paths, part)
             continue
-        except NotFoundError:
-            problems.append(IncompleteError("a file of this checkpoint is missing", path=store.path_of(name)))
         except StateExchangeError as error:
             problems.append(error)
         path = store.path_of(name)
         unreadable += [UnreadableTensor(tensor, None, None, path) for tensor in listed_names.get(name, [])]
-    for entry, of_entry in texts.items():
-        if len(of_entry) > 1:
-            one, other, *_ = of_entry.values()
-            others[entry] = f"{one} in one file, {other} in another"
+    for entry in several:
+        others[entry] += " in one file, another value in another"
+        del texts[entry]
     listed = {name: file for name, file in indexed.items() if name not in others}
     problems += misplaced(listed, shard_files, unreadable)
     if indexed:
@@ -150,7 +147,7 @@ def read(opened: OpenedPath) -> Source:
         parts=parts,
         notes=notes,
         others=others,
-        texts={entry: next(iter(of_entry)) for entry, of_entry in texts.items() if len(of_entry) == 1},
+        texts=texts,
         problems=tuple(problems),
         unreadable=tuple(unreadable),
         paths=agreed_paths(paths),

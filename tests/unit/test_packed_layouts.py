@@ -71,18 +71,6 @@ def test_names_of_tensors_show_the_layout(names: tuple[str, ...], layout: str, t
     assert note(packed(tmp_path / "x", *names)).partition(":")[0] == layout
 
 
-def test_config_json_decides_which_layout_is_named(tmp_path: Path) -> None:
-    names = ("l.qweight", "l.qzeros", "l.scales", "l.g_idx")
-    path = packed(tmp_path / "x", *names, config={"quant_method": "awq", "bits": 4, "group_size": 128})
-    assert note(path).startswith("AWQ: ")
-    path = packed(tmp_path / "y", "w", config={"quant_method": "new"})
-    assert note(path).startswith("quantised by 'new', as config.json says")
-    (path / "config.json").write_text("{")
-    assert note(path) == ""
-    (path / "config.json").write_text('{"quantization_config": {"quant_method": ["a"], "bits": "x"}}')
-    assert note(path) == ""
-
-
 WEIGHTS = ["model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"]
 
 
