@@ -527,8 +527,9 @@ class Source:
             UnsafeError: two tensors of one file would get one name.
         """
         paths: list[tuple[str, Path | None]] = []
+        names = self.names if self.paths else set()
         # First those with paths: the order must not be that of a set, which differs among processes.
-        for name in dict.fromkeys((*self.paths, *self.names)) if self.paths else ():
+        for name in dict.fromkeys((*filter(names.__contains__, self.paths), *names)):
             new, path = new_name(name), self.paths.get(name)
             if new is not None:
                 paths.append((new, None if path is None else moved_path(path, name, new)))
