@@ -56,7 +56,7 @@ class Format(Protocol):
     """A module that reads one kind of checkpoint.
 
     Whatever a file holds, the outcome is a source or an error of `statexchange.errors` that names the file. Files are
-    opened by `Store.open`, JSON is read by `storage.json_text`, shapes and offsets are checked by `sharding.shards`,
+    opened by `Store.open`, JSON is read by `storage.location`, shapes and offsets are checked by `sharding.shards`,
     and text from a file enters a message through `errors.excerpt`. torch is never imported, numpy only inside of
     functions.
     """
