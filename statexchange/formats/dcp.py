@@ -314,12 +314,7 @@ class _DcpFileReader:
                 if entry.name in parts or entry.name not in header.entries:
                     raise CorruptError(f"the file does not have each part of this tensor that {METADATA} describes")
                 found = header.entries[entry.name]
-                tensor = self._tensors[entry.name]
-                box = tensor.chunks[entry.offsets]
-                for what, expected, there in (("dtype", tensor.dtype, found.dtype), ("shape", box.shape, found.shape)):
-                    if expected != there:
-                        text = f"{what} in {METADATA} differs from the file"
-                        raise CorruptError(text, expected=expected, found=there)
+                box = self._box(entry.name, entry.offsets, found.dtype, found.shape)
                 parts[entry.name] = [(box, ByteRange(file, found.begin, found.nbytes))]
         return ShardFile(self._rank, file, {name: self._source_tensor(name, boxes) for name, boxes in parts.items()})
 
@@ -328,13 +323,18 @@ class _DcpFileReader:
         if entry.offsets is None:
             self._other(entry.name, archive)
             return
-        tensor = self._tensors[entry.name]
-        box = tensor.chunks[entry.offsets]
         view = self._view(archive.pickle(_MAX_ENTRY_PICKLE_BYTES))
-        for field, expected, found in (("dtype", tensor.dtype, view.dtype), ("shape", box.shape, view.shape)):
+        box = self._box(entry.name, entry.offsets, view.dtype, view.shape)
+        parts.setdefault(entry.name, []).append((box, archive.byte_range(view)))
+
+    def _box(self, name: str, offsets: tuple[int, ...], dtype: str, shape: tuple[int, ...]) -> Box:
+        """Return the box of a part; raise CorruptError unless it is stored with this dtype and shape."""
+        tensor = self._tensors[name]
+        box = tensor.chunks[offsets]
+        for field, expected, found in (("dtype", tensor.dtype, dtype), ("shape", box.shape, shape)):
             if expected != found:
                 raise CorruptError(f"{field} in {METADATA} differs from the file", expected=expected, found=found)
-        parts.setdefault(entry.name, []).append((box, archive.byte_range(view)))
+        return box
 
     def _view(self, data: bytes) -> TensorView:
         """Return the tensor that an entry's pickle describes."""
