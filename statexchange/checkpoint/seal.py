@@ -166,7 +166,7 @@ class _Sealing:
         self._on_progress = on_progress
         self._done = 0
         source = huggingface.read(opened, uses_manifest=False)
-        for error in source.unsupported.values():
+        for error in (*source.problems, *source.unsupported.values()):
             raise error
         self.tensors = _whole_tensors(source)
         self._aliases = _aliases_of(opened, self.tensors)
