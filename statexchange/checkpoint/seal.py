@@ -161,7 +161,7 @@ class _Sealing:
         self._on_progress = on_progress
         self._done = 0
         source = huggingface.read(opened, uses_manifest=False)
-        for error in source.unsupported.values():
+        for error in (*source.problems, *source.unsupported.values()):
             raise error
         self.tensors = _whole_tensors(source)
         self._aliases = _aliases_of(opened, self.tensors)
@@ -230,7 +230,7 @@ def _aliases_of(opened: OpenedPath, tensors: Mapping[str, object]) -> dict[str, 
     if MANIFEST not in opened.store.listing:
         return {}
     try:
-        manifest = huggingface.read(opened, strict=False).manifest
+        manifest = huggingface.read(opened).manifest
     except StateExchangeError:
         return {}
     aliases = manifest.get("aliases", {}) if manifest is not None else {}

@@ -214,7 +214,7 @@ class StoredTensors:
         try:
             prove_cover(name, stored.saved.shape, holders)
         except (CorruptError, IncompleteError) as error:
-            raise self.source.explained(error).located(name=name, path=self.source.path) from error
+            raise error.located(name=name, path=self.source.path) from error
         self._boxes[name] = boxes
         return boxes
 

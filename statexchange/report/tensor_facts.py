@@ -136,7 +136,7 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         prove_cover(name, shard.global_shape, labels)
     except (IncompleteError, OverlapError, UnsupportedError) as error:
         if not (is_part and isinstance(error, IncompleteError)):
-            problems.append(source.explained(error))
+            problems.append(error)
         if len(ranks) <= _MAX_LISTED_BOXES:
             gaps, overlaps = _gaps(shard.global_shape, ranks), list(_overlaps(ranks))
     prefix = f"{source.opened.store.path.rstrip('/')}/"
