@@ -22,7 +22,7 @@ from statexchange.errors import (
     StorageError,
     TargetExistsError,
     from_record,
-    needing_torch,
+    needing_extra,
     to_record,
 )
 from statexchange.storage.location import resolve_path
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
     from statexchange.demo_model import Llama
-    from statexchange.exchange.export import ExportReport
 
     OnProgress = Callable[[dict[str, Any]], None]
 
@@ -113,7 +112,8 @@ def run_demo(
     raises, and RankFailure if a rank fails otherwise.
     """
     began = time.perf_counter()
-    _require_torch()
+    with needing_extra("the demo"):
+        import torch  # noqa: F401
     with tempfile.TemporaryDirectory(prefix="statexchange-demo-") as scratch:
         merged = _merged_path(keep or scratch)
         saved = os.path.join(scratch, "saves")
@@ -137,11 +137,6 @@ def run_demo(
             path=merged if keep else None,
             total_seconds=time.perf_counter() - began,
         )
-
-
-def _require_torch() -> None:
-    with needing_torch("the demo"):
-        import torch  # noqa: F401
 
 
 def _merged_path(directory: str) -> str:
@@ -297,6 +292,7 @@ def demo_rank(saved: str, out_dir: str, steps: int, config_dir: str) -> dict[str
     Collective over torch.distributed's default group, which must be initialised; blocks as long as the demo
     takes. `steps` is the same on all ranks; `config_dir` holds the config.json to publish. Returns JSON values.
     """
+    from statexchange.exchange.export import export_checkpoint
     from statexchange.testing.ranks import report
 
     job = _Job(saved)
@@ -311,7 +307,7 @@ def demo_rank(saved: str, out_dir: str, steps: int, config_dir: str) -> dict[str
     logits = _logits(model).tolist()
     peak = _peak_bytes()
     try:
-        exported = _export(model, out_dir, config_dir)
+        exported = export_checkpoint(model, out_dir, files_from=config_dir)
     except StateExchangeError as error:  # the same on all ranks: the parent process raises it
         return {"refused": to_record(error, mesh.get_rank(), "export")}
     facts = {
@@ -377,12 +373,6 @@ class _Job:
 
         train(self.model, self.optimizer, self.mesh, steps, total_steps, on_step)
         return losses, seconds
-
-
-def _export(model: Llama, out_dir: str, config_dir: str) -> ExportReport:
-    from statexchange.exchange.export import export_checkpoint
-
-    return export_checkpoint(model, out_dir, files_from=config_dir)
 
 
 @contextlib.contextmanager

@@ -40,8 +40,8 @@ __all__ = [
     "excerpt",
     "from_record",
     "is_interrupt",
-    "needing_torch",
-    "needs_torch",
+    "missing_extra",
+    "needing_extra",
     "remedy",
     "secrets_of",
     "to_record",
@@ -421,32 +421,24 @@ def is_interrupt(error: BaseException | None) -> bool:
     return error is not None
 
 
-def needs_torch(what: str) -> MissingExtraError:
-    """Return the error for `what`, which needs torch, where torch is not installed."""
-    return MissingExtraError(f'{what} needs torch: pip install "statexchange[torch]"')
+# The extra that installs each optional package
+_EXTRAS = {"torch": "torch", "accelerate": "hf", "transformers": "hf"}
+
+
+def missing_extra(what: str, package: str) -> MissingExtraError:
+    """Return the error for `what`, which needs an optional package that is not installed."""
+    return MissingExtraError(f'{what} needs {package}: pip install "statexchange[{_EXTRAS[package]}]"')
 
 
 @contextlib.contextmanager
-def needing_extras(what: str) -> Iterator[None]:
+def needing_extra(what: str) -> Iterator[None]:
     """Translate a failed import of an optional package in the block to MissingExtraError; `what` needs it."""
-    try:
-        with needing_torch(what):
-            yield
-    except ModuleNotFoundError as error:
-        if error.name not in ("accelerate", "transformers"):
-            raise
-        raise MissingExtraError(f'{what} needs {error.name}: pip install "statexchange[hf]"') from error
-
-
-@contextlib.contextmanager
-def needing_torch(what: str) -> Iterator[None]:
-    """Translate a failed import of torch in the block to MissingExtraError; `what` needs torch."""
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if error.name not in _EXTRAS:
             raise
-        raise needs_torch(what) from error
+        raise missing_extra(what, error.name) from error
 
 
 def _rebuild(cls: type[StateExchangeError], message: str, about: dict[str, Any]) -> StateExchangeError:

@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import needing_extras
+from statexchange.errors import needing_extra
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ def lazy_names(
     def load(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        with needing_extras(name):
+        with needing_extra(name):
             home = homes[name]
             value = getattr(import_module(home), name) if home else import_module(f"{package}.{name}")
         setattr(sys.modules[package], name, value)

@@ -12,7 +12,7 @@ import math
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
-from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, needing_torch
+from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, needing_extra
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -225,7 +225,7 @@ def from_bytes(data: Any, dtype: str, shape: tuple[int, ...], *, as_numpy: bool 
     if as_numpy:
         return array_over(data, dtype, shape)
     array = data if isinstance(data, np.ndarray) else np.frombuffer(data, dtype=np.uint8)
-    with needing_torch("reading a torch tensor"):
+    with needing_extra("reading a torch tensor"):
         import torch
 
     if not array.size:
@@ -323,29 +323,15 @@ def nonfinite(data: Any, dtype: str) -> tuple[Any, Any] | None:
 
     if dtype[0] not in "BCF" or dtype == "BOOL" or dtype in PACKED:
         return None
-    if ITEMSIZE[dtype] == 1:
-        nan, infinite = _nonfinite_bytes(dtype)
-        taken = np.frombuffer(data, np.uint8)
-        return (nan[taken], infinite[taken]) if (nan | infinite)[taken].any() else None
-    word, sign, infinity, _ = _nan_bits({"C64": "F32", "C128": "F64"}.get(dtype, dtype))
-    bits = np.frombuffer(data, f"i{word}")
-    if _magnitudes_below(bits, infinity, sign):
+    # The fast test goes by the bits of infinity, or of a NaN if there is none: here these are those of -0, or no sign.
+    has_sign = dtype not in ("F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+    if has_sign and all_finite(data, {"C64": "F32", "C128": "F64"}.get(dtype, dtype)):
         return None
-    magnitude = bits & (sign - 1)
-    nan, infinite = magnitude > infinity, magnitude == infinity
-    if dtype[0] == "C":
-        nan, infinite = (mask.reshape(-1, 2).any(axis=1) for mask in (nan, infinite))
-        infinite &= ~nan
-    return nan, infinite
-
-
-@functools.cache
-def _nonfinite_bytes(dtype: str) -> tuple[Any, Any]:
-    """Return for each byte whether it is NaN, and whether it is infinite, in a dtype of one byte."""
-    import numpy as np
-
-    values = np.arange(256, dtype=np.uint8).view(numpy_dtype(dtype)).astype(np.float64)
-    return np.isnan(values), np.isinf(values)
+    array = array_over(data, dtype, (-1,))
+    with np.errstate(invalid="ignore"):  # ml_dtypes warns of NaN
+        nan = np.isnan(array)
+        infinite = np.isinf(array) & ~nan
+    return (nan, infinite) if nan.any() or infinite.any() else None
 
 
 class _NanBits(NamedTuple):

@@ -35,10 +35,7 @@ from statexchange.units import format_bytes
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
     from statexchange.sharding.plan import Plan
-    from statexchange.storage.store import (
-        Store,
-        StoredFile,
-    )
+    from statexchange.storage.store import Store, StoredFile
 
 __all__ = [
     "GivenFiles",

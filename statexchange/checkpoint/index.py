@@ -12,11 +12,7 @@ from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import INDEX
 from statexchange.formats.sealed_files import KEY as SEALED
 from statexchange.storage.files import check_size
-from statexchange.storage.location import (
-    MAX_MANIFEST_BYTES,
-    check_parsed_size,
-    read_json,
-)
+from statexchange.storage.location import MAX_MANIFEST_BYTES, check_parsed_size, read_json
 from statexchange.storage.store import Budget
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from statexchange.errors import (
     UnsafeError,
     without_secrets,
 )
-from statexchange.formats import directories, rank_files
+from statexchange.formats import rank_files
 from statexchange.formats.config_check import (
     config_warnings,
     is_adapter,
@@ -80,13 +80,7 @@ from statexchange.sharding.options import (
 from statexchange.sharding.paths import note_on_wrappers, wrapper_rules
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
 from statexchange.sharding.rules import Layout, layout_advice, rule_for_dim
-from statexchange.storage.location import (
-    OpenedPath,
-    is_remote,
-    read_option_file,
-    resolve_path,
-    target_path,
-)
+from statexchange.storage.location import OpenedPath, is_remote, read_option_file, target_path
 from statexchange.storage.publish.build import OutputFile
 from statexchange.tensors import element_shape
 from statexchange.units import format_transfer
@@ -452,7 +446,7 @@ def _with_directory(error: StateExchangeError, checkpoint: Source) -> StateExcha
     opened = checkpoint.opened
     of = part_of(opened.file, opened.store) if opened.file is not None else ""
     if not of or not isinstance(error, IncompleteError):
-        return checkpoint.explained(error)
+        return error
     text = f"this file alone is {of}: give their directory, {opened.store.path}; {error.message}"
     return IncompleteError(text, name=error.name, rank=error.rank, path=error.path)
 
@@ -504,7 +498,7 @@ def _open(path: str | os.PathLike[str], call: CallOptions, options: ExportOption
         source = open_with(path, partial(_read_plain, weights=weights), strict=True, section=section)
     if section == MODEL_OF_PARTS and source.sections and all(one.name != "model" for one in source.sections):
         source.close()
-        raise directories.error_without_model(resolve_path(path, "a source")) or no_section(source, "model")
+        raise no_section(source, "model")
     if options.layout is None:
         return source, {}
     return rank_files.apply_layout(source, options.new_layout())

@@ -16,10 +16,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.sharding.options import CallOptions
-from statexchange.storage.location import (
-    is_remote,
-    open_path,
-)
+from statexchange.storage.location import is_remote, open_path
 from statexchange.storage.save_check import check_saves, whole_saves
 from statexchange.storage.steps import (
     Retention,

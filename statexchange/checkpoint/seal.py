@@ -31,12 +31,7 @@ from statexchange.sharding.options import CallOptions
 from statexchange.sharding.shards import full_box
 from statexchange.storage.added_file import AddedFile
 from statexchange.storage.atomic import is_temporary
-from statexchange.storage.location import (
-    OpenedPath,
-    directory_of,
-    open_path,
-    resolve_path,
-)
+from statexchange.storage.location import OpenedPath, directory_of, open_path, resolve_path
 from statexchange.storage.tensorfile import read_header
 
 if TYPE_CHECKING:
@@ -166,7 +161,7 @@ class _Sealing:
         self._on_progress = on_progress
         self._done = 0
         source = huggingface.read(opened, uses_manifest=False)
-        for error in source.unsupported.values():
+        for error in (*source.problems, *source.unsupported.values()):
             raise error
         self.tensors = _whole_tensors(source)
         self._aliases = _aliases_of(opened, self.tensors)
@@ -235,7 +230,7 @@ def _aliases_of(opened: OpenedPath, tensors: Mapping[str, object]) -> dict[str, 
     if MANIFEST not in opened.store.listing:
         return {}
     try:
-        manifest = huggingface.read(opened, strict=False).manifest
+        manifest = huggingface.read(opened).manifest
     except StateExchangeError:
         return {}
     aliases = manifest.get("aliases", {}) if manifest is not None else {}

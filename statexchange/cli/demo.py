@@ -49,7 +49,7 @@ def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
     drawn = None if picture is None else picture.path
     _show(output, report, watch.bars, drawn)
     data = {**fields_of(report), "tensors_equal": report.tensors_equal, "picture": drawn}
-    return output.finish("OK" if report.ok else "FINDINGS", data)
+    return output.finish(data, code="OK" if report.ok else "FINDINGS")
 
 
 def _picture_of(keep: str | None) -> PictureFile | None:

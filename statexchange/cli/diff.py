@@ -11,9 +11,8 @@ import click
 
 from statexchange.cli import commands
 from statexchange.cli.options import option
-from statexchange.cli.output import Output, Row, fields_of
+from statexchange.cli.output import Output
 from statexchange.cli.progress import Progress
-from statexchange.cli.table_layout import Narrowing
 from statexchange.formats.sections import ALL, SECTIONS
 from statexchange.sharding.options import CallOptions, ExportOptions
 from statexchange.units import format_shape
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from statexchange.report.value_sums import ValueDiff
 
 _HEADER = ("NAME", "DIFFERS", "ELEMENTS", "MAX-ABS", "REL-L2", "COSINE", "FIRST", "NAN")
-_NARROWING = Narrowing(drop=("COSINE", "FIRST", "NAN", "ELEMENTS"), shorten={"NAME": 30})
+_DROP = ("COSINE", "FIRST", "ELEMENTS", "NAN")
 _BAR_ROOM = 32  # columns beside the name
 _LAYER = re.compile(r"(?:[^.]+\.)*?[0-9]{1,9}(?=\.)", re.ASCII)  # a name up to its first number
 _BAR, _DECADES = 20, 10  # a full bar is a relative difference of 1 and more; each decade less is a tenth shorter
@@ -63,11 +62,10 @@ def command(output: Output, a: str, b: str, *, stat: bool, **arguments: object) 
     if stat:
         _show_bars(output, report)
     elif report.differing:
-        output.table(_HEADER, map(_cells, report.differing), right=_HEADER[2:6], narrowing=_NARROWING)
+        output.table(_HEADER, map(_cells, report.differing), right=_HEADER[2:6], drop=_DROP)
         if output.aligned:
             _show_layers(output, report)
     output.line(str(report))
-    rows = [_record(tensor) for tensor in report.tensors]
     data = {
         "a": report.a,
         "b": report.b,
@@ -77,7 +75,7 @@ def command(output: Output, a: str, b: str, *, stat: bool, **arguments: object) 
         "nbytes": report.nbytes,
         "notes": notes,
     }
-    return output.finish("OK" if report.equal else "FINDINGS", data, rows=("tensors", rows))
+    return output.finish(data, rows=("tensors", report.tensors), code="OK" if report.equal else "FINDINGS")
 
 
 def _note_on_names(report: DiffReport) -> list[str]:
@@ -166,7 +164,3 @@ def _bar(relative: float, full: str) -> str:
     """Return a relative difference with its bar."""
     decades = max(0.0, _DECADES + math.log10(min(relative, 1.0)))
     return f"{relative:8.1e} {full * max(1, round(_BAR * decades / _DECADES))}"
-
-
-def _record(tensor: TensorDiff) -> Row:
-    return {**fields_of(tensor), "values": None if tensor.values is None else fields_of(tensor.values)}

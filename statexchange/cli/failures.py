@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
-import shlex
 from typing import TYPE_CHECKING
 
 import click
@@ -14,7 +12,6 @@ from statexchange import __version__
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
-    NotFoundError,
     StateExchangeError,
     StorageError,
     is_interrupt,
@@ -33,7 +30,6 @@ _REFUSALS = {
     getattr(errno, name, None)
     for name in ("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENAMETOOLONG")
 }
-_MAX_SCANNED = 100  # directories
 _REPORT = f"report this, with the text above, to the place where you got statexchange {__version__}"
 _FRAME = re.compile(r'^ *File "(.+)", line \d+', re.MULTILINE)  # of a traceback
 _PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
@@ -54,40 +50,7 @@ def _hint(error: StateExchangeError) -> str | None:
     context = click.get_current_context(silent=True)
     if isinstance(error, CorruptError | IncompleteError) and (context is None or context.info_name != "verify"):
         return "statexchange verify lists all problems"
-    if isinstance(error, NotFoundError) and error.path is not None and os.path.isdir(error.path):
-        return _checkpoints_below(error.path)
     return None
-
-
-def _checkpoints_below(path: str) -> str | None:
-    """Return how many checkpoints lie below a directory, and how to look at them.
-
-    None if there are none, or if the directory is itself a checkpoint: then something in it was not found. Looks into a
-    limited number of directories.
-    """
-    from statexchange.report.scan import scan
-
-    directories: list[str] = []
-    count = 0
-    is_all = True
-    try:
-        for row in scan(path, on_directory=directories.append):
-            if row.status == "unfinished":
-                continue
-            if row.path == path.rstrip("/"):
-                return None
-            count += 1
-            if len(directories) > _MAX_SCANNED:
-                is_all = False
-                break
-    except StateExchangeError:  # removed meanwhile, or unreadable
-        return None
-    if not count:
-        return None
-    number = "1 checkpoint" if count == 1 and is_all else f"{count:,} checkpoints"
-    least = "" if is_all else "at least "
-    advice = f"statexchange scan {shlex.quote(path)} lists them; give the path of one"
-    return f"this directory holds {least}{number}: {advice}"
 
 
 def _report_internal_error(output: Output, error: Exception) -> int:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import commands
-from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
+from statexchange.cli.output import Output, Row, fields_of
 from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError
 from statexchange.formats.source import abbreviated_list, abbreviated_reasons
-from statexchange.units import format_bytes, format_count, format_ranks, format_time, printable
+from statexchange.units import format_bytes, format_count, format_number, format_ranks, format_time, printable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -63,25 +63,22 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
             raise InvalidArgumentError(text, path=path)
         return _summarize_saves(output, path)
     summary = summarize(path, tree_depth=depth)
-    for problem in summary.problems:  # before the summary, which may be partial because of them
-        output.warning(str(problem))
+    output.warn_of(summary.problems)  # before the summary, which may be partial because of them
     if summary.unsupported:
         output.warning(f"tensors that cannot be read: {abbreviated_reasons(summary.unsupported)}")
     if picture is not None:
         _draw_parameters(path, picture)
     statuses = _rank_statuses(path, summary)
     output.fields([*_fields(summary), *map(_rank_field, statuses)])
-    worst = most_severe(summary.problems)
-    record = fields_of(summary)
     if summary.tree is not None:
         output.line()
         _show_tree(output, summary.tree)
-    record["tree"] = None if summary.tree is None else _tree_record(summary.tree)
-    record["sections"] = {name: fields_of(section) for name, section in summary.sections.items()}
-    record["parts"] = [fields_of(part) for part in summary.parts]
-    record["picture"] = None if picture is None else picture.path
-    record["rank_statuses"] = list(map(_status_record, statuses))
-    return output.finish(code_of(worst) if worst else "OK", record, error=worst)
+    record = {
+        **fields_of(summary),
+        "picture": None if picture is None else picture.path,
+        "rank_statuses": list(map(_status_record, statuses)),
+    }
+    return output.finish(record, problems=summary.problems)
 
 
 def _draw_parameters(path: str, picture: PictureFile) -> None:
@@ -115,10 +112,6 @@ def _show_tree(output: Output, tree: ModuleNode) -> None:
     output.table((*_TREE_HEADER, "SHARE"), cells, right=_TREE_HEADER[1:])
 
 
-def _tree_record(node: ModuleNode) -> Row:
-    return {**fields_of(node), "children": [_tree_record(child) for child in node.children]}
-
-
 def _rank_statuses(path: str, summary: Summary) -> list[RankStatus]:
     """Return how far each rank of a workspace is; [] for any other checkpoint."""
     if summary.kind != "workspace" or summary.run is None:
@@ -136,7 +129,7 @@ def _rank_field(status: RankStatus) -> tuple[str, str]:
     if newest.written is not None:
         facts.append(f"written {format_time(newest.written)}")
     if newest.config is not None and newest.config.num_keys is not None:
-        keys = "1 config key" if newest.config.num_keys == 1 else f"{newest.config.num_keys:,} config keys"
+        keys = format_number(newest.config.num_keys, "config key")
         facts.append(keys + (f" ({newest.config.type})" if newest.config.type else ""))
     if newest.nbytes is not None:
         facts.append(format_bytes(newest.nbytes))
@@ -256,8 +249,7 @@ def _summarize_saves(output: Output, path: str) -> int:
     if report.unfinished:
         fields.append(("unfinished", _listed({row.step: row.state for row in report.unfinished})))
     output.fields(fields)
-    worst = most_severe(report.problems)
-    return output.finish(code_of(worst) if worst else "OK", _saves_record(report), error=worst)
+    return output.finish(_saves_record(report), problems=report.problems)
 
 
 def _listed(states: Mapping[int, str]) -> str:
@@ -265,19 +257,20 @@ def _listed(states: Mapping[int, str]) -> str:
 
 
 def _saves_record(report: SavesReport) -> Row:
-    newest = report.saves[-1] if report.saves else None
+    newest = None
+    if report.saves:
+        newest = fields_of(report.saves[-1])
+        del newest["problems"]  # those of all saves are listed
     return {
         "kind": "saves",
         "path": report.path,
         "num_saves": len(report.saves),
         "steps": [row.step for row in report.saves],
-        "newest": None
-        if newest is None
-        else {key: value for key, value in fields_of(newest).items() if key != "problems"},
+        "newest": newest,
         "nbytes": report.nbytes,
         "num_broken": sum(bool(row.problems) for row in report.saves),
-        "unfinished": [fields_of(row) for row in report.unfinished],
-        "problems": [error_record(problem, code_of(problem)) for problem in report.problems],
+        "unfinished": report.unfinished,
+        "problems": report.problems,
     }
 
 

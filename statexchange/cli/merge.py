@@ -10,14 +10,11 @@ from statexchange.cli import commands
 from statexchange.cli.options import option
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.progress import Progress
-from statexchange.cli.table_layout import Narrowing
 from statexchange.formats.sections import ALL, SECTIONS
-from statexchange.units import format_bytes, format_ranks, format_seconds, format_shape
+from statexchange.units import format_bytes, format_number, format_ranks, format_seconds, format_shape
 
 if TYPE_CHECKING:
     from statexchange.checkpoint.merge import MergeReport, PlannedTensor
-
-_NARROWING = Narrowing(drop=("SHAPE", "DTYPE"), shorten={"FILE": 20, "FROM": 16, "NAME": 32}, cut=("FILE", "FROM"))
 
 
 @commands.command
@@ -81,14 +78,14 @@ def command(output: Output, source: str, path: str, **options: Any) -> int:
         output.warning(note)
     _show(output, report)
     fields = fields_of(report)
-    tensors = [fields_of(tensor) for tensor in fields.pop("tensors")]
-    return output.finish("OK", fields, rows=("tensors", tensors) if report.dry_run else None)
+    tensors = fields.pop("tensors")
+    return output.finish(fields, rows=("tensors", tensors) if report.dry_run else None)
 
 
 def _show(output: Output, report: MergeReport) -> None:
     rate = f" in {format_seconds(report.seconds)}, {format_bytes(report.nbytes / report.seconds)}/s"
     done, pace = ("would merge", "") if report.dry_run else ("merged", rate)
-    tensors = "1 tensor" if report.num_tensors == 1 else f"{report.num_tensors:,} tensors"
+    tensors = format_number(report.num_tensors, "tensor")
     output.line(f"{done} {tensors}, {format_bytes(report.nbytes)}, into {report.path}{pace}")
     for name, nbytes in report.files:
         output.line(f"  {name}  {format_bytes(nbytes)}")
@@ -96,7 +93,7 @@ def _show(output: Output, report: MergeReport) -> None:
         output.line(f"  {name} was reused from an interrupted merge")
     rows = [[t.name, t.dtype, format_shape(t.shape), t.file, _origin(t)] for t in report.tensors]
     if rows:
-        output.table(["NAME", "DTYPE", "SHAPE", "FILE", "FROM"], rows, narrowing=_NARROWING)
+        output.table(["NAME", "DTYPE", "SHAPE", "FILE", "FROM"], rows, drop=("SHAPE", "DTYPE"))
     for alias, kept in report.aliases.items():
         output.line(f"  {alias} is tied to {kept} and not written again")
 

@@ -12,9 +12,9 @@ import sys
 from typing import TYPE_CHECKING, Any, TextIO
 
 from statexchange import settings
-from statexchange.cli.table_layout import Narrowing, aligned, narrowed
+from statexchange.cli.table_layout import aligned, narrowed
 from statexchange.errors import ReplicaError, StateExchangeError, without_secrets
-from statexchange.units import printable, shortened
+from statexchange.units import format_bytes, printable, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -30,6 +30,7 @@ __all__ = [
     "error_record",
     "fields_of",
     "most_severe",
+    "worst_code",
 ]
 
 SCHEMA = 1
@@ -37,31 +38,20 @@ _WIDE_COLUMNS = 200  # of a terminal on which nothing is shortened
 _LEAST_TEXT = 16  # characters that are left of a shortened text
 _MAX_TEXT = 5000  # characters of a field of an error
 FORMATS = ("auto", "human", "json", "jsonl")
-EXIT_CODES = {
-    "OK": 0,
-    "FINDINGS": 1,
-    "USAGE": 2,
-    "NOT_FOUND": 3,
+EXIT_CODES = {  # the most severe first: of several findings it decides
+    "INTERRUPTED": 130,
+    "INTERNAL": 70,
     "CORRUPT": 4,
     "INCOMPLETE": 5,
-    "TIMEOUT": 6,
     "UNSAFE": 7,
     "IO": 8,
-    "INTERNAL": 70,
-    "INTERRUPTED": 130,
+    "TIMEOUT": 6,
+    "NOT_FOUND": 3,
+    "USAGE": 2,
+    "FINDINGS": 1,
+    "OK": 0,
 }
-_MOST_SEVERE_FIRST = (
-    "INTERNAL",
-    "CORRUPT",
-    "INCOMPLETE",
-    "UNSAFE",
-    "IO",
-    "TIMEOUT",
-    "NOT_FOUND",
-    "USAGE",
-    "FINDINGS",
-    "OK",
-)
+_MOST_SEVERE_FIRST = tuple(EXIT_CODES)
 _CODES = {number: code for code, number in EXIT_CODES.items()}
 _BOLD, _RED, _YELLOW, _RESET = "\x1b[1m", "\x1b[31m", "\x1b[33m", "\x1b[0m"
 
@@ -76,6 +66,12 @@ def code_of(finding: StateExchangeError) -> str:
 def most_severe(findings: Iterable[StateExchangeError]) -> StateExchangeError | None:
     """Return the most severe finding, which decides the exit code; of several the first."""
     return min(findings, key=lambda finding: _MOST_SEVERE_FIRST.index(code_of(finding)), default=None)
+
+
+def worst_code(findings: Iterable[StateExchangeError]) -> str:
+    """Return the code of the most severe finding; OK if there is none."""
+    worst = most_severe(findings)
+    return "OK" if worst is None else code_of(worst)
 
 
 class Output:
@@ -138,23 +134,29 @@ class Output:
         """Return `text`, without its middle if it would leave fewer than `room` columns of a narrow terminal free."""
         return shortened(text, max(_LEAST_TEXT, self.width - room)) if self._is_narrow else text
 
+    def size(self, nbytes: int | None) -> str:
+        """Return the cell of a number of bytes: exact for programs, rounded for people, "-" if it is not known."""
+        if nbytes is None:
+            return "-"
+        return format_bytes(nbytes) if self.aligned else str(nbytes)
+
     def table(
         self,
         header: Sequence[str],
         rows: Iterable[Sequence[str]],
         *,
         right: Sequence[str] = (),
-        narrowing: Narrowing | None = None,
+        drop: Sequence[str] = (),
     ) -> None:
         """Write a table; columns named in `right` are right-aligned.
 
-        On a terminal of less than 200 columns the table fits it, as far as `narrowing` allows; else all is written.
+        It is fitted to a terminal of less than 200 columns, which may leave out the columns in `drop`, the first first.
         """
         if not self.human:
             return
-        cells = [list(header), *([printable(cell) for cell in row] for row in rows)]
-        if narrowing is not None and self._is_narrow:
-            cells = narrowed(cells, self.width, narrowing)
+        cells: Sequence[Sequence[str]] = [list(header), *([printable(cell) for cell in row] for row in rows)]
+        if self._is_narrow:
+            cells = narrowed(cells, self.width, drop)
         lines = aligned(cells, right) if self.aligned else ["\t".join(row) for row in cells]
         self._write(sys.stdout, self._styled(lines[0], _BOLD, sys.stdout))
         for line in lines[1:]:
@@ -176,23 +178,38 @@ class Output:
         if self.human and not self.quiet:
             self._marked("warning:", _YELLOW, text)
 
+    def warn_of(self, problems: Iterable[StateExchangeError]) -> None:
+        """Write a warning for each problem."""
+        for problem in problems:
+            self.warning(str(problem))
+
     def finish(
         self,
-        code: str,
         data: Row | list[Row] | None,
         *,
-        rows: tuple[str, Iterable[Row]] | None = None,
-        error: BaseException | None = None,
+        rows: tuple[str, Iterable[object]] | None = None,
+        problems: Iterable[StateExchangeError] = (),
+        code: str = "OK",
     ) -> int:
         """Write the JSON result, if JSON was requested, and return the exit code.
 
         Args:
-            code: the code of the result.
             data: the result's fields.
             rows: (plural name, objects). JSON has them in `data` under that name. JSON Lines has one object a line,
                 whose type is the name's singular; the last line is a summary with `data`.
-            error: the most severe error.
+            problems: what was found, of which the most severe decides the code.
+            code: the code without a problem.
         """
+        worst = most_severe(problems)
+        return self._finish(data, rows, code if worst is None else code_of(worst), worst)
+
+    def _finish(
+        self,
+        data: Row | list[Row] | None,
+        rows: tuple[str, Iterable[object]] | None,
+        code: str,
+        error: BaseException | None,
+    ) -> int:
         if self.human:
             return EXIT_CODES[code]
         result: Row = {"ok": code == "OK", "code": code, "data": data, "warnings": self._warnings}
@@ -201,7 +218,7 @@ class Output:
         name, objects = rows or ("", ())
         if self.format == "jsonl" and self._path is None:
             for row in objects:
-                self._write(sys.stdout, _json({"type": name.removesuffix("s"), **row}))
+                self._write(sys.stdout, _json({"type": name.removesuffix("s"), **_plain(row)}))
         elif isinstance(data, dict) and name:
             result["data"] = {**data, name: list(objects)}
         self._write_result(result)
@@ -241,7 +258,7 @@ class Output:
             self._show_total(paths, codes, total)
         code = min((_CODES[one] for one in codes), key=_MOST_SEVERE_FIRST.index)
         counts = {"num_paths": len(paths), "num_ok": codes.count(EXIT_CODES["OK"])}
-        return self.finish(code, counts if self.format == "jsonl" else self._records)
+        return self.finish(counts if self.format == "jsonl" else self._records, code=code)
 
     def _show_total(self, paths: Sequence[str], codes: Sequence[int], total: str) -> None:
         self.line()
@@ -255,7 +272,7 @@ class Output:
         for line in trace.splitlines():
             self._write(sys.stderr, printable(line))
         if not self.human:
-            return self.finish(code, None, error=error)
+            return self._finish(None, None, code, error)
         self._marked("error:", _RED, without_secrets(str(error)))
         if hint is not None:
             self._write(sys.stderr, printable(f"hint: {hint}"))
@@ -346,21 +363,19 @@ def _simple(value: object) -> object:
 
 
 def _json(value: object, indent: int | None = None) -> str:
-    return json.dumps(_without_nan(value), indent=indent, default=_plain)
+    return json.dumps(_plain(value), indent=indent)
 
 
-def _without_nan(value: object) -> object:
-    """Return a value with NaN and infinite numbers as text: JSON has no such numbers."""
-    if isinstance(value, float) and not math.isfinite(value):
+def _plain(value: Any) -> Any:
+    """Return a value as JSON has it: records and errors are objects; NaN, infinite and complex numbers are text."""
+    if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         return str(value)
-    if isinstance(value, dict):
-        return {key: _without_nan(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_nan(one) for one in value]
-    return value
-
-
-def _plain(value: object) -> object:
     if isinstance(value, StateExchangeError):
         return error_record(value, code_of(value))
-    raise TypeError(f"no JSON for {type(value).__name__}")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = fields_of(value)
+    if isinstance(value, dict):
+        return {key: _plain(below) for key, below in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(below) for below in value]
+    return value

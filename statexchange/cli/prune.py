@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import commands
-from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
+from statexchange.cli.output import Output
 from statexchange.cli.progress import Progress
 from statexchange.storage.steps import Retention, steps_text
-from statexchange.units import format_bytes
+from statexchange.units import format_bytes, format_number
 
 if TYPE_CHECKING:
     from statexchange.checkpoint.prune import PruneReport, PruneRow
@@ -63,22 +63,18 @@ def command(
     commands.refuse_other_ranks()
     with Progress(output, "prune") as progress:
         report = prune_saves(path, Retention(keep, keep_every, best), dry_run=dry_run, on_progress=progress)
-    for problem in report.problems:
-        output.warning(str(problem))
+    output.warn_of(report.problems)
     _show(output, report)
     data = {"path": report.path, "dry_run": dry_run, "nbytes": report.nbytes}
-    worst = most_severe(report.problems)
-    return output.finish(
-        code_of(worst) if worst else "OK", data, rows=("saves", map(_record, report.rows)), error=worst
-    )
+    return output.finish(data, rows=("saves", report.rows), problems=report.problems)
 
 
 def _show(output: Output, report: PruneReport) -> None:
     removed = [row for row in report.rows if row.action == "removed"]
     kept = [row.step for row in report.rows if row.action == "kept"]
-    output.table(_HEADER, (_cells(row, report.dry_run, output.aligned) for row in report.rows), right=_HEADER[:2])
+    output.table(_HEADER, (_cells(output, row, report.dry_run) for row in report.rows), right=_HEADER[:2])
     num_saves = sum(not row.is_unfinished for row in removed)
-    saves = "1 save" if num_saves == 1 else f"{num_saves:,} saves"
+    saves = format_number(num_saves, "save")
     unfinished = f" and {len(removed) - num_saves:,} unfinished" if len(removed) > num_saves else ""
     doing = "would remove" if report.dry_run else "removed"
     staying = "kept none"
@@ -88,14 +84,6 @@ def _show(output: Output, report: PruneReport) -> None:
         output.message(f"{doing} {saves}{unfinished}, {format_bytes(report.nbytes)}; {staying}")
 
 
-def _cells(row: PruneRow, is_dry_run: bool, is_rounded: bool) -> tuple[str, ...]:
-    nbytes = "-"
-    if row.nbytes is not None:
-        nbytes = format_bytes(row.nbytes) if is_rounded else str(row.nbytes)
+def _cells(output: Output, row: PruneRow, is_dry_run: bool) -> tuple[str, ...]:
     action = "would be removed" if is_dry_run and row.action == "removed" else row.action
-    return str(row.step), nbytes, action, row.reason
-
-
-def _record(row: PruneRow) -> Row:
-    problem = None if row.problem is None else error_record(row.problem, code_of(row.problem))
-    return {**fields_of(row), "problem": problem}
+    return str(row.step), output.size(row.nbytes), action, row.reason

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import commands
-from statexchange.cli.output import Output, Row, code_of, error_record, fields_of
+from statexchange.cli.output import Output
 from statexchange.cli.progress import LiveLine
-from statexchange.cli.table_layout import Narrowing
-from statexchange.units import format_bytes, format_count, format_number, format_seconds
+from statexchange.units import format_count, format_number, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,11 +19,7 @@ if TYPE_CHECKING:
     from statexchange.report.scan import ScanRow
 
 _HEADER = ("PATH", "KIND", "MODEL", "STEP", "TENSORS", "PARAMETERS", "BYTES", "AGE", "VERDICT")
-_NARROWING = Narrowing(
-    drop=("TENSORS", "PARAMETERS", "MODEL", "AGE", "STEP", "KIND"),
-    shorten={"VERDICT": 40, "PATH": 24},
-    wrap=("VERDICT",),
-)
+_DROP = ("TENSORS", "PARAMETERS", "MODEL", "AGE", "STEP", "KIND")
 _KEYS: dict[str, Callable[[ScanRow], tuple[float, str]]] = {
     "size": lambda row: (-row.nbytes, ""),
     "age": lambda row: (-(row.modified or 0.0), ""),
@@ -75,31 +70,26 @@ def command(output: Output, paths: tuple[str, ...], only: str | None, sort: str)
     shown = [row for row in rows if only in (None, row.status)]
     if sort != "path":
         shown.sort(key=_KEYS[sort])
-    cells = [_cells(row, output.aligned) for row in shown]
-    output.table(_HEADER, cells, right=_HEADER[3:8], narrowing=_NARROWING)
+    cells = [_cells(output, row) for row in shown]
+    output.table(_HEADER, cells, right=_HEADER[3:8], drop=_DROP)
     counts = ", ".join(f"{count:,} {status}" for status, count in Counter(row.status for row in rows).most_common())
     total = format_number(len(rows), "checkpoint")
     places = "1 directory" if num_directories == 1 else f"{num_directories:,} directories"
     output.message(f"{total} in {places}" + (f": {counts}" if rows else ""))
     data = {"num_directories": num_directories, "num_checkpoints": len(rows), "num_broken": len(broken)}
-    return output.finish("FINDINGS" if broken else "OK", data, rows=("checkpoints", map(_record, shown)))
+    return output.finish(data, rows=("checkpoints", shown), code="FINDINGS" if broken else "OK")
 
 
-def _cells(row: ScanRow, is_rounded: bool) -> tuple[str, ...]:
+def _cells(output: Output, row: ScanRow) -> tuple[str, ...]:
     age = "-" if row.modified is None else format_seconds(max(0.0, time.time() - row.modified))
     return (
         row.path,
         row.kind or "-",
         row.model or "-",
         "-" if row.step is None else str(row.step),
-        f"{row.num_tensors:,}" if is_rounded else str(row.num_tensors),
-        format_count(row.num_parameters) if is_rounded else str(row.num_parameters),
-        format_bytes(row.nbytes) if is_rounded else str(row.nbytes),
+        f"{row.num_tensors:,}" if output.aligned else str(row.num_tensors),
+        format_count(row.num_parameters) if output.aligned else str(row.num_parameters),
+        output.size(row.nbytes),
         age,
         row.verdict,
     )
-
-
-def _record(row: ScanRow) -> Row:
-    problems = [error_record(problem, code_of(problem)) for problem in row.problems]
-    return {**fields_of(row), "problems": problems}

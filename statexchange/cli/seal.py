@@ -7,7 +7,7 @@ import click
 from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.progress import Progress
-from statexchange.units import format_bytes
+from statexchange.units import format_bytes, format_number
 
 
 @commands.command
@@ -32,7 +32,7 @@ def command(output: Output, path: str, overwrite: bool, dry_run: bool) -> int:
     with Progress(output, "seal") as progress:
         report = seal_checkpoint(path, overwrite=overwrite, dry_run=dry_run, on_progress=progress)
     doing = "would write" if report.dry_run else "wrote"
-    tensors = "1 tensor" if report.num_tensors == 1 else f"{report.num_tensors:,} tensors"
-    files = "1 file" if report.num_files == 1 else f"{report.num_files:,} files"
+    tensors = format_number(report.num_tensors, "tensor")
+    files = format_number(report.num_files, "file")
     output.line(f"{doing} {report.manifest}: digests of {tensors} and {files}, {format_bytes(report.nbytes)}")
-    return output.finish("OK", fields_of(report))
+    return output.finish(fields_of(report))

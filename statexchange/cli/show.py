@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from statexchange.cli import commands
-from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
+from statexchange.cli.output import Output, fields_of
 from statexchange.cli.picture_file import PictureFile, picture_options
-from statexchange.cli.table_layout import Narrowing
 from statexchange.errors import InvalidArgumentError, NotFoundError, did_you_mean, excerpt, without_secrets
 from statexchange.units import format_bytes, format_ranks, format_shape
 
@@ -20,12 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from statexchange.formats.source import Source
-    from statexchange.report.configs import ConfigComparison, DifferingKey
+    from statexchange.report.configs import ConfigComparison
     from statexchange.report.tensor_facts import TensorFacts
     from statexchange.report.tensor_values import Bin, TensorValues, ValueStatistics
     from statexchange.sharding.shards import Box
 
-_NARROWING = Narrowing(drop=("BYTES",), shorten={"FILE": 20, "RANKS": 12, "REGION": 24}, cut=("FILE", "RANKS"))
 _CORNER = (4, 6)  # rows and columns of the default slice
 _BAR = 40
 # What a terminal shows at most: regions of a tensor, items of a container, characters of a value. Of a longer value it
@@ -141,8 +139,7 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
     comparison = configs.compare_configs(by_ranks) if by_ranks else None
     entries = configs.plain_entries(source)
     model = configs.model_config(source) if not by_ranks else None
-    for problem in source.problems:
-        output.warning(str(problem))
+    output.warn_of(source.problems)
     output.line(_title(path, source))
     if comparison is not None:
         _write_comparison(output, by_ranks, comparison)
@@ -156,7 +153,6 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
         _write_section(output, "metadata", dict(source.metadata))
     if comparison is None and model is None and not source.others and not source.metadata and not source.problems:
         output.message("nothing but tensors is here, no config: `ls` lists them, and `show PATH NAME` shows one")
-    worst = most_severe(source.problems)
     data = {
         "path": path,
         "kind": source.kind,
@@ -164,19 +160,15 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
         "round": source.round,
         "step": source.step,
         "world_size": source.world_size,
-        "configs": [{"ranks": list(ranks), "config": config} for ranks, config in by_ranks.items()],
+        "configs": [{"ranks": ranks, "config": config} for ranks, config in by_ranks.items()],
         "common": None if comparison is None else comparison.common,
-        "differing": [] if comparison is None else list(map(_differing_record, comparison.differing)),
+        "differing": [] if comparison is None else comparison.differing,
         "model_config": None if model is None else model[1],
         "entries": entries,
         "others": dict(source.others),
         "metadata": dict(source.metadata),
     }
-    return output.finish(code_of(worst) if worst else "OK", data, error=worst)
-
-
-def _differing_record(differing: DifferingKey) -> Row:
-    return {"key": differing.key, "values": [fields_of(value) for value in differing.values]}
+    return output.finish(data, problems=source.problems)
 
 
 def _title(path: str, source: Source) -> str:
@@ -303,8 +295,7 @@ def _show_tensor(
         names = [*names_of(source), *source.others]
         if not names and source.problems:
             raise source.problems[0]
-        for problem in source.problems:  # the tensor may be in a broken file
-            output.warning(str(problem))
+        output.warn_of(source.problems)  # the tensor may be in a broken file
         hint = did_you_mean(name, names) or "; ls lists all names"
         raise NotFoundError(f"there is no tensor {excerpt(name, 200)} among {len(names):,}{hint}", path=source.path)
 
@@ -321,34 +312,32 @@ def _show_tensor(
     with Progress(output, "show") as progress:
         statistics = read_statistics(facts, progress)
     files = {region.stored.path for region in facts.regions}
-    for problem in source.problems:
-        output.warning(str(problem))
-    own = [problem for problem in source.problems if problem.name == name or problem.path in files]
-    found = [*facts.problems, *statistics.problems]
-    for error in found:
-        output.warning(str(error))
+    output.warn_of(source.problems)
+    of_tensor = [problem for problem in source.problems if problem.name == name or problem.path in files]
+    values_and_cover = [*facts.problems, *statistics.problems]
+    output.warn_of(values_and_cover)
     _write_tensor(output, facts, has_ranks=source.has_ranks)
     _write_values(output, values, facts)
     _write_statistics(output, statistics, facts)
-    worst = most_severe([*own, *found])
-    record = {key: value for key, value in fields_of(statistics).items() if key != "problems"}
-    record["histogram"] = [fields_of(one) for one in statistics.histogram]
+    problems = [*of_tensor, *values_and_cover]
+    record = fields_of(statistics)
+    del record["problems"]  # they are among those of the tensor
     data = {
         "path": path,
         "kind": source.kind,
         **{key: getattr(facts, key) for key in ("name", "tied_to", "dtype", "shape", "nbytes", "section")},
-        "gaps": [_box_record(gap) for gap in facts.gaps],
-        "overlaps": [{**_box_record(one.box), "holders": one.holders} for one in facts.overlaps],
-        "slice": {**_box_record(box), "values": _json_values(values.values)},
+        "gaps": [gap._asdict() for gap in facts.gaps],
+        "overlaps": [{**overlap.box._asdict(), "holders": overlap.holders} for overlap in facts.overlaps],
+        "slice": {**box._asdict(), "values": values.values},
         "statistics": record,
-        "problems": [error_record(error, code_of(error)) for error in [*own, *found]],
+        "problems": problems,
         "picture": None if picture is None else picture.path,
     }
     regions = [
-        {**_box_record(region.box), "holders": region.holders, "files": region.files, "nbytes": region.nbytes}
+        {**region.box._asdict(), "holders": region.holders, "files": region.files, "nbytes": region.nbytes}
         for region in facts.regions
     ]
-    return output.finish(code_of(worst) if worst else "OK", data, rows=("regions", regions), error=worst)
+    return output.finish(data, rows=("regions", regions), problems=problems)
 
 
 def _show_entry(output: Output, path: str, source: Source, name: str) -> int:
@@ -358,7 +347,7 @@ def _show_entry(output: Output, path: str, source: Source, name: str) -> int:
     output.line("not a tensor:")
     _write_entries(output, entries, {name: source.others[name]})
     data = {"path": path, "kind": source.kind, "name": name}
-    return output.finish("OK", {**data, "description": source.others[name], "value": entries.get(name)})
+    return output.finish({**data, "description": source.others[name], "value": entries.get(name)})
 
 
 def _box_of(facts: TensorFacts, index: Slice | None) -> Box:
@@ -405,11 +394,10 @@ def _write_tensor(output: Output, facts: TensorFacts, *, has_ranks: bool) -> Non
     cells = []
     for region in rows:
         more = f" and {len(region.files) - 1} more" if len(region.files) > 1 else ""
-        nbytes = format_bytes(region.nbytes) if output.aligned else str(region.nbytes)
         ranks = (format_ranks(region.holders),) if has_ranks else ()
-        cells.append((str(region.box), nbytes, *ranks, f"{region.files[0]}{more}"))
+        cells.append((str(region.box), output.size(region.nbytes), *ranks, f"{region.files[0]}{more}"))
     output.table(
-        ("REGION", "BYTES", *(("RANKS",) if has_ranks else ()), "FILE"), cells, right=("BYTES",), narrowing=_NARROWING
+        ("REGION", "BYTES", *(("RANKS",) if has_ranks else ()), "FILE"), cells, right=("BYTES",), drop=("BYTES",)
     )
     if len(rows) < len(facts.regions):
         output.line(f"and {len(facts.regions) - len(rows):,} more regions ({_ALL})")
@@ -496,14 +484,3 @@ def _share_text(count: int, total: int) -> str:
 def _bin_label(one: Bin) -> str:
     low, high = (_number_text(edge) for edge in (one.low, one.high))
     return low if one.low == one.high else f"{low} to {high}"
-
-
-def _box_record(box: Box) -> Row:
-    return {"offsets": box.offsets, "shape": box.shape}
-
-
-def _json_values(values: Any) -> Any:
-    """Return nested lists in which complex numbers are text."""
-    if isinstance(values, list):
-        return [_json_values(one) for one in values]
-    return str(values) if isinstance(values, complex) else values

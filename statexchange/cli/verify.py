@@ -8,19 +8,18 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import commands
-from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, most_severe
+from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, worst_code
 from statexchange.cli.progress import Progress
 from statexchange.errors import CorruptError, IncompleteError, without_secrets
 from statexchange.report.value_checks import CHECKS
-from statexchange.units import format_bytes, format_seconds, format_transfer
+from statexchange.units import format_bytes, format_number, format_seconds, format_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from statexchange.errors import StateExchangeError
     from statexchange.report.hub_metadata import HubComparison
-    from statexchange.report.verify import VerifyReport
-    from statexchange.report.verify_saves import SaveVerdict
+    from statexchange.report.verify import SaveVerdict, VerifyReport
 
 _NOT_IN_DATA = ("findings", "values", "hub", "notes")  # notes are the warnings of the JSON
 
@@ -78,23 +77,17 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
     for note in report.notes:
         output.warning(note)
     _show(output, report, checks, time.perf_counter() - began)
-    worst = most_severe(report.findings)
     data = {key: value for key, value in fields_of(report).items() if key not in _NOT_IN_DATA}
     if report.hub is not None:
         data["against"] = {key: value for key, value in fields_of(report.hub).items() if key != "findings"}
-    return output.finish(_code(report), data, rows=("findings", _records(report)), error=worst)
-
-
-def _code(report: VerifyReport) -> str:
-    worst = most_severe(report.findings)
-    if worst is not None:
-        return code_of(worst)
-    return "FINDINGS" if report.values else "OK"
+    return output.finish(
+        data, rows=("findings", _records(report)), problems=report.findings, code="FINDINGS" if report.values else "OK"
+    )
 
 
 def _records(report: VerifyReport) -> list[Row]:
     """Return the JSON objects of all findings; those of values have four keys more."""
-    records = [error_record(finding, code_of(finding)) for finding in report.findings]
+    records: list[Row] = [error_record(finding, code_of(finding)) for finding in report.findings]
     for finding in report.values:
         records.append(
             {
@@ -123,8 +116,7 @@ def _finding_alone(output: Output, error: StateExchangeError) -> int:
     """Report the problem because of which a checkpoint cannot be opened."""
     output.line(f"{code_of(error):<10}  {error}")
     output.line("1 finding")
-    rows = [error_record(error, code_of(error))]
-    return output.finish(code_of(error), None, rows=("findings", rows), error=error)
+    return output.finish(None, rows=("findings", [error_record(error, code_of(error))]), problems=[error])
 
 
 def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: float) -> None:
@@ -140,7 +132,7 @@ def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: 
     if checks and report.num_boxes and not report.values:
         output.line(f"values: nothing found by {', '.join(checks)}")
     if lines:
-        output.line(_findings_text(len(lines)))
+        output.line(format_number(len(lines), "finding"))
     elif not report.num_boxes:
         output.line("ok, but there is no tensor in it, and so nothing to check")
     elif not report.num_unproven:
@@ -153,7 +145,7 @@ def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: 
 
 def _tensors_text(report: VerifyReport) -> str:
     """Return the number of tensors, and of the regions in which they are stored."""
-    tensors = "1 tensor" if report.num_tensors == 1 else f"{report.num_tensors:,} tensors"
+    tensors = format_number(report.num_tensors, "tensor")
     return tensors if report.num_boxes == report.num_tensors else f"{tensors} in {report.num_boxes:,} regions"
 
 
@@ -172,12 +164,8 @@ def _show_hub(output: Output, hub: HubComparison) -> None:
     output.line(f"{len(hub.equal):,} {are_equal} of the download; {len(hub.not_covered):,} not covered")
 
 
-def _findings_text(num: int) -> str:
-    return "1 finding" if num == 1 else f"{num:,} findings"
-
-
 def _verify_saves(output: Output, path: str, checks: Sequence[str]) -> int:
-    from statexchange.report.verify_saves import verify_saves
+    from statexchange.report.verify import verify_saves
 
     findings: list[StateExchangeError] = []
     records: list[Row] = []
@@ -191,12 +179,9 @@ def _verify_saves(output: Output, path: str, checks: Sequence[str]) -> int:
             records.append(_save_record(verdict))
     num_whole = sum(record["code"] in ("OK", "FINDINGS") for record in records)
     output.line(f"{num_whole:,} of {len(records):,} saves are whole")
-    worst = most_severe(findings)
-    code = code_of(worst) if worst else "OK"
-    if worst is None and any(record["code"] == "FINDINGS" for record in records):
-        code = "FINDINGS"
     data = {"path": without_secrets(path), "kind": "saves", "num_saves": len(records), "num_whole": num_whole}
-    return output.finish(code, data, rows=("saves", records), error=worst)
+    code = "FINDINGS" if any(record["code"] == "FINDINGS" for record in records) else "OK"
+    return output.finish(data, rows=("saves", records), problems=findings, code=code)
 
 
 def _show_save(output: Output, verdict: SaveVerdict, seconds: float) -> None:
@@ -206,17 +191,18 @@ def _show_save(output: Output, verdict: SaveVerdict, seconds: float) -> None:
     if verdict.report is not None:
         read = format_transfer(verdict.report.num_tensors, verdict.report.nbytes, seconds)
         lines = _lines(verdict.report)
-    output.line(f"step {verdict.step}: {read}: {_findings_text(len(lines)) if lines else 'ok'}")
+    output.line(f"step {verdict.step}: {read}: {format_number(len(lines), 'finding') if lines else 'ok'}")
     for line in lines:
         output.line(line)
 
 
 def _save_record(verdict: SaveVerdict) -> Row:
-    report, worst = verdict.report, most_severe(verdict.findings)
-    findings = [error_record(finding, code_of(finding)) for finding in verdict.findings]
-    code = "OK" if worst is None else code_of(worst)
+    report, code = verdict.report, worst_code(verdict.findings)
+    findings: Sequence[object] = verdict.findings
     if report is not None:
-        findings, code = _records(report), _code(report)
+        findings = _records(report)
+        if code == "OK" and report.values:
+            code = "FINDINGS"
     return {
         "step": verdict.step,
         "path": verdict.path,

@@ -39,7 +39,7 @@ from statexchange.errors import (
     StallError,
     UnsupportedError,
     from_record,
-    needs_torch,
+    missing_extra,
     to_record,
 )
 from statexchange.processes import host_identity
@@ -214,7 +214,7 @@ def _failing_together(page: ControlPage | None, monitor: GroupMonitor | None, to
 def _prefer_without_torch(prefer: str) -> str:
     """Return the `prefer` to use where a rank lacks torch: the backend over shared memory needs it."""
     if prefer == "shm":
-        raise needs_torch('init("shm")')
+        raise missing_extra('init("shm")', "torch")
     return "transport"
 
 

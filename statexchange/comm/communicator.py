@@ -20,7 +20,7 @@ from statexchange.comm.backends.backend import Backend, check_ranks
 from statexchange.comm.calls import Call, encoded, step_text
 from statexchange.comm.failure.monitor import AbandonedError
 from statexchange.comm.session import Route, Session
-from statexchange.errors import InvalidArgumentError, needing_torch
+from statexchange.errors import InvalidArgumentError, needing_extra
 from statexchange.settings import check_timeout
 from statexchange.shared_memory import Kind
 from statexchange.tensors import TensorKindT, TensorLike, TensorT
@@ -48,7 +48,7 @@ class _Collectives:
     """The module `collectives`, which needs torch: it is imported when a collective is first called."""
 
     def __getattr__(self, name: str) -> object:
-        with needing_torch("a collective on tensors or arrays"):
+        with needing_extra("a collective on tensors or arrays"):
             from statexchange.comm import collectives
         function = getattr(collectives, name)
         setattr(self, name, function)  # else an import statement would slow down each small collective
@@ -142,7 +142,7 @@ class Communicator:
     @property
     def device(self) -> torch.device:
         """The device on which this rank computes."""
-        with needing_torch("a device"):
+        with needing_extra("a device"):
             import torch
         return torch.device(self._session.device)
 

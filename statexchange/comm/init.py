@@ -19,7 +19,7 @@ from statexchange.comm.backends.single import SingleBackend
 from statexchange.comm.bootstrap import form_communicator, is_forked_from_rank, refuse_inherited
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import ForkedError, InvalidArgumentError, UnsupportedError, needing_torch
+from statexchange.errors import ForkedError, InvalidArgumentError, UnsupportedError, needing_extra
 from statexchange.settings import check_timeout, default_timeout_s, detect_launch
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def init(
             "this process was forked from a rank, and is none itself: init() in the processes that the launcher "
             "started, or give a rendezvous for a world of its own"
         )
-    with needing_torch("init without MPI"):
+    with needing_extra("init without MPI"):
         comm = _make(options, default_timeout_s() if seconds is None else seconds)
     try:
         with public_call("init"), comm.phase("choosing a device"):

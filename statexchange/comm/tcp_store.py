@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from statexchange.comm.backends.torch_groups import first_line
 from statexchange.errors import (
     NotInitializedError,
     PeerError,
@@ -96,7 +97,7 @@ class Server:
         try:
             return cls(_stores.TCPStore(host, port, timeout=as_timedelta(timeout_s), **options))
         except RuntimeError as error:
-            raise NotInitializedError(f"cannot listen at tcp://{host}:{port}: {_first_line(error)}") from error
+            raise NotInitializedError(f"cannot listen at tcp://{host}:{port}: {first_line(error)}") from error
 
     @classmethod
     def on(cls, address: str, timeout_s: float) -> Server:
@@ -114,7 +115,7 @@ class Server:
             # The store owns the descriptor and closes it.
             return cls(_stores.TCPStore(address, port, master_listen_fd=listener.detach(), **options))
         except RuntimeError as error:
-            raise OSError(_first_line(error)) from error
+            raise OSError(first_line(error)) from error
 
     @property
     def address(self) -> str:
@@ -164,7 +165,7 @@ def connect(address: str, port: int, timeout_s: float, attempt_s: float) -> Any:
     try:
         return _stores.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:
-        raise OSError(_first_line(error)) from error
+        raise OSError(first_line(error)) from error
 
 
 def server_nonce(store: Any) -> str | None:
@@ -282,7 +283,7 @@ def _lost_server() -> Iterator[None]:
     except StateExchangeError:
         raise
     except RuntimeError as error:
-        raise LostServerError(_first_line(error)) from error
+        raise LostServerError(first_line(error)) from error
 
 
 def lost_rank_0_error(error: LostServerError) -> PeerError:
@@ -292,7 +293,3 @@ def lost_rank_0_error(error: LostServerError) -> PeerError:
 
 def _joined(rank: int) -> str:
     return f"joined/{rank}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

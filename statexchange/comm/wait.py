@@ -12,16 +12,15 @@ import functools
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from statexchange.comm.calls import absence_text
 from statexchange.comm.failure.monitor import FailureMonitor, outer_monitor
 from statexchange.errors import StallError
 
-__all__ = ["Wait", "yield_core"]
+__all__ = ["Pace", "Wait", "yield_core"]
 
-_SPINS = 100
 _LONGEST_NAP_S = 2e-3
-_YIELDING_S = 2e-4
 _NAPS_PER_WAIT = 16  # a nap is 1/16 of the time waited so far, so a wait ends at most 1/16 too late
 _MONITOR_PERIOD_S = 0.05
 
@@ -29,6 +28,18 @@ _MONITOR_PERIOD_S = 0.05
 yield_core: Callable[[], object] = (
     ctypes.CDLL(None).sched_yield if os.name == "posix" else functools.partial(time.sleep, 0)
 )
+
+
+class Pace(NamedTuple):
+    """How often a wait polls without a pause, and how often and how long it yields its core, before it naps."""
+
+    spins: int
+    yields: int
+    yielding_s: float
+
+
+# Yields are few, as the threads inside a transport may need this core.
+_PACE = Pace(100, 1000, 2e-4)
 
 
 class Wait:
@@ -80,43 +91,51 @@ class Wait:
         """
         return () if self._enter is None else self._enter(location, self)
 
-    def poll(self) -> None:
-        """Raise PeerError if a rank has failed, StallError past the deadline. Called between tests of the condition."""
+    def _poll(self, monitors: Sequence[FailureMonitor]) -> None:
+        """Raise PeerError if a rank has failed, StallError past the deadline."""
         now = time.monotonic()
-        if now - self._checked_at >= _MONITOR_PERIOD_S:
+        # At the deadline, too, as another rank may have given up a moment before, and its error is the one to raise.
+        if now - self._checked_at >= _MONITOR_PERIOD_S or now > self._deadline:
             self._checked_at = now
-            self._check_monitor(now)
+            progress = 0
+            for monitor in monitors:
+                monitor.check(self.operation)
+                progress += monitor.progress_count()
+            if progress != self._progress:
+                self._progress, self._deadline = progress, now + self.timeout_s
         if now > self._deadline:
-            raise self.stall_error(() if self.monitor is None else self.monitor.missing_ranks())
+            raise self.stall_error(monitors[0].missing_ranks() if monitors else ())
 
-    def _check_monitor(self, now: float) -> None:
-        if self.monitor is None:
-            return
-        self.monitor.check(self.operation)
-        progress = self.monitor.progress_count()
-        if progress != self._progress:
-            self._progress, self._deadline = progress, now + self.timeout_s
+    def restart(self) -> None:
+        """Put off the deadline, as what was awaited so far has come."""
+        self._deadline = time.monotonic() + self.timeout_s
 
     def stall_error(self, missing: Sequence[int]) -> StallError:
         """Return the error for ranks that have not come in time; `missing` is () if they are not known."""
         text = absence_text(missing, self.operation, self.timeout_s)
         return StallError(text, missing=tuple(missing), rank=missing[0] if missing else None)
 
-    def until(self, done: Callable[[], object]) -> None:
+    def until(self, done: Callable[[], object], pace: Pace = _PACE, watched: FailureMonitor | None = None) -> None:
         """Return once `done()` is true: poll without a pause first, then yield, then nap ever longer.
 
-        Yields precede naps, as a core that sleeps may take a tenth of a millisecond to wake up. They are few, since
-        another thread or rank may need this core.
+        Yields precede naps, as a core that sleeps may take a tenth of a millisecond to wake up.
+
+        Args:
+            done: the condition.
+            pace: how long to poll and to yield.
+            watched: another monitor, which is asked first.
         """
-        for _ in range(_SPINS):
+        for _ in range(pace.spins):
             if done():
                 return
-        began = now = time.monotonic()
-        while now - began < _YIELDING_S:
+        began = time.monotonic()
+        for _ in range(pace.yields):
             if done():
                 return
+            if time.monotonic() - began > pace.yielding_s:
+                break
             yield_core()
-            now = time.monotonic()
+        monitors = [monitor for monitor in dict.fromkeys((watched, self.monitor)) if monitor is not None]
         while not done():
-            self.poll()
+            self._poll(monitors)
             time.sleep(min((time.monotonic() - began) / _NAPS_PER_WAIT, _LONGEST_NAP_S))

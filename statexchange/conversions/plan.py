@@ -85,17 +85,21 @@ class ConversionPlan:
     ties: Mapping[str, str] = field(default_factory=dict)
     single: AbstractSet[str] = frozenset()
 
+    def output_of(self, name: str) -> str | None:
+        """Return the one output of which an input fills elements; None if it fills none or several."""
+        targets = {fill.target for fill in self.fills.get(name, ())}
+        return targets.pop() if len(targets) == 1 else None
+
     def new_aliases(self, aliases: Mapping[str, str]) -> dict[str, str]:
         """Return the aliases of tied inputs by the outputs' names, if both fill one output each, in the same way."""
-        found = {}
+        new_aliases = {}
         for alias, name in aliases.items():
-            outputs = [{fill.target for fill in self.fills.get(tied, ())} for tied in (alias, name)]
-            patches = [[fill.patch for fill in self.fills.get(tied, ())] for tied in (alias, name)]
-            if all(len(targets) == 1 for targets in outputs) and patches[0] == patches[1]:
-                new, kept = (next(iter(targets)) for targets in outputs)
-                if self.tensors[new] == self.tensors[kept] and {new, kept} <= self.single:
-                    found[new] = kept
-        return found
+            new, kept = self.output_of(alias), self.output_of(name)
+            if new is None or kept is None or not {new, kept} <= self.single or self.tensors[new] != self.tensors[kept]:
+                continue
+            if [fill.patch for fill in self.fills[alias]] == [fill.patch for fill in self.fills[name]]:
+                new_aliases[new] = kept
+        return new_aliases
 
 
 def plan_conversion(
@@ -188,7 +192,8 @@ class _Planner:
                 raise unknown
             waiting = later
         self._restore()
-        return ConversionPlan(self._outputs, self._fills, self._zeros, self._ties(), self._single)
+        plan = ConversionPlan(self._outputs, self._fills, self._zeros, {}, self._single)
+        return replace(plan, ties=self._ties(plan))
 
     def _groups(self) -> list[_Group]:
         """Return the inputs in groups, each with its rule, in the order of the inputs."""
@@ -210,25 +215,12 @@ class _Planner:
 
     def _unknown(self, names: Sequence[str]) -> InvalidArgumentError | UnsafeError:
         shown = ", ".join(names[:_SHOWN]) + (", ..." if len(names) > _SHOWN else "")
-        other = self._other_direction()
-        hint = f"; {other}, the other direction, has a rule for each name: convert (--convert)" if other else ""
         if len(names) == len(self._inputs):
             text = f"convert: {self._conversion.name} has a rule for none of the {len(names)} names: {shown}"
-            return InvalidArgumentError(text + hint)
-        if not hint:
-            hint = (
-                "; to leave them out, exclude (--exclude); else write a conversion of your own that has rules for them"
-            )
+            return InvalidArgumentError(text)
         text = f"convert: {self._conversion.name} has no rule for {len(names)} of {len(self._inputs)} names: {shown}"
-        return UnsafeError(text + hint)
-
-    def _other_direction(self) -> str | None:
-        """Return the name of the inverse if it has a rule for every name."""
-        try:
-            inverse = self._conversion.inverse()
-        except InvalidArgumentError:  # an operation has no inverse
-            return None
-        return None if unknown_names(inverse, self._inputs) else inverse.name.removeprefix(2 * "inverse:")
+        advice = "to leave them out, exclude (--exclude); else write a conversion of your own that has rules for them"
+        return UnsafeError(f"{text}; {advice}")
 
     def _add(self, group: _Group) -> None:
         """Add what one group fills: for each index of the inputs' leading dims that are unstacked, most often ()."""
@@ -339,22 +331,17 @@ class _Planner:
             for fills in [*self._fills.values(), self._zeros]:
                 fills += [replace(fill, target=new) for fill in fills if fill.target == same]
 
-    def _ties(self) -> dict[str, str]:
+    def _ties(self, plan: ConversionPlan) -> dict[str, str]:
         """Return the outputs that equal another in this model, which has tied embeddings."""
         if not self._numbers.get(_TIED):
             return {}
         ties = {}
         for rule in self._conversion.rules:
             if rule.tied_to:
-                new, other = self._output_of(rule.sources[0].text), self._output_of(rule.tied_to)
+                new, other = plan.output_of(rule.sources[0].text), plan.output_of(rule.tied_to)
                 if new is not None and other is not None:
                     ties[new] = other
         return ties
-
-    def _output_of(self, name: str) -> str | None:
-        """Return the one output that an input fills alone."""
-        targets = {fill.target for fill in self._fills.get(name, ())}
-        return next(iter(targets)) if len(targets) == 1 else None
 
 
 def _check_packed(rule: Rule, name: str, dtype: str, num_dims: int) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from statexchange.comm.calls import call_site, public_call
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import StateExchangeError, excerpt, needing_torch, without_secrets
+from statexchange.errors import StateExchangeError, excerpt, needing_extra, without_secrets
 from statexchange.state.describe import Description
 from statexchange.tensors import TensorLike, same_memory
 
@@ -220,7 +220,7 @@ class _Background:
         return replace(described, tensors=tensors)
 
     def _memory_of(self, nbytes: int) -> torch.Tensor:
-        with needing_torch("work in the background"):
+        with needing_extra("work in the background"):
             import torch
 
         if self._memory is None or self._memory.numel() < nbytes:

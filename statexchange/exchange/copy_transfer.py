@@ -14,19 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import CorruptError, ReplacedError, StateExchangeError, StorageError
+from statexchange.errors import StateExchangeError, StorageError
 from statexchange.storage import files
 from statexchange.storage.atomic import write_new
-from statexchange.storage.files import WINDOW_BYTES, Buffer, digest
-from statexchange.storage.location import (
-    OpenedPath,
-    open_path,
-    read_with_retry,
-)
-from statexchange.storage.store import StoredFile
-from statexchange.storage.tensorfile import MANIFEST, DigestedTensors, SaveManifest, read_header_bytes, read_manifest
+from statexchange.storage.files import WINDOW_BYTES, digest
+from statexchange.storage.location import open_path
+from statexchange.storage.tensorfile import MANIFEST, DigestedTensors, SaveManifest, read_header_bytes
 
-__all__ = ["Hosts", "copy_content", "copy_from_disk", "fetch_files", "fetch_headers", "link_files", "send_to_next"]
+__all__ = ["Hosts", "copy_content", "fetch_files", "fetch_headers", "link_files", "send_to_next"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,52 +62,17 @@ class Hosts:
 # From the save
 
 
-def copy_from_disk(saved: str, folder: str, manifest: SaveManifest, comm: Communicator) -> str:
-    """Copy this rank's file of the save at `saved` into a directory; return the digest of its header."""
-    name, nbytes = manifest.files[comm.rank], manifest.nbytes[comm.rank]
-
-    def seen(opened: OpenedPath) -> OpenedPath:
-        # An NFS client may show a replaced directory for a while.
-        if read_manifest(opened.store).save != manifest.save:
-            raise ReplacedError("this host sees another save here", path=saved)
-        return opened
-
-    with read_with_retry(saved, seen) as opened:
-        source = opened.store.open(name)
-        header = digest(read_header_bytes(source))
-        if source.size != nbytes:
-            raise CorruptError("size differs", path=source.path, expected=nbytes, found=source.size)
-        _write(os.path.join(folder, name), nbytes, _windows_of(source), comm)
-        source.check_unchanged()
-    return header
-
-
-def _windows_of(source: StoredFile) -> Iterator[memoryview]:
-    window = memoryview(bytearray(min(WINDOW_BYTES, source.size)))
-    for at in range(0, source.size, len(window)):
-        part = window[: source.size - at]
-        source.read_into(part, at)
-        yield part
-
-
 def copy_content(content: DigestedTensors, folder: str, manifest: SaveManifest, comm: Communicator) -> str:
-    """Write this rank's file, which was uploaded, into a directory once more; return the digest of its header."""
-
-    def parts() -> Iterator[Buffer]:
-        yield content.header
-        yield from content.parts()
-
-    _write(os.path.join(folder, manifest.files[comm.rank]), content.nbytes, parts(), comm)
-    return digest(content.header)
-
-
-def _write(path: str, nbytes: int, parts: Iterable[Buffer], comm: Communicator) -> None:
-    with _opened(path, nbytes) as fd:
-        at = 0
-        for part in parts:
+    """Write this rank's file of a save into a directory once more; return the digest of its header."""
+    path = os.path.join(folder, manifest.files[comm.rank])
+    with _opened(path, content.nbytes) as fd:
+        files.pwrite_all(fd, content.header, 0, path)
+        at = len(content.header)
+        for part in content.parts():
             files.pwrite_all(fd, part, at, path)
             at += len(part)
             comm.progress()
+    return digest(content.header)
 
 
 @contextlib.contextmanager

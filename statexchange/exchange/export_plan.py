@@ -134,9 +134,10 @@ def _planned(
 ) -> tuple[RootExport, WritePlan]:
     """Prove the cover, claim the target, and create the files. Root only."""
     merged = merge_metadata(metadata, options.new_layout())
-    given = given_files(request.options.files_from)
+    has_files = request.options.files_from is not None or bool(request.model_files)
+    given = given_files(request.options.files_from) if has_files else None
     # transformers would give a head that its config does not tie, and that no file has, random values.
-    is_untied = unties_heads(given.config(request.model_files))
+    is_untied = given is not None and unties_heads(given.config(request.model_files))
     by_rank = []
     for rank, (shards, aliases) in enumerate(zip(merged.shards, merged.aliases, strict=True)):
         by_rank.append(RankShards(rank, shards, without_heads(aliases) if is_untied else aliases))
@@ -151,7 +152,9 @@ def _planned(
         extra_state += rank_metadata.extra_state
     if extra_state:
         notes += note_on_extra_state(extra_state, request.options)
-    extra = extra_files(given.contents, plan, request.model_files, updates_dtype=True)
+    extra: dict[str, bytes] = {}
+    if given is not None:
+        extra = extra_files(given.contents, plan, request.model_files, updates_dtype=True)
     # Last: from here on there is something to clean up. Two exports to one path meet here, and one is refused.
     publication = Publication(request.path, plan, source="export", extra=extra, overwrite=request.call.overwrite)
     building.enter_context(publication)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,7 +20,6 @@ from statexchange.exchange.rank_checks import check_same_source, check_whose_sta
 from statexchange.exchange.reading import ReadItem, assign_readers, read_all
 from statexchange.sharding.options import FLOATS
 from statexchange.state.describe import Description, LocalTensor, local_tensors
-from statexchange.state.flatten import flatten
 from statexchange.state.load_plan import LoadPlan, Matching
 from statexchange.state.match import match
 from statexchange.tensors import check_writable, collector_paused, mark_changed, without_grad
@@ -31,10 +31,14 @@ _log = logging.getLogger(__name__)
 
 def load_now(request: LoadRequest, comm: Communicator) -> LoadReport:
     """Load as `load_checkpoint` does. Collective."""
-    try:
-        report = _load(request, comm)
-    except ReplacedError:  # raised on all ranks: the new version is loaded instead, once
-        report = _load(request, comm, reads_again=True)
+    # One pause, until all that a load makes is gone again: a collection in between would visit it, and all the garbage
+    # that others have left before the load.
+    with contextlib.ExitStack() as pause:
+        pause.enter_context(collector_paused())
+        try:
+            report = _load(request, comm, pause)
+        except ReplacedError:  # raised on all ranks: the new version is loaded instead, once
+            report = _load(request, comm, pause, reads_again=True)
     if comm.rank == 0:
         _log.info("loaded %s", report)
         for note in report.notes:
@@ -42,41 +46,41 @@ def load_now(request: LoadRequest, comm: Communicator) -> LoadReport:
     return report
 
 
-def _load(request: LoadRequest, comm: Communicator, *, reads_again: bool = False) -> LoadReport:
-    """Load once. Collective.
+def _load(
+    request: LoadRequest, comm: Communicator, pause: contextlib.ExitStack, *, reads_again: bool = False
+) -> LoadReport:
+    """Load once. Collective. `pause` is that of the garbage collector, which ends before remote files are read.
 
     Each phase ends in an agreement of all ranks: what one raises in it, all raise, so that none waits for another that
     has failed. That is why collectives lie between the phases, and a step with a collective in its middle has two.
     """
-    state, timeout_s = request.state, request.call.stall_timeout_s
+    timeout_s = request.call.stall_timeout_s
     with contextlib.ExitStack() as holding:
-        with collector_paused():
-            with comm.phase("reading the headers", timeout_s=timeout_s):
-                source = holding.enter_context(open_for_state(request, comm))
-            has_layout = request.options.layout is not None
-            # Before ranks convert it: they compare the files, and each may convert them in its own way.
-            if comm.world_size > 1:
-                has_layout = check_same_source(source, request, comm)
-            with comm.phase("finding its tensors", timeout_s=timeout_s), located(source.path):
-                live = flatten(state)
-                loaded = source_content(request, source, live, comm)
-            if has_layout:
-                loaded.matching.renumbered = renumbered_names(comm, live, loaded.matching)
-            with comm.phase("finding its tensors", timeout_s=timeout_s), located(source.path):
-                plan = match(state, live, loaded.matching)
-                plan.unexpected += loaded.converted.without_rule
-                if loaded.tensors.own_rank is None:  # as many ranks as have saved get back what each had
-                    check_whose_state(plan, loaded, live)
-                if plan.missing or loaded.converted.source.unreadable:
-                    settle_names(plan, loaded)
-            items = _items_to_read(plan, loaded, comm, has_layout=has_layout, timeout_s=timeout_s)
-            # Last of the checks: a shape that differs says more than the names that differ because of it.
-            if comm.world_size > 1 or plan.missing or plan.unexpected or plan.is_empty:
-                compare_names(comm, state, plan, loaded)
+        with comm.phase("reading the headers", timeout_s=timeout_s):
+            source = holding.enter_context(open_for_state(request, comm))
+        has_layout = request.options.layout is not None
+        # Before ranks convert it: they compare the files, and each may convert them in its own way.
+        if comm.world_size > 1:
+            has_layout = check_same_source(source, request, comm)
+        finding = functools.partial(_finding, source.path, comm, timeout_s)
+        with finding():
+            loaded = source_content(request, source, comm)
+            if not has_layout:
+                plan = _plan(request, loaded)
+                items = _items(_targets(plan, loaded, comm.rank), loaded)
+        if has_layout:
+            plan, items = _plan_with_layout(request, loaded, comm, finding)
+        # Last of the checks: a shape that differs says more than the names that differ because of it.
+        if comm.world_size > 1 or plan.missing or plan.unexpected or plan.is_empty:
+            compare_names(comm, request.state, plan, loaded)
         if request.before_reading is not None:
             request.before_reading(items)
-        # An object store is asked once per host; files are in the page cache after their first reader.
-        readers = assign_readers(items, comm) if source.opened.store.is_remote else {}
+        readers = {}
+        if source.opened.store.is_remote:
+            # An object store is asked once per host; files are in the page cache after their first reader.
+            readers = assign_readers(items, comm)
+            # Clients of object stores leave garbage in cycles that holds the bytes of a request.
+            pause.close()
         with comm.phase("reading", timeout_s=timeout_s):
             _mark_targets(plan, items)
             nbytes, overflows = read_all(items, readers, comm, request.call.on_progress, reads_again=reads_again)
@@ -94,6 +98,44 @@ def _load(request: LoadRequest, comm: Communicator, *, reads_again: bool = False
     return LoadReport(source.path, len(plan.targets), nbytes, missing, unexpected, seconds, source.step, notes)
 
 
+@contextlib.contextmanager
+def _finding(path: str, comm: Communicator, timeout_s: float) -> Iterator[None]:
+    """Open a phase in which what is read is found in the source at `path`, which errors then name."""
+    with comm.phase("finding its tensors", timeout_s=timeout_s), located(path):
+        yield
+
+
+def _plan(request: LoadRequest, loaded: LoadSource) -> LoadPlan:
+    """Match the live state with what the source has. Not collective."""
+    plan = match(request.state, loaded.live, loaded.matching)
+    plan.unexpected += loaded.converted.without_rule
+    if loaded.tensors.own_rank is None:  # as many ranks as have saved get back what each had
+        check_whose_state(plan, loaded)
+    if plan.missing or loaded.converted.source.unreadable:
+        settle_names(plan, loaded)
+    return plan
+
+
+def _plan_with_layout(
+    request: LoadRequest,
+    loaded: LoadSource,
+    comm: Communicator,
+    finding: Callable[[], contextlib.AbstractContextManager[None]],
+) -> tuple[LoadPlan, list[ReadItem]]:
+    """Return the plan, and what is read, where any rank has a layout. Collective.
+
+    The names and boxes of a layout's parts follow from the parts of all ranks, so that each of the two exchanges lies
+    between phases.
+    """
+    loaded.matching.renumbered = renumbered_names(comm, loaded.live, loaded.matching)
+    with finding():
+        plan = _plan(request, loaded)
+        targets = _targets(plan, loaded, comm.rank)
+    targets = _placed(targets, loaded.matching, comm)
+    with finding():
+        return plan, _items(targets, loaded)
+
+
 class _LiveTarget(NamedTuple):
     """A live tensor at `path` of the state, or a part of one, and the source's name of what fills it.
 
@@ -104,24 +146,6 @@ class _LiveTarget(NamedTuple):
     path: str
     local: LocalTensor
     is_padded: bool
-
-
-def _items_to_read(
-    plan: LoadPlan, loaded: LoadSource, comm: Communicator, *, has_layout: bool, timeout_s: float
-) -> list[ReadItem]:
-    """Return what is read for each live tensor of a plan. Collective if any rank has a layout.
-
-    Raises:
-        InvalidArgumentError: a shape or dtype differs from the source's, or a tensor cannot be written.
-        IncompleteError, OverlapError: the source's boxes are not those of a whole tensor.
-    """
-    with comm.phase("finding its tensors", timeout_s=timeout_s):
-        targets = _targets(plan, loaded, comm.rank)
-    if has_layout:
-        targets = _placed(targets, loaded.matching, comm)
-    # A phase of its own, as ranks exchange their parts before it.
-    with comm.phase("comparing the tensors", timeout_s=timeout_s):
-        return _items(targets, loaded)
 
 
 def _mark_targets(plan: LoadPlan, items: Sequence[ReadItem]) -> None:

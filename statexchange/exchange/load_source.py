@@ -17,7 +17,7 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import Source
 from statexchange.state.entries import Entries, Entry, OpaqueValue, RankEntries, SavedTensor, flatten_tree
-from statexchange.state.flatten import LiveState, types_in_objects
+from statexchange.state.flatten import LiveState, flatten, types_in_objects
 from statexchange.state.load_plan import Matching, NameFilter, has_wrappers
 from statexchange.state.units import ObjectStates, is_module, module_items
 from statexchange.storage.location import decode_stored
@@ -36,11 +36,13 @@ class LoadSource:
         converted: the source as it is loaded, and what a conversion has left out.
         tensors: its tensors by its own names.
         matching: its entries, and what decides which of them fill the state.
+        live: the live state.
     """
 
     converted: ConvertedSource
     tensors: StoredTensors
     matching: Matching
+    live: LiveState
 
 
 def open_for_state(request: LoadRequest, comm: Communicator) -> Source:
@@ -78,9 +80,10 @@ def _model_of_job(request: LoadRequest, source: Source) -> Source:
     return source
 
 
-def source_content(request: LoadRequest, source: Source, live: LiveState, comm: Communicator) -> LoadSource:
+def source_content(request: LoadRequest, source: Source, comm: Communicator) -> LoadSource:
     """Return what an opened source has by the names of the state. Not collective; reads no tensor."""
     state, options = request.state, request.options
+    live = flatten(state)
     stored: set[str] = set()
     for file in source.files:
         stored.update(file.tensors)
@@ -105,7 +108,7 @@ def source_content(request: LoadRequest, source: Source, live: LiveState, comm: 
     )
     if matching.has_tree:
         _check_layout(matching)
-    return LoadSource(converted, tensors, matching)
+    return LoadSource(converted, tensors, matching, live)
 
 
 def _check_layout(matching: Matching) -> None:

@@ -6,8 +6,7 @@ memory_directory.py describes the files of one host, and when a copy is removed.
 
 1. Root sends the manifest of the save and the identity of the directory of saves.
 2. The first rank of each host removes the previous copy, checks the free memory, and opens the build of the new one.
-3. Each rank copies its file from disk, where it has just written it, so that its bytes are in the page cache. If it
-   has uploaded the file, it writes the same bytes once more from its tensors.
+3. Each rank writes its file once more from its tensors, whose digests must be those of the save.
 4. With several hosts each rank sends its file to a rank of the next host. So the loss of one host loses no file.
 5. If all ranks have succeeded, the first rank of each host publishes: only now does its part of the copy exist.
 
@@ -55,7 +54,6 @@ from statexchange.errors import (
 from statexchange.exchange.copy_transfer import (
     Hosts,
     copy_content,
-    copy_from_disk,
     fetch_files,
     fetch_headers,
     link_files,
@@ -67,7 +65,7 @@ from statexchange.storage.files import digest
 from statexchange.storage.memory_directory import HEADERS, HostCopy, MemoryDirectory, headers_to_bytes
 from statexchange.storage.publish.build import Build, WrittenFile
 from statexchange.storage.regions import BoxDigest, blocks, to_global
-from statexchange.storage.steps import identity_of_saves, make_identity, read_saves, step_name
+from statexchange.storage.steps import identity_of_saves, make_identity, read_saves
 from statexchange.storage.store import ByteRange
 from statexchange.storage.tensorfile import MANIFEST, SaveManifest, rank_of_file
 
@@ -138,10 +136,7 @@ class MemoryCopies:
                 return build.building_path
 
             def copy_file() -> str:
-                if file.content is not None:
-                    # It was uploaded: to read it back would take as long again.
-                    return copy_content(file.content, folder, manifest, comm)
-                return copy_from_disk(os.path.join(self.path, step_name(step)), folder, manifest, comm)
+                return copy_content(file.content, folder, manifest, comm)
 
             def send() -> None:
                 send_to_next(folder, manifest, hosts, comm)

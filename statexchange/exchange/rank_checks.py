@@ -19,7 +19,6 @@ from statexchange.exchange.reading import differing_text
 from statexchange.formats.source import Source
 from statexchange.sharding.paths import paths_above
 from statexchange.sharding.rules import with_dots
-from statexchange.state.flatten import LiveState
 from statexchange.state.load_plan import LoadPlan
 from statexchange.storage.files import digest
 from statexchange.units import format_number
@@ -100,13 +99,13 @@ def _digest(value: object) -> str:
     return digest(json.dumps(value).encode())
 
 
-def check_whose_state(plan: LoadPlan, loaded: LoadSource, live: LiveState) -> None:
+def check_whose_state(plan: LoadPlan, loaded: LoadSource) -> None:
     """Raise ReplicaError if another number of ranks has saved what belongs to a rank, or different values."""
     matching, takes_root = loaded.matching, loaded.matching.names.options.replicas == "root"
     places = _places(plan.loaded)
     # A source that does not record its ranks is of one: it fits one rank, as that of a save by one does.
     if matching.saved_by is not None or matching.loaded_by != 1:
-        per_rank = live.per_rank
+        per_rank = loaded.live.per_rank
         per_rank.update(map(matching.names.place, loaded.converted.source.per_rank))
         names = places & per_rank
         if takes_root:  # root's objects do, but no other rank's part of a parameter fits

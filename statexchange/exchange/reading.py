@@ -45,15 +45,11 @@ from statexchange.storage.regions import (
     to_global,
     windows,
 )
-from statexchange.storage.store import (
-    ByteRange,
-    StoredFile,
-)
+from statexchange.storage.store import ByteRange, StoredFile
 from statexchange.tensors import (
     ITEMSIZE,
     TensorLike,
     TensorMemory,
-    collector_paused,
     memory_of,
     overlapping,
     run_bytes,
@@ -218,7 +214,7 @@ class StoredTensors:
         try:
             prove_cover(name, stored.saved.shape, holders)
         except (CorruptError, IncompleteError) as error:
-            raise self.source.explained(error).located(name=name, path=self.source.path) from error
+            raise error.located(name=name, path=self.source.path) from error
         self._boxes[name] = boxes
         return boxes
 
@@ -477,11 +473,8 @@ class _Reading:
 
     def run(self, parts: Sequence[_Part]) -> None:
         """Fill the live tensors of these parts."""
-        with collector_paused():
-            self._add(parts)
-            self._read_small(remote=False)
-        # Clients of object stores leave garbage in cycles that holds the bytes of a request.
-        self._read_small(remote=True)
+        self._add(parts)
+        self._read_small()
         for target in self._alone:
             try:
                 self._read_alone(target)
@@ -532,13 +525,14 @@ class _Reading:
             if needed:
                 self._alone.append(_Target(part, needed))
 
-    def _read_small(self, *, remote: bool) -> None:
-        """Read the small pieces of files that are remote, or of those that are not."""
-        limits = _LIMITS[remote]
+    def _read_small(self) -> None:
+        """Read the small pieces of all files."""
         buffer = memoryview(b"")
         for file, pieces in self.files.items():
-            if pieces and file.is_remote == remote:
-                buffer = buffer or memoryview(bytearray(limits.together))
+            if pieces:
+                limits = _LIMITS[file.is_remote]
+                if len(buffer) < limits.together:
+                    buffer = memoryview(bytearray(limits.together))
                 # An empty tensor begins where the next one does, and comes first: it is no gap between its neighbours.
                 pieces.sort(key=operator.attrgetter("begin", "memory.nbytes"))
                 for together in _neighbours(pieces, limits):

@@ -159,7 +159,7 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
         notes = saved.notes
         # Before the commit, as a copy that differs must not appear as one; after the write, which has made the digests.
         if any(start.has_copies for start in starts):
-            notes += compare_copies(comm, saved, described, file.digests)
+            notes += compare_copies(comm, saved, described, file.content.digests)
         sizes = publish(build, file, request, starts[0].save, comm)
     seconds = time.perf_counter() - began
     shown = without_secrets(request.path)

@@ -15,10 +15,7 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
-from statexchange.storage.location import (
-    is_remote,
-    target_path,
-)
+from statexchange.storage.location import is_remote, target_path
 from statexchange.storage.publish import check_can_be_made
 from statexchange.storage.publish.object_build import ClaimWatch
 from statexchange.storage.save_check import check_saves, whole_saves

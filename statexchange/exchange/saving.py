@@ -194,7 +194,7 @@ def publish(
 ) -> tuple[int, ...]:
     """Give the directory its name once root sees the files of all ranks; return their sizes. Collective."""
     # Outside of the phase: a rank that has failed before takes part in the end of a phase, and in no collective in it.
-    part_here = _Written(file.nbytes, file.version, file.folder)
+    part_here = _Written(file.content.nbytes, file.version, file.folder)
     written = from_all(comm, part_here, _Written, "the written file")
     with comm.phase("publishing", timeout_s=request.call.stall_timeout_s):
         sizes = tuple(part.nbytes for part in written)

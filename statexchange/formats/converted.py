@@ -6,7 +6,7 @@ read from the source's files as any other tensor is, by every reader of boxes, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -22,11 +22,7 @@ from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.options import Selection
 from statexchange.sharding.shards import Box, Shard, c_strides
 from statexchange.storage.location import parse_json, read_option_file
-from statexchange.storage.store import (
-    Budget,
-    ByteRange,
-    StoredFile,
-)
+from statexchange.storage.store import Budget, ByteRange, StoredFile
 from statexchange.tensors import ITEMSIZE
 
 __all__ = [
@@ -164,51 +160,40 @@ def tensors_of(source: Source) -> dict[str, TensorInfo]:
     return tensors
 
 
-class _Boxes:
-    """The boxes of one output in one file."""
-
-    def __init__(self, info: TensorInfo) -> None:
-        self._info = info
-        self._boxes: list[Box] = []
-        self._byte_ranges: list[ByteRange] = []
-
-    def add(self, box: Box, byte_range: ByteRange) -> None:
-        """Add a box."""
-        self._boxes.append(box)
-        self._byte_ranges.append(byte_range)
-
-    def tensor(self, name: str) -> SourceTensor:
-        """Return all boxes as one shard."""
-        shard = Shard(name, self._info.dtype, self._info.shape, tuple(self._boxes))
-        return SourceTensor(shard, tuple(self._byte_ranges))
+def _tensor(name: str, info: TensorInfo, parts: Iterable[tuple[Box, ByteRange]]) -> SourceTensor:
+    """Return an output's boxes in one file as one shard."""
+    boxes, byte_ranges = [], []
+    for box, byte_range in parts:
+        boxes.append(box)
+        byte_ranges.append(byte_range)
+    return SourceTensor(Shard(name, info.dtype, info.shape, tuple(boxes)), tuple(byte_ranges))
 
 
 def _converted_file(
     shard_file: ShardFile, plan: ConversionPlan, unproven: list[tuple[SourceTensor, list[int]]]
 ) -> ShardFile:
     """Return a file with the converted tensors; add its boxes whose digests are lost to `unproven`."""
-    outputs: dict[str, _Boxes] = {}
+    outputs: dict[str, list[tuple[Box, ByteRange]]] = {}
     for name, tensor in shard_file.tensors.items():
         fills = plan.fills[name]
         if not all(fill.patch.is_identity for fill in fills):
             tensor = _with_joined_boxes(tensor)  # noqa: PLW2901 (the tensor as it is read)
         for fill in fills:
             if not fill.patch.box.numel:
-                outputs.setdefault(fill.target, _Boxes(plan.tensors[fill.target]))
+                outputs.setdefault(fill.target, [])
         input_fills = InputFills(fills)
         lost = []
         for index, (box, byte_range) in enumerate(zip(tensor.shard.boxes, tensor.byte_ranges, strict=True)):
             keeps_digest = False
             for fill in input_fills.parts(box):
-                boxes = outputs.setdefault(fill.target, _Boxes(plan.tensors[fill.target]))
                 converted = _byte_range(byte_range, box, fill.patch, tensor.shard.dtype)
-                boxes.add(fill.patch.box, converted)
+                outputs.setdefault(fill.target, []).append((fill.patch.box, converted))
                 keeps_digest = keeps_digest or converted.is_proven
             if byte_range.is_proven and not keeps_digest:
                 lost.append(index)
         if lost and fills:
             unproven.append((tensor, lost))
-    tensors = {name: boxes.tensor(name) for name, boxes in outputs.items()}
+    tensors = {name: _tensor(name, plan.tensors[name], parts) for name, parts in outputs.items()}
     aliases = plan.new_aliases(shard_file.aliases)
     for tied, name in plan.ties.items():
         if tied in tensors and name in tensors:
@@ -325,12 +310,10 @@ def _with_zeros(shard_file: ShardFile, plan: ConversionPlan) -> ShardFile:
     tensors = dict(shard_file.tensors)
     for fill in plan.zeros:
         info = plan.tensors[fill.target]
-        boxes = _Boxes(info)
-        known = tensors.get(fill.target)
-        if known is not None:
-            for box, byte_range in zip(known.shard.boxes, known.byte_ranges, strict=True):
-                boxes.add(box, byte_range)
         nbytes = fill.patch.box.numel * ITEMSIZE[info.dtype]
-        boxes.add(fill.patch.box, ByteRange(_Zeros(nbytes), 0, nbytes))
-        tensors[fill.target] = boxes.tensor(fill.target)
+        parts = [(fill.patch.box, ByteRange(_Zeros(nbytes), 0, nbytes))]
+        present = tensors.get(fill.target)
+        if present is not None:
+            parts = [*zip(present.shard.boxes, present.byte_ranges, strict=True), *parts]
+        tensors[fill.target] = _tensor(fill.target, info, parts)
     return replace(shard_file, tensors=tensors)

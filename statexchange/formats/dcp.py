@@ -7,6 +7,7 @@ Names are the flattened keys of the saved state.
 from __future__ import annotations
 
 import re
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,6 @@ from statexchange import values
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
-    NotFoundError,
     StateExchangeError,
     UnsafeError,
     UnsupportedError,
@@ -22,7 +22,7 @@ from statexchange.errors import (
     type_text,
 )
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, read_pickle
-from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor
+from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor, open_listed, parsing
 from statexchange.formats.torch_archive import (
     Archive,
     TensorView,
@@ -37,12 +37,7 @@ from statexchange.formats.torch_archive import (
 from statexchange.sharding.paths import ListItem, Path
 from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import (
-    Budget,
-    ByteRange,
-    Store,
-    StoredFile,
-)
+from statexchange.storage.store import Budget, ByteRange, StoredFile
 from statexchange.storage.tensorfile import read_header
 
 __all__ = ["METADATA", "matches", "read"]
@@ -51,7 +46,6 @@ METADATA = ".metadata"
 _FILE_NAME = re.compile(r"__([0-9]{1,9})_([0-9]{1,9})\.distcp")
 _ZIP = b"PK\3\4"
 _LEAST_SAFETENSORS = 10  # bytes: the length of the header, and an empty header
-_REFUSALS = (CorruptError, UnsafeError, UnsupportedError)
 _STEPS_PER_BOX = 64  # a box takes about 500 bytes of memory, and 130 bytes of the pickle
 _STEPS_PER_TENSOR = 16
 _MAX_ITEMS = 1 << 63  # of a list
@@ -84,10 +78,10 @@ def matches(opened: OpenedPath) -> bool:
     return METADATA in opened.store.listing or any(map(_FILE_NAME.fullmatch, opened.store.files))
 
 
-def read(opened: OpenedPath, *, strict: bool = True) -> Source:
+def read(opened: OpenedPath) -> Source:
     """Return the source at a path; each .distcp file has the rank in its name.
 
-    Broken metadata raises even without `strict`.
+    Broken metadata raises.
     """
     store = opened.store
     metadata = store.path_of(METADATA)
@@ -95,23 +89,13 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         text = (
             f"{METADATA} is missing, which torch writes last: the save did not finish, or hidden files were not copied"
         )
-        problem = IncompleteError(text, path=metadata)
-        if strict:
-            raise problem
-        return Source("dcp", opened, (), problems=(problem,))
-    try:
+        return Source("dcp", opened, (), problems=(IncompleteError(text, path=metadata),))
+    with parsing(f"{METADATA} is not what this version of statexchange knows", path=metadata):
         data = store.read_small(METADATA, MAX_PICKLE_BYTES)
         budget = store.budget.of(metadata, len(data))
         root = read_pickle(data, metadata, budget)
         tensors, by_file, unsupported = _parsed(root, budget, metadata)
         paths = _paths(root.state, budget)
-    except _REFUSALS as error:
-        raise error.located(path=metadata) from None
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        text = f"not metadata that this version of statexchange knows: {excerpt(error, 200)}"
-        raise CorruptError(
-            f"{text}; try torch's dcp_to_torch_save to see whether torch reads it", path=metadata
-        ) from None
     problems = _unstored(tensors, by_file, metadata)
     shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
@@ -121,7 +105,10 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     for file in sorted(by_file, key=_order):
         reader = _DcpFileReader(store.path_of(file), _order(file)[0], tensors, views, budget)
         try:
-            shard_files.append(reader.read(_opened(store, file, by_file[file]), by_file[file]))
+            names = sorted({entry.name for entry in by_file[file]})
+            missing = f"a file of this checkpoint is missing, with parts of {len(names)} tensors"
+            opened_file = open_listed(store, file, missing, rank=_order(file)[0], name=names[0])
+            shard_files.append(reader.read(opened_file, by_file[file]))
             others |= reader.others
             texts |= reader.texts
             unreadable += reader.unsupported
@@ -131,8 +118,6 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
                 if name in tensors:
                     tensor = tensors[name]
                     unreadable.append(UnreadableTensor(name, tensor.dtype, tensor.shape, store.path_of(file)))
-    if problems and strict:
-        raise problems[0]
     return Source(
         "dcp",
         opened,
@@ -143,19 +128,6 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         unreadable=tuple(unreadable),
         paths=paths,
     )
-
-
-def _opened(store: Store, file: str, entries: list[_StoredEntry]) -> StoredFile:
-    try:
-        return store.open(file)
-    except NotFoundError:
-        names = sorted({entry.name for entry in entries})
-        raise IncompleteError(
-            f"a file of this checkpoint is missing, with parts of {len(names)} tensors",
-            name=names[0],
-            rank=_order(file)[0],
-            path=store.path_of(file),
-        ) from None
 
 
 def _order(file: str) -> tuple[int, int]:
@@ -307,6 +279,9 @@ class _DcpFileReader:
         self.texts: dict[str, str] = {}
         self.unsupported: list[UnreadableTensor] = []
 
+    def _parsing(self, name: str) -> AbstractContextManager[None]:
+        return parsing("not what torch writes for a tensor", rank=self._rank, name=name, path=self._path)
+
     def read(self, file: StoredFile, entries: list[_StoredEntry]) -> ShardFile:
         """Return the file with all its tensors; entries must not overlap."""
         if not _is_zip(file):
@@ -321,10 +296,8 @@ class _DcpFileReader:
             end = entry.begin + entry.length
         parts: dict[str, list[tuple[Box, ByteRange]]] = {}
         for entry in entries:
-            try:
+            with self._parsing(entry.name):
                 self._entry(file, entry, parts)
-            except _REFUSALS as error:
-                raise error.located(rank=self._rank, name=entry.name, path=self._path) from None
         return ShardFile(self._rank, file, {name: self._source_tensor(name, boxes) for name, boxes in parts.items()})
 
     def _read_safetensors(self, file: StoredFile, entries: list[_StoredEntry]) -> ShardFile:
@@ -335,21 +308,14 @@ class _DcpFileReader:
         header = read_header(file)
         parts: dict[str, list[tuple[Box, ByteRange]]] = {}
         for entry in entries:
-            try:
+            with self._parsing(entry.name):
                 if entry.offsets is None:
                     raise UnsupportedError("an entry of a safetensors file that is not a tensor: save it as torch.save")
                 if entry.name in parts or entry.name not in header.entries:
                     raise CorruptError(f"the file does not have each part of this tensor that {METADATA} describes")
                 found = header.entries[entry.name]
-                tensor = self._tensors[entry.name]
-                box = tensor.chunks[entry.offsets]
-                for what, expected, there in (("dtype", tensor.dtype, found.dtype), ("shape", box.shape, found.shape)):
-                    if expected != there:
-                        text = f"{what} in {METADATA} differs from the file"
-                        raise CorruptError(text, expected=expected, found=there)
+                box = self._box(entry.name, entry.offsets, found.dtype, found.shape)
                 parts[entry.name] = [(box, ByteRange(file, found.begin, found.nbytes))]
-            except _REFUSALS as error:
-                raise error.located(rank=self._rank, name=entry.name, path=self._path) from None
         return ShardFile(self._rank, file, {name: self._source_tensor(name, boxes) for name, boxes in parts.items()})
 
     def _entry(self, file: StoredFile, entry: _StoredEntry, parts: dict[str, list[tuple[Box, ByteRange]]]) -> None:
@@ -357,24 +323,24 @@ class _DcpFileReader:
         if entry.offsets is None:
             self._other(entry.name, archive)
             return
-        tensor = self._tensors[entry.name]
-        box = tensor.chunks[entry.offsets]
         view = self._view(archive.pickle(_MAX_ENTRY_PICKLE_BYTES))
-        for field, expected, found in (("dtype", tensor.dtype, view.dtype), ("shape", box.shape, view.shape)):
+        box = self._box(entry.name, entry.offsets, view.dtype, view.shape)
+        parts.setdefault(entry.name, []).append((box, archive.byte_range(view)))
+
+    def _box(self, name: str, offsets: tuple[int, ...], dtype: str, shape: tuple[int, ...]) -> Box:
+        """Return the box of a part; raise CorruptError unless it is stored with this dtype and shape."""
+        tensor = self._tensors[name]
+        box = tensor.chunks[offsets]
+        for field, expected, found in (("dtype", tensor.dtype, dtype), ("shape", box.shape, shape)):
             if expected != found:
                 raise CorruptError(f"{field} in {METADATA} differs from the file", expected=expected, found=found)
-        parts.setdefault(entry.name, []).append((box, archive.byte_range(view)))
+        return box
 
     def _view(self, data: bytes) -> TensorView:
         """Return the tensor that an entry's pickle describes."""
         if data not in self._views:
-            try:
-                budget = self._budget.of(self._path, len(data))
-                self._views[data] = view_of(unwrap_tensor(read_pickle(data, self._path, budget)))
-            except _REFUSALS:
-                raise
-            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-                raise CorruptError(f"not what torch writes for a tensor: {excerpt(error, 200)}") from None
+            budget = self._budget.of(self._path, len(data))
+            self._views[data] = view_of(unwrap_tensor(read_pickle(data, self._path, budget)))
         return self._views[data]
 
     def _other(self, name: str, archive: Archive) -> None:
@@ -404,8 +370,6 @@ class _DcpFileReader:
     def _source_tensor(self, name: str, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:
         """Return a tensor with all its boxes in this file."""
         tensor = self._tensors[name]
-        try:
+        with self._parsing(name):
             shard = Shard(name, tensor.dtype, tensor.shape, tuple(box for box, _ in parts))
-        except ValueError as error:
-            raise CorruptError(str(error), name=name, rank=self._rank, path=self._path) from None
         return SourceTensor(shard, tuple(byte_range for _, byte_range in parts))

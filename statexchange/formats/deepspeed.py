@@ -27,7 +27,6 @@ from statexchange.errors import (
     CorruptError,
     IncompleteError,
     InvalidArgumentError,
-    NotFoundError,
     StateExchangeError,
     UnsupportedError,
     excerpt,
@@ -40,8 +39,8 @@ from statexchange.formats.deepspeed_files import (
     number_of,
     parse_shapes,
 )
-from statexchange.formats.sections import SECTIONS
-from statexchange.formats.source import Section, SectionName, Source, UnreadableTensor, Weights
+from statexchange.formats.sections import sections_from
+from statexchange.formats.source import Section, SectionName, Source, UnreadableTensor, Weights, open_listed
 from statexchange.formats.torch_archive import is_tensor, unwrap_tensor, view_of
 from statexchange.formats.zero import FlatRun, Shapes, runs_of_parameters, runs_of_partitions
 from statexchange.storage.location import OpenedPath
@@ -57,6 +56,8 @@ _SCRIPT = "zero_to_fp32.py"
 _MODEL, _STATE = "model.", "optimizer.state."
 _OF_LAYER = re.compile(r"([0-9]{1,9})\.")  # with which the name of a pipeline layer's parameter begins
 _RESERVED = (_MODEL, "optimizer.")
+_PREFIXES: dict[SectionName, str] = {"model": _MODEL, "optimizer": "optimizer.", "scheduler": "lr_scheduler."}
+_NO_MODEL = Section("model", _MODEL, frozenset())
 # Entries of the model's file that are the model, or that describe it.
 _OF_MODEL = {
     "module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params", "buffer_names"
@@ -157,12 +158,11 @@ def _step_store(opened: OpenedPath) -> Store:
     return store.below(tag)
 
 
-def read(opened: OpenedPath, *, strict: bool = True, weights: Weights | None = None) -> Source:
+def read(opened: OpenedPath, *, weights: Weights | None = None) -> Source:
     """Return the source at a path.
 
     Args:
         opened: the path.
-        strict: raise the first problem.
         weights: "master" for the fp32 weights, "model" for those with which the training computes; None for the master
             weights if they can be read.
 
@@ -175,8 +175,6 @@ def read(opened: OpenedPath, *, strict: bool = True, weights: Weights | None = N
     names = FileNames.of(store)
     reader = _UniversalReader(store, names, weights) if names.is_universal else _Reader(store, names, weights)
     reader.run()
-    if reader.problems and strict:
-        raise reader.problems[0]
     return reader.source(opened)
 
 
@@ -217,7 +215,9 @@ class _Reader:
             optimizer = rest.pop("optimizer", None)
             if type(optimizer) is dict:
                 first.add_entries("optimizer.", optimizer)
-            first.add_entries("", rest, _RESERVED)
+            for key in [key for key in rest if f"{key}.".startswith(_RESERVED)]:
+                rest[f"client.{key}"] = rest.pop(key)
+            first.add_entries("", rest)
 
     def _read_tensors(self, first: DeepSpeedFile) -> None:
         """Read the model and the optimizer's states; `first` describes them."""
@@ -252,10 +252,7 @@ class _Reader:
         if name in self._files:
             return self._files[name]
         try:
-            file = DeepSpeedFile(self._store.open(name), rank)
-        except NotFoundError:
-            self.problems.append(IncompleteError(missing, rank=rank, path=self._store.path_of(name)))
-            return None
+            file = DeepSpeedFile(open_listed(self._store, name, missing, rank=rank), rank)
         except StateExchangeError as error:
             self.problems.append(error)
             return None
@@ -419,14 +416,14 @@ class _Reader:
         unreadable = list(self._unreadable)
         for file in files:
             others |= file.others
-            unreadable += file.unreadable
+            unreadable += file.unsupported
         names = {name for file in files for name in file.tensors}
         names.update(others)
         names.update(tensor.name for tensor in unreadable)
         return Source(
             "deepspeed",
             opened,
-            tuple(file.shard_file() for file in files),
+            tuple(file.shard_file for file in files),
             world_size=self._world_size,
             others=others,
             problems=tuple(self.problems),
@@ -704,7 +701,7 @@ class _UniversalReader(_Reader):
                 continue
             source_name = _MODEL + name if key == "fp32" else f"{_STATE}{name}.{key}"
             try:
-                file = DeepSpeedFile(store.open(file_name), 0)
+                file = DeepSpeedFile(open_listed(store, file_name, _MISSING, name=name), 0)
                 self._files[f"{UNIVERSAL}/{name}/{file_name}"] = file
                 with file.parsing():
                     value = file.root if is_tensor(file.root) else file.entry("param")
@@ -712,8 +709,6 @@ class _UniversalReader(_Reader):
                     for alias, target in shared.items() if key == "fp32" else ():
                         if target == name:
                             file.add_alias(_MODEL + alias, source_name)
-            except NotFoundError as error:
-                self._not_read(source_name, shape, IncompleteError(_MISSING, name=name, path=error.path))
             except StateExchangeError as error:
                 self._not_read(source_name, shape, error)
 
@@ -738,21 +733,13 @@ class _UniversalReader(_Reader):
 
 
 def _sections(names: Iterable[str]) -> tuple[Section, ...]:
-    """Return the sections of a checkpoint's names."""
-    found: dict[tuple[SectionName, str], set[str]] = {}
-    for name in sorted(names):
-        if name.startswith(_MODEL):
-            key: tuple[SectionName, str] = ("model", _MODEL)
-        elif name.startswith("optimizer."):
-            key = ("optimizer", "optimizer.")
-        elif name.startswith("lr_scheduler."):
-            key = ("scheduler", "lr_scheduler.")
-        else:
-            key = ("other", "")
-        found.setdefault(key, set()).add(name)
-    found.setdefault(("model", _MODEL), set())
-    in_order = sorted(found, key=lambda key: SECTIONS.index(key[0]))
-    return tuple(Section(name, prefix, frozenset(found[name, prefix])) for name, prefix in in_order)
+    """Return the sections of a checkpoint's names: a model in any case, of which all may be missing."""
+    pairs: list[tuple[str, SectionName]] = []
+    for name in names:
+        known = [section for section, prefix in _PREFIXES.items() if name.startswith(prefix)]
+        pairs.append((name, known[0] if known else "other"))
+    sections = sections_from(pairs, _PREFIXES)
+    return sections if any(section.name == "model" for section in sections) else (_NO_MODEL, *sections)
 
 
 def _groups_of(file: DeepSpeedFile) -> list[Shapes]:

@@ -7,33 +7,26 @@ loss scaler, stay opaque.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from typing import Any
 
-from statexchange.errors import CorruptError, StateExchangeError, UnsupportedError, excerpt, type_text
+from statexchange.errors import CorruptError, excerpt, type_text
 from statexchange.formats.part_names import OPTIMIZER_FILE
-from statexchange.formats.pickles import OpaqueObject, read_pickle
-from statexchange.formats.source import ShardFile, SourceTensor, UnreadableTensor
+from statexchange.formats.pickles import OpaqueObject
+from statexchange.formats.source import SourceTensor, parsing
 from statexchange.formats.torch_archive import (
     TensorView,
     describe,
-    holds_tensor,
     is_tensor,
-    refusal_of,
     unwrap_tensor,
     view_of,
 )
-from statexchange.formats.torch_file import leaves, open_archive
+from statexchange.formats.torch_file import TorchFile
 from statexchange.formats.zero import FlatRun, Shapes
-from statexchange.sharding.shards import Box, Shard, boxes_of_run, full_box, shape_from_json
-from statexchange.storage.store import (
-    Budget,
-    ByteRange,
-    Store,
-    StoredFile,
-)
+from statexchange.sharding.shards import Box, Shard, boxes_of_run, shape_from_json
+from statexchange.storage.store import Budget, ByteRange, Store
 from statexchange.tensors import ITEMSIZE
 
 __all__ = ["UNIVERSAL", "DeepSpeedFile", "FileNames", "FlatBuffer", "number_of", "parse_shapes"]
@@ -108,12 +101,9 @@ class FileNames:
 
     def expected_optimizer(self, mp_rank: int, rank: int) -> str:
         """Return the name of a rank's file of the optimizer."""
-        prefix = "zero_pp_rank_"
-        for names in self.optimizer.values():
-            for name in names.values():
-                prefix = name[: name.index("zero_pp_rank_")] + prefix
-                return f"{prefix}{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
-        return f"{prefix}{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+        names = [name for of_stage in self.optimizer.values() for name in of_stage.values()]
+        kind = names[0].partition("zero_pp_rank_")[0] if names else ""
+        return f"{kind}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
 
 
 def _add(names: dict[int, str], number: int, name: str, store: Store) -> None:
@@ -136,77 +126,26 @@ class FlatBuffer:
         return ByteRange(self.stored.file, self.stored.begin + at * itemsize, numel * itemsize)
 
 
-@dataclass
-class _Content:
-    tensors: dict[str, SourceTensor] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    others: dict[str, str] = field(default_factory=dict)
-    unreadable: list[UnreadableTensor] = field(default_factory=list)
-
-
-class DeepSpeedFile:
-    """One file, with the tensors and other entries that are taken from it.
-
-    Attributes:
-        root: the unpickled value: a dict, or the tensor alone.
-        rank: its rank among all ranks.
-    """
-
-    def __init__(self, file: StoredFile, rank: int) -> None:
-        self.path = file.path
-        self.rank = rank
-        self._file = file
-        self._archive = open_archive(file)
-        data = self._archive.pickle()
-        self._budget = file.budget.of(file.path, len(data))
-        self.root = read_pickle(data, file.path, self._budget, unknown_classes=True)
-        self._content = _Content()
-        self._by_range: dict[tuple[str, tuple[int, ...], ByteRange], str] = {}
-
-    @property
-    def budget(self) -> Budget:
-        """The budget that is left for reading the content of the pickle."""
-        return self._budget
+class DeepSpeedFile(TorchFile):
+    """One file, with the tensors and other entries that are taken from it."""
 
     def listed(self, value: Any) -> Sequence[Any]:
         """Return a list or tuple, whose items are about to be parsed; raise ValueError for anything else."""
         if type(value) not in (list, tuple):
             raise ValueError(f"{describe(value)} in the place of a list")
-        self._budget.spend(_STEPS_PER_PART * len(value))
+        self.budget.spend(_STEPS_PER_PART * len(value))
         return value  # type: ignore[no-any-return]
 
     def named(self, value: Any) -> dict[str, Any]:
         """Return a dict with the entries whose keys are text; raise ValueError for anything but a dict."""
         if type(value) is not dict:
             raise ValueError(f"{type_text(value)} in the place of a dict")
-        self._budget.spend(_STEPS_PER_NAME * len(value))
+        self.budget.spend(_STEPS_PER_NAME * len(value))
         return {key: entry for key, entry in value.items() if type(key) is str}
 
-    @property
-    def tensors(self) -> Mapping[str, SourceTensor]:
-        """The tensors that were added."""
-        return self._content.tensors
-
-    @property
-    def others(self) -> Mapping[str, str]:
-        """Descriptions, by name, of the other entries that were added."""
-        return self._content.others
-
-    @property
-    def unreadable(self) -> Sequence[UnreadableTensor]:
-        """The tensors among what was added that are not supported."""
-        return self._content.unreadable
-
-    @contextmanager
-    def parsing(self) -> Iterator[None]:
+    def parsing(self) -> AbstractContextManager[None]:
         """Turn errors from unexpected content into CorruptError, and add rank and file to all errors."""
-        try:
-            yield
-        except StateExchangeError as error:
-            raise error.located(rank=self.rank, path=self.path) from None
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            text = f"not what DeepSpeed writes: {excerpt(error, 200)}"
-            raise CorruptError(text, rank=self.rank, path=self.path) from None
+        return parsing("not what DeepSpeed writes", rank=self.rank, path=self.path)
 
     def entry(self, name: str) -> Any:
         """Return an entry of the root; raise CorruptError if there is none."""
@@ -230,30 +169,17 @@ class DeepSpeedFile:
         return FlatBuffer(view.dtype, view.shape[0], stored)
 
     def add_whole(self, name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
-        """Add a whole tensor, as an alias if it has the bytes of another. `shape` is that of a flattened one."""
-        try:
-            view = self.view(value)
-            stored = self._archive.byte_range(view)
-        except UnsupportedError as error:
-            self._refuse(name, error)
-            return
-        if shape is not None and shape != view.shape:
-            buffer = self.buffer(value)
-            if full_box(shape).numel != buffer.numel:
-                text = f"a tensor of {buffer.numel} elements for shape {shape}"
-                raise CorruptError(text, name=name)
-        else:
-            shape = view.shape
-        self._put(name, SourceTensor(Shard(name, view.dtype, shape, (full_box(shape),)), (stored,)))
-        first = self._by_range.setdefault((view.dtype, shape, stored), name)
-        if first != name and stored.nbytes:
-            self._content.aliases[name] = first
+        """Add a whole tensor. `shape` is that of a flattened one."""
+        if not is_tensor(value):
+            raise ValueError(f"{describe(value)} in the place of a tensor")
+        self._check_new(name)
+        self.add_tensor(name, value, shape)
 
     def add_runs(
         self, name: str, shape: tuple[int, ...], runs: Sequence[FlatRun], buffers: Mapping[int, FlatBuffer]
     ) -> None:
         """Add a tensor that consists of these runs; `buffers` has the buffer of each run's `group`."""
-        self._budget.spend(_STEPS_PER_PART * len(runs))
+        self.budget.spend(_STEPS_PER_PART * len(runs))
         boxes: list[Box] = []
         ranges: list[ByteRange] = []
         dtypes = {buffers[run.group].dtype for run in runs}
@@ -265,46 +191,15 @@ class DeepSpeedFile:
                 boxes.append(box)
                 ranges.append(buffers[run.group].range(at, box.numel))
                 at += box.numel
-        self._put(name, SourceTensor(Shard(name, dtypes.pop(), shape, tuple(boxes)), tuple(ranges)))
+        self._check_new(name)
+        self.tensors[name] = SourceTensor(Shard(name, dtypes.pop(), shape, tuple(boxes)), tuple(ranges))
 
     def add_alias(self, alias: str, name: str) -> None:
         """Add another name for a tensor of this file, if it has it."""
-        tensor = self._content.tensors.get(name)
+        tensor = self.tensors.get(name)
         if tensor is not None:
-            shard = tensor.shard
-            named = Shard(alias, shard.dtype, shard.global_shape, shard.boxes)
-            self._content.tensors[alias] = SourceTensor(named, tensor.byte_ranges)
-            self._content.aliases[alias] = name
-
-    def add_entries(self, prefix: str, entries: Mapping[Any, Any], reserved: tuple[str, ...] = ()) -> None:
-        """Add all that `entries` contain, nested keys joined with dots: tensors, and descriptions of anything else.
-
-        Names that begin with one of `reserved` get the prefix ``client.``.
-        """
-        without_tensors: set[int] = set()
-        for key, _, value in leaves(dict(entries), self.path, self._budget) if entries else ():
-            name = f"{prefix}{key}"
-            if name.startswith(reserved):
-                name = f"client.{name}"
-            if is_tensor(value):
-                self.add_whole(name, value)
-            elif holds_tensor(value, self._budget, without_tensors):
-                self._refuse(name, UnsupportedError(refusal_of(value)))
-            else:
-                self._content.others[name] = describe(value)
-
-    def _put(self, name: str, tensor: SourceTensor) -> None:
-        if name in self._content.tensors:
-            raise CorruptError("two entries have this name when nested keys are joined with dots", name=name)
-        self._content.tensors[name] = tensor
-
-    def _refuse(self, name: str, error: UnsupportedError) -> None:
-        located = error.located(rank=self.rank, name=name, path=self.path)
-        self._content.unreadable.append(UnreadableTensor(name, None, None, self.path, located))
-
-    def shard_file(self) -> ShardFile:
-        """Return the file with the tensors that were added."""
-        return ShardFile(self.rank, self._file, self._content.tensors, self._content.aliases)
+            self.tensors[alias] = replace(tensor, shard=replace(tensor.shard, name=alias))
+            self.aliases[alias] = name
 
 
 def parse_shapes(value: Any, budget: Budget) -> Shapes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Literal
@@ -25,7 +25,6 @@ from statexchange.errors import (
     ReplacedError,
     StateExchangeError,
     excerpt,
-    without_secrets,
 )
 from statexchange.formats.model_files import (
     ADAPTER_CONFIG,
@@ -33,7 +32,6 @@ from statexchange.formats.model_files import (
     INDEX,
     SAFETENSORS,
     TORCH,
-    WEIGHT_SUFFIXES,
     is_weights,
     unread_weights,
 )
@@ -46,19 +44,17 @@ from statexchange.formats.source import (
     Source,
     SourceKind,
     UnreadableTensor,
+    abbreviated_names,
     merged_metadata,
 )
 from statexchange.sharding.paths import Path
-from statexchange.storage.location import (
-    FilteredStore,
-    OpenedPath,
-    open_path,
-)
+from statexchange.storage.location import FilteredStore, OpenedPath
 from statexchange.storage.publish.claim import CLAIM_NAME
+from statexchange.storage.steps import list_steps, step_name
 from statexchange.storage.store import Store
 from statexchange.storage.workspace import is_rank_file
 
-__all__ = ["check_none_below", "error_without_model", "matches", "read"]
+__all__ = ["check_none_below", "matches", "read"]
 
 _Reader = Literal["dcp", "huggingface", "torch_file"]
 _MAX_SHOWN = 8
@@ -129,10 +125,7 @@ _ACCELERATE_OPTIMIZER = (
     _stored(r"optimizer(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin", "torch_file"),
 )
 _WORLD = r"_world_size_(?P<ranks>[0-9]{1,9})_rank_(?P<rank>[0-9]{1,9})\.pt"
-_EXTRA_STATE = re.compile(rf"extra_state{_WORLD}")
 _VERL_FILES = "huggingface"
-_TORCH_CHECKPOINTING: SourceKind = "torch_checkpointing"
-_RANK_OF_ITEM = re.compile(r".+_(?P<rank>[0-9]{1,9})\.pt")
 _FRAMEWORKS = (
     _Framework(
         "trainer",
@@ -170,7 +163,7 @@ _FRAMEWORKS = (
                 ),
             ),
             ("optimizer", (_stored(rf"(?P<of>optim){_WORLD}", "torch_file"),)),
-            ("other", (_Stored(_EXTRA_STATE, "torch_file"),)),
+            ("other", (_stored(rf"extra_state{_WORLD}", "torch_file"),)),
         ),
         _VERL_FILES,
     ),
@@ -184,7 +177,7 @@ _FRAMEWORKS = (
         None,
     ),
     _Framework(
-        _TORCH_CHECKPOINTING,
+        "torch_checkpointing",
         (re.compile(r"metadata\.pkl"),),
         (
             ("model", (_stored(r"(?P<of>model)_(?P<rank>[0-9]{1,9})\.pt", "torch_file"),)),
@@ -203,12 +196,11 @@ def matches(opened: OpenedPath) -> bool:
     return _found(opened) is not None
 
 
-def read(opened: OpenedPath, *, strict: bool = True, section: str | None = ALL) -> Source:
+def read(opened: OpenedPath, *, section: str | None = ALL) -> Source:
     """Return the source at a path: all parts, or those of one section alone.
 
     Args:
         opened: the opened path.
-        strict: raise the first missing or broken part of what is wanted.
         section: the section, as in `registry.open_source`.
 
     Raises:
@@ -218,8 +210,8 @@ def read(opened: OpenedPath, *, strict: bool = True, section: str | None = ALL) 
     assert found is not None  # matches
     directory = _Directory(opened, *found)
     if section == ALL:
-        return directory.read_all(strict=strict)
-    return directory.read_section(section if section not in (None, MODEL_OF_PARTS) else "model", strict=strict)
+        return directory.read_all()
+    return directory.read_section(section if section not in (None, MODEL_OF_PARTS) else "model")
 
 
 def _found(opened: OpenedPath) -> tuple[_Framework, Store] | None:
@@ -248,7 +240,7 @@ def _verl_below(store: Store) -> Store | None:
         if not others or not step.isdigit():  # Megatron's reader names a file that is cut or empty
             return None
         text = (
-            f"{_VERL_LATEST} names {excerpt(name)[1:-1]}, which is missing; there are: {_listed(others)}. "
+            f"{_VERL_LATEST} names {excerpt(name)[1:-1]}, which is missing; there are: {abbreviated_names(others)}. "
             "To read one of these, give its directory"
         )
         raise IncompleteError(text, path=store.path_of(name))
@@ -337,20 +329,16 @@ class _Directory:
         self._store = store
         self._chosen = _chosen(framework, store)
 
-    def read_all(self, *, strict: bool) -> Source:
+    def read_all(self) -> Source:
         """Return all parts as one source; the names of each part begin with its section."""
         found: list[tuple[SectionName, str, Source | None]] = []
         parts: list[Part] = []
         problems = self._missing(("model", *dict(self._chosen)))
-        if problems and strict:
-            raise problems[0]
         for section, of_section in self._chosen:
             for part in of_section:
                 try:
-                    source = self._read(part, strict=strict)
+                    source = self._read(part)
                 except StateExchangeError as error:
-                    if strict:
-                        raise
                     problems.append(error)
                     parts.append(Part(section, part.names, error.message))
                     found.append((section or "other", part.stem, None))
@@ -378,10 +366,9 @@ class _Directory:
             notes=self._notes(),
             parts=tuple(parts),
             step=self._step(),
-            absent_files=self._absent({section: f"{section}." for section, _ in self._chosen if section is not None}),
         )
 
-    def read_section(self, section: str, *, strict: bool) -> Source:
+    def read_section(self, section: str) -> Source:
         """Return one section, without opening parts of others."""
         found: list[_FoundPart] = []
         mixed: list[_FoundPart] = []
@@ -405,12 +392,10 @@ class _Directory:
             text = f"this directory has {len(found)} models, name one of them: {paths}"
             raise InvalidArgumentError(text, path=self._store.path)
         problems = self._missing((section,)) if found else []
-        if problems and strict:
-            raise problems[0]
-        sources = [self._read(part, strict=strict) for part in found]
+        sources = [self._read(part) for part in found]
         others = {name for name, _ in self._chosen if name not in (section, None)}
         for part in mixed:
-            selected, left_out = self._selected(part, section, strict=strict, is_only=not found)
+            selected, left_out = self._selected(part, section, is_only=not found)
             others |= left_out
             if selected is not None:
                 found.append(part)
@@ -430,25 +415,20 @@ class _Directory:
             sections=(),
             small_files=self._small_files(),
             step=self._step(),
-            absent_files=self._absent({section: ""}),
         )
 
-    def _selected(
-        self, part: _FoundPart, section: str, *, strict: bool, is_only: bool
-    ) -> tuple[Source | None, set[SectionName]]:
+    def _selected(self, part: _FoundPart, section: str, *, is_only: bool) -> tuple[Source | None, set[SectionName]]:
         """Return one section of a part that has several, and the others.
 
         None if it does not have the section; with `is_only`, raise InvalidArgumentError then.
         """
-        whole = self._read(part, strict=False)
+        whole = self._read(part)
         known: set[SectionName] = {one.name for one in sections_of(whole)} or {"model"}
         if section not in known and not is_only:
             return None, known
         selected = whole
         if section not in known or len(known) > 1:
             selected = replace(select_section(whole, section), notes=whole.notes)
-        if selected.problems and strict:
-            raise selected.problems[0]
         return selected, {name for name in known if name != section}
 
     def _several(self, found: Sequence[_FoundPart], sources: Sequence[Source]) -> Source:
@@ -458,7 +438,7 @@ class _Directory:
             self._framework.kind, self._opened, [source.renamed(f"{part.stem}.".__add__) for part, source in pairs]
         )
 
-    def _read(self, part: _FoundPart, *, strict: bool) -> Source:
+    def _read(self, part: _FoundPart) -> Source:
         """Open a part by its own format, and remove the key that its framework adds."""
         stored, (first, *others) = part.stored, part.names
         reader = stored.reader
@@ -475,7 +455,7 @@ class _Directory:
         else:
             opened = OpenedPath(self._store.path_of(first), self._store, first)
         read_part: Callable[..., Source] = import_module(f"statexchange.formats.{reader}").read
-        source = read_part(opened, strict=strict)
+        source = read_part(opened)
         for key in stored.keys:
             if _all_have(source, f"{key}."):
                 return source.renamed(lambda name: name.partition(".")[2])
@@ -527,34 +507,6 @@ class _Directory:
         path = self._store.path_of(f"{match.string[:begin]}{missing}{match.string[end:]}")
         return [IncompleteError("the file of this rank is missing", rank=missing, path=path)]
 
-    def _absent(self, prefixes: Mapping[str, str]) -> dict[str, str]:
-        """Return, by the prefixes of sections, a sentence about ranks of which other sections alone have files.
-
-        A rank may well have no part of a section, so this is no error by itself.
-        """
-        if self._framework.kind != _TORCH_CHECKPOINTING:
-            return {}
-        witnesses: dict[int, str] = {}
-        for name in self._store.non_directories:
-            match = _RANK_OF_ITEM.fullmatch(name)
-            if match is not None:
-                witnesses.setdefault(int(match["rank"]), name)
-        found = {}
-        for section, parts in self._chosen:
-            pattern = parts[0].stored.pattern
-            if section is None or section not in prefixes or "rank" not in pattern.groupindex:
-                continue
-            matches = [match for part in parts for match in map(pattern.fullmatch, part.names) if match is not None]
-            ranks = {int(match["rank"]) for match in matches}
-            absent = sorted(witnesses.keys() - ranks)
-            if absent:
-                begin, end = matches[0].span("rank")
-                name = matches[0].string
-                files = _listed([f"{name[:begin]}{rank}{name[end:]}" for rank in absent])
-                text = f"there is no {files}, though {witnesses[absent[-1]]} shows a rank {absent[-1]}"
-                found[prefixes[section]] = text
-        return found
-
     def _step(self) -> int | None:
         """Return the training step that Trainer's state has; None without one, or if it cannot be read.
 
@@ -586,7 +538,7 @@ class _Directory:
         notes += unread_weights(self._store, names)
         adapters = _adapters_below(self._store)
         if adapters:
-            notes += (f"not read: the adapters in {_listed(adapters)}; to read one, give its path",)
+            notes += (f"not read: the adapters in {abbreviated_names(adapters)}; to read one, give its path",)
         return notes
 
 
@@ -597,11 +549,6 @@ def _notes_on_lora(source: Source) -> tuple[str, ...]:
         return ()
     advice = '--exclude "*.lora_*" --rename "^base_model[.]model[.]=" --rename "[.]base_layer[.]=."'
     return (f"the names are those of a PEFT model with LoRA; its base model alone: {advice}",)
-
-
-def _listed(names: Sequence[str]) -> str:
-    hidden = len(names) - _MAX_SHOWN
-    return ", ".join(names[:_MAX_SHOWN]) + (f" and {hidden:,} more" if hidden > 0 else "")
 
 
 def _by_section(section: SectionName | None, source: Source) -> list[tuple[SectionName, Source]]:
@@ -650,85 +597,38 @@ def _one_source(kind: SourceKind, opened: OpenedPath, sources: Sequence[Source])
     )
 
 
-def error_without_model(path: str) -> InvalidArgumentError | None:
-    """Return the error for a directory that is one part of a framework's directory, and not its model; else None.
-
-    It names the directory to give instead, if the parent of this one has the model.
-
-    Args:
-        path: the absolute path or URL of a directory that was asked for its model, and has none.
-    """
-    parent, _, name = path.rstrip("/").rpartition("/")
-    try:
-        with open_path(path) as opened:
-            if opened.file is not None:
-                return None
-            weights = [name for name in opened.names if name.endswith(WEIGHT_SUFFIXES)]
-            extra_states = weights if all(map(_EXTRA_STATE.fullmatch, weights)) else []
-        found = _part_in(parent, name, is_extra_state=bool(extra_states))
-    except StateExchangeError:
-        return None
-    if found:
-        shown = without_secrets(parent)
-        text = f"this is only the part {found} of the directory {shown}: give that one; to read this part alone, "
-    elif extra_states:
-        text = (
-            f"only verl's files of random states and schedulers are here ({_listed(extra_states)}), not those of its "
-            "model, model_world_size_W_rank_R.pt: copy them, too; to read these alone, "
-        )
-        found = repr("other")
-    else:
-        return None
-    return InvalidArgumentError(f"{text}choose {found} with section (--section)", path=without_secrets(path))
-
-
-def _part_in(parent: str, name: str, *, is_extra_state: bool) -> str:
-    """Return the section of a directory in a parent that is a framework's, and has a model; "" for any other."""
-    with open_path(parent) as opened:
-        framework = _framework_of(opened.store) if opened.file is None else None
-        if framework is None:
-            return ""
-        chosen = _chosen(framework, opened.store)
-        if all(section not in ("model", None) for section, _ in chosen):
-            return ""
-        if is_extra_state:
-            return "'other'" if framework.kind == "verl" else ""
-        for section, parts in chosen:
-            is_directory = any(part.stored.is_directory and name in part.names for part in parts)
-            if is_directory and section not in ("model", None):
-                return repr(section)
-    return ""
-
-
 _CHECKPOINT = re.compile(r"(?:checkpoint|global_step|step|epoch|iter)[-_=]?([0-9]{1,18})", re.IGNORECASE)
 _CKPT = ".ckpt"  # of Lightning's files and directories
 
 
 def check_none_below(opened: OpenedPath) -> None:
-    """Raise InvalidArgumentError for a directory that contains checkpoints, by their names, and no weights itself."""
-    if opened.file is not None or any(is_weights(name) and not name.endswith(_CKPT) for name in opened.store.files):
+    """Raise InvalidArgumentError for a directory that contains checkpoints, of which one must be named."""
+    if opened.file is not None:
         return
     store = opened.store
-    steps = {name: match for name in store.directories if (match := _CHECKPOINT.fullmatch(name)) is not None}
-    if steps:
-        names = sorted(steps, key=lambda name: int(steps[name][1]))
-        newest = store.path_of(names[-1])
-        advice = "give that one" if len(names) == 1 else "name one of them, such as the newest"
-        text = f"this directory contains {_counted(names)}: {advice}, {newest}"
+    names = _checkpoints_below(store) or [name for name in store.directories if _is_dcp(store, name)]
+    if names:
+        shown = f"{len(names):,} checkpoint{'' if len(names) == 1 else 's'} ({abbreviated_names(names)})"
+        text = f"this directory contains {shown}: name one of them, such as {store.path_of(names[-1])}"
         raise InvalidArgumentError(text, path=opened.path)
+
+
+def _checkpoints_below(store: Store) -> list[str]:
+    """Return the names of checkpoints in a directory without weights, the newest last."""
+    if any(is_weights(name) and not name.endswith(_CKPT) for name in store.files):
+        return []
+    saves = [step_name(step) for step in list_steps(store)]
+    numbers = {name: int(match[1]) for name in store.directories if (match := _CHECKPOINT.fullmatch(name)) is not None}
+    if saves or numbers:
+        return saves or sorted(numbers, key=numbers.__getitem__)
     roles = [name for name in store.directories if name in _VERL_ROLES]
     if len(roles) > 1:
-        text = f"this directory contains several models ({', '.join(roles)}): name one, as {store.path_of(roles[0])}"
-        raise InvalidArgumentError(text, path=opened.path)
-    names = [name for name, kind in store.listing.items() if name.endswith(_CKPT) and kind != "other"]
-    if names:
-        advice = "give that one," if len(names) == 1 else "name one of them, as"
-        text = f"this directory contains {_counted(names)}: {advice} {store.path_of(names[0])}"
-        raise InvalidArgumentError(text, path=opened.path)
+        return roles
+    return [name for name, kind in store.listing.items() if name.endswith(_CKPT) and kind != "other"]
 
 
-def _counted(names: Sequence[str]) -> str:
-    shown = f"{_listed(names[:-1][: _MAX_SHOWN - 1])}, ..., {names[-1]}"
-    if len(names) <= _MAX_SHOWN:
-        shown = ", ".join(names)
-    return f"{len(names):,} checkpoint{'' if len(names) == 1 else 's'} ({shown})"
+def _is_dcp(store: Store, name: str) -> bool:
+    try:
+        return ".metadata" in store.below(name).listing
+    except StateExchangeError:  # removed meanwhile, or unreadable
+        return False

@@ -88,11 +88,8 @@ def is_directory_format(store: Store) -> bool:
     return _directory_format(store) is not None
 
 
-def read(opened: OpenedPath, *, strict: bool = True) -> NoReturn:  # noqa: ARG001 (a parameter of every format)
-    """Raise UnsupportedError, which names the format and the tool; CorruptError if a file is not what its suffix says.
-
-    `strict` makes no difference.
-    """
+def read(opened: OpenedPath) -> NoReturn:
+    """Raise UnsupportedError with the format and the tool; CorruptError if a file is not what its suffix says."""
     if opened.file is None:
         directory_format = _directory_format(opened.store)
         if directory_format is not None:

@@ -22,7 +22,6 @@ from statexchange.errors import (
     CorruptError,
     IncompleteError,
     InvalidArgumentError,
-    NotFoundError,
     StateExchangeError,
     excerpt,
 )
@@ -43,6 +42,8 @@ from statexchange.formats.source import (
     SourceTensor,
     UnreadableTensor,
     merged_metadata,
+    open_listed,
+    parsing,
     unknown_dtypes,
 )
 from statexchange.sharding.shards import (
@@ -54,17 +55,9 @@ from statexchange.sharding.shards import (
     shape_from_json,
     sizes_from_json,
 )
-from statexchange.storage.location import (
-    OpenedPath,
-    parse_json,
-    read_json,
-)
+from statexchange.storage.location import OpenedPath, parse_json, read_json
 from statexchange.storage.publish.claim import CLAIM_NAME, claim_of
-from statexchange.storage.store import (
-    ByteRange,
-    Store,
-    StoredFile,
-)
+from statexchange.storage.store import ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_header
 from statexchange.storage.workspace import is_rank_file
 from statexchange.tensors import ITEMSIZE, itemsize_of
@@ -117,7 +110,7 @@ def _has_header(opened: OpenedPath) -> bool:
     return True
 
 
-def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True) -> Source:
+def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
     """Return the source at a path; with `uses_manifest` False, ignore its manifest."""
     store = opened.store
     problems: list[StateExchangeError] = []
@@ -130,7 +123,7 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
     parts: set[str] = set()
     for number, name in enumerate(names):
         try:
-            file = store.open(name)
+            file = open_listed(store, name)
             header = read_header(file)
             offsets = _offsets_of_parts(header, file)
             parts.update(offsets)
@@ -138,7 +131,7 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
             unreadable += unknown_dtypes(header, file.path)
             texts.append(header.common_metadata)
         except StateExchangeError as error:
-            problems.append(_as_incomplete(error, store.path_of(name)))
+            problems.append(error)
             unreadable += _listed_in(store, name, listed_names.get(name, []), published)
     notes = unread_weights(store, names) if opened.file is None else ()
     problems += misplaced(weight_map, shard_files, unreadable)
@@ -150,8 +143,6 @@ def read(opened: OpenedPath, *, strict: bool = True, uses_manifest: bool = True)
         shard_files = _whole(shard_files)
     except StateExchangeError as error:
         problems.append(error)
-    if problems and strict:
-        raise problems[0]
     metadata, differing = merged_metadata(texts)
     return Source(
         "huggingface",
@@ -262,13 +253,6 @@ def part_of(name: str, store: Store) -> str:
     return f"that of rank {int(alone[1])}, by its name" if alone is not None and int(alone[1]) else ""
 
 
-def _as_incomplete(error: StateExchangeError, path: str) -> StateExchangeError:
-    """Return an IncompleteError for a missing file; any other error unchanged."""
-    if isinstance(error, NotFoundError):
-        return IncompleteError("a file of this checkpoint is missing", path=path)
-    return error
-
-
 def names_by_file(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
     """Return the names of the tensors in each file."""
     names: dict[str, list[str]] = {}
@@ -346,15 +330,13 @@ def _offsets_of_parts(header: Header, file: StoredFile) -> dict[str, tuple[int, 
     """Return the offsets of each tensor's part from the metadata of torch's writer."""
     text = header.metadata.get(TORCH_SHARDING_KEY)
     records = parse_json(text, file.path, file.budget) if text is not None else {}
-    try:
+    with parsing(f"broken {TORCH_SHARDING_KEY}", path=file.path):
         if not isinstance(records, dict):
             raise TypeError("not an object")
         parts = {name: sizes_from_json(record["saved_offsets"]) for name, record in records.items()}
         for name, entry in header.entries.items():
             if name in parts and len(parts[name]) != len(entry.shape):
                 raise ValueError(f"{excerpt(name)} differs from its offsets in the number of dims")
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"broken {TORCH_SHARDING_KEY}: {error}", path=file.path) from None
     return parts
 
 
@@ -398,7 +380,7 @@ def _manifest(store: Store) -> dict[str, Any] | None:
         return None
     path = store.path_of(MANIFEST)
     manifest = read_json(store.open(MANIFEST))
-    try:
+    with parsing("broken manifest", path=path):
         if not isinstance(manifest, dict):
             raise TypeError("not an object")
         if manifest.get("schema", 1) != 1:
@@ -409,8 +391,6 @@ def _manifest(store: Store) -> dict[str, Any] | None:
         for record in manifest["tensors"].values():
             _check_record(record)
         parse_sealed(manifest.get(SEALED, {}))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"broken manifest: {excerpt(error, 200)}", path=path) from None
     return manifest
 
 

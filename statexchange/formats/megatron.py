@@ -34,11 +34,11 @@ def matches(opened: OpenedPath) -> bool:
     return _is_run(opened.store) or _is_iteration(opened.store) or megatron_ranks.is_rank(opened.store)
 
 
-def read(opened: OpenedPath, *, strict: bool = True) -> Source:
+def read(opened: OpenedPath) -> Source:
     """Return the source at a path: of the newest iteration, if it is a run's directory."""
     store = opened.store
     if opened.file is not None or megatron_ranks.is_rank(store):
-        return megatron_ranks.read_one(opened, strict=strict)
+        return megatron_ranks.read_one(opened)
     name = None
     if not _is_iteration(store):
         name = _newest(store)
@@ -50,7 +50,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
                 path=store.path,
             )
     read_iteration = megatron_torch_dist.read if megatron_torch_dist.matches(store) else megatron_ranks.read
-    source = read_iteration(opened, store, strict=strict)
+    source = read_iteration(opened, store)
     if name is None:
         return source
     return replace(source, notes=(f"{_TRACKER} names {name}, which is read", *source.notes))

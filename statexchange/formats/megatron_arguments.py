@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from statexchange.errors import CorruptError
 from statexchange.formats.pickles import OpaqueObject
-from statexchange.formats.source import Section, SectionName
+from statexchange.formats.source import SectionName
 
-__all__ = ["RunArguments", "in_order", "section_of_key", "sections_from"]
+__all__ = ["RunArguments", "in_order", "section_of_key"]
 
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _MAX_NUMBER = 1 << 20
@@ -23,7 +23,6 @@ _MODEL = (
 _OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer(?:\.|$)")
 _KEYS: dict[str, SectionName] = {"opt_param_scheduler": "scheduler", "lr_scheduler": "scheduler", "rng_state": "rng"}
 _FIRST = ("args", "iteration", "optimizer", "distrib_optim.pt")
-_ORDER: tuple[SectionName, ...] = ("model", "optimizer", "scheduler", "rng", "other")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,14 +117,6 @@ def section_of_key(name: str) -> SectionName | None:
     if _OPTIMIZER.match(name):
         return "optimizer"
     return _KEYS.get(name.partition(".")[0].partition("/")[0])
-
-
-def sections_from(names: Iterable[tuple[str, SectionName]]) -> tuple[Section, ...]:
-    """Return the sections of names, without prefixes."""
-    found: dict[SectionName, set[str]] = {}
-    for name, section in names:
-        found.setdefault(section, set()).add(name)
-    return tuple(Section(section, "", frozenset(found[section])) for section in _ORDER if section in found)
 
 
 def in_order(others: Mapping[str, str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from statexchange.errors import (
@@ -36,17 +36,13 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.formats import torch_file
-from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key, sections_from
-from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
-from statexchange.formats.torch_archive import strides_of
+from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key
+from statexchange.formats.sections import sections_from
+from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor, UnreadableTensor, range_of_block
 from statexchange.formats.torch_file import TorchFile
-from statexchange.sharding.shards import Box, Shard, c_strides, linear_offset
+from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import (
-    ByteRange,
-    Store,
-)
-from statexchange.tensors import ITEMSIZE
+from statexchange.storage.store import Store
 
 __all__ = ["division_of", "is_rank", "is_rank_file", "matches", "read", "read_one"]
 
@@ -147,8 +143,9 @@ def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | No
     return _Division(0, rows // columns)
 
 
+_MAX_RANKS = 1 << 17  # more than any run has: the arguments of a damaged file may say anything
 _FILE, _OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
-_DIRECTORY = re.compile(r"mp_rank_([0-9]{2,6})(?:_([0-9]{3,6}))?(?:_([0-9]{3,6}))?")
+_DIRECTORY = re.compile(r"mp_rank_[0-9]{2,6}(_[0-9]{3,6}){0,2}")
 _MODEL = re.compile(r"model([0-9]{0,4})\.(.+)", re.DOTALL)
 _LAYER = re.compile(r"(?P<block>(?:^|.*?\.))layers\.(?P<number>[0-9]{1,6})(?=\.)")
 _LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.)([0-9]{1,6})(?=\.)")
@@ -206,29 +203,28 @@ def is_rank(store: Store) -> bool:
     return _FILE in store.listing and _DIRECTORY.fullmatch(name) is not None
 
 
-def read_one(opened: OpenedPath, *, strict: bool = True) -> Source:
+def read_one(opened: OpenedPath) -> Source:
     """Return the source of one rank's directory or file, if its run had no other ranks.
 
     Raises:
         InvalidArgumentError: the file has only a part of the model.
     """
-    file = TorchFile(opened.store.open(_FILE), 0)
+    file = TorchFile.whole(opened.store.open(_FILE), 0)
     if type(file.root) is not dict or "args" not in file.root:  # of another program
-        return torch_file.read(opened, strict=strict)
+        return torch_file.read(opened)
     arguments = RunArguments.parse(file.root, file.shard_file.path)
     num_ranks = arguments.tensor * arguments.pipeline * arguments.expert
     if num_ranks > 1:
         above = os.path.dirname(opened.store.path.rstrip("/"))
         text = f"this is one of {num_ranks} ranks' parts of the model: give the directory of the iteration, {above}"
         raise InvalidArgumentError(text, path=file.shard_file.path)
-    return _Reader(opened, opened.store, [_Rank("", _Position(0, 0, 0), 0, file)], arguments, []).source(strict=strict)
+    return _Reader(opened, opened.store, [_Rank("", _Position(0, 0, 0), 0, file)], arguments, []).source()
 
 
-def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
+def read(opened: OpenedPath, store: Store) -> Source:
     """Return the source of an iteration's directory, `store`, in an opened path.
 
-    Raises:
-        IncompleteError: with `strict`, a rank is missing, or belongs to another save.
+    A rank that is missing, or belongs to another save, is a problem of the source.
     """
     problems: list[StateExchangeError] = []
     files: dict[str, TorchFile] = {}
@@ -239,7 +235,7 @@ def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
             if _FILE not in below.listing:
                 text = f"this rank's {_FILE} is missing: the save did not finish, or it was not copied completely"
                 raise IncompleteError(text, path=below.path_of(_FILE))
-            files[name] = TorchFile(below.open(_FILE), len(files))
+            files[name] = TorchFile.whole(below.open(_FILE), len(files))
         except StateExchangeError as error:
             problems.append(error)
     arguments = None
@@ -254,77 +250,51 @@ def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
         except StateExchangeError as error:
             problems.append(error)
     if arguments is None:
-        if strict:
-            raise problems[0]
         return Source("megatron ranks", opened, (), problems=tuple(problems))
-    positions = {name: _position(name, arguments) for name in names}
-    problems += _missing(store, positions, arguments)
+    positions = _directories(arguments, store.path)
+    problems += _missing(store, names, positions, arguments)
     problems += _optimizer_problems([store.below(name) for name in names])
-    if problems and strict:
-        raise problems[0]
     ranks = []
-    for name, file in files.items():
-        position = positions[name]
-        if position is not None:
-            ranks.append(_Rank(name, position, _number_of(position, arguments), file))
-    ranks.sort(key=lambda rank: rank.number)
-    return _Reader(opened, store, ranks, arguments, problems).source(strict=strict)
+    for number, (name, position) in enumerate(positions.items()):
+        if name in files:
+            ranks.append(_Rank(name, position, number, files[name]))
+    return _Reader(opened, store, ranks, arguments, problems).source()
 
 
-def _position(directory: str, arguments: RunArguments) -> _Position | None:
-    """Return the position in the name of a directory; None if the run has no such rank."""
-    match = _DIRECTORY.fullmatch(directory)
-    assert match is not None
-    tensor, second, third = (int(text) if text is not None else None for text in match.groups())
-    assert tensor is not None
-    pipeline, expert = second or 0, third or 0
-    if third is None and arguments.pipeline == 1 and arguments.expert > 1:
-        pipeline, expert = 0, second or 0
-    if tensor >= arguments.tensor or pipeline >= arguments.pipeline or expert >= arguments.expert:
-        return None
-    return _Position(tensor, pipeline, expert)
+def _directories(arguments: RunArguments, path: str) -> dict[str, _Position]:
+    """Return each rank's position by the name of its directory, in the order of ranks: tensor-parallel ones adjoin."""
+    num_ranks = arguments.tensor * arguments.pipeline * arguments.expert
+    if num_ranks > _MAX_RANKS:
+        raise CorruptError(f"not what Megatron writes: the arguments of a run on {num_ranks} ranks", path=path)
+    positions: dict[str, _Position] = {}
+    for pipeline in range(arguments.pipeline):
+        for expert in range(arguments.expert):
+            for tensor in range(arguments.tensor):
+                name = f"mp_rank_{tensor:02d}"
+                if arguments.pipeline > 1:
+                    name += f"_{pipeline:03d}"
+                if arguments.expert > 1:
+                    name += f"_{expert:03d}"
+                positions[name] = _Position(tensor, pipeline, expert)
+    return positions
 
 
-def _number_of(position: _Position, arguments: RunArguments) -> int:
-    """Return a rank's number: tensor-parallel ranks follow each other."""
-    return (position.pipeline * arguments.expert + position.expert) * arguments.tensor + position.tensor
-
-
-def _position_of(number: int, arguments: RunArguments) -> _Position:
-    others, tensor = divmod(number, arguments.tensor)
-    pipeline, expert = divmod(others, arguments.expert)
-    return _Position(tensor, pipeline, expert)
-
-
-def _directory_of(position: _Position, arguments: RunArguments) -> str:
-    name = f"mp_rank_{position.tensor:02d}"
-    if arguments.pipeline > 1:
-        name += f"_{position.pipeline:03d}"
-    if arguments.expert > 1:
-        name += f"_{position.expert:03d}"
-    return name
-
-
-def _missing(store: Store, positions: dict[str, _Position | None], arguments: RunArguments) -> list[StateExchangeError]:
+def _missing(
+    store: Store, names: Sequence[str], positions: Mapping[str, _Position], arguments: RunArguments
+) -> list[StateExchangeError]:
     """Return an error for the first rank without a directory, and one for each directory without a rank."""
     problems: list[StateExchangeError] = []
     sizes = f"tensor {arguments.tensor} x pipeline {arguments.pipeline} x expert parallel {arguments.expert}"
-    present: set[_Position] = set()
-    for name, position in positions.items():
-        if position is None or position in present:
+    absent = [name for name in positions if name not in names]
+    if absent:
+        text = f"{len(absent)} of {len(positions)} ranks are missing ({sizes}), this one and others"
+        if len(absent) == 1:
+            text = f"this one of {len(positions)} ranks is missing ({sizes})"
+        problems.append(IncompleteError(text, path=store.path_of(absent[0])))
+    for name in names:
+        if name not in positions:
             text = f"the arguments of the run, {sizes}, have no such rank: this directory is of another save"
             problems.append(IncompleteError(text, path=store.path_of(name)))
-        else:
-            present.add(position)
-    total = arguments.tensor * arguments.pipeline * arguments.expert
-    for number in range(total):  # the first that is absent is among the first len(present) + 1
-        position = _position_of(number, arguments)
-        if position not in present:
-            text = f"{total - len(present)} of {total} ranks are missing ({sizes}), this one and others"
-            if len(present) == total - 1:
-                text = f"this one of {total} ranks is missing ({sizes})"
-            directory = _directory_of(position, arguments)
-            return [IncompleteError(text, path=store.path_of(directory)), *problems]
     return problems
 
 
@@ -367,12 +337,10 @@ class _Reader:
         self._section_of: dict[str, SectionName] = {"args": "other"}
         self._tensors: dict[int, list[_ModelTensor]] = {rank.number: list(_model(rank)) for rank in ranks}
 
-    def source(self, *, strict: bool) -> Source:
-        """Return the source; with `strict`, raise the first problem."""
+    def source(self) -> Source:
+        """Return the source."""
         counts = self._layer_counts()
         self._check_layers(counts)
-        if self._problems and strict:
-            raise self._problems[0]
         firsts = _first_layers(counts)
         files = [self._shard_file(rank, firsts) for rank in self._ranks]
         arguments = self._arguments
@@ -524,7 +492,7 @@ class _Reader:
         except ValueError as error:
             raise UnsupportedError(f"{error}: leave it out with exclude (--exclude)") from None
         (byte_range,) = found.tensor.byte_ranges
-        byte_ranges = tuple(_part_of(byte_range, shard, local) for _, local in pairs)
+        byte_ranges = tuple(range_of_block(byte_range, shard.global_shape, local, shard.dtype) for _, local in pairs)
         return SourceTensor(placed, byte_ranges)
 
 
@@ -561,22 +529,3 @@ def _model(rank: _Rank) -> Iterator[_ModelTensor]:
         match = _MODEL.fullmatch(name)
         if match is not None:
             yield _ModelTensor(int(match[1] or 0), match[2], tensor)
-
-
-def _part_of(byte_range: ByteRange, shard: Shard, local: Box) -> ByteRange:
-    """Return the byte range of a block of a rank's tensor."""
-    if local.shape == shard.global_shape:
-        return byte_range
-    itemsize = ITEMSIZE[shard.dtype]
-    if byte_range.strides is None:
-        begin = byte_range.begin + itemsize * linear_offset(local, shard.global_shape)
-        return ByteRange(
-            byte_range.file,
-            begin,
-            local.numel * itemsize,
-            strides=strides_of(local.shape, c_strides(shard.global_shape)),
-        )
-    begin = byte_range.begin + itemsize * sum(
-        offset * stride for offset, stride in zip(local.offsets, byte_range.strides, strict=True)
-    )
-    return ByteRange(byte_range.file, begin, local.numel * itemsize, strides=byte_range.strides)

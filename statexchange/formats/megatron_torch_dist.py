@@ -18,15 +18,15 @@ from dataclasses import replace
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
-    NotFoundError,
     StateExchangeError,
     UnsafeError,
     UnsupportedError,
     excerpt,
 )
 from statexchange.formats import dcp
-from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key, sections_from
-from statexchange.formats.source import SectionName, ShardFile, Source, UnreadableTensor
+from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key
+from statexchange.formats.sections import sections_from
+from statexchange.formats.source import SectionName, ShardFile, Source, UnreadableTensor, open_listed
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.shards import Box
 from statexchange.storage.location import OpenedPath, read_json
@@ -59,7 +59,7 @@ def _backend(store: Store) -> object:
     return config.get(_BACKEND) if isinstance(config, dict) else None
 
 
-def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
+def read(opened: OpenedPath, store: Store) -> Source:
     """Return the source of an iteration's directory, `store`, in an opened path."""
     problems: list[StateExchangeError] = []
     if CONFIG not in store.listing:
@@ -69,9 +69,7 @@ def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
         text = f"{_BACKEND} is {excerpt(backend, 60)}: only torch_dist is read, which newer releases of Megatron write"
         raise UnsupportedError(text, path=store.path_of(CONFIG))
     common = _read_common(store, problems)
-    if problems and strict:
-        raise problems[0]
-    source = dcp.read(OpenedPath(store.path, store, None), strict=strict)
+    source = dcp.read(OpenedPath(store.path, store, None))
     problems += source.problems
     others: dict[str, str] = {}
     files = source.files
@@ -110,13 +108,9 @@ def read(opened: OpenedPath, store: Store, *, strict: bool = True) -> Source:
 
 def _read_common(store: Store, problems: list[StateExchangeError]) -> TorchFile | str | None:
     """Return common.pt; the reason as text if its pickle is refused; None, and a problem, if it cannot be read."""
+    text = "the arguments, the iteration and the parameter groups of this checkpoint are missing: copy this file, too"
     try:
-        return TorchFile(store.open(COMMON), 0)
-    except NotFoundError:
-        text = (
-            "the arguments, the iteration and the parameter groups of this checkpoint are missing: copy this file, too"
-        )
-        problems.append(IncompleteError(text, path=store.path_of(COMMON)))
+        return TorchFile.whole(open_listed(store, COMMON, text), 0)
     except UnsafeError as error:
         return error.message
     except StateExchangeError as error:

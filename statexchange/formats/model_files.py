@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.formats.part_names import state_file
@@ -194,14 +194,13 @@ def only_indexed(
     indexed = []
     stale: list[str] = []
     for shard_file in files:
-        tensors = {}
-        for name, tensor in shard_file.tensors.items():
+        listed: dict[str, str] = {}
+        for name in shard_file.tensors:
             if weight_map.get(name) == shard_file.name or (name in parts and name in weight_map):
-                tensors[name] = tensor
+                listed[name] = name
             else:
                 stale.append(f"{name} in {shard_file.name}")
-        aliases = {alias: name for alias, name in shard_file.aliases.items() if alias in tensors and name in tensors}
-        indexed.append(replace(shard_file, tensors=tensors, aliases=aliases))
+        indexed.append(shard_file.renamed(listed.get))
     if not stale:
         return list(files), ()
     count = format_number(len(stale), "tensor")

@@ -182,7 +182,7 @@ class StoredTensor:
             try:
                 prove_cover(self.name, self.shape, {box: [one] for box, (_, one) in self._boxes.items() if box.numel})
             except (CorruptError, IncompleteError) as error:
-                raise self._source.explained(error).located(path=self._source.path) from None
+                raise error.located(path=self._source.path) from None
 
 
 def _box_of(box: Any, name: str) -> Box:

@@ -1,7 +1,7 @@
 """Layouts of quantised weights in safetensors: what the packed tensors are, and torchao's metadata about them.
 
 The tensors of these layouts are plain ones and are copied as they are. Only the library that wrote them knows what the
-bytes mean, so `info` names the layout, by config.json or else by the names of the tensors.
+bytes mean, so `info` names the layout, by the names of the tensors.
 
 torchao takes a quantised weight ``l.weight`` apart, into ``l._weight_qdata``, ``l._weight_scale`` and others. The text
 metadata of the file has a record for each weight under its name, and the list of all under "tensor_names".
@@ -11,116 +11,62 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
 
-from statexchange.errors import CorruptError, StateExchangeError, UnsupportedError, excerpt
+from statexchange.errors import CorruptError, UnsupportedError, excerpt
 from statexchange.formats.config_check import is_plain
-from statexchange.formats.model_files import CONFIG
 from statexchange.formats.source import TORCHAO_NAMES, Source
 from statexchange.storage.location import parse_json
 from statexchange.storage.store import Budget
 
 __all__ = ["packing_notes", "renamed_torchao"]
 
-_MAX_CONFIG_BYTES = 1 << 20
-_MAX_TEXT = 40
-
-
-class _Layout(NamedTuple):
-    """A layout: what its weights are, and which tool loads them."""
-
-    title: str
-    tool: str
-
 
 _VLLM = "transformers, with the package that wrote it, or vLLM loads it"
-_LAYOUTS = {
-    "bitsandbytes": _Layout(
+# By names of tensors, of which the first that is there counts: what the weights are, and which tool loads them.
+_LAYOUTS = (
+    (
+        re.compile(r"\.quant_state\.bitsandbytes__|\.SCB$"),
         "bitsandbytes: weights packed into U8, or I8 with SCB, and their scales beside them",
         "transformers with bitsandbytes loads it",
     ),
-    "gptq": _Layout("GPTQ: weights packed into I32 as qweight, qzeros, scales and g_idx", _VLLM),
-    "awq": _Layout("AWQ: weights packed into I32 as qweight, qzeros and scales", _VLLM),
-    "torchao": _Layout(
+    (re.compile(r"\.g_idx$"), "GPTQ: weights packed into I32 as qweight, qzeros, scales and g_idx", _VLLM),
+    (re.compile(r"\.qzeros$"), "AWQ: weights packed into I32 as qweight, qzeros and scales", _VLLM),
+    (
+        re.compile(r"\._[^.]+_qdata$"),
         "torchao: weights taken apart into _weight_qdata, _weight_scale and others, with records in the metadata",
         "transformers or vLLM with torchao loads it",
     ),
-    "compressed-tensors": _Layout(
+    (
+        re.compile(r"\.weight_packed$"),
         "compressed-tensors: weights quantised, or packed as weight_packed, with scales beside them",
         "vLLM, or transformers with compressed-tensors, loads it",
     ),
-    "mxfp4": _Layout("MXFP4: weights packed into U8 as *_blocks, with *_scales", "transformers or vLLM loads it"),
-    "fp8": _Layout("float8 by blocks: weights in F8_E4M3 with weight_scale_inv", "transformers or vLLM loads it"),
-}
-# The layout that has tensors with such names; the first that has one counts.
-_NAMES = (
-    (re.compile(r"\.quant_state\.bitsandbytes__|\.SCB$"), "bitsandbytes"),
-    (re.compile(r"\.g_idx$"), "gptq"),
-    (re.compile(r"\.qzeros$"), "awq"),
-    (re.compile(r"\._[^.]+_qdata$"), "torchao"),
-    (re.compile(r"\.weight_packed$"), "compressed-tensors"),
-    (re.compile(r"_blocks$"), "mxfp4"),
-    (re.compile(r"\.weight_scale_inv$"), "fp8"),
+    (
+        re.compile(r"_blocks_scales$"),
+        "MXFP4: weights packed into U8 as *_blocks, with *_scales",
+        "transformers or vLLM loads it",
+    ),
+    (
+        re.compile(r"\.weight_scale_inv$"),
+        "float8 by blocks: weights in F8_E4M3 with weight_scale_inv",
+        "transformers or vLLM loads it",
+    ),
 )
 
 
 def packing_notes(source: Source) -> tuple[str, ...]:
     """Return a note about the layout of quantised weights in a Hugging Face checkpoint; () for any other source."""
-    if source.kind != "huggingface":
-        return ()
-    dtypes = {tensor.shard.name: tensor.shard.dtype for _, tensor in source.shards()}
+    names = {tensor.shard.name: tensor.shard.dtype for _, tensor in source.shards()}
     # Tensors decide: a config that calls plain weights quantised is named by config_check.py.
-    if is_plain(dtypes):
+    if source.kind != "huggingface" or is_plain(names):
         return ()
-    config = _quantization_config(source)
-    method, settings = config.get("quant_method"), _settings(config)
-    found = _LAYOUTS.get(method) if isinstance(method, str) else None
-    if found is None:
-        by_names = _layout_by_names(dtypes)
-        found = None if by_names is None else _LAYOUTS[by_names]
-    if found is not None:
-        return (f"{found.title}{settings}. {found.tool}; a merge copies the packed tensors as they are",)
-    if isinstance(method, str):
-        shown = excerpt(method, _MAX_TEXT)
-        return (f"quantised by {shown}{settings}, as config.json says; a merge copies the tensors as they are",)
+    # A list of blocks may have any name, so one of MXFP4 is known by its two parts.
+    pairs = [f"{name}_scales" for name in names if f"{name.removesuffix('_blocks')}_scales" in names]
+    for pattern, title, tool in _LAYOUTS:
+        if any(map(pattern.search, (*names, *pairs))):
+            return (f"{title}. {tool}; a merge copies the packed tensors as they are",)
     return ()
-
-
-def _layout_by_names(names: Iterable[str]) -> str | None:
-    found = set()
-    for name in names:
-        found |= {layout for pattern, layout in _NAMES if pattern.search(name)}
-    if found == {"mxfp4"} and not any(name.endswith("_scales") for name in names):
-        return None
-    return next((layout for _, layout in _NAMES if layout in found), None)
-
-
-def _quantization_config(source: Source) -> Mapping[str, object]:
-    """Return the quantization_config of the config.json beside the tensors; {} if there is none that can be read."""
-    store = source.opened.store
-    if source.opened.file is None and CONFIG not in store.listing:
-        return {}
-    try:
-        parsed = parse_json(store.read_small(CONFIG, _MAX_CONFIG_BYTES), store.path_of(CONFIG), store.budget)
-    except StateExchangeError:
-        return {}
-    config = parsed.get("quantization_config") if isinstance(parsed, dict) else None
-    return config if isinstance(config, dict) else {}
-
-
-def _settings(config: Mapping[str, object]) -> str:
-    """Return the settings that describe a layout best, as " (4 bits, groups of 128)"."""
-    texts = []
-    if config.get("load_in_4bit") is True:
-        texts.append(f"4 bits, {excerpt(config.get('bnb_4bit_quant_type'), _MAX_TEXT)}")
-    if config.get("load_in_8bit") is True:
-        texts.append("8 bits")
-    if type(config.get("bits")) is int:
-        texts.append(f"{excerpt(config['bits'], _MAX_TEXT)} bits")
-    if type(config.get("group_size")) is int:
-        texts.append(f"groups of {excerpt(config['group_size'], _MAX_TEXT)}")
-    return f" ({', '.join(texts)})" if texts else ""
 
 
 def renamed_torchao(metadata: Mapping[str, str], rename: Callable[[str], str], path: str) -> dict[str, str]:

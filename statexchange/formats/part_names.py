@@ -23,17 +23,14 @@ class StateFile:
     Attributes:
         section: the part.
         about: what it is, for a message.
-        directory: what to give in its place, for a message.
     """
 
     section: SectionName
     about: str
-    directory: str = "the directory of the checkpoint"
 
 
-_STEP = "the step's directory, which has the files of all ranks"
 _FILES: tuple[tuple[re.Pattern[str], StateFile], ...] = (
-    (OPTIMIZER_FILE, StateFile("optimizer", "a rank's part of DeepSpeed's optimizer", _STEP)),
+    (OPTIMIZER_FILE, StateFile("optimizer", "a rank's part of DeepSpeed's optimizer")),
     # Of Trainer, accelerate and torch_checkpointing; then verl's.
     (
         re.compile(r"optimizer(_[0-9]+)?(_rank[0-9]+)?\.(pt|bin)|optim_[0-9]+\.pt"),

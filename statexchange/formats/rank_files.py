@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,15 +16,15 @@ from statexchange.formats.source import (
     SourceTensor,
     UnreadableTensor,
     merged_metadata,
+    range_of_block,
     unknown_dtypes,
 )
 from statexchange.sharding.rules import Layout, Part, place_parts, renumber_names
-from statexchange.sharding.shards import Box, Shard, c_strides, full_box
+from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import ByteRange
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, read_header
 from statexchange.storage.workspace import is_rank_file
-from statexchange.tensors import ITEMSIZE
 
 __all__ = ["apply_layout", "matches", "read"]
 
@@ -46,7 +45,7 @@ def _names(opened: OpenedPath) -> list[str]:
     return [name for name in opened.store.files if name.endswith(_SUFFIX)] if opened.file is None else []
 
 
-def read(opened: OpenedPath, *, strict: bool = True) -> Source:  # noqa: ARG001 (an incomplete set cannot be read)
+def read(opened: OpenedPath) -> Source:
     """Return the safetensors files of a directory as a source, one rank each, in the order of the numbers in names.
 
     Raises:
@@ -198,16 +197,7 @@ def _placed(
             continue
         global_shape, boxes = positions[rank]
         (byte_range,) = tensor.byte_ranges
-        byte_ranges = tuple(_slice(byte_range, tensor.shard, local) for local in part.local_boxes())
+        shape, dtype = tensor.shard.global_shape, tensor.shard.dtype
+        byte_ranges = tuple(range_of_block(byte_range, shape, local, dtype) for local in part.local_boxes())
         placed[rank] = SourceTensor(Shard(name, tensor.shard.dtype, global_shape, boxes), byte_ranges)
     return placed
-
-
-def _slice(byte_range: ByteRange, shard: Shard, local: Box) -> ByteRange:
-    """Return the byte range of a block of a plain tensor."""
-    if local.shape == shard.global_shape:
-        return byte_range
-    itemsize = ITEMSIZE[shard.dtype]
-    strides = byte_range.strides or c_strides(shard.global_shape)
-    begin = byte_range.begin + itemsize * sum(map(operator.mul, local.offsets, strides))
-    return ByteRange(byte_range.file, begin, local.numel * itemsize, strides=strides)

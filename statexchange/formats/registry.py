@@ -25,19 +25,12 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats import directories
-from statexchange.formats.model_files import CONFIG, is_weights, unread_weights
+from statexchange.formats.model_files import is_weights, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
 from statexchange.formats.source import WEIGHTS, Source, Weights, abbreviated_names
-from statexchange.storage.location import (
-    Attempts,
-    OpenedPath,
-    open_path,
-    read_with_retry,
-    resolve_path,
-)
-from statexchange.storage.steps import is_saves_directory, list_steps, step_name, step_of, steps_text
-from statexchange.units import format_number
+from statexchange.storage.location import Attempts, OpenedPath, open_path, read_with_retry, resolve_path
+from statexchange.storage.steps import is_saves_directory, list_steps, step_of, steps_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,7 +56,7 @@ class Format(Protocol):
     """A module that reads one kind of checkpoint.
 
     Whatever a file holds, the outcome is a source or an error of `statexchange.errors` that names the file. Files are
-    opened by `Store.open`, JSON is read by `storage.json_text`, shapes and offsets are checked by `sharding.shards`,
+    opened by `Store.open`, JSON is read by `storage.location`, shapes and offsets are checked by `sharding.shards`,
     and text from a file enters a message through `errors.excerpt`. torch is never imported, numpy only inside of
     functions.
     """
@@ -71,12 +64,12 @@ class Format(Protocol):
     def matches(self, opened: OpenedPath) -> bool:
         """Whether a path has this format, by its listing and at most the first bytes of a file."""
 
-    def read(self, opened: OpenedPath, *, strict: bool = True) -> Source:
+    def read(self, opened: OpenedPath) -> Source:
         """Return the source, reading headers only.
 
         A broken file is a CorruptError. A file that an index lists and that is absent is an IncompleteError, although
-        `Store.open` raises NotFoundError: that would mean that there is no checkpoint. With `strict` the first of these
-        is raised, else all are in the source's `problems`, and the tensors that they affect in `unreadable`.
+        `Store.open` raises NotFoundError: that would mean that there is no checkpoint. Such errors are the source's
+        `problems`, and the tensors that they affect are in `unreadable`.
         """
 
 
@@ -88,8 +81,6 @@ FORMATS = ("save", _DIRECTORIES, "huggingface", "workspace", "megatron", "dcp", 
 _DESCRIPTIONS = ("statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
 # All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
 _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
-# Ends of names of the small files that frameworks write beside files of weights.
-_CONFIGS = (CONFIG, "tokenizer.json", "trainer_state.json", "tokenizer.model", "special_tokens_map.json")
 UNFINISHED_DOWNLOAD = ".incomplete"  # the end of the hub's files while they are written
 _UNKNOWN = (
     "neither a save, a workspace nor a checkpoint "
@@ -156,10 +147,6 @@ def open_with(
                     raise
     except NotFoundError as error:
         raise _absent_step(path) or error from None
-    except InvalidArgumentError as error:
-        if section not in (None, "model"):
-            raise
-        raise directories.error_without_model(path) or error from None
 
 
 def _read_once(
@@ -366,20 +353,20 @@ def read_opened(
         text = "weights (--weights) is for checkpoints of DeepSpeed alone, and this is another format"
         raise InvalidArgumentError(text, path=opened.path)
     if name == _DIRECTORIES:
-        return directories.read(opened, strict=strict, section=section)
+        source = directories.read(opened, section=section)
+        if source.problems and strict:
+            raise source.problems[0]
+        return source
     if name == "torch_file":
         from statexchange.formats import deepspeed
 
         _check_is_complete(opened)
         deepspeed.check_is_no_part(opened)
         directories.check_none_below(opened)
-        _check_no_dcp_below(opened)
     if name is not None:
         source = read_section(_format(name).read, opened, strict=strict, section=section)
         return replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
-    _check_no_saves_below(opened)
     directories.check_none_below(opened)
-    _check_no_dcp_below(opened)
     _check_is_complete(opened)
     raise NotFoundError(_UNKNOWN + _found_instead(opened), path=opened.path)
 
@@ -403,26 +390,18 @@ def _unread_beside(opened: OpenedPath, name: str) -> list[str]:
 
 
 def _found_instead(opened: OpenedPath) -> str:
-    """Return what lies in a directory that is not a checkpoint, and what to do; "" for a file."""
+    """Return what lies in a directory that is not a checkpoint; "" for a file."""
     if opened.file is not None:
         return ""
-    store = opened.store
-    names = [name for name in store.non_directories if not name.startswith(".")]
-    if any(name.endswith(UNFINISHED_DOWNLOAD) for name in names):
-        return f"; a download here is not finished ({UNFINISHED_DOWNLOAD}): run it again"
-    if store.directories:
+    if opened.store.directories:
         return "; if it has directories of checkpoints, name one: statexchange scan lists them"
-    if not names:
-        return "; the directory is empty"
-    listed = abbreviated_names(names)
-    if any(name.endswith(_CONFIGS) for name in names):
-        return f"; there are no files of weights beside {listed}: copy them, too"
-    return f"; it has only {listed}"
+    names = [name for name in opened.store.non_directories if not name.startswith(".")]
+    return f"; it has only {abbreviated_names(names)}" if names else "; the directory is empty"
 
 
 def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: bool, section: str | None) -> Source:
     """Return a section of what a format's `read` returns; with `strict`, raise the first problem that affects it."""
-    source = read(opened, strict=strict and section == ALL)
+    source = read(opened)
     try:
         if section != ALL:
             source = select_section(source, section)
@@ -435,27 +414,6 @@ def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: boo
     return source
 
 
-def _check_no_dcp_below(opened: OpenedPath) -> None:
-    """Raise InvalidArgumentError if directories one level below are of torch DCP, so that one of them must be named."""
-    if opened.file is not None:
-        return
-    names = [name for name in opened.store.directories if _has_below(opened, name, ".metadata")]
-    if names:
-        shown = ", ".join(names)
-        text = f"this directory contains torch DCP directories, name one of them: {shown} (statexchange scan lists all)"
-        raise InvalidArgumentError(text, path=opened.path)
-
-
-def _check_no_saves_below(opened: OpenedPath) -> None:
-    """Raise InvalidArgumentError for a directory of saves by step, of which one must be named."""
-    steps = list_steps(opened.store) if opened.file is None else []
-    if steps:
-        newest = opened.store.path_of(step_name(steps[-1]))
-        number = format_number(len(steps), "save")
-        text = f"this directory contains {number}: name one of them, such as {newest}, or use Checkpoints(path).load"
-        raise InvalidArgumentError(text, path=opened.path)
-
-
 def _check_is_complete(opened: OpenedPath) -> None:
     """Raise InvalidArgumentError for a file that is no checkpoint without its directory, such as a manifest."""
     if opened.file is not None and opened.file.endswith((*_DESCRIPTIONS, ".distcp")):
@@ -463,13 +421,6 @@ def _check_is_complete(opened: OpenedPath) -> None:
         does = "has some entries of a torch DCP checkpoint" if is_part else "only describes a checkpoint"
         text = f"this file {does}: give its directory, {opened.store.path}"
         raise InvalidArgumentError(text, path=opened.path)
-
-
-def _has_below(opened: OpenedPath, name: str, file: str) -> bool:
-    try:
-        return file in opened.store.below(name).listing
-    except StateExchangeError:  # removed meanwhile, or unreadable
-        return False
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, weights: Weights | None = None) -> OpenCheckpoint:

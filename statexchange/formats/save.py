@@ -34,7 +34,7 @@ def matches(opened: OpenedPath) -> bool:
     return False
 
 
-def read(opened: OpenedPath, *, strict: bool = True) -> Source:
+def read(opened: OpenedPath) -> Source:
     """Return the source at a path.
 
     Raises:
@@ -67,8 +67,6 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             problems.append(error)
     if opened.file is not None and opened.file not in names:
         raise CorruptError(f"{MANIFEST} beside this file does not list it: it is of another save", path=opened.path)
-    if problems and strict:
-        raise problems[0]
     return Source(
         "save",
         opened,

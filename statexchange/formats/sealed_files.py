@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from statexchange.formats.source import Source
-    from statexchange.storage.store import (
-        Store,
-        StoredFile,
-    )
+    from statexchange.storage.store import Store, StoredFile
 
 __all__ = ["KEY", "SealedFile", "check_sealed_file", "parse_sealed", "seal_file", "sealed_files"]
 

@@ -20,14 +20,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TypeVar, get_args
+from types import MappingProxyType
+from typing import get_args
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt
-from statexchange.formats.source import Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
-from statexchange.sharding.paths import (
-    Path,
-    moved_path,
-)
+from statexchange.formats.source import Section, SectionName, Source
 from statexchange.storage.location import parse_stored
 
 __all__ = [
@@ -38,11 +35,11 @@ __all__ = [
     "no_section",
     "problems_of",
     "section_of",
+    "sections_from",
     "sections_of",
     "select_section",
 ]
 
-T = TypeVar("T")
 SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 ALL = "all"
 MODEL_OF_PARTS = "model of parts"  # the model of a framework's directory (directories.py), all of anything else
@@ -252,30 +249,21 @@ def no_section(source: Source, section: str) -> InvalidArgumentError:
 
 def section_of(source: Source, section: Section) -> Source:
     """Return the source with the tensors and other entries of a section alone, without its prefix."""
-    files = tuple(_file_of_section(shard_file, section) for shard_file in source.files)
-    unreadable = tuple(
-        _renamed_unreadable(tensor, section) for tensor in source.unreadable if tensor.name in section.names
-    )
-    return replace(
-        source,
-        files=tuple(shard_file for shard_file in files if shard_file.tensors) or files[:1],
-        others=_renamed_keys(source.others, section),
-        texts=_renamed_keys(source.texts, section),
-        problems=problems_of(source, section.names.__contains__),
-        unreadable=unreadable,
-        paths=_paths_of(source, section),
-    )
+    selected = source.renamed({name: name.removeprefix(section.prefix) for name in section.names}.get)
+    files = tuple(shard_file for shard_file in selected.files if shard_file.tensors)
+    problems = problems_of(source, section.names.__contains__)
+    return replace(selected, files=files or selected.files[:1], problems=problems)
 
 
-def _paths_of(source: Source, section: Section) -> dict[str, Path]:
-    """Return the paths of a section's entries without the keys of its prefix, where these are whole keys."""
-    paths: dict[str, Path] = {}
-    for name in _in_order(source.paths, section.names):
-        new = name.removeprefix(section.prefix)
-        path = moved_path(source.paths[name], name, new)
-        if path is not None:
-            paths[new] = path
-    return paths
+def sections_from(
+    names: Iterable[tuple[str, SectionName]], prefixes: Mapping[SectionName, str] = MappingProxyType({})
+) -> tuple[Section, ...]:
+    """Return the sections of names, each with the prefix of its section, in the order of `SECTIONS`."""
+    found: dict[SectionName, set[str]] = {}
+    for name, section in names:
+        found.setdefault(section, set()).add(name)
+    in_order = [section for section in SECTIONS if section in found]
+    return tuple(Section(section, prefixes.get(section, ""), frozenset(found[section])) for section in in_order)
 
 
 def problems_of(source: Source, wants: Callable[[str], bool]) -> tuple[StateExchangeError, ...]:
@@ -291,29 +279,3 @@ def problems_of(source: Source, wants: Callable[[str], bool]) -> tuple[StateExch
         if is_affected:
             problems.append(problem)
     return tuple(problems)
-
-
-def _file_of_section(shard_file: ShardFile, section: Section) -> ShardFile:
-    tensors: dict[str, SourceTensor] = {}
-    for name, tensor in shard_file.tensors.items():
-        if name in section.names:
-            new_name = name.removeprefix(section.prefix)
-            tensors[new_name] = replace(tensor, shard=replace(tensor.shard, name=new_name))
-    aliases = {}
-    for alias, name in shard_file.aliases.items():
-        if alias in section.names and name in section.names:
-            aliases[alias.removeprefix(section.prefix)] = name.removeprefix(section.prefix)
-    return replace(shard_file, tensors=tensors, aliases=aliases)
-
-
-def _renamed_unreadable(tensor: UnreadableTensor, section: Section) -> UnreadableTensor:
-    return replace(tensor, name=tensor.name.removeprefix(section.prefix))
-
-
-def _renamed_keys(entries: Mapping[str, T], section: Section) -> dict[str, T]:
-    """Return the entries of a section, without its prefix."""
-    return {name.removeprefix(section.prefix): entries[name] for name in _in_order(entries, section.names)}
-
-
-def _in_order(names: Iterable[str], wanted: frozenset[str]) -> Iterable[str]:
-    return (name for name in names if name in wanted)

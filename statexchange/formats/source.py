@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -11,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
+    NotFoundError,
     StateExchangeError,
     UnsafeError,
     UnsupportedError,
@@ -25,16 +29,11 @@ from statexchange.sharding.paths import (
     wrapper_rules,
 )
 from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
-from statexchange.sharding.shards import Box, Shard
+from statexchange.sharding.shards import Box, Shard, c_strides
 from statexchange.storage.location import OpenedPath, parse_json
-from statexchange.storage.store import (
-    Budget,
-    ByteRange,
-    Store,
-    StoredFile,
-)
+from statexchange.storage.store import Budget, ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import Header, RankFile
-from statexchange.tensors import PACKED
+from statexchange.tensors import ITEMSIZE, PACKED
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -59,6 +58,10 @@ __all__ = [
     "empty_weights_text",
     "is_flat_parameter",
     "merged_metadata",
+    "open_listed",
+    "parsing",
+    "range_of_block",
+    "strides_of",
     "unknown_dtypes",
 ]
 
@@ -109,6 +112,55 @@ class SourceTensor:
                 progress()
         digest.check(self.shard.name)
         return digest.hexdigest()
+
+
+def open_listed(
+    store: Store,
+    file: str,
+    missing: str = "a file of this checkpoint is missing",
+    *,
+    rank: int | None = None,
+    name: str | None = None,
+) -> StoredFile:
+    """Open a file that a checkpoint must have; raise IncompleteError without it, where a store has NotFoundError."""
+    try:
+        return store.open(file)
+    except NotFoundError:
+        raise IncompleteError(missing, rank=rank, name=name, path=store.path_of(file)) from None
+
+
+@contextmanager
+def parsing(what: str, *, rank: int | None = None, name: str | None = None, path: str | None = None) -> Iterator[None]:
+    """Turn what unexpected content raises into CorruptError, whose message begins with `what`; locate all errors."""
+    try:
+        yield
+    except StateExchangeError as error:
+        raise error.located(rank=rank, name=name, path=path) from None
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise CorruptError(f"{what}: {excerpt(error, 200)}", rank=rank, name=name, path=path) from None
+
+
+def strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return the strides for a `ByteRange`: None if the elements are one run in C order.
+
+    The stride of a dim of size 1 has no effect.
+    """
+    if not math.prod(shape):
+        return None
+    for size, stride, expected in zip(shape, strides, c_strides(shape), strict=True):
+        if size != 1 and stride != expected:
+            return strides
+    return None
+
+
+def range_of_block(stored: ByteRange, shape: tuple[int, ...], block: Box, dtype: str) -> ByteRange:
+    """Return the byte range of a block of a tensor of this shape, whose bytes may have strides of their own."""
+    if block.shape == shape:
+        return stored
+    strides = c_strides(shape) if stored.strides is None else stored.strides
+    begin = stored.begin + ITEMSIZE[dtype] * sum(map(operator.mul, block.offsets, strides))
+    nbytes = ITEMSIZE[dtype] * block.numel
+    return ByteRange(stored.file, begin, nbytes, strides=strides_of(block.shape, strides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +346,33 @@ class ShardFile:
         """Bytes of the file."""
         return self.file.size
 
+    def renamed(self, new_name: Callable[[str], str | None]) -> ShardFile:
+        """Return the file with other names for its tensors, and without those whose new name is None.
+
+        Raises:
+            UnsafeError: two tensors would get one name.
+        """
+        tensors: dict[str, SourceTensor] = {}
+        for name, tensor in self.tensors.items():
+            new = new_name(name)
+            if new in tensors:
+                text = f"{excerpt(tensors[new].shard.name)} and another tensor of this file would get one name"
+                raise UnsafeError(text, name=name, path=self.path)
+            if new == name:
+                tensors[new] = tensor
+            elif new is not None:
+                tensors[new] = replace(tensor, shard=replace(tensor.shard, name=new))
+        aliases: dict[str, str] = {}
+        for alias, name in self.aliases.items():
+            new_alias, new_target = new_name(alias), new_name(name)
+            if new_alias is not None and new_target is not None:
+                aliases[new_alias] = new_target
+        return replace(self, tensors=tensors, aliases=aliases)
+
+
+def _renamed_keys(entries: Mapping[str, str], new_name: Callable[[str], str | None]) -> dict[str, str]:
+    return {new: text for name, text in entries.items() if (new := new_name(name)) is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -325,8 +404,6 @@ class Source:
         notes: what a user should know about how it was read.
         parts: the parts of a framework's directory.
         small_files: the directory with the model's config and tokenizer, where the format knows it.
-        absent_files: by the beginning of names, a sentence about files that these tensors may be in, and that are
-            absent, for the error of a region that no file has.
         padding: by tensor, the boxes that only fill up a buffer: their bytes may be anything.
         paths: by name of a tensor or of another entry, its keys, where the format records them (sharding/paths.py).
     """
@@ -356,7 +433,6 @@ class Source:
     notes: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
     small_files: Store | None = None
-    absent_files: Mapping[str, str] = field(default_factory=dict)
     padding: Mapping[str, frozenset[Box]] = field(default_factory=dict)
     paths: Mapping[str, Path] = field(default_factory=dict)
 
@@ -399,15 +475,6 @@ class Source:
         """Return what error messages call a file: its rank, or its name if it is no rank's."""
         return shard_file.rank if self.has_ranks else shard_file.name
 
-    def explained(self, error: StateExchangeError) -> StateExchangeError:
-        """Return the error of a region that no file has with what `absent_files` says; any other error unchanged."""
-        if not isinstance(error, IncompleteError):
-            return error
-        text = next((text for prefix, text in self.absent_files.items() if (error.name or "").startswith(prefix)), "")
-        if not text:
-            return error
-        return IncompleteError(f"{error.message}; {text}", name=error.name, rank=error.rank, path=error.path)
-
     def rank_shards(self) -> list[RankShards]:
         """Return each rank's shards for the merge plan."""
         rank_shards = []
@@ -444,7 +511,7 @@ class Source:
             try:
                 prove_cover(name, shape, {box: holders for box, holders in boxes[name].items() if box.numel})
             except (CorruptError, IncompleteError) as error:
-                return (self.explained(error).located(path=self.path),)
+                return (error.located(path=self.path),)
         return ()
 
     def shards(self) -> Iterator[tuple[ShardFile, SourceTensor]]:
@@ -453,38 +520,28 @@ class Source:
             for tensor in shard_file.tensors.values():
                 yield shard_file, tensor
 
-    def renamed(self, new_name: Callable[[str], str]) -> Source:
-        """Return the source with other names for its tensors and other entries.
+    def renamed(self, new_name: Callable[[str], str | None]) -> Source:
+        """Return the source with other names for its entries, and without those whose new name is None.
 
         Raises:
             UnsafeError: two tensors of one file would get one name.
         """
-        files = []
-        for shard_file in self.files:
-            tensors: dict[str, SourceTensor] = {}
-            for name, tensor in shard_file.tensors.items():
-                new = new_name(name)
-                if new in tensors:
-                    text = f"{excerpt(tensors[new].shard.name)} and another tensor of this file would get one name"
-                    raise UnsafeError(text, name=name, path=shard_file.path)
-                tensors[new] = replace(tensor, shard=replace(tensor.shard, name=new))
-            aliases = {new_name(alias): new_name(name) for alias, name in shard_file.aliases.items()}
-            files.append(replace(shard_file, tensors=tensors, aliases=aliases))
+        paths: list[tuple[str, Path | None]] = []
+        names = self.names if self.paths else set()
+        # First those with paths: the order must not be that of a set, which differs among processes.
+        for name in dict.fromkeys((*filter(names.__contains__, self.paths), *names)):
+            new, path = new_name(name), self.paths.get(name)
+            if new is not None:
+                paths.append((new, None if path is None else moved_path(path, name, new)))
+        unreadable = [(new_name(tensor.name), tensor) for tensor in self.unreadable]
         return replace(
             self,
-            files=tuple(files),
-            others={new_name(name): text for name, text in self.others.items()},
-            texts={new_name(name): text for name, text in self.texts.items()},
-            unreadable=tuple(replace(tensor, name=new_name(tensor.name)) for tensor in self.unreadable),
-            paths=agreed_paths(self._renamed_paths(new_name)) if self.paths else {},
+            files=tuple(shard_file.renamed(new_name) for shard_file in self.files),
+            others=_renamed_keys(self.others, new_name),
+            texts=_renamed_keys(self.texts, new_name),
+            unreadable=tuple(replace(tensor, name=new) for new, tensor in unreadable if new is not None),
+            paths=agreed_paths(paths),
         )
-
-    def _renamed_paths(self, new_name: Callable[[str], str]) -> Iterator[tuple[str, Path | None]]:
-        """Yield the new name of each entry with its path, None for one whose path is not known."""
-        for name in self.names:
-            new = new_name(name)
-            path = self.paths.get(name)
-            yield new, None if path is None else moved_path(path, name, new)
 
     def unwrapped(self) -> Source:
         """Return the source without the parts of wrappers in its names, and with a note if there were any."""

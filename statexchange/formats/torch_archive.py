@@ -14,12 +14,9 @@ from typing import Any
 
 from statexchange.errors import CorruptError, TruncatedError, UnsupportedError, excerpt
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents, each_once
-from statexchange.sharding.shards import c_strides, sizes_from_json
-from statexchange.storage.store import (
-    Budget,
-    ByteRange,
-    StoredFile,
-)
+from statexchange.formats.source import strides_of
+from statexchange.sharding.shards import sizes_from_json
+from statexchange.storage.store import Budget, ByteRange, StoredFile
 from statexchange.tensors import ITEMSIZE, name_of_dtype
 
 __all__ = [
@@ -31,7 +28,6 @@ __all__ = [
     "is_plain",
     "is_tensor",
     "refusal_of",
-    "strides_of",
     "unwrap_tensor",
     "view_of",
 ]
@@ -227,19 +223,6 @@ def _numbers_of_zip64(extra: bytes) -> Iterator[int]:
             yield from struct.unpack_from(f"<{nbytes // 8}Q", extra, at + 4)
         at += 4 + nbytes
     raise struct.error("a number is missing")
-
-
-def strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the strides for a `ByteRange`: None if the elements are one run in C order.
-
-    The stride of a dim of size 1 has no effect.
-    """
-    if not math.prod(shape):
-        return None
-    for size, stride, expected in zip(shape, strides, c_strides(shape), strict=True):
-        if size != 1 and stride != expected:
-            return strides
-    return None
 
 
 def unwrap_tensor(tensor: OpaqueObject) -> OpaqueObject:

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from statexchange import values
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
-    NotFoundError,
     StateExchangeError,
     UnsupportedError,
     excerpt,
@@ -25,7 +25,19 @@ from statexchange.formats.huggingface import RANK, check_numbers, misplaced, nam
 from statexchange.formats.model_files import INDEX, TORCH, model_files, only_indexed, unread_weights
 from statexchange.formats.part_names import StateFile, state_file
 from statexchange.formats.pickles import GlobalRef, OpaqueObject, each_once, read_pickle
-from statexchange.formats.source import Part, Section, SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
+from statexchange.formats.sections import sections_from
+from statexchange.formats.source import (
+    Part,
+    Section,
+    SectionName,
+    ShardFile,
+    Source,
+    SourceTensor,
+    UnreadableTensor,
+    open_listed,
+    parsing,
+    range_of_block,
+)
 from statexchange.formats.torch_archive import (
     Archive,
     describe,
@@ -34,7 +46,6 @@ from statexchange.formats.torch_archive import (
     is_plain,
     is_tensor,
     refusal_of,
-    strides_of,
     unwrap_tensor,
     view_of,
 )
@@ -42,15 +53,12 @@ from statexchange.sharding.paths import ListItem, Path, TupleItem, agreed_paths
 from statexchange.sharding.sharding_spec import DimSplit, local_boxes
 from statexchange.sharding.shards import MAX_DIMS, Box, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import (
-    Budget,
-    ByteRange,
-    Store,
-    StoredFile,
-)
+from statexchange.storage.store import Budget, Store, StoredFile
 from statexchange.storage.tensorfile import wrong_kind_of
-from statexchange.tensors import ITEMSIZE
 from statexchange.values import MAX_DEPTH
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["TorchFile", "leaves", "matches", "open_archive", "read"]
 
@@ -80,7 +88,7 @@ def _first_bytes(file: StoredFile) -> bytes:
     return bytes(start)
 
 
-def read(opened: OpenedPath, *, strict: bool = True) -> Source:
+def read(opened: OpenedPath) -> Source:
     """Return the source at a path.
 
     In a directory the files of the model (model_files.py) and of other parts of a job's state, such as
@@ -91,7 +99,8 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     problems: list[StateExchangeError] = []
     shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
-    texts: dict[str, dict[str, str]] = {}  # each text of a value, with its description
+    texts: dict[str, str] = {}
+    several: set[str] = set()  # names of values that differ among files
     unreadable: list[UnreadableTensor] = []
     paths: list[tuple[str, Path | None]] = []  # of each entry of each file
     known: dict[str, StateFile] = {}  # by name of an entry
@@ -102,27 +111,23 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
     notes = unread_weights(store, names) if opened.file is None else ()
     for rank, name in _ranked(names):
         try:
-            reader = TorchFile(store.open(name), rank)
+            reader = TorchFile.whole(open_listed(store, name), rank)
             shard_files.append(reader.shard_file)
             others |= reader.others
-            for entry, text in reader.texts.items():
-                texts.setdefault(entry, {}).setdefault(text, reader.others[entry])
+            several.update(entry for entry, text in reader.texts.items() if texts.setdefault(entry, text) != text)
             unreadable += reader.unsupported
             paths += reader.paths.items()
             part = state_file(name)
             if part is not None:
                 known |= dict.fromkeys(reader.paths, part)
             continue
-        except NotFoundError:
-            problems.append(IncompleteError("a file of this checkpoint is missing", path=store.path_of(name)))
         except StateExchangeError as error:
             problems.append(error)
         path = store.path_of(name)
         unreadable += [UnreadableTensor(tensor, None, None, path) for tensor in listed_names.get(name, [])]
-    for entry, of_entry in texts.items():
-        if len(of_entry) > 1:
-            one, other, *_ = of_entry.values()
-            others[entry] = f"{one} in one file, {other} in another"
+    for entry in several:
+        others[entry] += " in one file, another value in another"
+        del texts[entry]
     listed = {name: file for name, file in indexed.items() if name not in others}
     problems += misplaced(listed, shard_files, unreadable)
     if indexed:
@@ -130,41 +135,32 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
         notes += stale
     if opened.file is None and not any(shard_file.tensors for shard_file in shard_files) and not unreadable:
         problems += _lone_side_files(store)
-    if problems and strict:
-        raise problems[0]
     parts: tuple[Part, ...] = ()
     part = None if opened.file is None else state_file(opened.file)
     if part is not None and opened.file is not None:
         parts = (Part(part.section, (opened.file,)),)
-        notes = (f"this file alone is {part.about}: give {part.directory}, {store.path}",)
-    return Source(
+        notes = (f"this file alone is {part.about}: give the directory of the checkpoint, {store.path}",)
+    source = Source(
         "torch",
         opened,
         tuple(shard_files),
-        sections=_sections(shard_files, others, unreadable, known),
         parts=parts,
         notes=notes,
         others=others,
-        texts={entry: next(iter(of_entry)) for entry, of_entry in texts.items() if len(of_entry) == 1},
+        texts=texts,
         problems=tuple(problems),
         unreadable=tuple(unreadable),
         paths=agreed_paths(paths),
     )
+    return replace(source, sections=_sections(source.names, known))
 
 
-def _sections(
-    shard_files: Sequence[ShardFile],
-    others: Mapping[str, str],
-    unreadable: Sequence[UnreadableTensor],
-    known: Mapping[str, StateFile],
-) -> tuple[Section, ...]:
+def _sections(names: Iterable[str], known: Mapping[str, StateFile]) -> tuple[Section, ...]:
     """Return the sections, if names of files show some; then all entries of other files are the model's."""
-    found: dict[SectionName, set[str]] = {}
-    tensors = (*(name for shard_file in shard_files for name in shard_file.tensors), *(one.name for one in unreadable))
-    for name in (*tensors, *others) if known else ():
-        section: SectionName = known[name].section if name in known else "model"
-        found.setdefault(section, set()).add(name)
-    return tuple(Section(section, "", frozenset(names)) for section, names in found.items())
+    pairs: list[tuple[str, SectionName]] = []
+    for name in names if known else ():
+        pairs.append((name, known[name].section if name in known else "model"))
+    return sections_from(pairs)
 
 
 def _lone_side_files(store: Store) -> list[StateExchangeError]:
@@ -201,7 +197,11 @@ class TorchFile:
     """One file of torch.save: its tensors, its other entries, and its unsupported tensors.
 
     Attributes:
-        shard_file: the file with its tensors, by dotted names.
+        path: the file's path.
+        rank: its rank among all ranks, or its number.
+        budget: the budget that is left for reading the content of the pickle.
+        tensors: the tensors that were added, by dotted names.
+        aliases: further names of tensors, by which these are listed again.
         others: descriptions, by name, of entries that are not tensors.
         texts: those of `others` that are plain values, as JSON text of `values.encode`.
         unsupported: tensors that cannot be read.
@@ -211,70 +211,98 @@ class TorchFile:
 
     def __init__(self, file: StoredFile, rank: int) -> None:
         self._file = file
-        self._path = path = file.path
-        self._rank = rank
+        self.path = file.path
+        self.rank = rank
+        self.tensors: dict[str, SourceTensor] = {}
+        self.aliases: dict[str, str] = {}
         self.others: dict[str, str] = {}
         self.texts: dict[str, str] = {}
         self.unsupported: list[UnreadableTensor] = []
-        tensors: dict[str, SourceTensor] = {}
-        aliases: dict[str, str] = {}
-        seen: dict[Any, str] = {}
+        self.paths: dict[str, Path | None] = {}
+        self._first_names: dict[Any, str] = {}  # by what two names of one tensor have in common
+        self._without_tensors: set[int] = set()
         self._archive = open_archive(file)
         data = self._archive.pickle()
-        self._budget = file.budget.of(path, len(data))
-        self._meshes = _MeshShapes(self._budget)
-        self.root = root = read_pickle(data, path, self._budget, unknown_classes=True)
-        self.paths: dict[str, Path | None] = {}
-        without_tensors: set[int] = set()
-        for name, keys, value in leaves(root, path, self._budget):
-            if name in self.paths:
-                raise CorruptError(
-                    "two entries have this name when nested keys are joined with dots", name=name, path=path
-                )
-            self.paths[name] = keys
-            if not is_tensor(value):
-                self._budget.spend(_STEPS_PER_LEAF)
-                description = describe(value)
-                if holds_tensor(value, self._budget, without_tensors):
-                    self._refuse(name, UnsupportedError(refusal_of(value)))
-                else:
-                    self.others[name] = description
-                if is_plain(value, len(data), self._budget):
-                    text = self.texts[name] = values.encode(value)
-                    self._budget.spend(1, len(text))
-                continue
-            try:
-                tensor = self._tensor(name, value)
-            except UnsupportedError as error:
-                self._refuse(name, error)
-                continue
-            tensors[name] = tensor
-            key = tensor.shard.dtype, tensor.shard.global_shape, tensor.shard.boxes, tensor.byte_ranges
-            if tensor.shard.nbytes and seen.setdefault(key, name) != name:
-                aliases[name] = seen[key]
-        if any(name.startswith(_OF_DEEPSPEED) for name in self.others):
-            self._refuse_placeholders(tensors)
-        self.shard_file = ShardFile(rank, file, tensors, aliases)
+        self._nbytes = len(data)
+        self.budget = file.budget.of(file.path, len(data))
+        self._meshes = _MeshShapes(self.budget)
+        self.root = read_pickle(data, file.path, self.budget, unknown_classes=True)
 
-    def _refuse_placeholders(self, tensors: dict[str, SourceTensor]) -> None:
+    @classmethod
+    def whole(cls, file: StoredFile, rank: int) -> Self:
+        """Return a file with all its entries."""
+        whole = cls(file, rank)
+        whole.add_entries("", whole.root)
+        if any(name.startswith(_OF_DEEPSPEED) for name in whole.others):
+            whole._refuse_placeholders()
+        return whole
+
+    @property
+    def shard_file(self) -> ShardFile:
+        """The file with the tensors that were added."""
+        return ShardFile(self.rank, self._file, self.tensors, self.aliases)
+
+    def add_entries(self, prefix: str, root: Any) -> None:
+        """Add all that a value contains, nested keys joined with dots: tensors, and descriptions of anything else."""
+        for key, keys, value in leaves(root, self.path, self.budget):
+            name = f"{prefix}{key}"
+            self._check_new(name)
+            self.paths[name] = keys
+            if is_tensor(value):
+                self.add_tensor(name, value)
+                continue
+            self.budget.spend(_STEPS_PER_LEAF)
+            description = describe(value)
+            if holds_tensor(value, self.budget, self._without_tensors):
+                self._refuse(name, UnsupportedError(refusal_of(value)))
+            else:
+                self.others[name] = description
+            if is_plain(value, self._nbytes, self.budget):
+                text = self.texts[name] = values.encode(value)
+                self.budget.spend(1, len(text))
+
+    def add_tensor(self, name: str, value: OpaqueObject, shape: tuple[int, ...] | None = None) -> None:
+        """Add a tensor, as an alias if it has the bytes of another; list it as unsupported if it cannot be read.
+
+        `shape` is that of a tensor that is stored flattened.
+        """
+        try:
+            tensor = self._tensor(name, value)
+        except UnsupportedError as error:
+            self._refuse(name, error)
+            return
+        if shape is not None and shape != tensor.shard.global_shape:
+            tensor = _unflattened(tensor, shape)
+        self.tensors[name] = tensor
+        key = tensor.shard.dtype, tensor.shard.global_shape, tensor.shard.boxes, tensor.byte_ranges
+        if tensor.shard.nbytes and self._first_names.setdefault(key, name) != name:
+            self.aliases[name] = self._first_names[key]
+
+    def _check_new(self, name: str) -> None:
+        """Raise CorruptError if an entry of this name was added before."""
+        if name in self.paths or name in self.tensors:
+            text = "two entries have this name when nested keys are joined with dots"
+            raise CorruptError(text, name=name, path=self.path)
+
+    def _refuse_placeholders(self) -> None:
         """Move the tensors of shape [0] to the unsupported ones: ZeRO-3 has their values in other files."""
-        empty = [name for name, tensor in tensors.items() if tensor.shard.global_shape == (0,)]
+        empty = [name for name, tensor in self.tensors.items() if tensor.shard.global_shape == (0,)]
         text = (
             f"DeepSpeed ZeRO-3 wrote {len(empty)} tensors of shape [0] here; their values are in the "
             "*_optim_states.pt files: give the directory with all files, not one of them"
         )
         for name in empty:
-            del tensors[name]
+            del self.tensors[name]
             self._refuse(name, UnsupportedError(text))
 
     def _refuse(self, name: str, error: UnsupportedError) -> None:
         """List an unsupported tensor."""
-        self._budget.spend(_STEPS_PER_REFUSAL)
-        located = error.located(rank=self._rank, name=name, path=self._path)
-        self.unsupported.append(UnreadableTensor(name, None, None, self._path, located))
+        self.budget.spend(_STEPS_PER_REFUSAL)
+        located = error.located(rank=self.rank, name=name, path=self.path)
+        self.unsupported.append(UnreadableTensor(name, None, None, self.path, located))
 
     def _tensor(self, name: str, value: OpaqueObject) -> SourceTensor:
-        try:
+        with parsing("not what torch writes for a tensor", name=name, path=self.path):
             tensor = unwrap_tensor(value)
             if _is_of_class(tensor, "DTensor"):
                 return self._distributed(name, tensor)
@@ -283,19 +311,13 @@ class TorchFile:
             view = view_of(tensor)
             shard = Shard(name, view.dtype, view.shape, (full_box(view.shape),))
             return SourceTensor(shard, (self._archive.byte_range(view),))
-        except StateExchangeError:
-            raise
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise CorruptError(
-                f"not what torch writes for a tensor: {excerpt(error, 200)}", name=name, path=self._path
-            ) from None
 
     def _sharded(self, name: str, tensor: OpaqueObject) -> SourceTensor:
         """Return the shard of a ShardedTensor, as FSDP1 saves it: its local shards have their offsets."""
         _, _, args, state = tensor.args
         shape, dtype = sizes_from_json(args[2]), dtype_of(args[1])
         boxes, byte_ranges = [], []
-        self._budget.spend(len(state[0]))
+        self.budget.spend(len(state[0]))
         for local_shard in state[0]:
             fields = local_shard.state[1]
             placement = fields["metadata"].state[1]
@@ -305,7 +327,7 @@ class TorchFile:
                 problem = "a local shard does not fit its metadata"
                 found = f"{view.dtype} {view.shape}"
                 expected = f"{dtype} {box.shape}"
-                raise CorruptError(problem, name=name, path=self._path, expected=expected, found=found)
+                raise CorruptError(problem, name=name, path=self.path, expected=expected, found=found)
             boxes.append(box)
             byte_ranges.append(self._archive.byte_range(view))
         return SourceTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(byte_ranges))
@@ -322,12 +344,12 @@ class TorchFile:
         if "_coordinate_on_dim" not in mesh:
             raise UnsupportedError("its mesh does not have the coordinate of the rank that saved it")
         boxes = []
-        self._budget.spend(sum(min(split.split_factor, max(shape, default=0)) for split in splits if split is not None))
+        self.budget.spend(sum(min(split.split_factor, max(shape, default=0)) for split in splits if split is not None))
         if mesh["_coordinate_on_dim"] is not None:
             boxes = local_boxes(
                 shape, self._meshes.shape_of(spec["mesh"], splits), sizes_from_json(mesh["_coordinate_on_dim"]), splits
             )
-        self._budget.spend(len(boxes))
+        self.budget.spend(len(boxes))
         shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
         ends = [tuple(map(operator.add, local_offsets, box.shape)) for box, local_offsets in boxes]
         expected = local.shape
@@ -337,17 +359,22 @@ class TorchFile:
             expected = ends[0]
         if shard.nbytes != local.nbytes or expected != local.shape:
             problem = "its local tensor does not fit its placements"
-            raise CorruptError(problem, name=name, path=self._path, expected=expected, found=local.shape)
+            raise CorruptError(problem, name=name, path=self.path, expected=expected, found=local.shape)
         if len(boxes) == 1:
             return SourceTensor(shard, (local_range,))
-        itemsize = ITEMSIZE[local.dtype]
         byte_ranges = []
         for box, local_offsets in boxes:
-            offsets_and_strides = zip(local_offsets, local.strides, strict=True)
-            begin = local_range.begin + itemsize * sum(offset * stride for offset, stride in offsets_and_strides)
-            strides = strides_of(box.shape, local.strides)
-            byte_ranges.append(ByteRange(self._file, begin, box.numel * itemsize, strides=strides))
+            block = Box(tuple(local_offsets), box.shape)
+            byte_ranges.append(range_of_block(local_range, local.shape, block, local.dtype))
         return SourceTensor(shard, tuple(byte_ranges))
+
+
+def _unflattened(tensor: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
+    """Return a tensor of one dim as one of this shape."""
+    flat, whole = tensor.shard, full_box(shape)
+    if flat.boxes != (full_box((whole.numel,)),) or tensor.byte_ranges[0].strides is not None:
+        raise CorruptError(f"a tensor of shape {flat.global_shape} for shape {shape}", name=flat.name)
+    return SourceTensor(Shard(flat.name, flat.dtype, shape, (whole,)), tensor.byte_ranges)
 
 
 def open_archive(file: StoredFile) -> Archive:

@@ -16,10 +16,7 @@ from statexchange.errors import (
     StorageError,
 )
 from statexchange.formats.source import ShardFile, Source
-from statexchange.storage.location import (
-    OpenedPath,
-    open_path,
-)
+from statexchange.storage.location import OpenedPath, open_path
 from statexchange.storage.steps import step_of
 from statexchange.storage.store import Store
 from statexchange.storage.workspace import (
@@ -85,7 +82,7 @@ def _is_round(store: Store, path: str) -> bool:
     return is_round_name(name) and any(is_rank_file(entry) or entry in (MANIFEST, DROPPED) for entry in store.listing)
 
 
-def read(opened: OpenedPath, *, strict: bool = True) -> Source:
+def read(opened: OpenedPath) -> Source:
     """Return the source at a path.
 
     Raises:
@@ -101,7 +98,7 @@ def read(opened: OpenedPath, *, strict: bool = True) -> Source:
             manifest = None
         else:
             names, manifest = _choose(view, run, number)
-        return _read(root, view, names, manifest, strict=strict, whole_round=opened.file is None)
+        return _read(root, view, names, manifest, whole_round=opened.file is None)
     except BaseException:
         root.close()
         raise
@@ -139,7 +136,6 @@ def _read(
     names: Sequence[Receipt | RankName],
     manifest: Manifest | None,
     *,
-    strict: bool,
     whole_round: bool,
 ) -> Source:
     problems: list[StateExchangeError] = []
@@ -162,8 +158,6 @@ def _read(
         raise ReplacedError("this round was dropped while it was read", path=root.path)
     if whole_round:
         problems += _missing_ranks(view, names, manifest)
-    if problems and strict:
-        raise problems[0]
     first = names[0].rank_name
     return Source(
         "workspace",

@@ -7,17 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statexchange.formats.model_files import CONFIG
-from statexchange.storage.location import (
-    parse_json,
-    plain_stored,
-)
+from statexchange.storage.location import parse_json, plain_stored
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
-    from statexchange.storage.store import (
-        Budget,
-        Store,
-    )
+    from statexchange.storage.store import Budget, Store
 
 __all__ = [
     "ConfigComparison",

@@ -30,10 +30,7 @@ from statexchange.storage.location import open_path, resolve_path
 
 if TYPE_CHECKING:
     from statexchange.storage.location import OpenedPath
-    from statexchange.storage.store import (
-        Store,
-        StoredFile,
-    )
+    from statexchange.storage.store import Store, StoredFile
 
 __all__ = ["HubComparison", "compare_with_cache", "compare_with_hub"]
 

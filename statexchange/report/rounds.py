@@ -20,11 +20,7 @@ from statexchange.errors import (
 from statexchange.formats import workspace
 from statexchange.report.configs import ConfigFacts, config_facts
 from statexchange.storage import atomic
-from statexchange.storage.location import (
-    OpenedPath,
-    read_with_retry,
-    resolve_path,
-)
+from statexchange.storage.location import OpenedPath, read_with_retry, resolve_path
 from statexchange.storage.workspace import RankName, Receipt, WorkspaceView
 
 __all__ = ["RankRow", "RankStatus", "RoundsReport", "list_rounds", "newest_of_ranks", "round_path"]

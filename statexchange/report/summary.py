@@ -23,6 +23,7 @@ __all__ = [
     "SectionSummary",
     "Summary",
     "TensorRow",
+    "aliases_of",
     "count_parameters",
     "known_bytes",
     "model_of",
@@ -178,7 +179,7 @@ def _summary(path: str, source: Source, tree_depth: int | None) -> Summary:
         world_size=source.world_size,
         ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if source.has_ranks else (),
         sections=_sections(source, rows),
-        aliases=_aliases(source),
+        aliases=aliases_of(source),
         num_unreadable=sum(not row.holders for row in rows),
         proven=_proven(source),
         others=dict(source.others),
@@ -230,10 +231,11 @@ def _sections(source: Source, rows: list[TensorRow]) -> dict[str, SectionSummary
     return sections
 
 
-def _aliases(source: Source) -> dict[str, str]:
-    if source.manifest is not None:
-        return {str(alias): str(name) for alias, name in source.manifest.get("aliases", {}).items()}
+def aliases_of(source: Source) -> dict[str, str]:
+    """Return the names of tied tensors, with the names under which they are kept. Not collective."""
     aliases: dict[str, str] = {}
+    if source.manifest is not None:
+        aliases |= source.manifest.get("aliases", {})
     for shard_file in source.files:
         aliases |= shard_file.aliases
     return aliases

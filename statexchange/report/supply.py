@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise, repeat
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from statexchange.formats import sealed_files
@@ -31,7 +30,6 @@ __all__ = [
 ]
 
 MAX_CELLS, MAX_RANKS = 8000, 16
-_MAX_STEPS = 1 << 18  # to divide one tensor; each box costs a step per interval of a dim that it reaches
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,16 +196,24 @@ def cut_dims(tensor: Supplied) -> list[tuple[int, bool]]:
 def cells_of(tensor: Supplied) -> list[Cell]:
     """Divide the unit square among a tensor's boxes, by their sizes; dim 0 runs down.
 
-    If there are too many cells, they are summed by rank.
+    A plane shows two dims: the boxes of a tensor that is cut along more, or into too many, are summed by rank.
     """
-    boxes = [(box, rank) for box, rank in tensor.boxes if box.numel]
     dims = cut_dims(tensor)
-    if len(boxes) * (len(dims) + 1) <= _MAX_STEPS:
-        division = _Division(tensor.shape).cells(boxes, dims, Cell(0, 0, 1, 1, 0))
-        cells = list(islice(division, MAX_CELLS + 1))
-        if len(cells) <= MAX_CELLS:
-            return cells
-    return shares(tensor.nbytes_by_rank(), tensor.nbytes)
+    if len(dims) > 2 or len(tensor.boxes) > MAX_CELLS:
+        return shares(tensor.nbytes_by_rank(), tensor.nbytes)
+    cells = []
+    for box, rank in tensor.boxes:
+        if not box.numel:
+            continue
+        x, y, width, height = 0.0, 0.0, 1.0, 1.0
+        for dim, across in dims:
+            begin, extent = box.offsets[dim] / tensor.shape[dim], box.shape[dim] / tensor.shape[dim]
+            if across:
+                x, width = begin, extent
+            else:
+                y, height = begin, extent
+        cells.append(Cell(x, y, width, height, rank))
+    return cells
 
 
 def shares(by_rank: Mapping[int, int], nbytes: int) -> list[Cell]:
@@ -219,47 +225,3 @@ def shares(by_rank: Mapping[int, int], nbytes: int) -> list[Cell]:
         cells.append(Cell(x, 0, rank_nbytes / total, 1, rank))
         x += cells[-1].width
     return cells
-
-
-class _Division:
-    """Divides a square at each edge of a box, in a limited number of steps."""
-
-    def __init__(self, shape: Sequence[int]) -> None:
-        self._shape = shape
-        self._steps_left = _MAX_STEPS
-
-    def cells(self, boxes: list[tuple[Box, int]], dims: list[tuple[int, bool]], area: Cell) -> Iterator[Cell]:
-        """Divide `area` dim by dim until one box is left, and yield its cells; regions without a box stay free.
-
-        `dims` are (dim, whether it runs across instead of down). When the steps run out, yield more cells than are
-        drawn, so that the caller sums them by rank.
-        """
-        if not boxes:
-            return
-        shape = self._shape
-        if not dims or (len(boxes) == 1 and all(boxes[0][0].shape[dim] == shape[dim] for dim, _ in dims)):
-            yield Cell(area.x, area.y, area.width, area.height, boxes[0][1])
-            return
-        (dim, across), *rest = dims
-        begins = [box.offsets[dim] for box, _ in boxes]
-        ends = [box.ends[dim] for box, _ in boxes]
-        edges = sorted({0, shape[dim], *begins, *ends})
-        number_of = {edge: number for number, edge in enumerate(edges)}
-        inside: list[list[tuple[Box, int]]] = [[] for _ in edges[1:]]
-        for box, rank in boxes:
-            reached = range(number_of[box.offsets[dim]], number_of[box.ends[dim]])
-            self._steps_left -= len(reached)
-            if self._steps_left < 0:
-                yield from repeat(area, MAX_CELLS + 1)
-                return
-            for number in reached:
-                inside[number].append((box, rank))
-        for (low, high), part in zip(pairwise(edges), inside, strict=True):
-            yield from self.cells(part, rest, _slice(area, low / shape[dim], high / shape[dim], across))
-
-
-def _slice(area: Cell, low: float, high: float, across: bool) -> Cell:
-    """Return the part of `area` from `low` to `high`, fractions of its width (`across`) or height."""
-    if across:
-        return Cell(area.x + low * area.width, area.y, (high - low) * area.width, area.height, area.rank)
-    return Cell(area.x, area.y + low * area.height, area.width, (high - low) * area.height, area.rank)

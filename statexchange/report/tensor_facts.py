@@ -15,6 +15,7 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.formats.sections import sections_of
+from statexchange.report.summary import aliases_of
 from statexchange.sharding.plan import HolderLabel, holders_text, prove_cover
 from statexchange.sharding.shards import Box, full_box, intersect
 from statexchange.tensors import ITEMSIZE, PACKED, element_shape
@@ -90,14 +91,9 @@ class TensorFacts:
 def names_of(source: Source) -> list[str]:
     """Return the names of all tensors of a source, those of tied tensors and of unreadable ones included."""
     names = dict.fromkeys(tensor.shard.name for _, tensor in source.shards())
-    names |= dict.fromkeys(alias for shard_file in source.files for alias in shard_file.aliases)
-    names |= dict.fromkeys(_published_aliases(source))
+    names |= dict.fromkeys(aliases_of(source))
     names |= dict.fromkeys(unreadable.name for unreadable in source.unreadable)
     return list(names)
-
-
-def _published_aliases(source: Source) -> dict[str, str]:
-    return dict(source.manifest.get("aliases", {})) if source.manifest is not None else {}
 
 
 def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorFacts | None:
@@ -140,7 +136,7 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         prove_cover(name, shard.global_shape, labels)
     except (IncompleteError, OverlapError, UnsupportedError) as error:
         if not (is_part and isinstance(error, IncompleteError)):
-            problems.append(source.explained(error))
+            problems.append(error)
         if len(ranks) <= _MAX_LISTED_BOXES:
             gaps, overlaps = _gaps(shard.global_shape, ranks), list(_overlaps(ranks))
     prefix = f"{source.opened.store.path.rstrip('/')}/"
@@ -182,10 +178,7 @@ def _kept_name(source: Source, name: str) -> str:
     """Return the name under which a tensor is kept: its own, unless it is tied."""
     if any(name in shard_file.tensors for shard_file in source.files):
         return name
-    aliases = _published_aliases(source)
-    for shard_file in source.files:
-        aliases |= shard_file.aliases
-    return aliases.get(name, name)
+    return aliases_of(source).get(name, name)
 
 
 def _refuse_unreadable(source: Source, name: str) -> None:

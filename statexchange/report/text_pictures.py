@@ -1,37 +1,28 @@
-"""Draw for a terminal: which rank supplied which bytes of a checkpoint, and a curve."""
+"""Draw for a terminal: how many bytes of a checkpoint each rank supplied, and a curve."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from statexchange.report.supply import MAX_RANKS, Supplied, Supply, cells_of, nbytes_by_rank
-from statexchange.units import format_bytes, format_shape, shortened
+from statexchange.report.supply import MAX_RANKS, Supply, nbytes_by_rank
+from statexchange.units import format_bytes, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 __all__ = ["curve", "supply_bars"]
 
-_DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _LEVELS = " ▁▂▃▄▅▆▇█"
-_MAPS, _MAP_ROWS, _MAX_LABEL = 3, 6, 24
+_MAX_LABEL = 24
 
 
 def supply_bars(supply: Supply, *, width: int = 100, ascii_only: bool = False) -> list[str]:
-    """Return lines of text that show which rank supplied which bytes: a bar per rank, maps of the largest tensors.
+    """Return lines of text with a bar for each rank, by the bytes of the checkpoint that it supplied.
 
-    Not collective. In a map each character is the rank, in base 36, that supplied that part of the tensor, or ``.``
-    for none; dim 0 runs down. `width` is the length of the longest line, 60 to 100.
+    Not collective. `width` is the length of the longest line, 60 to 100.
     """
-    lines = _rank_bars(supply, min(width, 100), ascii_only)
-    mapped = [tensor for tensor in supply.tensors if len(tensor.shape) > 1 and tensor.nbytes][:_MAPS]
-    if mapped:
-        lines += ["", *_maps(mapped, (min(width, 100) - 2 * (_MAPS - 1)) // _MAPS)]
-    return lines
-
-
-def _rank_bars(supply: Supply, width: int, ascii_only: bool) -> list[str]:
+    width = min(width, 100)
     total = sorted(nbytes_by_rank(supply.tensors).items())
     nbytes = supply.nbytes
     rows = [(shortened(supply.label(rank), _MAX_LABEL), rank_nbytes) for rank, rank_nbytes in total[:MAX_RANKS]]
@@ -56,32 +47,6 @@ def _bar(share: float, width: int, ascii_only: bool) -> str:
         return ("#" * round(share * width)).ljust(width)
     whole, eighths = divmod(round(share * width * 8), 8)
     return ("█" * whole + _EIGHTHS[eighths].strip()).ljust(width)
-
-
-def _maps(tensors: Sequence[Supplied], width: int) -> list[str]:
-    """Return maps side by side, each below its tensor's name and shape."""
-    blocks = []
-    for tensor in tensors:
-        description = shortened(f"{tensor.dtype} {format_shape(tensor.shape)}", width)
-        blocks.append([shortened(tensor.name, width), description, *_map(tensor, width, _MAP_ROWS)])
-    return ["  ".join(f"{line:<{width}}" for line in lines).rstrip() for lines in zip(*blocks, strict=True)]
-
-
-def _map(tensor: Supplied, width: int, height: int) -> list[str]:
-    """Return a grid of characters; each is the rank that supplied the point in its middle."""
-    grid = [["."] * width for _ in range(height)]
-    for cell in cells_of(tensor):
-        digit = _DIGITS[cell.rank] if cell.rank < len(_DIGITS) else "#"
-        for row in _middles(cell.y, cell.height, height):
-            for column in _middles(cell.x, cell.width, width):
-                grid[row][column] = digit
-    return ["".join(row) for row in grid]
-
-
-def _middles(begin: float, extent: float, count: int) -> range:
-    """Return which of `count` equal cells of the unit line have their middles in `extent` from `begin` on."""
-    first, last = (max(0, -int(-(edge * count - 0.5) // 1)) for edge in (begin, begin + extent))
-    return range(first, min(last, count))
 
 
 def curve(

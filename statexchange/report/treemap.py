@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from statexchange.errors import NotFoundError
 from statexchange.report.summary import TensorRow, known_bytes, model_of, model_rows, tensor_rows
 from statexchange.report.svg import MARGIN, WIDTH, Drawing, fitted, lightened, palette, text_width, title_of
-from statexchange.units import format_bytes, format_count, format_shape, shortened
+from statexchange.units import format_bytes, format_count, format_number, format_shape, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -74,7 +74,14 @@ class _Area(NamedTuple):
     width: float
     height: float
 
-    def overlaps(self, other: _Area) -> bool:
+    def below(self, others: Sequence[_Area], step: float) -> _Area:
+        """Return this area, moved down by so many steps that it overlaps none of the others."""
+        area = self
+        while any(area._overlaps(other) for other in others):
+            area = area._replace(y=area.y + step)
+        return area
+
+    def _overlaps(self, other: _Area) -> bool:
         return (
             self.x < other.x + other.width
             and other.x < self.x + self.width
@@ -85,30 +92,23 @@ class _Area(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """A filled area: a tensor, or a module whose parts are too small.
+    """The area of a node. It is filled for a tensor, and for a module whose parts are too small.
 
     Attributes:
-        module: the name of the module whose label is above it; the label of the area does not repeat it.
+        module: the name of the module whose label is above it, which its own label does not repeat.
+        level: 1 for a top.
+        colour: what fills it; "" for a module that has cells.
     """
 
     node: _Node
     area: _Area
-    colour: str
     module: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """The area of a module that has cells; `level` is 1 for a top."""
-
-    node: _Node
-    area: _Area
     level: int
-    module: str
+    colour: str = ""
 
     @property
     def has_caption(self) -> bool:
-        """Whether its name is written, as on the two upper levels and for each layer."""
+        """Whether the name of a module is written, as on the two upper levels and for each layer."""
         return self.level <= 2 or self.node.name.rpartition(".")[2].isdecimal()
 
 
@@ -151,8 +151,11 @@ def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
     root = _tree(row for row in rows if row.num_parameters)
     if not root.num_tensors:
         raise NotFoundError("there is no tensor to draw")
-    tensors = "1 tensor" if root.num_tensors == 1 else f"{root.num_tensors:,} tensors"
-    facts = [kind, f"{root.numel:,} parameters in {tensors}", format_bytes(known_bytes(rows))]
+    facts = [
+        kind,
+        f"{root.numel:,} parameters in {format_number(root.num_tensors, 'tensor')}",
+        format_bytes(known_bytes(rows)),
+    ]
     if root.num_tensors < len(rows):
         facts.append(f"{len(rows) - root.num_tensors:,} without elements or of unknown size")
     drawing = Drawing(f"Parameters of {fitted(name, 60)}", " · ".join(facts))
@@ -247,7 +250,7 @@ class _Layout:
 
     def __init__(self, root: _Node, tops: Sequence[_Node], area: _Area) -> None:
         self.cells: list[_Cell] = []
-        self.groups: list[_Group] = []
+        self.groups: list[_Cell] = []
         self._scale = area.width * area.height / root.numel
         shown = self._shown("", tops) or [_Node("", root.numel, root.num_tensors, is_rest=True)]
         for top, part in zip(shown, _squarified([top.numel for top in shown], area), strict=True):
@@ -259,9 +262,9 @@ class _Layout:
         if not shown:
             top = next(iter(shades))
             key = _shade_key(_relative(node.name, top)) if node.name != top else top
-            self.cells.append(_Cell(node, area, shades.get(key, shades[top]), module))
+            self.cells.append(_Cell(node, area, module, level, shades.get(key, shades[top])))
             return
-        group = _Group(node, area, level, module)
+        group = _Cell(node, area, module, level)
         self.groups.append(group)
         inner = node.name if group.has_caption else module
         for part, of_part in zip(shown, _squarified([part.numel for part in shown], area), strict=True):
@@ -358,12 +361,12 @@ def _draw(drawing: Drawing, layout: _Layout, numel: int) -> None:
     for group in sorted(layout.groups, key=lambda group: -group.level):
         width = {1: 3, 2: 1.8}.get(group.level, 1.2)
         drawing.rectangle(*group.area, f'class="o" stroke-width="{width}"')
-    taken: list[_Area] = []
+    captions: list[_Area] = []
     for group in sorted(layout.groups, key=lambda group: group.level):
         if group.has_caption:
-            _caption(drawing, group, taken)
+            _caption(drawing, group, captions)
     for cell in layout.cells:
-        _label(drawing, cell, taken)
+        _label(drawing, cell, captions)
 
 
 def _tooltip(node: _Node, numel: int) -> str:
@@ -374,22 +377,21 @@ def _tooltip(node: _Node, numel: int) -> str:
     return f"{node.name}\n{others}, {size}" if node.name else f"{others}, {size}"
 
 
-def _caption(drawing: Drawing, group: _Group, taken: list[_Area]) -> None:
+def _caption(drawing: Drawing, group: _Cell, captions: list[_Area]) -> None:
     """Write the name of a module into its upper left corner, below the captions that are there."""
     text = _relative(group.node.name, group.module)
     texts = [f"{text} {format_count(group.node.numel)}"] if group.level == 1 else []
     text = _fitting([*texts, text], group.area.width - 2 * _PAD)
     area = _Area(group.area.x + 3, group.area.y + 3, text_width(text, _FONT) + 2 * _PAD, _LINE + 1)
-    while any(area.overlaps(other) for other in taken):
-        area = area._replace(y=area.y + _LINE + 3)
+    area = area.below(captions, _LINE + 3)
     if not text or area.y + area.height > group.area.y + group.area.height:
         return
-    taken.append(area)
+    captions.append(area)
     drawing.rectangle(*area, _PAPER)
     drawing.text(area.x + _PAD, area.y + _FONT, text, "n b1" if group.level == 1 else "n", colour=_INK)
 
 
-def _label(drawing: Drawing, cell: _Cell, taken: Sequence[_Area]) -> None:
+def _label(drawing: Drawing, cell: _Cell, captions: Sequence[_Area]) -> None:
     """Write the name and number of parameters of a cell into its middle, or below the captions that are there."""
     node, (x, y, width, height) = cell.node, cell.area
     if node.is_rest:
@@ -406,8 +408,7 @@ def _label(drawing: Drawing, cell: _Cell, taken: Sequence[_Area]) -> None:
         return
     wide = max(text_width(line, _FONT) for line in lines)
     area = _Area(x + (width - wide) / 2, y + (height - len(lines) * _LINE) / 2, wide, len(lines) * _LINE)
-    while any(area.overlaps(other) for other in taken):
-        area = area._replace(y=area.y + _PAD)
+    area = area.below(captions, _PAD)
     if area.y + area.height > y + height:
         return
     for number, line in enumerate(lines):

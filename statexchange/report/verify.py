@@ -1,15 +1,20 @@
-"""Verify a checkpoint: recompute digests, prove that boxes cover each tensor once, compare copies, check values."""
+"""Verify a checkpoint, or all saves of a job.
+
+Recompute digests, prove that boxes cover each tensor once, compare copies, check values.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from statexchange.errors import (
     IncompleteError,
     InvalidArgumentError,
+    NotFoundError,
     ReplacedError,
     ReplicaError,
     StateExchangeError,
@@ -23,9 +28,14 @@ from statexchange.report.hub_metadata import HubComparison, compare_with_cache, 
 from statexchange.report.value_checks import CHECKS, FileTails, TensorChecks, ValueFinding
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import RankShards, TensorPlan, holders_text, plan_merge, prove_cover
+from statexchange.storage.location import is_remote
 from statexchange.storage.regions import BoxDigest, blocks, to_global
+from statexchange.storage.save_check import list_save_directories
+from statexchange.storage.steps import read_saves, saves_path, step_name
+from statexchange.storage.store import local_path
+from statexchange.storage.tensorfile import MANIFEST, SaveManifest
 
-__all__ = ["VerifyReport", "verify"]
+__all__ = ["SaveVerdict", "VerifyReport", "verify", "verify_saves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,10 +249,7 @@ class _Check:
         for shard_file in shard_files:
             label = self._source.label_of(shard_file)
             rank_shards.append(RankShards(shard_file.rank, [shard_file.tensors[name].shard], label=label))
-        try:
-            plan = plan_merge(rank_shards, ExportOptions())
-        except IncompleteError as error:
-            raise self._source.explained(error) from None
+        plan = plan_merge(rank_shards, ExportOptions())
         for tensor in plan.files[0].tensors:
             self._compare_replicas(tensor, numbers)
 
@@ -275,3 +282,89 @@ class _Check:
         self.done += nbytes
         if self._on_progress is not None:
             self._on_progress(self._before + self.done, self._total)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveVerdict:
+    """The result of verifying one save.
+
+    Attributes:
+        step: the training step.
+        path: its directory.
+        report: what was read; None if the save could not be opened.
+        findings: an error for each problem.
+    """
+
+    step: int
+    path: str
+    report: VerifyReport | None
+    findings: tuple[StateExchangeError, ...]
+
+
+def verify_saves(
+    path: str | os.PathLike[str],
+    *,
+    checks: Collection[str] = (),
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Iterator[SaveVerdict]:
+    """Read and check every save of a directory of steps, oldest first, and yield the result of each.
+
+    Not collective. Problems become findings, not exceptions. A save that is removed meanwhile is left out.
+
+    Args:
+        path: the directory or URL in which `Checkpoints` saves.
+        checks: the checks of values to make, of `value_checks.CHECKS`.
+        on_progress: called with (bytes done, bytes in total).
+
+    Yields:
+        The result of a save.
+
+    Raises:
+        NotFoundError: the directory does not exist, or has no saves.
+        InvalidArgumentError: it is one save, or a file.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> report = sx.Checkpoints("saves").save({"w": torch.zeros(2)}, 10)
+        >>> for verdict in verify_saves("saves"):
+        ...     verdict.step, verdict.findings
+        (10, ())
+    """
+    root = saves_path(path)
+    steps = list_save_directories(root)
+    sizes = {step: sum(save.nbytes) for step, save in read_saves(root).items() if isinstance(save, SaveManifest)}
+    total, done_before = sum(sizes.values()), 0
+    for step in steps:
+        folder = os.path.join(root, step_name(step))
+        progress = None
+        if on_progress is not None:
+            # The files' sizes may differ from those in the manifest: the sum never exceeds the total.
+            progress = partial(_report_part, on_progress, done_before, total)
+        verdict = _verdict(step, folder, checks, progress)
+        done_before += sizes.get(step, 0)
+        if verdict is not None:
+            yield verdict
+
+
+def _report_part(on_progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:
+    """Report the progress of one save as a part of all."""
+    on_progress(min(before + done, total), total)
+
+
+def _verdict(
+    step: int, folder: str, checks: Collection[str], on_progress: Callable[[int, int], None] | None
+) -> SaveVerdict | None:
+    """Verify one save; None if it was removed meanwhile."""
+    shown = without_secrets(folder)
+    missing = IncompleteError(f"there is no {MANIFEST} in this step's directory: it is no save any more", path=folder)
+    try:
+        report = verify(folder, checks=checks, on_progress=on_progress)
+    except NotFoundError:
+        is_there = not is_remote(folder) and os.path.isdir(local_path(folder))
+        return SaveVerdict(step, shown, None, (missing,)) if is_there else None
+    except StateExchangeError as error:
+        return SaveVerdict(step, shown, None, (error,))
+    if report.kind != "save":  # without the manifest the ranks' files look like another format
+        return SaveVerdict(step, shown, None, (missing,))
+    return SaveVerdict(step, shown, report, report.findings)

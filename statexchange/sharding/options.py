@@ -535,11 +535,11 @@ def _matches(patterns: Sequence[str], name: str) -> bool:
 def _regex(patterns: tuple[str, ...]) -> re.Pattern[str]:
     # The end lets "model" match "model.a" and "model[0]". A path as messages show it, "a[0]", is a pattern for itself,
     # and not for "a0" alone.
-    texts = [fnmatch.translate(pattern).removesuffix(r"\Z").removesuffix(r"\z") for pattern in patterns]
-    texts += [re.escape(with_dots(pattern)) for pattern in patterns if "[" in pattern]
     # "a[[]0]" is how a pattern says "a[0]".
     dotted = [_BRACKETS.sub(r".\1", pattern) for pattern in patterns if "[[]" in pattern]
-    texts += [fnmatch.translate(pattern).removesuffix(r"\Z").removesuffix(r"\z") for pattern in dotted]
+    texts = [re.escape(with_dots(pattern)) for pattern in patterns if "[" in pattern]
+    for pattern in (*patterns, *dotted):
+        texts.append(fnmatch.translate(pattern).removesuffix(r"\Z").removesuffix(r"\z"))
     return re.compile("|".join(rf"{text}(?s:[.\[].*)?" for text in texts))
 
 

@@ -12,10 +12,10 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from statexchange.errors import (
     CorruptError,
@@ -144,9 +144,10 @@ class Plan:
     def nbytes_of_ranks(self, world_size: int) -> tuple[int, ...]:
         """Return the number of bytes that each rank supplies."""
         nbytes = [0] * world_size
-        for tensor in self.tensors.values():
-            for piece in tensor.pieces:
-                nbytes[piece.holder] += math.prod(piece.box.shape) * ITEMSIZE[tensor.dtype]
+        for file in self.files:
+            for tensor in file.tensors:
+                for piece in tensor.pieces:
+                    nbytes[piece.holder] += math.prod(piece.box.shape) * ITEMSIZE[tensor.dtype]
         return tuple(nbytes)
 
     @property
@@ -186,34 +187,31 @@ def plan_merge(
         CorruptError: holders disagree on dtype or global shape.
         UnsafeError: `rename` gives one name to two tensors.
     """
+    options, reductions = options or ExportOptions(), reductions or {}
     with collector_paused():
-        return _plan(rank_shards, options or ExportOptions(), basis, reductions or {})
-
-
-def _plan(rank_shards: Sequence[RankShards], options: ExportOptions, basis: str, reductions: Mapping[str, str]) -> Plan:
-    selected = _select(_by_name(rank_shards), options)
-    dtypes = _OutputDTypes(selected, options)
-    aliases = {}
-    for alias, name in _aliases(rank_shards, selected).items():
-        if _is_written_alike(selected[alias], selected[name], options, dtypes, reductions):
-            aliases[alias] = name
-    for alias in aliases:
-        del selected[alias]
-    renamed = _renamed(selected, options)
-    load = [0] * len(rank_shards)  # bytes that each holder supplies
-    tensors = []
-    for number, (new, old) in enumerate(renamed.items()):
-        shards, reduce = selected[old], reductions.get(old)
-        if reduce is not None:
-            _check_reducible(reduce, shards, rank_shards)
-        if isinstance(shards, ShardingSpec):
-            tensor = _plan_spec(new, shards, options, dtypes, number)
-        else:
-            tensor = _plan_tensor(new, shards, rank_shards, options, dtypes, load)
-        tensors.append(tensor if reduce is None else tensor._replace(reduce=reduce))
-    files = _assign_files(tensors, options)
-    output_aliases = {options.renamed(alias): options.renamed(name) for alias, name in aliases.items()}
-    return Plan(files, output_aliases, _digest(files, output_aliases, basis))
+        selected = _select(_by_name(rank_shards), options)
+        dtypes = _OutputDTypes(selected, options)
+        aliases = {}
+        for alias, name in _aliases(rank_shards, selected).items():
+            if _is_written_alike(selected[alias], selected[name], options, dtypes, reductions):
+                aliases[alias] = name
+        for alias in aliases:
+            del selected[alias]
+        renamed = _renamed(selected, options)
+        load = [0] * len(rank_shards)  # bytes that each holder supplies
+        tensors = []
+        for number, (new, old) in enumerate(renamed.items()):
+            shards, reduce = selected[old], reductions.get(old)
+            if reduce is not None and _first(shards).dtype.startswith("C"):
+                raise UnsupportedError(f"complex numbers have no {reduce}", name=old)
+            if isinstance(shards, ShardingSpec):
+                tensor = _plan_spec(new, shards, options, dtypes, number)
+            else:
+                tensor = _plan_tensor(new, shards, rank_shards, options, dtypes, load, reduce)
+            tensors.append(tensor if reduce is None else tensor._replace(reduce=reduce))
+        files = _assign_files(tensors, options)
+        output_aliases = {options.renamed(alias): options.renamed(name) for alias, name in aliases.items()}
+        return Plan(files, output_aliases, _digest(files, output_aliases, basis))
 
 
 _INTEGERS = ("I8", "U8", "I32")
@@ -263,23 +261,6 @@ def is_packed_weight(name: str, dtype: str) -> bool:
     """Whether a tensor has quantised values, whose bytes only the library that wrote them can read: never cast."""
     is_small = dtype.startswith("F8") or dtype in PACKED
     return is_small or (dtype in _INTEGERS and name.endswith(_PACKED_ENDINGS))
-
-
-def _check_reducible(reduce: str, shards: _TensorShards, rank_shards: Sequence[RankShards]) -> None:
-    """Raise unless all copies have one dtype whose values are ordered."""
-    copies = [(0, shards)] if isinstance(shards, ShardingSpec) else shards
-    first: Shard | ShardingSpec = copies[0][1]
-    if first.dtype.startswith("C"):
-        raise UnsupportedError(f"complex numbers have no {reduce}", name=first.name)
-    for holder, shard in copies:
-        if shard.dtype != first.dtype:
-            raise CorruptError(
-                "copies to be reduced differ in dtype",
-                name=first.name,
-                rank=rank_shards[holder].rank,
-                expected=first.dtype,
-                found=shard.dtype,
-            )
 
 
 @functools.lru_cache(1024)  # a model has many tensors of few shapes and placements
@@ -423,42 +404,40 @@ def _plan_tensor(
     options: ExportOptions,
     dtypes: _OutputDTypes,
     load: list[int],
+    reduce: str | None,
 ) -> TensorPlan:
     first_holder, first = shards[0]
     dtype = dtypes.of(first.name, first.dtype)
     for holder, shard in shards[1:]:
-        for field_name, expected, found in (
-            ("dtype", dtype, dtypes.of(shard.name, shard.dtype)),
-            ("global_shape", first.global_shape, shard.global_shape),
-        ):
-            if expected != found:
-                hint = ""
-                are_whole = _is_whole(first) and _is_whole(
-                    shard
-                )  # each rank's own, as a load on as many ranks takes it
-                if field_name == "global_shape" and are_whole:
-                    rules = layout_advice([first.global_shape, shard.global_shape], rule_for_dim(first.name))
-                    hint = f"; if each holds a part, give a layout: {rules}" if rules else ""
-                holders = holders_text(_label_of(rank_shards[first_holder]), _label_of(rank_shards[holder]))
-                kind = ReplicaError if are_whole else CorruptError
-                raise kind(
-                    f"{holders} disagree on the {field_name}{hint}",
-                    name=first.name,
-                    rank=rank_shards[holder].rank,
-                    expected=expected,
-                    found=found,
-                )
+        if shard.dtype == first.dtype and shard.global_shape == first.global_shape:
+            continue
+        what, expected, found = "dtype", first.dtype, shard.dtype
+        if reduce is None:  # copies are reduced before they are cast
+            expected, found = dtype, dtypes.of(shard.name, shard.dtype)
+        values: tuple[object, object] = expected, found
+        # Each rank's own, as a load on as many ranks takes it.
+        are_whole, hint = _is_whole(first) and _is_whole(shard), ""
+        if expected == found:
+            what, values = "global_shape", (first.global_shape, shard.global_shape)
+            if shard.global_shape == first.global_shape:
+                continue
+            rules = layout_advice([first.global_shape, shard.global_shape], rule_for_dim(first.name))
+            hint = f"; if each holds a part, give a layout: {rules}" if rules and are_whole else ""
+        holders = holders_text(_label_of(rank_shards[first_holder]), _label_of(rank_shards[holder]))
+        kind = ReplicaError if are_whole else CorruptError
+        raise kind(
+            f"{holders} disagree on the {what}{hint}",
+            name=first.name,
+            rank=rank_shards[holder].rank,
+            expected=values[0],
+            found=values[1],
+        )
     owners: dict[Box, list[tuple[int, int]]] = {}
     for holder, shard in shards:
         for index, box in enumerate(shard.boxes):
             if 0 not in box.shape:
                 owners.setdefault(box, []).append((holder, index))
-    at = _first_flaw(first.name, first.global_shape, owners)
-    if at is not None:
-        holders_of_box: dict[Box, list[HolderLabel]] = {}
-        for box, copies in owners.items():
-            holders_of_box[box] = [_label_of(rank_shards[holder]) for holder, _ in copies]
-        raise _flaw_error(first.name, first.global_shape, holders_of_box, at)
+    prove_cover(first.name, first.global_shape, owners, lambda owner: _label_of(rank_shards[owner[0]]))
     pieces = []
     # In the order of their first elements, so that a merge reads and writes forward.
     for box in sorted(owners):
@@ -485,28 +464,32 @@ def _label_of(rank_shards: RankShards) -> HolderLabel:
     return rank_shards.rank if rank_shards.label is None else rank_shards.label
 
 
-def prove_cover(name: str, shape: tuple[int, ...], boxes: Mapping[Box, Sequence[HolderLabel]]) -> None:
-    """Raise unless the non-empty `boxes` (mapped to their holders) cover a tensor of `shape` exactly once."""
-    at = _first_flaw(name, shape, boxes)
-    if at is not None:
-        raise _flaw_error(name, shape, boxes, at)
+def prove_cover(
+    name: str,
+    shape: tuple[int, ...],
+    boxes: Mapping[Box, Sequence[Any]],
+    label: Callable[[Any], HolderLabel] = lambda holder: holder,
+) -> None:
+    """Raise unless the non-empty `boxes` cover a tensor of `shape` exactly once.
 
-
-def _first_flaw(name: str, shape: tuple[int, ...], boxes: Collection[Box]) -> tuple[int, ...] | None:
-    """Return the first element that is not covered exactly once; None if there is none."""
+    The boxes are mapped to their holders, and `label` returns what a message calls one.
+    """
     search = _search_cached if len(boxes) <= _FEW_BOXES else _search
     try:
-        return search(shape, tuple(boxes))
+        at = search(shape, tuple(boxes))
     except UnsupportedError as error:
         raise error.located(name=name) from None
+    if at is not None:
+        labels = {box: [label(holder) for holder in holders] for box, holders in boxes.items()}
+        raise _flaw_error(name, shape, labels, at)
 
 
 def _search(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...] | None:
-    """Do `_first_flaw`; errors do not name the tensor."""
+    """Return the first element that is not covered exactly once; None if there is none."""
     cut_dims = _cut_dims(shape, boxes)
     if len(cut_dims) > _MAX_CUT_DIMS:
         raise UnsupportedError(f"cut along {len(cut_dims)} dims; {_MAX_CUT_DIMS} are supported")
-    if 0 in shape:
+    if 0 in shape or (boxes and not cut_dims):  # boxes are distinct, so this is the whole tensor
         return None
     flaws = []
     num_corners = 0
@@ -694,8 +677,9 @@ def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: Expor
     placed = []
     begin = 0
     for _, _, number in sorted(keys):
-        placed.append(tensors[number]._replace(begin=begin))
-        begin += tensors[number].nbytes
+        tensor = tensors[number]
+        placed.append(tensor._replace(begin=begin))
+        begin += tensor.nbytes
     suffix = "" if count == 1 else f"-{index + 1:05d}-of-{count:05d}"
     pattern = options.filename_pattern or MODEL_PATTERN
     return FilePlan(pattern.replace("{suffix}", suffix), tuple(placed))

@@ -61,6 +61,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from statexchange.errors import IncompleteError, InvalidArgumentError, excerpt, type_text
+from statexchange.sharding.sharding_spec import coordinate_of
 from statexchange.sharding.shards import Box, boxes_of_runs, is_inside, sizes_from_json
 
 __all__ = [
@@ -493,10 +494,7 @@ def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, 
 
 def _coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
     """Return a rank's coordinate along each axis of a mesh."""
-    coordinates = {}
-    for axis, size in reversed(tuple(mesh.items())):
-        rank, coordinates[axis] = divmod(rank, size)
-    return coordinates
+    return dict(zip(mesh, coordinate_of(rank, tuple(mesh.values())), strict=True))
 
 
 def _index(rank: int, axes: tuple[str, ...], mesh: Mapping[str, int]) -> int:

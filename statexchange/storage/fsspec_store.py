@@ -36,11 +36,7 @@ from statexchange.errors import (
     secrets_of,
     without_secrets,
 )
-from statexchange.storage.store import (
-    EntryKind,
-    Store,
-    StoredFile,
-)
+from statexchange.storage.store import EntryKind, Store, StoredFile
 
 __all__ = [
     "FsspecStore",

@@ -48,13 +48,7 @@ from statexchange.processes import Owner, host_identity
 from statexchange.storage import files
 from statexchange.storage.atomic import is_abandoned, new_nonce, write_new
 from statexchange.storage.files import digest
-from statexchange.storage.location import (
-    is_remote,
-    open_path,
-    parse_json,
-    seal,
-    unseal,
-)
+from statexchange.storage.location import is_remote, open_path, parse_json, seal, unseal
 from statexchange.storage.steps import clear_leftovers, identity_of_saves, read_saves, step_name, step_of
 from statexchange.storage.store import local_path
 from statexchange.storage.tensorfile import MANIFEST, SaveManifest, read_header_bytes, read_manifest
@@ -237,7 +231,7 @@ class MemoryDirectory:
 
     def remove_loading(self, path: str) -> None:
         """Remove what `make_loading` has made, with its files."""
-        _remove_loading(os.path.basename(path), self.path)
+        _remove_loading(path)
 
     def sweep(self, newest: int | None) -> None:
         """Remove copies of steps before `newest`, unfinished copies, and the directories of other saves that are gone.
@@ -400,13 +394,13 @@ def _clear(path: str) -> None:
             match = _LOADING.fullmatch(name)
             owner = None if match is None else Owner.from_name(match[1])
             if owner is not None and owner.is_dead:
-                _remove_loading(name, path)
+                _remove_loading(os.path.join(path, name))
             elif is_abandoned(name):
                 files.remove_file(name, os.path.join(path, name), dir_fd)
 
 
-def _remove_loading(name: str, parent: str) -> None:
-    path = os.path.join(parent, name)
+def _remove_loading(path: str) -> None:
+    parent, name = os.path.split(path)
     with contextlib.suppress(NotFoundError), files.directory(parent) as parent_fd:
         with files.directory(name, parent_fd, path) as dir_fd:
             for entry in files.list_names(dir_fd, path):

@@ -23,10 +23,7 @@ from statexchange.tensors import ITEMSIZE, elements
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from statexchange.storage.store import (
-        ByteRange,
-        StoredFile,
-    )
+    from statexchange.storage.store import ByteRange, StoredFile
 
 __all__ = [
     "READ_AHEAD_BYTES",

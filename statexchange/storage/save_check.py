@@ -17,18 +17,10 @@ from statexchange.errors import (
     TruncatedError,
     without_secrets,
 )
-from statexchange.storage.location import (
-    open_path,
-    read_with_retry,
-)
+from statexchange.storage.location import open_path, read_with_retry
 from statexchange.storage.publish.claim import claim_of
 from statexchange.storage.steps import is_saves_directory, saved_steps, step_name
-from statexchange.storage.tensorfile import (
-    MANIFEST,
-    SaveManifest,
-    open_rank_file,
-    read_manifest,
-)
+from statexchange.storage.tensorfile import MANIFEST, SaveManifest, open_rank_file, read_manifest
 from statexchange.units import format_ranks
 
 if TYPE_CHECKING:

@@ -61,6 +61,7 @@ from statexchange.storage.files import (
     check_private,
     check_size,
     directory,
+    fstat_of,
     hidden_prefix,
     mount_of,
     open_directory,
@@ -358,6 +359,7 @@ class ByteRange(NamedTuple):
 
 # Local directories
 
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _FILE_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
 _MAX_LOOKUPS = 40  # of a name that is absent while its directory is being replaced
 _LOOKUP_INTERVAL_S = 0.01
@@ -371,7 +373,7 @@ def local_path(url: str) -> str:
     if not separator:
         return absolute_path(strip_file_scheme(url))
     if scheme == "shm":
-        if not _is_plain_name(rest):
+        if not _PLAIN_NAME.fullmatch(rest):
             raise InvalidArgumentError(
                 "shm:// must be followed by a name of letters, digits, '.', '_' and '-' that begins with a letter, "
                 f"digit or '_', not {rest!r}"
@@ -380,11 +382,6 @@ def local_path(url: str) -> str:
     if scheme == "file":
         raise InvalidArgumentError(f"{url!r} names a host: write file:///absolute/path, or the path alone")
     raise InvalidArgumentError(f"a workspace is a directory or shm://name; {scheme}:// is not supported")
-
-
-def _is_plain_name(name: str) -> bool:
-    rest = name.replace(".", "").replace("_", "").replace("-", "")
-    return 0 < len(name) <= 200 and name.isascii() and (rest.isalnum() or not rest) and name[0] not in ".-"
 
 
 class _Pinned(Protocol):
@@ -522,10 +519,10 @@ class LocalFile(StoredFile):
         self._descriptors = descriptors
         fd = store.open_name(name, path)
         try:
-            self._identity = _identity(os.fstat(fd))
-        except OSError as error:
+            self._identity = _identity(fstat_of(fd, path))
+        except StorageError:
             os.close(fd)
-            raise read_error(error, "read the attributes", path) from error
+            raise
         self.size = self._identity[2]
         self.modified = self._identity[3] / 1e9
         self.number = descriptors.pin(fd, path)
@@ -541,13 +538,10 @@ class LocalFile(StoredFile):
         except NotFoundError:
             raise ReplacedError("removed while it was read", path=self.path) from None
         try:
-            is_same = _identity(os.fstat(fd)) == self._identity
-        except OSError as error:
+            self.check_is(_identity(fstat_of(fd, self.path)))
+        except StorageError:
             os.close(fd)
-            raise read_error(error, "read the attributes", self.path) from error
-        if not is_same:
-            os.close(fd)
-            raise self._replaced()
+            raise
         return fd
 
     def check_is(self, identity: tuple[int, int, int, int]) -> None:
@@ -670,9 +664,8 @@ class LocalStore(Store):
             except NotFoundError:
                 raise ReplacedError("removed while it was read", path=self.path) from None
         try:
-            if _directory_identity(fd, self.path) != self._identity:
-                raise ReplacedError("replaced while it was read: read it again", path=self.path)
-        except BaseException:
+            self.check_is(_directory_identity(fd, self.path))
+        except StorageError:
             os.close(fd)
             raise
         return fd
@@ -790,10 +783,7 @@ class LocalStore(Store):
 
 
 def _directory_identity(fd: int, path: str) -> tuple[int, int]:
-    try:
-        attributes = os.fstat(fd)
-    except OSError as error:
-        raise read_error(error, "read the attributes", path) from error
+    attributes = fstat_of(fd, path)
     return attributes.st_dev, attributes.st_ino
 
 

@@ -16,7 +16,7 @@ import math
 import re
 import secrets
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping  # ranks send manifests, so that their hints are read at run time
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
@@ -35,12 +35,7 @@ from statexchange.errors import (
 from statexchange.sharding.shards import MAX_SIZE, Box, Shard, full_box, numel_of, sizes_from_json
 from statexchange.storage.atomic import new_file
 from statexchange.storage.files import PART_BYTES, REPORTED_BYTES, WINDOW_BYTES, digest
-from statexchange.storage.location import (
-    parse_json,
-    read_json,
-    seal,
-    unseal,
-)
+from statexchange.storage.location import parse_json, read_json, seal, unseal
 from statexchange.storage.store import ByteRange
 from statexchange.tensors import (
     ITEMSIZE,
@@ -55,11 +50,7 @@ from statexchange.tensors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from statexchange.storage.store import (
-        Budget,
-        Store,
-        StoredFile,
-    )
+    from statexchange.storage.store import Budget, Store, StoredFile
 
 __all__ = [
     "MANIFEST",
@@ -299,22 +290,33 @@ def wrong_kind_of(file: StoredFile) -> str | None:
     return wrong_kind_of_bytes(bytes(start))
 
 
+# The first bytes, in lower case and without leading blanks, of files that hold no tensors, and what they are
+_WRONG_KINDS: tuple[tuple[bytes | tuple[bytes, ...], str], ...] = (
+    (b"pk\3\4", "this is a zip archive: if torch.save wrote it, call it .pt or .bin"),
+    (b"\x1f\x8b", "this file is compressed by gzip: unpack it first"),
+    (
+        b"version https://git-lfs.github.com/spec/",
+        "this is a pointer of Git LFS, not the file itself: fetch it with git lfs pull",
+    ),
+    (
+        (b"<!doctype html", b"<html", b"<?xml"),
+        "this is a web page, not the file: the download got an error page, download it again",
+    ),
+)
+_JSON_TEXT = "this is JSON text, not the file: if it is an error message of a download, download the file again"
+
+
 def wrong_kind_of_bytes(start: bytes) -> str | None:
     """Return what `wrong_kind_of` returns, from the first bytes of a file."""
     if not start:
         return "the file is empty"
-    if start.startswith(b"PK\3\4"):
-        return "this is a zip archive: if torch.save wrote it, call it .pt or .bin"
-    if start.startswith(b"\x1f\x8b"):
-        return "this file is compressed by gzip: unpack it first"
     text = start.lstrip().lower()
-    if text.startswith(b"version https://git-lfs.github.com/spec/"):
-        return "this is a pointer of Git LFS, not the file itself: fetch it with git lfs pull"
-    if text.startswith((b"<!doctype html", b"<html", b"<?xml")):
-        return "this is a web page, not the file: the download got an error page, download it again"
-    if text.startswith(b"{") and start.isascii() and b"\0" not in start:  # a header's length has zeros
-        return "this is JSON text, not the file: if it is an error message of a download, download the file again"
-    return None
+    for mark, kind in _WRONG_KINDS:
+        if text.startswith(mark):
+            return kind
+    # A tensor file has zeros before its JSON, in the header's length.
+    is_json = text.startswith(b"{") and start.isascii() and b"\0" not in start
+    return _JSON_TEXT if is_json else None
 
 
 def _entries(raw: Mapping[str, object], data_start: int, path: str) -> list[Entry]:
@@ -369,8 +371,8 @@ def write_tensor_file(
     durable: bool,
     mode: int = 0o600,
     progress: Callable[[], object] | None = None,
-) -> tuple[int, dict[str, list[str]]]:
-    """Write one rank's tensors and metadata as a new file; return its size in bytes, and its tensors' digests by name.
+) -> DigestedTensors:
+    """Write one rank's tensors and metadata as a new file; return them with their digests.
 
     The digests are computed while the tensors are written, so the header, which has them, is written last. `progress`
     is called about once in a megabyte.
@@ -382,15 +384,16 @@ def write_tensor_file(
     with new_file(dir_fd, name, nbytes, path=path, durable=durable, mode=mode, begin=begin) as file:
         for part in _digested(ordered, digests, progress):
             file.write(part)
-        file.write_header(header.with_digests(digests))
-    return nbytes, _by_name(ordered, digests)
+        first_bytes = header.with_digests(digests)
+        file.write_header(first_bytes)
+    return DigestedTensors(first_bytes, nbytes, tuple(ordered), tuple(digests), progress)
 
 
 @dataclass(frozen=True, slots=True)
 class DigestedTensors:
-    """One rank's tensors as the file that `write_tensor_file` writes, for a store that takes bytes in order.
+    """One rank's tensors as the file that `write_tensor_file` writes, to write them once more, or to a store.
 
-    The header comes first and has the digests, so the tensors are read twice.
+    A store takes bytes in order. The header comes first and has the digests, so the tensors are read twice for it.
 
     Attributes:
         header: the first bytes of the file.

@@ -31,6 +31,7 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import (
@@ -278,24 +279,14 @@ class WorkspaceView:
             return []
         return [*temporary, *(name.file for name in rank_names)] if all_dead else temporary
 
-    def all_abandoned(self, rounds: Iterable[tuple[str, int]]) -> list[tuple[str, int]]:
-        """Return those of `rounds` (run, round) that have abandoned files, or no files at all."""
-        return [(run, number) for run, number in rounds if self.abandoned(run, number) or self._is_empty(run, number)]
-
-    def empty_runs(self, only: str | None = None) -> list[str]:
-        """Return the runs of jobs, or the run `only` if it is one, whose directories are empty."""
+    def all_abandoned(self, only: str | None = None) -> list[tuple[str, int]]:
+        """Return (run, round) of the rounds, of the run `only` if given, with abandoned files or no files at all."""
         found = []
-        for run in self.runs() if only is None else [only]:
+        for run, number in self.all_rounds(only):
             with contextlib.suppress(StateExchangeError):  # removed meanwhile, or unreadable
-                if _JOBS_RUN.fullmatch(run) is not None and not self._run(run).listing:
-                    found.append(run)
+                if not self._round(run, number).listing or self.abandoned(run, number):
+                    found.append((run, number))
         return found
-
-    def _is_empty(self, run: str, number: int) -> bool:
-        try:
-            return not self._round(run, number).listing
-        except StateExchangeError:  # removed meanwhile, or unreadable
-            return False
 
     def readable_manifests(self) -> list[Manifest]:
         """Return the committed rounds, oldest first, without those whose manifest is broken.
@@ -383,7 +374,6 @@ class Workspace:
         self.path = directory_of(resolved)
         self._shown = without_secrets(resolved)
         self._in_memory = resolved.startswith("shm://")
-        self._durable: bool | None = None
 
     def __repr__(self) -> str:
         return f"Workspace({self._shown!r})"
@@ -445,10 +435,10 @@ class Workspace:
         files.make_path(self.path)
         try:
             with self._round_directories(name.run, name.round, make=True) as dir_fds:
-                nbytes, _ = write_tensor_file(dir_fds[-1], name.file, path, shards, metadata, durable=self.durable)
+                content = write_tensor_file(dir_fds[-1], name.file, path, shards, metadata, durable=self.durable)
                 # Before the receipt is returned: its recipient may list these directories on another host.
                 atomic.invalidate_listings(*dir_fds, path=self.path)
-                return nbytes
+                return content.nbytes
         except BaseException:
             self._remove_empty(name.run, name.round)
             raise
@@ -465,12 +455,10 @@ class Workspace:
                     raise
         return write()
 
-    @property
+    @cached_property
     def durable(self) -> bool:
         """Whether writes are synced, which tmpfs does not need."""
-        if self._durable is None:
-            self._durable = not mount_of(self.path).is_memory
-        return self._durable
+        return not mount_of(self.path).is_memory
 
     @contextlib.contextmanager
     def _round_directories(self, run: str, number: int, *, make: bool = False) -> Iterator[tuple[int, int, int]]:
@@ -579,8 +567,6 @@ class Workspace:
         with self.view() as view:
             older = view.readable_manifests()
             half_dropped = view.dropped(first.run)
-            abandoned = view.all_abandoned(view.all_rounds())
-            empty_runs = view.empty_runs()
         generation = max((committed.generation for committed in older), default=0) + 1
         manifest = Manifest(first.run, first.round, generation, first.world_size, tuple(receipts), dict(extra or {}))
         text = _manifest_text(manifest)
@@ -593,7 +579,7 @@ class Workspace:
             self._drop(old)
         for old in half_dropped:
             self._drop(old)
-        self._sweep(abandoned, empty_runs)
+        self.sweep()
         return manifest
 
     def sweep(self, only: str | None = None) -> None:
@@ -606,29 +592,21 @@ class Workspace:
         """
         try:
             with self.view() as view:
-                abandoned = view.all_abandoned(view.all_rounds(only))
-                empty_runs = view.empty_runs(only)
-        except _REMOVED:
-            return
-        self._sweep(abandoned, empty_runs)
-
-    def _sweep(self, rounds: Iterable[tuple[str, int]], empty_runs: Iterable[str]) -> None:
-        """Remove abandoned files in these rounds, unless a new view shows that a round was committed meanwhile.
-
-        All writers had ended at the first view, so no process can commit the round after the second. A writer may have
-        just made an empty directory that is removed here; it makes the directory again (`_retried`).
-        """
-        for run, number in rounds:
-            try:
+                runs = view.runs() if only is None else [only]
+                rounds = view.all_abandoned(only)
+            for run, number in rounds:
+                # Looked at once more, as the round may have been committed since the first view listed it. All its
+                # writers had ended then, so no process can commit it from now on.
                 with self.view() as view:
                     names = view.abandoned(run, number)
-            except _REMOVED:
-                return
-            if names:
-                self._remove(run, number, names)
-            else:
-                self._remove_empty(run, number)
-        for run in empty_runs:
+                if names:
+                    self._remove(run, number, names)
+                else:
+                    # A writer may have just made this directory; it makes it again (`_retried`).
+                    self._remove_empty(run, number)
+        except _REMOVED:
+            return
+        for run in filter(_JOBS_RUN.fullmatch, runs):
             self._remove_empty(run)
 
     def rounds(self, run: str) -> list[int]:
@@ -678,14 +656,12 @@ class Workspace:
 
         Not collective.
         """
-        try:
-            with self.view() as view:
-                names = []
-                for number in view.rounds(run):
-                    names.extend(_uncommitted(view, run, number))
-        except NotFoundError:
-            return
-        self.remove(name.relative for name in names)
+        relatives: list[str] = []
+        with contextlib.suppress(NotFoundError), self.view() as view:
+            for number in view.rounds(run):
+                with contextlib.suppress(NotFoundError):  # removed meanwhile
+                    relatives.extend(name.relative for name in view.rank_names(run, number))
+        self.remove(relatives)
 
     def _drop(self, manifest: Manifest) -> None:
         """Remove a committed round: rename its manifest, remove its files, remove the renamed manifest last.
@@ -744,15 +720,6 @@ def _is_dead(pending: object) -> bool:
         return pending is not None and Owner.from_json(pending).is_dead
     except ValueError:
         return False
-
-
-def _uncommitted(view: WorkspaceView, run: str, number: int) -> list[RankName]:
-    try:
-        view.manifest(run, number)
-    except NotFoundError:
-        with contextlib.suppress(NotFoundError):  # removed meanwhile
-            return view.rank_names(run, number)
-    return []
 
 
 def _has_written(view: WorkspaceView, run: str, number: int, rank: int) -> bool:

@@ -187,16 +187,7 @@ class _Readers:
         from statexchange.conversions import rules as conversion_rules
         from statexchange.formats import dcp, huggingface, open_checkpoint, registry, torch_file
         from statexchange.sharding import rules
-        from statexchange.storage import (
-            budget,
-            claim,
-            json_text,
-            location,
-            memory_directory,
-            save_directory,
-            store,
-            workspace,
-        )
+        from statexchange.storage import claim, location, memory_directory, store, tensorfile, workspace
 
         for name in registry.FORMATS:  # imported where they are tried, which would be too late
             import_module(f"statexchange.formats.{name}")
@@ -210,11 +201,11 @@ class _Readers:
         self._plan_conversion, self._tensor_info = plan.plan_conversion, plan.TensorInfo
         self._directories: list[_File] | None = None
         self._claim = claim.Claim
-        self._json = json_text
-        self._budget = budget.Budget
+        self._json = location
+        self._budget = store.Budget
         self._opened_path = location.OpenedPath
         self._workspace = workspace
-        self._save_directory = save_directory
+        self._save_directory = tensorfile
         self._memory_directory = memory_directory
         self._store_of = _memory_stores(store.Store, store.StoredFile, errors.NotFoundError)
 
@@ -290,10 +281,7 @@ class _Readers:
         place = self._opened_path("x", self._store_of(files), opened_file)
 
         def read() -> None:
-            if kind == "any":
-                source = self._read_any(place, strict=False)
-            else:
-                source = self._formats[kind].read(place, strict=False)
+            source = self._read_any(place, strict=False) if kind == "any" else self._formats[kind].read(place)
             found = self._open(source)
             for name in list(found)[:10]:
                 if found[name].nbytes < 1 << 16:

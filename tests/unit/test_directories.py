@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from commands import CommandLine
@@ -245,7 +244,7 @@ HALVES = [
     ("torchtitan/fused/checkpoint/step-3", "__1_0.distcp", 5, NO_RANK),
     ("torchtitan/fused/checkpoint/step-3", ".metadata", 5, NO_METADATA),
     ("torch_checkpointing/state", "model_1.pt", 5, "no file holds region [4:7, 0:6] of shape (7, 6)"),
-    ("deepspeed/zero3", "latest", 2, "contains 1 checkpoint (global_step2): give that one, "),
+    ("deepspeed/zero3", "latest", 2, "contains 1 checkpoint (global_step2): name one of them, such as "),
 ]
 
 
@@ -264,34 +263,20 @@ def test_a_directory_that_lacks_a_file_is_neither_merged_nor_loaded(
     assert not weight.any()
 
 
-ABSENT = "there is no model_1.pt, though step_1.pt shows a rank 1"
-
-
-def test_an_absent_file_of_torch_checkpointing_is_named_where_a_region_is_missing(
-    tmp_path: Path, call: CommandLine
-) -> None:
+def test_a_region_of_an_absent_file_of_torch_checkpointing_is_named(tmp_path: Path, call: CommandLine) -> None:
     path = copied("torch_checkpointing/state", tmp_path)
     for name in ("model_1.pt", "config_1.pt"):
         (path / name).unlink()
-    text = f"no file holds region [4:7, 0:6] of shape (7, 6); model_0.pt holds the rest; {ABSENT} [tensor "
+    text = "no file holds region [4:7, 0:6] of shape (7, 6); model_0.pt holds the rest [tensor "
     for arguments in (["merge", path, tmp_path / "out"], ["info", path], ["show", path, "model.rows"]):
         code, out, err = call(*arguments)
         assert (code, text in out + err) == (5, True), arguments
     code, out, _ = call("verify", path)
-    assert (code, out.count(ABSENT)) == (5, 2)
-    with pytest.raises(IncompleteError, match=r"no model_1\.pt.*step_1\.pt"):
+    assert (code, "region [4:7, 0:6]" in out) == (5, True)
+    with pytest.raises(IncompleteError, match=r"region .4:7, 0:6."):
         sx.load_checkpoint({"rows": torch.zeros(7, 6)}, path)
-    with sx.open_checkpoint(path) as checkpoint, pytest.raises(IncompleteError, match=r"model_1\.pt"):
+    with sx.open_checkpoint(path) as checkpoint, pytest.raises(IncompleteError, match=r"region .4:7, 0:6."):
         checkpoint["rows"].read()
-
-
-def test_several_absent_files_of_torch_checkpointing_are_listed(tmp_path: Path) -> None:
-    path = copied("torch_checkpointing/state", tmp_path)
-    (path / "model_1.pt").unlink()
-    shutil.copy(path / "step_0.pt", path / "step_2.pt")
-    text = r"model_1\.pt, model_2\.pt.*step_2\.pt"
-    with pytest.raises(IncompleteError, match=text):
-        merge_checkpoint(path, tmp_path / "out")
 
 
 def test_a_rank_of_torch_checkpointing_may_have_no_part_of_the_model(tmp_path: Path, call: CommandLine) -> None:
@@ -335,7 +320,7 @@ def test_the_error_for_a_directory_of_checkpoints_names_the_newest(tmp_path: Pat
     for command in (["info", path], ["merge", path, tmp_path / "out"]):
         code, _, err = call(*command)
         names = "4 checkpoints (checkpoint-1, checkpoint-2, checkpoint-9, checkpoint-10)"
-        text = f"this directory contains {names}: name one of them, such as the newest, {path}/checkpoint-10"
+        text = f"this directory contains {names}: name one of them, such as {path}/checkpoint-10"
         assert (code, text in err) == (2, True)
 
 
@@ -382,26 +367,6 @@ def test_a_published_checkpoint_with_trainer_state_json_is_no_trainer_directory(
         assert source.kind == "huggingface"
 
 
-@pytest.mark.parametrize("directory", ["accelerate/sharded/state", "trainer/sharded/checkpoint-2"])
-@pytest.mark.parametrize("is_url", [False, True])
-def test_merging_an_optimizers_directory_names_its_parent(
-    tmp_path: Path, call: CommandLine, directory: str, is_url: bool
-) -> None:
-    path: Path | str = DATA / directory
-    if is_url:
-        memory = fsspec.filesystem("memory")
-        memory.put(str(path), f"/{tmp_path.name}", recursive=True)
-        path = f"memory://{tmp_path.name}"
-    for options in ([], ["--section", "model"]):
-        code, _, err = call("merge", f"{path}/optimizer_0", tmp_path / "out", *options)
-        text = (
-            f"this is only the part 'optimizer' of the directory {path}: give that one; to read this part alone, "
-            f"choose 'optimizer' with section (--section) [{path}/optimizer_0]"
-        )
-        assert (code, text in err) == (2, True)
-    merge_checkpoint(f"{path}/optimizer_0", tmp_path / "optimizer", section="optimizer")
-
-
 def test_the_error_for_an_optimizers_directory_alone_lists_its_sections(tmp_path: Path, call: CommandLine) -> None:
     path = copied("accelerate/sharded/state", tmp_path)
     shutil.rmtree(path / "pytorch_model_fsdp_0")
@@ -417,16 +382,13 @@ def test_the_error_for_verls_extra_states_alone_names_what_is_missing(tmp_path: 
     for name in names:
         (actor / name).rename(path / name)
     code, _, err = call("merge", path, tmp_path / "out")
-    text = f"this is only the part 'other' of the directory {actor}: give that one; to read this part alone, choose "
+    text = "there is no section 'model', only 'other'"
     assert (code, text in err) == (2, True)
     code, _, err = call("merge", path / names[1], tmp_path / "out")
     text = f"this file alone is a rank's random states and scheduler: give the directory of the checkpoint, {path}"
     assert (code, text in err) == (2, True)
     for file in actor.glob("model_*.pt"):
         file.unlink()
-    code, _, err = call("merge", path, tmp_path / "out")
-    text = f"only verl's files of random states and schedulers are here ({', '.join(names)}), not those of its model"
-    assert (code, text in err) == (2, True)
     merge_checkpoint(path, tmp_path / "other", section="other")
     (path / names[0]).rename(actor / names[0])
     (path / names[1]).rename(actor / names[1])
@@ -495,7 +457,7 @@ def test_either_actor_or_critic_of_verl_must_be_named(tmp_path: Path, call: Comm
     path = copied("verl/fsdp2/run", tmp_path) / "global_step_1"
     shutil.copytree(path / "actor", path / "critic")
     code, _, err = call("merge", path, tmp_path / "out")
-    text = f"this directory contains several models (actor, critic): name one, as {path}/actor"
+    text = f"this directory contains 2 checkpoints (actor, critic): name one of them, such as {path}/critic"
     assert (code, text in err) == (2, True)
 
 
@@ -538,7 +500,7 @@ def test_one_file_of_a_directory_of_lightnings_files_must_be_named(tmp_path: Pat
     (tmp_path / "run").mkdir()
     shutil.copy(DATA / "lightning/full/last.ckpt", tmp_path / "run")
     code, _, err = call("merge", tmp_path / "run", tmp_path / "again")
-    text = f"this directory contains 1 checkpoint (last.ckpt): give that one, {tmp_path}/run/last.ckpt"
+    text = f"this directory contains 1 checkpoint (last.ckpt): name one of them, such as {tmp_path}/run/last.ckpt"
     assert (code, text in err) == (2, True)
 
 
@@ -546,9 +508,7 @@ def test_the_error_for_the_parent_of_torchtitans_steps_names_them(tmp_path: Path
     for step in (9, 10):
         shutil.copytree(DATA / "accelerate/sharded/state/pytorch_model_fsdp_0", tmp_path / f"checkpoint/step-{step}")
     code, _, err = call("merge", tmp_path / "checkpoint", tmp_path / "out")
-    text = (
-        f"contains 2 checkpoints (step-9, step-10): name one of them, such as the newest, {tmp_path}/checkpoint/step-10"
-    )
+    text = f"contains 2 checkpoints (step-9, step-10): name one of them, such as {tmp_path}/checkpoint/step-10"
     assert (code, text in err) == (2, True)
 
 

@@ -37,15 +37,19 @@ def index(*files: str) -> str:
 FOREIGN: dict[str, tuple[Files, int, str]] = {
     "nothing": ({}, 3, "the directory is empty"),
     "a README": ({"README.md": "# hello"}, 3, "it has only README.md"),
-    "a config": ({"config.json": "{}"}, 3, "there are no files of weights beside config.json: copy them, too"),
+    "a config": ({"config.json": "{}"}, 3, "it has only config.json"),
     "a tokenizer": (
         {"tokenizer.json": "{}", "tokenizer_config.json": "{}"},
         3,
-        "there are no files of weights beside tokenizer.json, tokenizer_config.json: copy them, too",
+        "it has only tokenizer.json, tokenizer_config.json",
     ),
-    "a PEFT config": ({"adapter_config.json": "{}"}, 3, "no files of weights beside adapter_config.json"),
-    "Trainer's state": ({"trainer_state.json": "{}"}, 3, "no files of weights beside trainer_state.json"),
-    "a download": ({"config.json": "{}", "model.safetensors.incomplete": b"x"}, 3, "is not finished (.incomplete)"),
+    "a PEFT config": ({"adapter_config.json": "{}"}, 3, "it has only adapter_config.json"),
+    "Trainer's state": ({"trainer_state.json": "{}"}, 3, "it has only trainer_state.json"),
+    "a download": (
+        {"config.json": "{}", "model.safetensors.incomplete": b"x"},
+        3,
+        "it has only config.json, model.safetensors.incomplete",
+    ),
     "an index outside": (
         {"model.safetensors.index.json": index("../secret.safetensors")},
         4,
@@ -141,11 +145,11 @@ def test_a_file_with_deepspeeds_name_of_another_program_is_read_alone(tmp_path: 
 TRAINER, ACCELERATE = "trainer/plain/checkpoint-2", "accelerate/full/state"
 STATE_FILES = {
     "deepspeed/zero3/global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": (
-        "a rank's part of DeepSpeed's optimizer: give the step's directory, which has the files of all ranks, {}",
+        "a rank's part of DeepSpeed's optimizer: give the directory of the checkpoint, {}",
         "optimizer",
     ),
     "deepspeed/llama1/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt": (
-        "a rank's part of DeepSpeed's optimizer: give the step's directory, which has the files of all ranks, {}",
+        "a rank's part of DeepSpeed's optimizer: give the directory of the checkpoint, {}",
         "optimizer",
     ),
     f"{TRAINER}/optimizer.pt": ("the state of an optimizer: give the directory of the checkpoint, {}", "optimizer"),

@@ -16,10 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import statexchange as sx
 from statexchange.formats.registry import open_source
-from statexchange.storage.location import (
-    is_remote,
-    open_path,
-)
+from statexchange.storage.location import is_remote, open_path
 
 
 def test_a_hugging_face_directory_at_a_url_is_opened_merged_and_loaded(store: Any, tmp_path: Path) -> None:

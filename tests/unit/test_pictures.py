@@ -1,4 +1,4 @@
-"""Pictures of which rank or file supplied which bytes: SVG, and bars and maps of text."""
+"""Pictures of which rank or file supplied which bytes: SVG, and bars of text."""
 
 import os
 import time
@@ -150,7 +150,6 @@ def test_bytes_that_no_rank_supplied_are_shown(tmp_path: Path) -> None:
     assert "not supplied · 12 B · 75.0%" in svg
     lines = bars(root)
     assert any(line.startswith("not supplied") and line.endswith("12 B   75.0%") for line in lines)
-    assert lines[-1] == "." * 32
 
 
 def test_three_dims_that_are_all_cut_keep_their_shares(tmp_path: Path) -> None:
@@ -182,7 +181,6 @@ def test_many_ranks_have_their_own_colours_and_a_bar_as_legend(tmp_path: Path) -
     assert not legend(svg)
     lines = bars(root)
     assert [line.split()[:2] for line in lines[15:17]] == [["rank", "15"], ["24", "more"]]
-    assert set("".join(lines[-6:])) <= set("0123456789abcdefghijklmnopqrstuvwxyz#")
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
@@ -209,7 +207,7 @@ def test_a_picture_of_no_tensor_or_path_is_an_error(tmp_path: Path) -> None:
         bars(tmp_path / "nowhere")
 
 
-def test_text_pictures_have_a_bar_per_rank_and_a_map_per_tensor(quarters: Path) -> None:
+def test_text_pictures_have_a_bar_per_rank(quarters: Path) -> None:
     lines = bars(quarters, width=60)
     assert [line.split()[-3:] for line in lines[:4]] == [
         ["21", "B", "23.9%"],
@@ -218,8 +216,6 @@ def test_text_pictures_have_a_bar_per_rank_and_a_map_per_tensor(quarters: Path) 
         ["14", "B", "15.9%"],
     ]
     assert lines[2].count("█") == max(line.count("█") for line in lines)
-    assert lines[4:7] == ["", "matrix", "U8 [10,8]"]
-    assert lines[7:] == ["0" * 13 + "1" * 5] * 2 + ["2" * 13 + "3" * 5] * 4
     assert all(line.isascii() for line in bars(quarters, ascii_only=True))
 
 
@@ -228,8 +224,6 @@ def test_no_line_is_wider_than_a_hundred_columns(tmp_path: Path, width: int) -> 
     parts = [(f"model.layers.{n}.{'very.' * 30}weight", (64, 64), (0, 0), (64, 64)) for n in range(5)]
     lines = bars(write_workspace(tmp_path / "ws", [parts]), width=width)
     assert max(map(len, lines)) <= min(width, 100)
-    assert "..." in lines[2]
-    assert lines[2].split()[0].endswith("weight")
 
 
 def test_a_curve_falls_from_the_left_to_the_right() -> None:

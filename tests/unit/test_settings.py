@@ -96,22 +96,23 @@ def test_variables_of_the_job_script_have_priority_over_slurm(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(
-    ("text", "hosts"),
+    ("text", "host"),
     [
-        ("node[001-003,7],other", ["node001", "node002", "node003", "node7", "other"]),
-        ("n[08-10,3]-ib,login.cluster", ["n08-ib", "n09-ib", "n10-ib", "n3-ib", "login.cluster"]),
-        ("rack[0-1]-[00-01]", ["rack0-00", "rack0-01", "rack1-00", "rack1-01"]),
-        ("a", ["a"]),
+        ("node[001-003,7],other", "node001"),
+        ("n[08-10,3]-ib,login.cluster", "n08-ib"),
+        ("rack[0-1]-[00-01]", "rack0-00"),
+        ("a", "a"),
     ],
 )
-def test_a_host_list_of_slurm_is_expanded(text: str, hosts: list[str]) -> None:
-    assert settings.expand_hosts(text) == hosts
+def test_the_first_host_of_a_list_of_slurm_is_the_master(monkeypatch: pytest.MonkeyPatch, text: str, host: str) -> None:
+    master = launch(monkeypatch, **STEP, SLURM_STEP_NODELIST=text).master
+    assert master is not None
+    assert master[0] == host
 
 
-@pytest.mark.parametrize("text", ["", ",", "a,", "a[", "a]", "a[]", "a[1-]", "a[3-1]", "a[1,]", "a b", "a[0-9999999]"])
-def test_invalid_host_lists_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="host list"):
-        settings.expand_hosts(text)
+@pytest.mark.parametrize("text", ["", ",", "a,", "a[", "a]", "a[]", "a[1-]", "a[1,]", "a b"])
+def test_invalid_host_lists_are_not_read(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    assert launch(monkeypatch, **STEP, SLURM_STEP_NODELIST=text).master is None
 
 
 def test_a_launcher_that_gives_no_local_rank_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ CEILINGS = {
     "load": Walk(30, 670, 53, 0),
     "save": Walk(29, 770, 80, 3),
     "export": Walk(40, 730, 28, 1),
-    "merge": Walk(33, 920, 130, 0),
+    "merge": Walk(32, 885, 117, 0),
     "synchronize": Walk(14, 270, 40, 1),
 }
 

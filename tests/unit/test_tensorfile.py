@@ -38,8 +38,8 @@ def shard(name: str, tensor: torch.Tensor, global_shape: tuple[int, ...] | None 
 
 def write(path: Path, *tensors: ShardData, metadata: dict[str, Any] | None = None) -> Path:
     with files.directory(str(path.parent)) as dir_fd:
-        nbytes, _ = write_tensor_file(dir_fd, path.name, str(path), tensors, metadata or {}, durable=False)
-    assert nbytes == path.stat().st_size
+        written = write_tensor_file(dir_fd, path.name, str(path), tensors, metadata or {}, durable=False)
+    assert written.nbytes == path.stat().st_size
     return path
 
 

@@ -30,6 +30,7 @@ __all__ = [
     "await_keys",
     "await_ranks",
     "default_group",
+    "first_line",
     "known_groups",
     "make_gloo_group",
     "note_presence",
@@ -176,12 +177,13 @@ def torch_errors(wait: Wait) -> Iterator[None]:
     except StateExchangeError:
         raise
     except dist.DistStoreError as error:  # a deadline of torch's own has passed
-        raise StallError(f"not all ranks reached {wait.operation} in time: {_first_line(error)}") from error
+        raise StallError(f"not all ranks reached {wait.operation} in time: {first_line(error)}") from error
     except RuntimeError as error:
-        raise PeerError(-1, wait.operation, _first_line(error)) from error
+        raise PeerError(-1, wait.operation, first_line(error)) from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, for a message."""
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 

@@ -10,6 +10,7 @@ the message is the address of an arena that holds the actual, longer message. Th
     _LEFT             0, or how it has left: _GONE_QUIETLY, or _GONE_WITH_ERROR, with the error in its third slot
     _PROGRESS         how often it has reported that bytes move
     _REQUESTED        the number of a barrier at which it requests all ranks, as it has a failure to report there
+    _GIVEN_UP         the number of the barrier that it has given up, if any
     _FINGERPRINT, _LOCATION   of its current call, two of each, by the parity of the barrier's number
 
 A barrier (`sync`): a rank writes its arrival, then waits until it has read those of all. `enter` and `all_gather_bytes`
@@ -32,11 +33,10 @@ from __future__ import annotations
 
 import json
 import os
-import time
 
 from statexchange.comm import forks
 from statexchange.comm.failure.monitor import GroupMonitor
-from statexchange.comm.wait import Wait, yield_core
+from statexchange.comm.wait import Pace, Wait
 from statexchange.errors import NotInitializedError, PeerError, StateExchangeError, from_record, to_record
 from statexchange.processes import process_is_alive, process_is_stopped, process_start, usable_cores
 from statexchange.shared_memory import Arena, Attached, Kind, attach
@@ -48,14 +48,13 @@ _SPILLED = 1 << 63
 _ROW_WORDS = 16
 _PID, _START, _ARRIVED, _LEFT, _PROGRESS, _REQUESTED = range(6)
 _FINGERPRINT, _LOCATION = 6, 8  # two of each, by the arrival's parity
+_GIVEN_UP = 10
 _SLOT_BYTES = 4096
 _MAILBOX_BYTES = 1024
 _KEPT_BYTES = 1 << 20  # longer messages are rare, and their memory is given back
 _GONE_QUIETLY, _GONE_WITH_ERROR = 1, 2
-_LIVENESS_PERIOD_S = 0.05
-_SPINS = 100
-_YIELDS = 1000
-_YIELDING_S = 0.05  # a limit, as one yield may take milliseconds on a busy core, and failures are checked for later
+# One yield may take milliseconds on a busy core, and failures are checked for later.
+_PACE = Pace(100, 1000, 0.05)
 
 
 def _write_slot(slot: memoryview, data: bytes, flag: int) -> None:
@@ -100,7 +99,7 @@ class ControlPage(GroupMonitor):
         self._own_word = rank * _ROW_WORDS + _ARRIVED
         self._words_of_others = [r * _ROW_WORDS + _ARRIVED for r in range(world_size) if r != rank]
         # Spinning on a core that the missing rank needs would only delay that rank.
-        self._spins = _SPINS if world_size <= usable_cores() else 0
+        self._pace = _PACE if world_size <= usable_cores() else _PACE._replace(spins=0)
         self._set(_START, process_start(os.getpid()) or 0)
         self._set(_PID, os.getpid())
         forks.cut_off_in_children(self)
@@ -211,9 +210,11 @@ class ControlPage(GroupMonitor):
         try:
             for word in self._words_of_others:
                 if words[word] < count:
-                    self._await(wait)
+                    wait.restart()
+                    wait.until(self._are_all_here, self._pace, self)
                     break
         except BaseException:
+            self._set(_GIVEN_UP, count)  # first, so that the others do not name this rank as one that did not come
             words[self._own_word] = count - 1  # taken back, see the top of this file
             raise
 
@@ -222,49 +223,21 @@ class ControlPage(GroupMonitor):
         words = self._words
         return all(words[word] >= self._count for word in self._words_of_others)
 
-    def _await(self, wait: Wait) -> None:
-        """Return when all ranks have arrived: poll, then yield, then nap. Raise when the barrier is given up."""
-        for _ in range(self._spins):
-            if self._are_all_here():
-                return
-        began = time.monotonic()
-        for _ in range(_YIELDS):
-            if self._are_all_here():
-                return
-            if time.monotonic() - began > _YIELDING_S:
-                break
-            yield_core()
-        self._nap(wait)
-
-    def _nap(self, wait: Wait) -> None:
-        """Wait like `_await`, sleeping between two readings, and checking for failures and the deadline."""
-        started = moved = time.monotonic()
-        checked = 0.0
-        progress, nap = -1, 2e-5
-        while missing := self._behind():
-            now = time.monotonic()
-            if now - checked >= _LIVENESS_PERIOD_S or now - started < 2 * nap:
-                checked = now
-                self._raise_for_gone(missing, wait.operation)
-                if wait.monitor is not None:
-                    wait.monitor.check(wait.operation)
-                latest = self.progress_count()
-                if latest != progress:
-                    progress, moved = latest, now
-                if now - moved > wait.timeout_s:
-                    raise wait.stall_error(missing)
-            time.sleep(nap)
-            nap = min(nap * 1.5, 2e-3)
-
     def _behind(self) -> list[int]:
-        """Return the ranks that have not arrived at this rank's barrier."""
-        return [r for r in range(self.world_size) if self._get(r, _ARRIVED) < self._count]
+        """Return the ranks that have not come to this rank's barrier."""
+        count = self._count
+        ranks = range(self.world_size)
+        return [r for r in ranks if self._get(r, _ARRIVED) < count and self._get(r, _GIVEN_UP) < count]
 
     def check(self, operation: str) -> None:
-        """Raise PeerError if a rank has died, or the error with which one has left. This rank awaits `operation`."""
+        """Raise PeerError if a rank has died, or the error with which one has left. This rank awaits `operation`.
+
+        A rank that has closed its communicator is no failure unless it is missing at this rank's barrier.
+        """
         for rank in range(self.world_size):
             reason = self.departure_of(rank, operation)
-            if reason is not None and self._get(rank, _LEFT) != _GONE_QUIETLY:
+            is_missing = self._get(rank, _ARRIVED) < self._count  # read last: it may have arrived and left meanwhile
+            if reason is not None and (is_missing or self._get(rank, _LEFT) != _GONE_QUIETLY):
                 raise reason
 
     def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:
@@ -281,14 +254,6 @@ class ControlPage(GroupMonitor):
         """Return the ranks that have not arrived at this rank's barrier, else those whose process is stopped."""
         stopped = [r for r in range(self.world_size) if process_is_stopped(self._get(r, _PID))]
         return tuple(self._behind() or stopped)
-
-    def _raise_for_gone(self, ranks: list[int], operation: str) -> None:
-        for rank in ranks:
-            reason = self.departure_of(rank, operation)
-            if self._get(rank, _ARRIVED) >= self._count:
-                continue  # read last: a rank may arrive and leave between the two readings
-            if reason is not None:
-                raise reason
 
     def _departure_error(self, rank: int) -> StateExchangeError:
         return from_record(json.loads(_read_slot(self._slot(rank, 2))[0]))

@@ -25,10 +25,7 @@ from typing import TYPE_CHECKING, Any
 from statexchange.errors import NotFoundError, StorageError, TargetExistsError, UnsafeError
 from statexchange.storage import files
 from statexchange.storage.atomic import write_new
-from statexchange.storage.location import (
-    is_remote,
-    open_path,
-)
+from statexchange.storage.location import is_remote, open_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence

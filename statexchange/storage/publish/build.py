@@ -262,15 +262,11 @@ class WrittenFile:
     """A file that a member has written.
 
     Attributes:
-        nbytes: its size.
         version: what its store calls this version of it; "" in a directory.
         folder: where this process sees the files of the build, for messages.
-        digests: the digests of each tensor's boxes.
-        content: its tensors with their digests, so that the object need not be read again; None in a directory.
+        content: its tensors with their digests.
     """
 
-    nbytes: int
     version: str
     folder: str
-    digests: Mapping[str, Sequence[str]]
-    content: DigestedTensors | None
+    content: DigestedTensors

@@ -131,7 +131,7 @@ def write_into_directory(
     folder = os.path.join(os.path.dirname(path), os.path.basename(key))
     durable = not mount_of(folder).is_memory
     with files.directory(folder) as dir_fd:
-        nbytes, digests = write_tensor_file(
+        content = write_tensor_file(
             dir_fd,
             name,
             os.path.join(folder, name),
@@ -142,7 +142,7 @@ def write_into_directory(
             progress=progress,
         )
         invalidate_listings(dir_fd, path=folder)  # before the publisher on another host looks for the file
-    return WrittenFile(nbytes, "", folder, digests, None)
+    return WrittenFile("", folder, content)
 
 
 class DirectoryBuild(Build):

@@ -618,7 +618,7 @@ class ObjectMember(_ObjectWriter):
             output.close()
         version = self._versions[name]
         assert version is not None
-        return WrittenFile(content.nbytes, version, self.folder, content.digests, content)
+        return WrittenFile(version, self.folder, content)
 
 
 class ClaimWatch:
