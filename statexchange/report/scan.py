@@ -340,7 +340,9 @@ def _unfinished(folder: str, names: Iterable[str]) -> Iterator[ScanRow]:
     targets = sorted({target for target in map(hidden_target, names) if target is not None})
     if not targets:
         return
-    from statexchange.storage.publish.leftovers import unfinished_builds  # only here: readers need no file locks
+    from statexchange.storage.publish.directory_removal import (
+        unfinished_builds,
+    )  # only here: readers need no file locks
 
     for name in targets:
         path = f"{local_path(folder).rstrip('/')}/{name}"

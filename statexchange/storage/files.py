@@ -26,6 +26,7 @@ from typing import TypeAlias
 from statexchange.cgroups import unescape_mountinfo
 from statexchange.errors import (
     CorruptError,
+    InvalidArgumentError,
     NotFoundError,
     ReplacedError,
     StorageError,
@@ -67,9 +68,11 @@ __all__ = [
     "read_error",
     "read_small",
     "remove_directory",
+    "remove_entry",
     "remove_file",
     "remove_made",
     "reserve",
+    "split_target",
     "stat_of",
     "sync_directory",
     "sync_file",
@@ -121,6 +124,20 @@ def hidden_target(hidden: str) -> str | None:
 
 
 # Directories
+
+
+def split_target(path: str) -> tuple[str, str]:
+    """Return the parent and the name of a target."""
+    parent, name = os.path.split(path)
+    if not name:
+        raise InvalidArgumentError("not a path for a checkpoint: it has no name", path=path)
+    nbytes = len(os.fsencode(name))
+    if nbytes > NAME_MAX:
+        raise InvalidArgumentError(
+            f"the target's name is too long: it has {nbytes} bytes, and a file system takes at most {NAME_MAX}",
+            path=path,
+        )
+    return parent, name
 
 
 def open_directory(path: str, dir_fd: int | None = None, shown: str | None = None) -> int:
@@ -445,6 +462,23 @@ def remove_file(name: str, path: str, dir_fd: int) -> None:
             raise StorageError.of(error, "remove", path=path) from error
 
 
+def remove_entry(name: str, path: str, dir_fd: int) -> None:
+    """Remove a file, or a directory with all that is in it; links are not followed."""
+    if name.startswith(".nfs"):  # a removed file that is still open: NFS removes it when closed
+        return
+    try:
+        # No look at what it is: on NFS that fails for a file that another host removes at the same time.
+        remove_file(name, path, dir_fd)
+        return
+    except StorageError as error:
+        if error.errno not in (errno.EISDIR, errno.EPERM):
+            raise
+    with directory(name, dir_fd, path) as below:
+        for entry in list_names(below, path):
+            remove_entry(entry, os.path.join(path, entry), below)
+    remove_directory(name, dir_fd, path)
+
+
 def check_size(size: int, limit: int, path: str) -> None:
     """Raise CorruptError for a file of more than `limit` bytes."""
     if size > limit:
@@ -555,10 +589,11 @@ class Mount:
         """Whether other hosts may change files here, and this host may see them late because of its caches."""
         return self.kind in _NETWORK
 
-    @property
-    def has_no_files(self) -> bool:
-        """Whether this is a kernel interface such as /proc, in which no files can be made."""
-        return self.kind in _KERNEL
+    def check_takes_files(self, path: str) -> None:
+        """Raise StorageError if this is a kernel interface such as /proc, in which no files can be made."""
+        if self.kind in _KERNEL:
+            text = f"cannot make files here: {self.kind} is an interface of the kernel"
+            raise StorageError(text, errno=errno.ENOENT, path=path)
 
 
 def _mounts() -> tuple[Mount, ...]:

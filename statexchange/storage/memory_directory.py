@@ -377,7 +377,7 @@ def _host_copy(store: Store, step: int) -> HostCopy:
 
 
 def _drop(path: str, step: int) -> bool:
-    from statexchange.storage.publish.directory_build import DirectoryRemoval  # for writers only
+    from statexchange.storage.publish.directory_removal import DirectoryRemoval  # for writers only
 
     try:
         DirectoryRemoval(os.path.join(path, step_name(step)), check=lambda _: []).run()

@@ -96,7 +96,7 @@ def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes:
 
         check_url(path, manifest, check)
     else:
-        from statexchange.storage.publish.leftovers import check_directory
+        from statexchange.storage.publish.directory_removal import check_directory
 
         check_directory(path, check, nbytes, resume=resume)
 
@@ -195,7 +195,7 @@ def remove(path: str, manifest: str, check: ReplaceCheck, *, waits: bool = True)
 
         remove_objects(path, manifest, check, waits=waits)
     else:
-        from statexchange.storage.publish.directory_build import DirectoryRemoval
+        from statexchange.storage.publish.directory_removal import DirectoryRemoval
 
         DirectoryRemoval(path, check=check).run()
 
@@ -211,7 +211,7 @@ def unfinished(path: str, manifest: str) -> list[UnfinishedBuild]:
 
         build = unfinished_objects(path, manifest)
         return [] if build is None else [build]
-    from statexchange.storage.publish.leftovers import unfinished_builds
+    from statexchange.storage.publish.directory_removal import unfinished_builds
 
     return unfinished_builds(path)
 
@@ -259,7 +259,7 @@ def clear(
         from statexchange.storage.publish.object_build import clear_objects
 
         return clear_objects(path, manifest, is_own, watch=watch, waits=waits)
-    from statexchange.storage.publish.directory_build import DirectoryRemoval
+    from statexchange.storage.publish.directory_removal import DirectoryRemoval
 
     builds = unfinished(path, manifest)
     if builds and all(build.owner is not None and build.state != "dead" for build in builds):

@@ -47,9 +47,11 @@ import errno
 import json
 import logging
 import os
+import re
 import stat
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
 
 from filelock import FileLock, Timeout
 
@@ -82,33 +84,27 @@ from statexchange.storage.publish.build import (
     WrittenFile,
     busy_error,
     open_builds,
+    owner_state,
     removed_error,
     target_exists,
 )
-from statexchange.storage.publish.leftovers import (
-    Identity,
-    Leftover,
-    check_mount,
-    check_target,
-    conflict,
-    find_leftovers,
-    identity_at,
-    interrupted,
-    refuse_others,
-    remove_entry,
-    split_target,
-)
-from statexchange.storage.store import Budget
+from statexchange.storage.store import Budget, open_local
 from statexchange.storage.tensorfile import write_tensor_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from statexchange.storage.tensorfile import ShardData
 
 __all__ = [
     "DirectoryBuild",
-    "DirectoryRemoval",
+    "Leftover",
+    "check_target",
+    "conflict",
+    "find_leftovers",
+    "identity_at",
+    "interrupted",
+    "refuse_others",
     "write_into_directory",
 ]
 
@@ -117,6 +113,7 @@ _BROKEN_RECORD_S = 60.0  # a record still incomplete after that was left by a pr
 _ATTEMPTS = 20  # to begin in a directory that other publishers make and remove meanwhile
 _TAKEN_OVER = "treated this one as dead (--resume) and took over its directory"
 _EMPTYING_S = 3.0  # how long open files of other processes may keep a directory on NFS from being removed
+_Identity = tuple[int, int, int]  # device, inode, mtime
 
 
 def write_into_directory(
@@ -129,20 +126,148 @@ def write_into_directory(
 ) -> WrittenFile:
     """Write a rank's file into the directory under construction that has the name `key`, beside the target `path`."""
     folder = os.path.join(os.path.dirname(path), os.path.basename(key))
+    file_path = os.path.join(folder, name)
     durable = not mount_of(folder).is_memory
     with files.directory(folder) as dir_fd:
         content = write_tensor_file(
-            dir_fd,
-            name,
-            os.path.join(folder, name),
-            shards,
-            metadata,
-            durable=durable,
-            mode=0o666,
-            progress=progress,
+            dir_fd, name, file_path, shards, metadata, durable=durable, mode=0o666, progress=progress
         )
         invalidate_listings(dir_fd, path=folder)  # before the publisher on another host looks for the file
     return WrittenFile("", folder, content)
+
+
+@dataclass(slots=True)
+class Leftover:
+    """All files and directories beside the target with one nonce."""
+
+    nonce: str
+    owner: Owner | None = None
+    """None if the record is absent or incomplete."""
+    record: os.stat_result | None = None
+    partials: dict[str, str] = field(default_factory=dict)
+    """Hidden name by plan digest."""
+    replaced: str | None = None
+    discarded: str | None = None
+
+    @property
+    def directories(self) -> list[str]:
+        """The hidden names of its directories."""
+        return [*self.partials.values(), *(name for name in (self.replaced, self.discarded) if name)]
+
+    @property
+    def state(self) -> Literal["dead", "alive", "unknown"]:
+        """Whether the owner runs, as far as can be proved."""
+        return owner_state(self.owner, self.nonce)
+
+
+def find_leftovers(name: str, dir_fd: int, parent: str) -> list[Leftover]:
+    """Return what publishers have left under hidden names beside the target `name`, by nonce."""
+    pattern = re.compile(
+        re.escape(files.hidden_prefix(name))
+        + r"\.(?:(?P<plan>[0-9a-f]{32})\.(?P<of>[0-9a-f]{16})\.partial"
+        + r"|(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|replaced|discarded))"
+    )
+    leftovers: dict[str, Leftover] = {}
+    for entry in files.list_names(dir_fd, parent):
+        match = pattern.fullmatch(entry)
+        if match is None:
+            continue
+        nonce = match["nonce"] or match["of"]
+        leftover = leftovers.setdefault(nonce, Leftover(nonce))
+        if match["plan"]:
+            leftover.partials[match["plan"]] = entry
+        elif match["kind"] == "replaced":
+            leftover.replaced = entry
+        elif match["kind"] == "discarded":
+            leftover.discarded = entry
+        else:
+            leftover.record, leftover.owner = _read_record(entry, dir_fd, os.path.join(parent, entry))
+    return list(leftovers.values())
+
+
+def _read_record(name: str, dir_fd: int, path: str) -> tuple[os.stat_result | None, Owner | None]:
+    attributes = files.stat_of(name, dir_fd, path)
+    try:
+        if attributes is not None and stat.S_ISLNK(attributes.st_mode):
+            data = os.readlink(name, dir_fd=dir_fd).encode()
+        else:
+            data = files.read_small(name, dir_fd, path, MAX_MANIFEST_BYTES)
+        return attributes, Owner.from_json(parse_json(data, path, Budget(path)))
+    except (NotFoundError, UnsafeError, CorruptError, StorageError, OSError, ValueError):
+        return attributes, None
+
+
+def conflict(path: str, action: str) -> TargetExistsError:
+    """Return the error for a target that another publisher has changed; `action` completes "another publisher ..."."""
+    return TargetExistsError(f"refused: another publisher {action}; the present target was not changed", path=path)
+
+
+def refuse_others(leftovers: Iterable[Leftover], path: str) -> None:
+    """Raise TargetExistsError if a live process is publishing to this target."""
+    for leftover in leftovers:
+        if leftover.state == "alive":
+            raise busy_error(leftover.owner, path)
+
+
+def interrupted(leftovers: Iterable[Leftover]) -> Iterator[tuple[Leftover, str]]:
+    """Yield each leftover whose replacement may have been interrupted between its two renames, with its new directory.
+
+    If the target is absent too, it was interrupted.
+    """
+    for leftover in leftovers:
+        if leftover.replaced and leftover.owner is not None:
+            for partial in leftover.partials.values():
+                yield leftover, partial
+
+
+def check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[int, _Identity] | None:
+    """Check the target and open it.
+
+    Returns:
+        None if the target is absent, else (fd, identity). The caller closes fd; while it is open, the inode number is
+        not reused.
+
+    Raises:
+        TargetExistsError: `check` is None, or the target was replaced during the check.
+        UnsafeError: the target is not a directory.
+        StateExchangeError: what `check` raises.
+    """
+    parent, name = os.path.split(path)
+    attributes = files.stat_of(name, dir_fd, path)
+    if attributes is None:
+        return None
+    if check is None:
+        raise target_exists(path)
+    if not stat.S_ISDIR(attributes.st_mode):
+        raise UnsafeError("refused to overwrite: the target is not a directory", path=path)
+    fd = files.open_directory(name, dir_fd, path)
+    try:
+        identity = _identity(files.fstat_of(fd, path))
+        store, _ = open_local(parent)
+        try:
+            check(store.below(name))
+        except StateExchangeError:  # does not count if the directory was being replaced and removed during the check
+            if identity_at(name, dir_fd, path) == identity:
+                raise
+        finally:
+            store.close()
+        if identity_at(name, dir_fd, path) != identity:
+            raise conflict(path, "replaced the target meanwhile")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, identity
+
+
+def _identity(attributes: os.stat_result) -> _Identity:
+    """Return (device, inode, mtime); inode numbers alone are reused."""
+    return attributes.st_dev, attributes.st_ino, attributes.st_mtime_ns
+
+
+def identity_at(name: str, dir_fd: int, path: str) -> _Identity | None:
+    """Return the identity of a file or directory; None if the name does not exist."""
+    attributes = files.stat_of(name, dir_fd, path)
+    return None if attributes is None else _identity(attributes)
 
 
 class DirectoryBuild(Build):
@@ -150,7 +275,7 @@ class DirectoryBuild(Build):
 
     def __init__(self, path: str, plan_digest: str, *, check: ReplaceCheck | None, reuse: bool, resume: bool) -> None:
         self.path = path
-        self._parent, self._name = split_target(path)
+        self._parent, self._name = files.split_target(path)
         self._stem = files.hidden_prefix(self._name)
         self._nonce = new_nonce()
         self._partial = f"{self._stem}.{plan_digest}.{self._nonce}.partial"
@@ -167,7 +292,7 @@ class DirectoryBuild(Build):
             self._lock: FileLock | None = None
             self._dir_fd = self._old_fd = -1
             self._own_identity: tuple[int, int] | None = None
-            self._old_identity: Identity | None = None
+            self._old_identity: _Identity | None = None
             self._is_published = self._has_ended = False
             try:
                 self._open_parent()
@@ -194,7 +319,7 @@ class DirectoryBuild(Build):
         try:
             warn_of_options(self._parent)
             self._mount = mount_of(self._parent)
-            check_mount(self._mount, self._parent)
+            self._mount.check_takes_files(self._parent)
             self._parent_fd = files.open_directory(self._parent)
         except BaseException:
             files.remove_made(self._made)
@@ -398,7 +523,7 @@ class DirectoryBuild(Build):
         while files.stat_of(discarded, self._parent_fd, path) is not None:
             with files.directory(discarded, self._parent_fd, path) as dir_fd:
                 for entry in files.list_names(dir_fd, path):
-                    remove_entry(entry, os.path.join(path, entry), dir_fd)
+                    files.remove_entry(entry, os.path.join(path, entry), dir_fd)
             if files.remove_directory(discarded, self._parent_fd, path):
                 return
             if time.monotonic() > deadline:
@@ -417,7 +542,7 @@ class DirectoryBuild(Build):
                     self.finished[name] = metadata
         finished_names = {*self.finished, *map(_receipt, self.finished)}
         for name in set(names) - finished_names:
-            remove_entry(name, os.path.join(self.building_path, name), self._dir_fd)
+            files.remove_entry(name, os.path.join(self.building_path, name), self._dir_fd)
 
     def _finished_metadata(self, name: str) -> Any:
         """Return the metadata of a finished output file; None unless its receipt is complete and fits the file."""
@@ -652,43 +777,6 @@ class DirectoryBuild(Build):
             if is_made_here or identity == self._old_identity or name == self._discarded:
                 self._discard(name, self._discarded)
         return all_removed
-
-
-class DirectoryRemoval(DirectoryBuild):
-    """The removal of a published directory, and of everything that dead publishers have left beside it.
-
-    It takes the place of a publisher: it has an owner record, excludes other publishers, and removes only the directory
-    that it has checked. The directory is renamed to its ``.discarded`` name first, so that no reader opens a part of
-    it. After a kill the next removal or publisher finds that name and goes on.
-    """
-
-    def __init__(self, path: str, *, check: ReplaceCheck) -> None:
-        super().__init__(path, "0" * 32, check=check, reuse=False, resume=False)
-
-    def _make_partial(self) -> None:
-        """Make nothing: this only removes."""
-
-    def run(self) -> None:
-        """Remove the directory.
-
-        Raises:
-            NotFoundError: it does not exist, or was removed meanwhile.
-            TargetExistsError: another publisher replaced it meanwhile.
-        """
-        try:
-            if self._old_identity is None or not self._is_replaceable():
-                raise NotFoundError("there is nothing to remove", path=self.path)
-            rename_new(self._name, self._discarded, dir_fd=self._parent_fd, path=self.path)
-            invalidate_lookups(self._parent_fd, self._parent)
-            if identity_at(self._discarded, self._parent_fd, self.path) != self._old_identity:
-                rename_new(self._discarded, self._name, dir_fd=self._parent_fd, path=self.path)
-                raise conflict(self.path, "replaced the target meanwhile")
-            files.sync_directory(self._parent_fd, self.path)  # the name is gone durably before the first file is
-            self._is_published = True
-            self._end()
-        except BaseException:
-            self.abandon()
-            raise
 
 
 def _receipt(name: str) -> str:

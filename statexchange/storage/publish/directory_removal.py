@@ -1,0 +1,133 @@
+"""Remove a published directory of a file system; see what builds there have left, or would refuse, and change nothing.
+
+The top of directory_build.py explains the names and the protocol.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import TYPE_CHECKING
+
+from statexchange.errors import NotFoundError, StateExchangeError
+from statexchange.storage import files
+from statexchange.storage.atomic import invalidate_lookups, rename_new
+from statexchange.storage.files import mount_of
+from statexchange.storage.publish.build import ReplaceCheck, UnfinishedBuild, target_exists
+from statexchange.storage.publish.directory_build import (
+    DirectoryBuild,
+    check_target,
+    conflict,
+    find_leftovers,
+    identity_at,
+    interrupted,
+    refuse_others,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["DirectoryRemoval", "check_directory", "unfinished_builds"]
+
+_STAT_BLOCK_BYTES = 512  # the unit of st_blocks on every file system
+
+
+def unfinished_builds(path: str) -> list[UnfinishedBuild]:
+    """Return what publishers and removals have under hidden names beside the target `path`.
+
+    Not collective. [] if the parent directory does not exist.
+    """
+    parent, name = files.split_target(path)
+    found = []
+    try:
+        with files.directory(parent) as dir_fd:
+            for leftover in find_leftovers(name, dir_fd, parent):
+                nbytes, _ = _sizes_of_files(leftover.directories, dir_fd, parent)
+                paths = tuple(os.path.join(parent, hidden) for hidden in leftover.directories)
+                is_removal = bool(paths) and not leftover.partials
+                found.append(UnfinishedBuild(leftover.nonce, paths, is_removal, leftover.owner, leftover.state, nbytes))
+    except NotFoundError:
+        return []
+    return found
+
+
+def check_directory(path: str, check: ReplaceCheck | None, nbytes: int, *, resume: bool) -> None:
+    """Raise what a build of `nbytes` bytes at `path` would raise for the target, without changing anything.
+
+    Disk space of dead publishers' files counts as free: a build removes or reuses them.
+    """
+    parent, name = files.split_target(path)
+    dir_fd, nearest = files.open_nearest(parent)
+    try:
+        mount_of(nearest).check_takes_files(nearest)
+        needed_bytes = nbytes
+        if nearest == parent:
+            leftovers = find_leftovers(name, dir_fd, parent)
+            refuse_others(leftovers, path)
+            has_target = files.stat_of(name, dir_fd, path) is not None
+            if check is None and (has_target or any(interrupted(leftovers))):
+                raise target_exists(path)
+            files.check_writable(dir_fd, parent)  # here, so that errors come in a build's order
+            if has_target or not any(interrupted(leftovers)):
+                opened_target = check_target(path, dir_fd, check)
+                if opened_target is not None:
+                    os.close(opened_target[0])
+            for leftover in leftovers:
+                # A build would not remove one without an owner, and would give a replacement the target's name.
+                if leftover.owner is not None and not leftover.replaced and (resume or leftover.state == "dead"):
+                    needed_bytes -= _sizes_of_files(leftover.partials.values(), dir_fd, parent)[1]
+        files.check_writable(dir_fd, nearest)
+        files.check_room(dir_fd, needed_bytes, path)
+    finally:
+        os.close(dir_fd)
+
+
+def _sizes_of_files(names: Iterable[str], dir_fd: int, parent: str) -> tuple[int, int]:
+    """Return the bytes of the files in hidden directories, and their bytes on disk; what cannot be read counts 0."""
+    nbytes = on_disk = 0
+    for name in names:
+        path = os.path.join(parent, name)
+        with contextlib.suppress(StateExchangeError), files.directory(name, dir_fd, path) as hidden_fd:
+            for entry in files.list_names(hidden_fd, path):
+                attributes = files.stat_of(entry, hidden_fd, path)
+                if attributes is not None:
+                    nbytes += attributes.st_size
+                    on_disk += getattr(attributes, "st_blocks", 0) * _STAT_BLOCK_BYTES
+    return nbytes, on_disk
+
+
+class DirectoryRemoval(DirectoryBuild):
+    """The removal of a published directory, and of everything that dead publishers have left beside it.
+
+    It takes the place of a publisher: it has an owner record, excludes other publishers, and removes only the directory
+    that it has checked. The directory is renamed to its ``.discarded`` name first, so that no reader opens a part of
+    it. After a kill the next removal or publisher finds that name and goes on.
+    """
+
+    def __init__(self, path: str, *, check: ReplaceCheck) -> None:
+        super().__init__(path, "0" * 32, check=check, reuse=False, resume=False)
+
+    def _make_partial(self) -> None:
+        """Make nothing: this only removes."""
+
+    def run(self) -> None:
+        """Remove the directory.
+
+        Raises:
+            NotFoundError: it does not exist, or was removed meanwhile.
+            TargetExistsError: another publisher replaced it meanwhile.
+        """
+        try:
+            if self._old_identity is None or not self._is_replaceable():
+                raise NotFoundError("there is nothing to remove", path=self.path)
+            rename_new(self._name, self._discarded, dir_fd=self._parent_fd, path=self.path)
+            invalidate_lookups(self._parent_fd, self._parent)
+            if identity_at(self._discarded, self._parent_fd, self.path) != self._old_identity:
+                rename_new(self._discarded, self._name, dir_fd=self._parent_fd, path=self.path)
+                raise conflict(self.path, "replaced the target meanwhile")
+            files.sync_directory(self._parent_fd, self.path)  # the name is gone durably before the first file is
+            self._is_published = True
+            self._end()
+        except BaseException:
+            self.abandon()
+            raise
