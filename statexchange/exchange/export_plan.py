@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +14,14 @@ from statexchange.checkpoint.publication import Publication
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.exchange.converting import Conversion, convert_live
-from statexchange.exchange.rank_metadata import RankMetadata, gather_distinct, merge_metadata, parse_metadata
+from statexchange.exchange.rank_metadata import (
+    RankMetadata,
+    check_metadata,
+    gather_distinct,
+    parse_metadata,
+    rank_shards,
+    reductions_of,
+)
 from statexchange.formats.config_check import unties_heads, without_heads
 from statexchange.messages import decode, encoded
 from statexchange.sharding.options import CallOptions, ExportOptions
@@ -74,12 +80,8 @@ class RootExport:
     extra: Mapping[str, bytes]
     notes: tuple[str, ...]
 
-    def write_plan(self, names_by_rank: Sequence[Mapping[str, str]], probe: str) -> WritePlan:
-        """Return the plan by which each rank writes its part; `names_by_rank` are the new names of its tensors."""
-        distinct: dict[str, int] = {}  # the number of each distinct map of names, as JSON
-        numbers = []
-        for names in names_by_rank:
-            numbers.append(distinct.setdefault(json.dumps(names, sort_keys=True), len(distinct)))
+    def write_plan(self, probe: str) -> WritePlan:
+        """Return the plan by which each rank writes its part."""
         files, tensors = [], []
         for number, (file, output) in enumerate(zip(self.plan.files, self.outputs, strict=True)):
             files.append(WriteFile(output.path, output.is_reserved))
@@ -88,9 +90,7 @@ class RootExport:
                 tensors.append(
                     WriteTensor(*place, tensor.shape, tensor.dtype, tensor.source, tensor.reduce, tensor.pieces)
                 )
-        compares = self.options.replicas == "equal"
-        renames_by_number = tuple(map(json.loads, distinct))
-        return WritePlan(tuple(files), tuple(tensors), renames_by_number, tuple(numbers), probe, compares)
+        return WritePlan(tuple(files), tuple(tensors), probe, self.options.replicas == "equal")
 
 
 def agree_on_plan(
@@ -123,7 +123,7 @@ def agree_on_plan(
         if plan is None:
             plan = decode(sent, WritePlan, "the plan", 0, partial(WritePlan.check, world_size=comm.world_size))
     clock.lap("plan", len(sent))
-    return described.renamed(plan.renames[plan.rename_of[comm.rank]]), plan, root
+    return described, plan, root
 
 
 def _planned(
@@ -133,15 +133,17 @@ def _planned(
     building: contextlib.ExitStack,
 ) -> tuple[RootExport, WritePlan]:
     """Prove the cover, claim the target, and create the files. Root only."""
-    merged = merge_metadata(metadata, options.new_layout())
+    layout = options.new_layout()
+    check_metadata(metadata, layout)
     has_files = request.options.files_from is not None or bool(request.model_files)
     given = given_files(request.options.files_from) if has_files else None
     # transformers would give a head that its config does not tie, and that no file has, random values.
     is_untied = given is not None and unties_heads(given.config(request.model_files))
     by_rank = []
-    for rank, (shards, aliases) in enumerate(zip(merged.shards, merged.aliases, strict=True)):
+    for rank, shards in enumerate(rank_shards(metadata, layout)):
+        aliases = metadata[rank].aliases
         by_rank.append(RankShards(rank, shards, without_heads(aliases) if is_untied else aliases))
-    plan = plan_merge(by_rank, options, reductions=merged.reductions)
+    plan = plan_merge(by_rank, options, reductions=reductions_of(metadata))
     if not plan.num_tensors:
         has_tensors = any(holder.shards for holder in by_rank)
         reason = "include and exclude leave out every tensor" if has_tensors else "no rank's state has a tensor"
@@ -162,4 +164,4 @@ def _planned(
     root = RootExport(options, plan, publication, outputs, extra, notes)
     # Other hosts look for the first file, and write in place if they see it. Its directory has a random name, so that
     # no NFS client can have looked it up before, and remember that it was absent.
-    return root, root.write_plan(merged.new_names, outputs[0].path)
+    return root, root.write_plan(outputs[0].path)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_all
@@ -22,16 +22,16 @@ from statexchange.tensors import TensorLike, itemsize_of
 __all__ = [
     "DescribedShard",
     "RankMetadata",
+    "agreed_names",
     "all_tensors",
     "check_equal_options",
     "check_metadata",
     "equal_options",
     "gather_distinct",
     "local_box",
-    "merge_metadata",
     "parse_metadata",
     "rank_shards",
-    "renumbered",
+    "reductions_of",
 ]
 
 _MAX_SHOWN = 300  # characters of an option in a message
@@ -44,26 +44,18 @@ class DescribedShard:
     shard: Shard | ShardingSpec
     part: Part | None = None
 
-    def renamed(self, name: str) -> DescribedShard:
-        """Return the same shard under another name."""
-        part = self.part
-        if part is not None:
-            part = replace(part, name=name)
-        return DescribedShard(replace(self.shard, name=name), part)
-
 
 @dataclass(frozen=True, slots=True)
 class RankMetadata:
     """One rank's shards, and its options as text by name.
 
-    `reductions` are operations by name; `aliases`, `unused`, `sources` and `extra_state` are as in a Description. Ranks
-    that hold all their tensors over one mesh have equal metadata, which is sent and parsed once.
+    `reductions` are operations by name; `aliases`, `unused` and `extra_state` are as in a Description. Ranks that hold
+    all their tensors over one mesh have equal metadata, which is sent and parsed once.
     """
 
     shards: Sequence[DescribedShard]
     aliases: Mapping[str, str]
     unused: Sequence[str]
-    sources: Mapping[str, str]
     extra_state: Sequence[str]
     reductions: Mapping[str, str]
     options: Mapping[str, str]
@@ -81,8 +73,7 @@ class RankMetadata:
                 # The mesh says what each rank holds: a spec is equal on all of them, where boxes would differ.
                 shard = ShardingSpec(shard.name, shard.dtype, shard.global_shape, local.placement)
             shards.append(DescribedShard(shard, local.part))
-        names = (described.aliases, described.unused, described.sources, described.extra_state)
-        return cls(shards, *names, reductions, options)
+        return cls(shards, described.aliases, described.unused, described.extra_state, reductions, options)
 
     def check(self) -> None:
         """Raise ValueError if this cannot be another rank's metadata."""
@@ -93,18 +84,6 @@ class RankMetadata:
             shape_from_json(described.shard.global_shape)
             if described.part is not None:
                 described.part.check()
-
-    def renamed(self, names: Mapping[str, str], rank: int) -> RankMetadata:
-        """Return the metadata with the tensors in `names` renamed."""
-        shards: dict[str, DescribedShard] = {}
-        for described in self.shards:
-            new = names.get(described.shard.name, described.shard.name)
-            if new in shards:
-                raise InvalidArgumentError("the layout gives this name to two tensors of one rank", name=new, rank=rank)
-            shards[new] = described.renamed(new)
-        aliases = {names.get(alias, alias): names.get(name, name) for alias, name in self.aliases.items()}
-        reductions = {names.get(name, name): operation for name, operation in self.reductions.items()}
-        return replace(self, shards=list(shards.values()), aliases=aliases, reductions=reductions)
 
 
 def gather_distinct(comm: Communicator, data: bytes, root: int | None = None) -> tuple[list[bytes], int]:
@@ -170,27 +149,41 @@ def equal_options(comm: Communicator, options: dict[str, str] | None, what: str)
     return sent
 
 
-def renumbered(comm: Communicator, described: Description, layout: Layout) -> Description:
-    """Return the description with the names that a layout renumbers over all ranks. Collective."""
+@dataclass(frozen=True, slots=True)
+class _Naming:
+    """What decides a rank's names: the options of its conversion, and the names that its layout renumbers, if any."""
+
+    options: Mapping[str, str] | None
+    sources: Mapping[str, str] | None
+
+
+def agreed_names(
+    comm: Communicator, described: Description, layout: Layout, options: Mapping[str, str] | None
+) -> tuple[Description, bool]:
+    """Return the description with the names that a layout renumbers, and whether any rank has a conversion. Collective.
+
+    `options` are those of this rank's conversion; None if it has none.
+    """
     sources: dict[str, str] | None = None
     if any(rule.renumber for rule in layout.rules.values()):
         sources = {name: described.sources.get(name, name) for name in described.tensors}
-    # Also without such a rule: another rank may have one, and would wait here.
-    sent = from_all(comm, sources, dict[str, str] | None, "its names")
-    with comm.phase("renumbering its tensors"):
-        by_rank = {}
-        for rank, rank_sources in enumerate(sent):
-            if (rank_sources is None) != (sources is None):
-                raise InvalidArgumentError("with convert, a layout renumbers on all ranks or on none", rank=rank)
-            by_rank[rank] = rank_sources or {}
+    sent = from_all(comm, _Naming(options, sources), _Naming, "the conversions")
+    with comm.phase("comparing the conversions"):
+        check_equal_options([naming.options or {} for naming in sent])
+        converts = any(naming.options is not None for naming in sent)
+        for rank, naming in enumerate(sent):
+            if (naming.sources is None) != (sources is None):
+                raise InvalidArgumentError("a layout renumbers on all ranks or on none", rank=rank)
         if sources is None:
-            return described
+            return described, converts
+        by_rank = {rank: naming.sources or {} for rank, naming in enumerate(sent)}
         names = renumber_names(by_rank, layout)[comm.rank]
-        # A conversion has one input by each name, and could not say which of the two it is.
-        if len({*names.values()}) < len(names):
-            raise InvalidArgumentError("the layout gives one name to two tensors of this rank", rank=comm.rank)
+        for name, times in Counter(names.values()).items():
+            if times > 1:
+                text = "the layout gives this name to two tensors of one rank"
+                raise InvalidArgumentError(text, name=name, rank=comm.rank)
         aliases = {names.get(alias, alias): names.get(name, name) for alias, name in described.aliases.items()}
-        return replace(described.renamed(names), aliases=aliases)
+        return replace(described.renamed(names), aliases=aliases), converts
 
 
 def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
@@ -216,49 +209,7 @@ def local_box(described: Description, name: str, index: int) -> TensorLike:
     return local.tensors[index]
 
 
-class MergedMetadata(NamedTuple):
-    """The metadata of all ranks, by the names that a layout gives to tensors.
-
-    Attributes:
-        new_names: for each rank, the new names of its tensors that are renumbered over all ranks.
-        shards: for each rank its shards, with the parts of layout rules placed in their whole tensors.
-        aliases: for each rank the names of tied tensors, with those under which they are kept.
-        reductions: the operation of each tensor whose copies are reduced.
-    """
-
-    new_names: Sequence[Mapping[str, str]]
-    shards: Sequence[Sequence[Shard | ShardingSpec]]
-    aliases: Sequence[Mapping[str, str]]
-    reductions: Mapping[str, str]
-
-
-def merge_metadata(metadata: Sequence[RankMetadata], layout: Layout) -> MergedMetadata:
-    """Merge what all ranks sent; raise InvalidArgumentError if it does not fit, or if the layout does not."""
-    check_metadata(metadata, layout)
-    new_names = _renames(metadata, layout)
-    renamed = []
-    for rank, (rank_metadata, names) in enumerate(zip(metadata, new_names, strict=True)):
-        renamed.append(rank_metadata.renamed(names, rank) if names else rank_metadata)
-    aliases = [rank_metadata.aliases for rank_metadata in renamed]
-    return MergedMetadata(new_names, rank_shards(renamed, layout), aliases, _operations(renamed))
-
-
-def _renames(metadata: Sequence[RankMetadata], layout: Layout) -> list[dict[str, str]]:
-    """Return for each rank the new names of tensors that a layout renumbers over all ranks."""
-    if not any(rule.renumber for rule in layout.rules.values()):
-        return [{}] * len(metadata)
-    sources: dict[int, dict[str, str]] = {}
-    for rank, rank_metadata in enumerate(metadata):
-        rank_names = [described.shard.name for described in rank_metadata.shards]
-        sources[rank] = {name: rank_metadata.sources.get(name, name) for name in rank_names}
-    new_names = renumber_names(sources, layout)
-    changed = []
-    for rank in range(len(metadata)):
-        changed.append({old: new for old, new in new_names[rank].items() if old != new})
-    return changed
-
-
-def _operations(metadata: Sequence[RankMetadata]) -> dict[str, str]:
+def reductions_of(metadata: Sequence[RankMetadata]) -> dict[str, str]:
     """Return the reduction of each tensor whose copies are reduced; it must be equal on all ranks."""
     reductions: dict[str, str] = {}
     for rank, rank_metadata in enumerate(metadata):

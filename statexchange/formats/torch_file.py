@@ -100,7 +100,7 @@ def read(opened: OpenedPath) -> Source:
     shard_files: list[ShardFile] = []
     others: dict[str, str] = {}
     texts: dict[str, str] = {}
-    several: set[str] = set()  # names of values that differ among files
+    differing: dict[str, str] = {}  # what two files have for a value that they do not share, by name
     unreadable: list[UnreadableTensor] = []
     paths: list[tuple[str, Path | None]] = []  # of each entry of each file
     known: dict[str, StateFile] = {}  # by name of an entry
@@ -113,8 +113,10 @@ def read(opened: OpenedPath) -> Source:
         try:
             reader = TorchFile.whole(open_listed(store, name), rank)
             shard_files.append(reader.shard_file)
+            for entry, text in reader.texts.items():
+                if texts.setdefault(entry, text) != text and entry not in differing:
+                    differing[entry] = f"{others[entry]} in one file, {reader.others[entry]} in another"
             others |= reader.others
-            several.update(entry for entry, text in reader.texts.items() if texts.setdefault(entry, text) != text)
             unreadable += reader.unsupported
             paths += reader.paths.items()
             part = state_file(name)
@@ -125,8 +127,8 @@ def read(opened: OpenedPath) -> Source:
             problems.append(error)
         path = store.path_of(name)
         unreadable += [UnreadableTensor(tensor, None, None, path) for tensor in listed_names.get(name, [])]
-    for entry in several:
-        others[entry] += " in one file, another value in another"
+    others |= differing
+    for entry in differing:
         del texts[entry]
     listed = {name: file for name, file in indexed.items() if name not in others}
     problems += misplaced(listed, shard_files, unreadable)

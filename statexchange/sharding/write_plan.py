@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from statexchange.sharding.rules import REDUCTIONS
@@ -79,16 +79,12 @@ class WritePlan:
     Attributes:
         files: the output files.
         tensors: the output tensors.
-        renames: distinct maps from names on a rank to names in the plan.
-        rename_of: for each rank, the number of its map.
         probe: the path of a file that shows a host that it sees root's directory.
         compares: whether replicas are digested and compared.
     """
 
     files: tuple[WriteFile, ...]
     tensors: tuple[WriteTensor, ...]
-    renames: tuple[Mapping[str, str], ...]
-    rename_of: tuple[int, ...]
     probe: str
     compares: bool
 
@@ -106,8 +102,6 @@ class WritePlan:
 
     def check(self, world_size: int) -> None:
         """Raise ValueError if this cannot be a plan for `world_size` ranks."""
-        if len(self.rename_of) != world_size or max(self.rename_of) >= len(self.renames):
-            raise ValueError("the ranks have other maps of names")
         for tensor in self.tensors:
             if tensor.file >= len(self.files):
                 raise ValueError(f"file {tensor.file} is not one of {len(self.files)}")

@@ -29,7 +29,6 @@ from statexchange.state.entries import (
     refuse_opaque,
 )
 from statexchange.state.flatten import LiveEntry, LiveState, is_leaf
-from statexchange.state.install import load_items, load_object
 from statexchange.state.load_plan import (
     LoadPlan,
     LoadTarget,
@@ -44,7 +43,16 @@ from statexchange.state.match_optimizers import OptimizerMatcher
 from statexchange.state.megatron import MegatronTensor, leaves, sharded_kind
 from statexchange.state.tree import children, has_indices, is_dataclass, is_mutable, other_with, refill, with_children
 from statexchange.state.types import Leaf, Module, Path
-from statexchange.state.units import has_loader, is_extra_state, is_module, live_items, resizable_buffers, resizes
+from statexchange.state.units import (
+    has_loader,
+    is_extra_state,
+    is_module,
+    live_items,
+    load_items,
+    load_object,
+    resizable_buffers,
+    resizes,
+)
 from statexchange.tensors import is_tensor
 from statexchange.units import format_number
 

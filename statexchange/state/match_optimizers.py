@@ -26,7 +26,6 @@ from statexchange.errors import InvalidArgumentError, StateExchangeError, Unsupp
 from statexchange.sharding.paths import joined
 from statexchange.state.entries import Entry, SavedTensor, are_equal, refuse_opaque
 from statexchange.state.flatten import LiveEntry, LiveState, ParameterName, parameter_names, places
-from statexchange.state.install import install_optimizer, load_object
 from statexchange.state.load_plan import PLAIN, LoadPlan, Place, other_kind_error
 from statexchange.state.optimizer_parameters import (
     LiveParameters,
@@ -37,7 +36,14 @@ from statexchange.state.optimizer_parameters import (
     read_optimizer,
 )
 from statexchange.state.types import Leaf, Optimizer
-from statexchange.state.units import class_name, hyperparameters, is_optimizer, state_of_optimizer
+from statexchange.state.units import (
+    class_name,
+    hyperparameters,
+    install_optimizer,
+    is_optimizer,
+    load_object,
+    state_of_optimizer,
+)
 from statexchange.tensors import is_tensor, is_torch
 
 __all__ = ["OptimizerMatcher"]

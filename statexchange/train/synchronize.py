@@ -39,17 +39,18 @@ from statexchange.comm.typed import agree, from_root
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, excerpt, type_text
 from statexchange.sharding.paths import joined
 from statexchange.state.flatten import ParameterName, check_no_state_in, nodes, parameter_names, replaced
-from statexchange.state.install import install_optimizer, load_object
 from statexchange.state.tree import PLAIN_TYPES, children, steps, with_children, with_types_of
 from statexchange.state.types import Leaf, Module, Optimizer
 from statexchange.state.units import (
     bare_name,
     check_module,
     check_optimizer,
+    install_optimizer,
     is_extra_state,
     is_optimizer,
     is_plain_entry,
     is_stateful,
+    load_object,
     model_items,
     names_of_groups,
     parameters_of,

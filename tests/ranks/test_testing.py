@@ -276,7 +276,7 @@ def test_a_failure_is_seen_soon_where_each_yield_of_the_core_takes_long(monkeypa
             raise ValueError("lost its shard")
         reduce_on_threads()
 
-    monkeypatch.setattr("statexchange.comm.failure.control_page.yield_core", yield_beside_other_work)
+    monkeypatch.setattr("statexchange.comm.wait.yield_core", yield_beside_other_work)
     outcomes = run_ranks(work, 2, allow_failure=True)
     assert outcomes.errors == {0: "PeerError", 1: "ValueError"}, outcomes
     assert 0 < len(yields) < 50

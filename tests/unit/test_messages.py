@@ -45,8 +45,6 @@ PIECES = (Piece(Box((0, 0), (2, 2)), 1, 0, ((0, 1),)), Piece(Box((2, 0), (2, 2))
 PLAN = WritePlan(
     (WriteFile("/out/a", is_reserved=True), WriteFile("/out/b", is_reserved=False)),
     (WriteTensor(1, 80, (4, 2), "F32", "w", "max", PIECES), WriteTensor(0, 8, (2,), "BF16", "v", None, ())),
-    ({}, {"layers.0.w": "layers.1.w"}),
-    (0, 1),
     "/out/probe",
     compares=True,
 )
@@ -182,8 +180,6 @@ def test_a_plan_with_absent_ranks_or_files_is_refused() -> None:
         (replace(PLAN, tensors=(replace(first, pieces=(piece._replace(replicas=((2, 1),)),)),)), "rank 2"),
         (replace(PLAN, tensors=(replace(first, pieces=(Piece(Box((3, 0), (2, 2)), 1, 0),)),)), "outside"),
         (replace(PLAN, tensors=(replace(first, reduce="sum"), second)), "reduction"),
-        (replace(PLAN, rename_of=(0, 2)), "maps of names"),
-        (replace(PLAN, rename_of=(0,)), "maps of names"),
     ):
         with pytest.raises(sx.errors.MismatchError, match=text):
             decode(encoded(wrong, WritePlan), WritePlan, "the plan", 0, partial(WritePlan.check, world_size=2))
@@ -213,7 +209,7 @@ def test_boxes_that_are_reduced_are_those_with_copies() -> None:
 def test_a_file_is_written_by_the_host_to_which_the_least_is_sent() -> None:
     one = [Piece(Box((0,), (8,)), 0, 0), Piece(Box((8,), (24,)), 2, 0)]
     tensors = tuple(WriteTensor(file, 0, (32,), "F32", f"w{file}", None, one) for file in range(2))
-    plan = WritePlan((WriteFile("a", True), WriteFile("b", True)), tensors, ({},), (0,) * 3, "", compares=True)
+    plan = WritePlan((WriteFile("a", True), WriteFile("b", True)), tensors, "", compares=True)
     assert assign_hosts(plan, [0, 0, 1], [True] * 3) == [1, 0]
     assert assign_hosts(plan, [0, 0, 1], [True, True, False]) == [0, 0]
 
