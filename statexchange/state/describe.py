@@ -17,7 +17,8 @@ from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt,
 from statexchange.sharding.rules import Layout, Part, Rule
 from statexchange.sharding.sharding_spec import DimSplit, Placement, coordinate_of, local_boxes
 from statexchange.sharding.shards import Box, Shard, full_box
-from statexchange.state.megatron import MegatronTensor, add_sharded, holds_sharded, leaves, sharded_kind
+from statexchange.state.megatron import MegatronTensor, add_sharded, holds_sharded, leaves
+from statexchange.state.tree import sharded_kind
 from statexchange.state.types import Leaf, Module
 from statexchange.state.units import is_extra_state, is_module, is_plain_entry, model_items
 from statexchange.tensors import TensorLike, TensorMemory, is_tensor, memory_of, same_memory, wait_tensor, without_grad

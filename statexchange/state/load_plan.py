@@ -41,8 +41,7 @@ from statexchange.sharding.paths import (
 from statexchange.sharding.rules import Layout, with_dots
 from statexchange.state.describe import new_dtensor
 from statexchange.state.entries import Conflicts, Entries, Entry, SavedTensor, are_equal, refuse_opaque
-from statexchange.state.flatten import is_leaf
-from statexchange.state.tree import check_change, children, walk, with_children, with_types_of
+from statexchange.state.tree import check_change, children, is_leaf, walk, with_children, with_types_of
 from statexchange.state.types import Leaf, Path
 from statexchange.state.units import ObjectStates, is_module
 from statexchange.tensors import (

@@ -28,7 +28,6 @@ from statexchange.state.entries import (
     is_empty_mapping,
     refuse_opaque,
 )
-from statexchange.state.flatten import LiveEntry, LiveState, is_leaf
 from statexchange.state.load_plan import (
     LoadPlan,
     LoadTarget,
@@ -40,8 +39,20 @@ from statexchange.state.load_plan import (
     tensor_to_fill,
 )
 from statexchange.state.match_optimizers import OptimizerMatcher
-from statexchange.state.megatron import MegatronTensor, leaves, sharded_kind
-from statexchange.state.tree import children, has_indices, is_dataclass, is_mutable, other_with, refill, with_children
+from statexchange.state.megatron import MegatronTensor, leaves
+from statexchange.state.tree import (
+    LiveEntry,
+    LiveState,
+    children,
+    has_indices,
+    is_dataclass,
+    is_leaf,
+    is_mutable,
+    other_with,
+    refill,
+    sharded_kind,
+    with_children,
+)
 from statexchange.state.types import Leaf, Module, Path
 from statexchange.state.units import (
     has_loader,

@@ -25,7 +25,6 @@ from typing import NamedTuple
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, type_text
 from statexchange.sharding.paths import joined
 from statexchange.state.entries import ABSENT, Entry, SavedTensor, are_equal, first_keys, refuse_opaque
-from statexchange.state.flatten import LiveEntry, LiveState, ParameterName, parameter_names, places
 from statexchange.state.load_plan import PLAIN, LoadPlan, Place, other_kind_error
 from statexchange.state.optimizer_parameters import (
     LiveParameters,
@@ -35,6 +34,7 @@ from statexchange.state.optimizer_parameters import (
     join_numbered,
     read_optimizer,
 )
+from statexchange.state.tree import LiveEntry, LiveState, ParameterName, parameter_names, places
 from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
     class_name,
