@@ -58,7 +58,6 @@ from statexchange.state.units import (
     install_optimizer,
     is_extra_state,
     is_optimizer,
-    is_plain_entry,
     is_stateful,
     load_object,
     model_items,
@@ -352,7 +351,7 @@ def _check_entries(module: Module, path: str) -> None:
     for name, value in model_items(module, keep_vars=True).items():
         if id(value) in tensors or is_extra_state(name):
             continue
-        if is_tensor(value) or not is_plain_entry(name, value):
+        if is_tensor(value) or not values.has_text(value):
             raise UnsupportedError(
                 f"the module's state dict has {type_text(value)} here that is no parameter or buffer, as those "
                 "of quantized modules: it cannot be changed in place",
