@@ -38,7 +38,11 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
         for src, copy_index in reduction.copies:
             if comm.rank == reduction.holder:
                 if result is None:
-                    result = _bytes(comm, described, name, index).copy()
+                    data = _bytes(comm, described, name, index)
+                    result = np.empty_like(data)
+                    # In parts: a large copy takes longer than a rank that shows no progress is waited for.
+                    for part in _parts(comm, len(data)):
+                        result[part] = data[part]
                 copy = None if src != comm.rank else _bytes(comm, described, name, copy_index)
                 _reduce(comm, reduction.op, _dtype_of(tensors[name]), result, copy, src)
             elif comm.rank == src:
