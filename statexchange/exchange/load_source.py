@@ -17,8 +17,8 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import Source
 from statexchange.state.entries import Entries, Entry, OpaqueValue, RankEntries, SavedTensor, flatten_tree
-from statexchange.state.flatten import LiveState, flatten, types_in_objects
 from statexchange.state.load_plan import Matching, NameFilter, has_wrappers
+from statexchange.state.tree import LiveState, flatten, types_in_objects
 from statexchange.state.units import ObjectStates, is_module, module_items
 from statexchange.storage.location import decode_stored
 

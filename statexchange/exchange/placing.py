@@ -20,8 +20,8 @@ from statexchange.sharding.paths import joined
 from statexchange.sharding.rules import Layout, renumber_names
 from statexchange.sharding.shards import Shard
 from statexchange.state.describe import Description
-from statexchange.state.flatten import LiveState
 from statexchange.state.load_plan import Matching
+from statexchange.state.tree import LiveState
 from statexchange.state.units import live_items
 
 __all__ = ["place_parts", "renumbered_names"]

@@ -510,7 +510,7 @@ def _ranks_and_axes(mesh: dict[str, Any]) -> tuple[Any, list[_Axis]]:
 
 
 def _checked_axis(ranks: Any, axis: _Axis, budget: Budget, *, is_split: bool) -> int:
-    """Return the size of a mesh axis. Along an axis that splits, ranks must ascend, as in state/dtensors.py."""
+    """Return the size of a mesh axis. Along an axis that splits, ranks must ascend, as in state/describe.py."""
     steps = [0]
     for size, stride in axis:
         if size * len(steps) > len(ranks):

@@ -37,6 +37,7 @@ __all__ = [
     "RankEntries",
     "SavedTensor",
     "are_equal",
+    "first_keys",
     "flatten_tree",
     "has_no_leaves",
     "is_empty_mapping",
@@ -348,6 +349,13 @@ class Entries:
             return self._by_text.get(text)
         return _only(self._alike[text], text, keys)
 
+    def tensor(self, text: str, keys: tuple[Key, ...] | None = None) -> Entry | None:
+        """Return the entry at a path as `at` does, if it is a tensor."""
+        entry = self.at(text, keys)
+        if entry is not None and isinstance(entry.leaf, SavedTensor):
+            return entry
+        return None
+
     def has_below(self, path: str) -> bool:
         """Whether there is an entry at a path or below it."""
         if not path or path in self._by_text:
@@ -419,7 +427,7 @@ class Entries:
         """
         below = self.below(path)
         grouped: dict[Leaf, list[Entry]] = {}
-        for entry, key in zip(below, _first_keys(below, path), strict=True):
+        for entry, key in zip(below, first_keys(below, path), strict=True):
             if path and entry.text == path:
                 continue
             if key is ABSENT:
@@ -428,25 +436,25 @@ class Entries:
         return grouped
 
 
-def _first_keys(entries: Iterable[Entry], path: str) -> list[Key]:
+def first_keys(entries: Iterable[Entry], path: str) -> list[Key]:
     """Return the key that leads from the container at `path` to each of the entries below it.
 
     ABSENT stands for one that the source does not know.
     """
     begin = len(path) + bool(path)  # after the dot
-    first_keys = []
+    keys: list[Key] = []
+    # Not by `keys_below`: a call for each entry would take longer than all the rest.
     for entry in entries:
-        key: Key = ABSENT
+        keys.append(ABSENT)
         # Where the text of a key begins, from the last one on; one that begins before `begin` is across the path's end.
         at = len(entry.text) + 1
-        for known_key in reversed(entry.keys):
-            at -= len(str(known_key)) + 1
+        for key in reversed(entry.keys):
+            at -= len(str(key)) + 1
             if at == begin:
-                key = known_key
+                keys[-1] = key
             if at <= begin:
                 break
-        first_keys.append(key)
-    return first_keys
+    return keys
 
 
 def _are_one(first: Entry, second: Entry) -> bool:
@@ -537,7 +545,7 @@ class _ValueBuilder(NamedTuple):
         for live_key in live_items:
             by_text.setdefault(str(live_key), []).append(live_key)
         begin = len(path) + bool(path)
-        for entry, first_key in zip(entries, _first_keys(entries, path), strict=True):
+        for entry, first_key in zip(entries, first_keys(entries, path), strict=True):
             key = first_key
             if key is ABSENT:  # a name alone, or one that was renamed
                 key = _key_of_name(entry.text[begin:], by_text)

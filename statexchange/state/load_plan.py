@@ -39,10 +39,9 @@ from statexchange.sharding.paths import (
     without_wrappers,
 )
 from statexchange.sharding.rules import Layout, with_dots
-from statexchange.state.dtensors import new_dtensor
+from statexchange.state.describe import new_dtensor
 from statexchange.state.entries import Conflicts, Entries, Entry, SavedTensor, are_equal, refuse_opaque
-from statexchange.state.flatten import is_leaf
-from statexchange.state.tree import check_change, children, walk, with_children, with_types_of
+from statexchange.state.tree import check_change, children, is_leaf, walk, with_children, with_types_of
 from statexchange.state.types import Leaf, Path
 from statexchange.state.units import ObjectStates, is_module
 from statexchange.tensors import (
@@ -285,42 +284,33 @@ class Matching:
 
     def stored(self, text: str, keys: Path) -> list[Entry] | None:
         """Return the entries that fill a live tensor, several if a layout splits it; None if the source lacks one."""
-        names = [text]
+        names: Sequence[str] = [text]
         if self.layout.rules:
-            names = self._names_by_layout(text)
+            rule = self.layout.rule_for(text)
+            if rule is not None:
+                names = rule.names(text)
         entries = []
-        for name in names:
+        for part in names:
+            # Experts and layers have numbers of their own on each rank; those in the source follow from all ranks.
+            name = self.renumbered.get(part, part)
             # A part has a name of the layout's making, of which the live keys say nothing.
-            entry = self.entries.at(name, keys if name == text else None)
-            if entry is None or not isinstance(entry.leaf, SavedTensor):
+            entry = self.entries.tensor(name, keys if name == text else None)
+            if entry is None:
                 return None
             entries.append(entry)
         return entries
 
-    def _names_by_layout(self, name: str) -> list[str]:
-        # Experts and layers have numbers of their own on each rank; those in the source follow from all ranks.
-        rule = self.layout.rule_for(name)
-        if rule is None:
-            return [self.renumbered.get(name, name)]
-        return [self.renumbered.get(part, part) for part in rule.names(name)]
-
     def name_of_part(self, name: str) -> str:
         """Return the source's name of a tensor that a layout's rule has made of a live one."""
         name = self.renumbered.get(name, name)
-        entry = self.entries.at(name)
-        if entry is None or not isinstance(entry.leaf, SavedTensor):
-            return name
-        return entry.leaf.name
+        entry = self.entries.tensor(name)
+        return name if entry is None else entry.leaf.name
 
     def parameter(self, name: str) -> SavedTensor | None:
         """Return the source's tensor of the parameter that has this name in the state; None if it has none."""
-        if not name:
-            return None
         # A layout's patterns may write the items of lists as "a[0]"; paths have dots.
-        entry = self.entries.at(with_dots(name))
-        if entry is not None and isinstance(entry.leaf, SavedTensor):
-            return entry.leaf
-        return None
+        entry = self.entries.tensor(with_dots(name)) if name else None
+        return None if entry is None else entry.leaf
 
     def is_like_parameter(self, saved: SavedTensor, parameter_name: str) -> bool:
         """Whether a tensor of an optimizer's state has its parameter's shape in the source, and a layout shards that.
@@ -514,11 +504,11 @@ class LoadPlan:
             self.matched.add(entry.text)
             self.loaded.add(entry.text)
 
-    def add_missing(self, paths: Sequence[str], *, stateful: bool = True) -> None:
-        """Add paths of the live state that the source lacks."""
-        self.missing += paths
+    def add_missing(self, path: str, *, stateful: bool = True) -> None:
+        """Add a path of the live state that the source lacks."""
+        self.missing.append(path)
         if stateful:
-            self.stateful.update(paths)
+            self.stateful.add(path)
 
     def fill(self, saved: Leaf, path: str, place: Place = Place()) -> Leaf:  # noqa: B008 (immutable)
         """Return a saved value with tensors, in containers of the types of the live value, `place.live`."""

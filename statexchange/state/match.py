@@ -28,7 +28,6 @@ from statexchange.state.entries import (
     is_empty_mapping,
     refuse_opaque,
 )
-from statexchange.state.flatten import LiveEntry, LiveState, is_leaf
 from statexchange.state.load_plan import (
     LoadPlan,
     LoadTarget,
@@ -40,8 +39,20 @@ from statexchange.state.load_plan import (
     tensor_to_fill,
 )
 from statexchange.state.match_optimizers import OptimizerMatcher
-from statexchange.state.megatron import MegatronTensor, leaves, sharded_kind
-from statexchange.state.tree import children, has_indices, is_dataclass, is_mutable, other_with, refill, with_children
+from statexchange.state.megatron import MegatronTensor, leaves
+from statexchange.state.tree import (
+    LiveEntry,
+    LiveState,
+    children,
+    has_indices,
+    is_dataclass,
+    is_leaf,
+    is_mutable,
+    other_with,
+    refill,
+    sharded_kind,
+    with_children,
+)
 from statexchange.state.types import Leaf, Module, Path
 from statexchange.state.units import (
     has_loader,
@@ -92,7 +103,7 @@ class _Matcher:
         self._names = matching.names
         self._options = matching.names.options
         self._paths = _LivePaths(live)
-        self._megatron: _MegatronMatcher | None = None  # made for the first of its objects
+        self._megatron = _MegatronMatcher(self.plan)
         self.values = _ValueMatcher(live, self.plan)
         self.modules = _ModuleMatcher(live, self.plan)
         self.optimizers = OptimizerMatcher(live, self.plan)
@@ -110,8 +121,6 @@ class _Matcher:
         elif entry.kind == "object":
             self._object(entry)
         elif entry.kind == "sharded":
-            if self._megatron is None:
-                self._megatron = _MegatronMatcher(self.plan)
             self._megatron.match(entry)
         else:
             self._value(entry)
@@ -189,7 +198,7 @@ class _Matcher:
 
     def _selects_nothing_in(self, entry: LiveEntry, below: Sequence[Entry]) -> bool:
         """Whether the source has something for a plain value, and neither that nor the live value is selected."""
-        if not self._names.selects or not below or any(map(self._wants_entry, below)):
+        if not below or any(map(self._wants_entry, below)):
             return False
         return not self._names.wants_any(entry.value, entry.text)
 
@@ -230,7 +239,7 @@ class _Matcher:
         """Note that entries are loaded; of an object or value some may not be selected."""
         for entry in entries:
             self.plan.matched.add(entry.text)
-            if not self._names.selects or self._options.wants(entry.text):
+            if self._options.wants(entry.text):
                 self.plan.loaded.add(entry.text)
 
     def _skip(self, entries: Iterable[Entry]) -> None:
@@ -242,14 +251,9 @@ class _Matcher:
 
     def _add_missing(self, entry: LiveEntry) -> None:
         """Add the highest path above a live entry below which the source has nothing."""
-        path = entry.text
-        for count in range(1, len(entry.keys)):
-            above = text_of(entry.keys[:count])
-            if not self._entries.has_below(above):
-                path = above
-                break
+        path = _highest(entry, self._entries.has_below)
         if path not in self.plan.missing:
-            self.plan.add_missing([path], stateful=entry.kind != "value")
+            self.plan.add_missing(path, stateful=entry.kind != "value")
         elif entry.kind != "value":
             self.plan.stateful.add(path)
 
@@ -259,7 +263,7 @@ class _Matcher:
             path = text_of(keys)
             # The whole source has no entry of its own.
             entry = self._entries.at(path, keys) if path else None
-            if entry is None or path in self.plan.matched or (self._names.selects and not self._wants_entry(entry)):
+            if entry is None or path in self.plan.matched or not self._wants_entry(entry):
                 continue
             refuse_opaque(entry.leaf, path)
             if not is_empty_mapping(entry.leaf):
@@ -267,7 +271,7 @@ class _Matcher:
 
     def check_lists(self) -> None:
         """Raise InvalidArgumentError for a list that holds state and has another length than the source's."""
-        if self._megatron is not None and self._megatron.has_tensors:
+        if self._megatron.has_tensors:
             return
         # The keys of a mapping say what they are; an index does not: with another length it may be another item's.
         for keys, live in self._live.containers.items():
@@ -300,25 +304,18 @@ class _Matcher:
         """Add what the source has, and the live state has no place for, by the highest such path."""
         not_plain: set[str] = set()
         unexpected: dict[str, None] = {}
-        by_key = self._megatron
-        if by_key is not None and not by_key.has_tensors:
-            by_key = None
         for entry in self._entries:
             if entry.text in self.plan.matched or entry.is_alias:
                 continue
-            if self._names.selects and not self._wants_entry(entry):
+            if not self._wants_entry(entry):
                 continue
-            if by_key is not None and by_key.has_key(entry):
-                if by_key.is_unexpected(entry):
+            if self._megatron.has_tensors and self._megatron.has_key(entry):
+                if self._megatron.is_unexpected(entry):
                     unexpected.setdefault(entry.name)
                 continue
             path = entry.text
             if text_of(entry.keys) == entry.text:  # else some of its keys are not known
-                for count in range(1, len(entry.keys)):
-                    above = text_of(entry.keys[:count])
-                    if above not in self._paths.texts:
-                        path = above
-                        break
+                path = _highest(entry, self._paths.texts.__contains__)
             unexpected.setdefault(path)
             if isinstance(entry.leaf, SavedTensor) or self._matching.has_tree:
                 not_plain.add(path)
@@ -326,6 +323,15 @@ class _Matcher:
             if path not in self.plan.unexpected:
                 self.plan.unexpected.append(path)
         self.plan.tolerated.update(unexpected.keys() - not_plain)
+
+
+def _highest(entry: LiveEntry | Entry, has: Callable[[str], bool]) -> str:
+    """Return the highest path above an entry that the other side does not have, or else that of the entry."""
+    for count in range(1, len(entry.keys)):
+        above = text_of(entry.keys[:count])
+        if not has(above):
+            return above
+    return entry.text
 
 
 class _ValueMatcher:
@@ -406,7 +412,7 @@ class _ValueMatcher:
             elif not self._names.wants_whole((item, inner)):
                 selected[key] = item
             elif is_filled and not has_no_leaves(item):
-                self._plan.add_missing([inner], stateful=False)
+                self._plan.add_missing(inner, stateful=False)
                 selected[key] = item
         for key, item in saved.items():
             if key in live:
@@ -661,7 +667,7 @@ class _ModuleMatcher:
             if other is not None:
                 raise other_kind_error("a tensor", other.leaf, where)
             if id(tensor) not in loaded:
-                self._plan.add_missing([where])
+                self._plan.add_missing(where)
         return new_items, loaded
 
     def _resized(self, live: Leaf, saved: SavedTensor, path: str, part: Module, name: str) -> Leaf:
@@ -677,7 +683,7 @@ class _ModuleMatcher:
         where = prefix + name
         saved = self._entries.value(where, live)
         if saved is ABSENT or isinstance(saved, OpaqueValue):
-            self._plan.add_missing([where], stateful=False)
+            self._plan.add_missing(where, stateful=False)
             return
         new = self._plan.fill(saved, where, Place(live, is_filled=False))
         self._plan.add_loaded(self._entries.below(where))
@@ -698,12 +704,17 @@ class _MegatronMatcher:
         self._options = plan.matching.names.options
         self._plan = plan
         self._live: set[str] = set()  # keys of the live state
-        self._saved: dict[str, str] = {}  # the source's names, by the names of the state
-        # Both names: a rename may have given a tensor another one, and keys are the source's own.
+
+    @functools.cached_property
+    def _saved(self) -> dict[str, str]:
+        """The source's names of its tensors, by the names of the state and by themselves."""
+        # Both: a rename may have given a tensor another name, and keys are the source's own.
+        saved: dict[str, str] = {}
         for entry in self._entries:
             if isinstance(entry.leaf, SavedTensor):
-                self._saved.setdefault(entry.text, entry.leaf.name)
-                self._saved.setdefault(entry.leaf.name, entry.leaf.name)
+                saved.setdefault(entry.text, entry.leaf.name)
+                saved.setdefault(entry.leaf.name, entry.leaf.name)
+        return saved
 
     def match(self, entry: LiveEntry) -> None:
         """Plan an object: a tensor, what a factory builds of its parameter, or an object with data."""
@@ -718,7 +729,7 @@ class _MegatronMatcher:
             if live.key in self._saved:
                 plan.targets.append(LoadTarget(self._saved[live.key], MegatronTensor(live), live.key))
             else:
-                plan.add_missing([live.key])
+                plan.add_missing(live.key)
         elif kind == "factory":
             # Built once: what is filled must be what is merged.
             built = live.build()
@@ -737,7 +748,7 @@ class _MegatronMatcher:
                     plan.matched.add(entry.text)
                 plan.callbacks.append(functools.partial(setattr, live, "data", self._plan.fill(saved, path)))
             elif live.data is not None:  # an object without data needs no saved one
-                plan.add_missing([path])
+                plan.add_missing(path)
 
     @property
     def has_tensors(self) -> bool:

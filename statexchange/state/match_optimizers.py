@@ -24,8 +24,7 @@ from typing import NamedTuple
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, type_text
 from statexchange.sharding.paths import joined
-from statexchange.state.entries import Entry, SavedTensor, are_equal, refuse_opaque
-from statexchange.state.flatten import LiveEntry, LiveState, ParameterName, parameter_names, places
+from statexchange.state.entries import ABSENT, Entry, SavedTensor, are_equal, first_keys, refuse_opaque
 from statexchange.state.load_plan import PLAIN, LoadPlan, Place, other_kind_error
 from statexchange.state.optimizer_parameters import (
     LiveParameters,
@@ -35,6 +34,7 @@ from statexchange.state.optimizer_parameters import (
     join_numbered,
     read_optimizer,
 )
+from statexchange.state.tree import LiveEntry, LiveState, ParameterName, parameter_names, places
 from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
     class_name,
@@ -72,10 +72,7 @@ class _SavedParameter(NamedTuple):
     def state_keys(self) -> set[Leaf]:
         """Return the first keys of its state."""
         begin = joined(self.saved.path, f"state.{self.label}")
-        first_keys: set[Leaf] = set()
-        for entry in self.entries:
-            first_keys.update((entry.keys_below(begin) or ())[:1])
-        return first_keys
+        return {*first_keys(self.entries, begin)} - {ABSENT}
 
 
 class _ParameterTensor(NamedTuple):
@@ -124,7 +121,7 @@ class OptimizerMatcher:
         # Names alone are no optimizer's: they do not say where a parameter's name ends.
         if by_key is None:
             if is_wanted:
-                self._plan.add_missing([path or "the optimizer"])
+                self._plan.add_missing(path or "the optimizer")
             return
         # Also what is not loaded: the state has a place for it.
         for saved in below:
@@ -428,7 +425,7 @@ class _OptimizerPlan:
             plan.unexpected.append(f"{self._begin}state.{label}")
         name, num_empty = f"{self._begin}param_groups (without parameters)", live.by_group.count({})
         if num_empty > len(empty) and self.saved[0].has_groups:
-            plan.add_missing([name], stateful=False)
+            plan.add_missing(name, stateful=False)
         elif num_empty < len(empty):
             plan.unexpected.append(name)
         if live.by_label and not live.are_named and not self.parameters and self.unexpected:
@@ -442,7 +439,7 @@ class _OptimizerPlan:
     # What is loaded
 
     def _wants(self, below: str) -> bool:
-        return not self._selects or self._options.wants(self._begin + below)
+        return self._options.wants(self._begin + below)
 
     def _wants_parameter(self, label: str) -> bool:
         return self._wants(f"state.{label}") or self._wants(f"param_groups.{label}")
@@ -458,8 +455,6 @@ class _OptimizerPlan:
 
     def _wants_state(self, saved: _SavedParameter, label: str, live: Leaf) -> bool:
         """Whether the state of a parameter is loaded."""
-        if not self._selects:
-            return True
         keys = saved.state_keys()
         if isinstance(live, Mapping):
             keys.update(live)
@@ -516,7 +511,7 @@ class _OptimizerPlan:
             if saved is None and label not in self.parameters:
                 if self._wants_parameter(label):
                     path = f"{self._begin}state.{label}"
-                    plan.add_missing([path])
+                    plan.add_missing(path)
                     plan.parameters.add(path)
             elif not self._selects or self._wants_state(saved or self.parameters[label], label, live):
                 if saved is None:
@@ -594,7 +589,7 @@ class _OptimizerPlan:
             if key in saved:
                 more[key] = self._built(saved[key], Place(live[key], is_filled=False), path)
             else:
-                plan.add_missing([path], stateful=False)
+                plan.add_missing(path, stateful=False)
         for key in filter(self._wants, saved):
             if key not in live:
                 plan.unexpected.append(self._begin + key)

@@ -8,48 +8,14 @@ may occur several times on one rank: layers that are stacked along a prepended d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from statexchange.errors import CorruptError, InvalidArgumentError, UnsupportedError
-from statexchange.state.tree import PLAIN_TYPES, children, parts, path_to, step_form
+from statexchange.state.tree import children, parts, path_to, sharded_kind, step_form
 from statexchange.state.types import Leaf
 from statexchange.tensors import TensorLike, is_tensor
 
-__all__ = ["MegatronTensor", "add_sharded", "holds_sharded", "leaves", "sharded_kind"]
-
-_OBJECT = ("key", "data", "global_shape", "global_offset", "replica_id")
-_TENSOR = (*_OBJECT, "local_shape", "dtype", "prepend_axis_num")
-_FACTORY = ("key", "data", "build_fn", "merge_fn", "replica_id")
-
-
-def sharded_kind(value: Leaf) -> Literal["tensor", "factory", "object", "local"] | None:
-    """Return which of Megatron-Core's classes `value` belongs to; None for any other value.
-
-    "tensor" is a ShardedTensor; "factory" a ShardedTensorFactory, which builds ShardedTensors of a parameter; "object"
-    a ShardedObject, such as extra state; "local" a LocalNonpersistentObject, which is in no checkpoint.
-    """
-    kind = type(value)
-    if kind.__name__ == "LocalNonpersistentObject":
-        return "local"
-    # A user's mapping may have its keys as attributes, and raise KeyError for one that it lacks.
-    if kind in PLAIN_TYPES or isinstance(value, Mapping):
-        return None
-    # One attribute first, which no value of most states has.
-    if not hasattr(value, "replica_id") or is_tensor(value):
-        return None
-    if _has(value, _TENSOR):
-        return "tensor"
-    if _has(value, _OBJECT):
-        return "object"
-    if _has(value, _FACTORY):
-        return "factory"
-    return None
-
-
-def _has(value: Leaf, names: tuple[str, ...]) -> bool:
-    return all(hasattr(value, name) for name in names)
+__all__ = ["MegatronTensor", "add_sharded", "holds_sharded", "leaves"]
 
 
 def holds_sharded(value: Leaf) -> bool:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from statexchange.errors import CorruptError, InvalidArgumentError, excerpt, type_text
 from statexchange.sharding.paths import is_index, joined, module_prefix
 from statexchange.state.entries import Entries, Entry, SavedTensor
-from statexchange.state.flatten import ParameterName
+from statexchange.state.tree import ParameterName
 from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import bare_name, hyperparameters, names_of_groups, parameters_of
 

@@ -17,17 +17,23 @@ from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.rules import Layout, with_dots
 from statexchange.state.describe import Description, State, describe
-from statexchange.state.flatten import (
+from statexchange.state.megatron import MegatronTensor, add_sharded
+from statexchange.state.tree import (
     Node,
+    children,
     contains_state,
     empty_key_error,
+    is_dataclass,
     is_leaf,
     kind_of,
     nodes,
+    other_with,
     parameter_names,
+    sharded_kind,
+    too_deep_error,
+    walk,
+    with_children,
 )
-from statexchange.state.megatron import MegatronTensor, add_sharded, sharded_kind
-from statexchange.state.tree import children, is_dataclass, other_with, too_deep_error, walk, with_children
 from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
     check_module,

@@ -38,8 +38,18 @@ from statexchange.comm.defaults import as_communicator
 from statexchange.comm.typed import agree, from_root
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, excerpt, type_text
 from statexchange.sharding.paths import joined
-from statexchange.state.flatten import ParameterName, check_no_state_in, nodes, parameter_names, replaced
-from statexchange.state.tree import PLAIN_TYPES, children, steps, with_children, with_types_of
+from statexchange.state.tree import (
+    PLAIN_TYPES,
+    ParameterName,
+    check_no_state_in,
+    children,
+    nodes,
+    parameter_names,
+    replaced,
+    steps,
+    with_children,
+    with_types_of,
+)
 from statexchange.state.types import Leaf, Module, Optimizer
 from statexchange.state.units import (
     bare_name,

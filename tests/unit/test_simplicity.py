@@ -43,11 +43,11 @@ class Walk(NamedTuple):
 
 
 CEILINGS = {
-    "load": Walk(30, 670, 53, 0),
-    "save": Walk(29, 770, 80, 3),
-    "export": Walk(40, 730, 28, 1),
+    "load": Walk(28, 650, 52, 0),
+    "save": Walk(28, 740, 77, 3),
+    "export": Walk(40, 715, 25, 1),
     "merge": Walk(32, 885, 117, 0),
-    "synchronize": Walk(14, 270, 40, 1),
+    "synchronize": Walk(12, 240, 38, 1),
 }
 
 # Run by a fresh interpreter, so that neither pytest's plugins nor plans that are remembered count.

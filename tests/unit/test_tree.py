@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import statexchange as sx
-from statexchange.state.flatten import nodes, replaced
+from statexchange.state.tree import nodes, replaced
 
 
 class Color(enum.Enum):
