@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import shlex
 from typing import TYPE_CHECKING
 
 import click
@@ -26,6 +25,8 @@ _DROP = ("COSINE", "FIRST", "ELEMENTS", "NAN")
 _BAR_ROOM = 32  # columns beside the name
 _LAYER = re.compile(r"(?:[^.]+\.)*?[0-9]{1,9}(?=\.)", re.ASCII)  # a name up to its first number
 _BAR, _DECADES = 20, 10  # a full bar is a relative difference of 1 and more; each decade less is a tenth shorter
+
+_RENAME = "--rename REGEX=REPL gives tensors of A the names of tensors of B"
 
 
 @commands.command
@@ -56,7 +57,9 @@ def command(output: Output, a: str, b: str, *, stat: bool, **arguments: object) 
     with Progress(output, "diff") as progress:
         call = CallOptions.of({**arguments, "on_progress": progress})
         report = diff_paths(a, b, ExportOptions.of(arguments), call)
-    notes = [*report.notes, *_note_on_names(report)]
+    notes = [*report.notes]
+    if {"only in a", "only in b"} <= {tensor.status for tensor in report.tensors}:
+        notes.append(_RENAME)
     for note in notes:
         output.message(f"note: {note}")
     if stat:
@@ -76,19 +79,6 @@ def command(output: Output, a: str, b: str, *, stat: bool, **arguments: object) 
         "notes": notes,
     }
     return output.finish(data, rows=("tensors", report.tensors), code="OK" if report.equal else "FINDINGS")
-
-
-def _note_on_names(report: DiffReport) -> list[str]:
-    """Return the option that would give more tensors of A the names of tensors of B, if there is one."""
-    from statexchange.sharding.rename_hint import suggest_rename
-
-    names_a = [tensor.name for tensor in report.tensors if tensor.status != "only in b"]
-    found = suggest_rename(names_a, (tensor.name for tensor in report.tensors if tensor.status != "only in a"))
-    if found is None:
-        return []
-    pattern, replacement, count = found
-    option = shlex.quote(f"{pattern}={replacement}")
-    return [f"with --rename {option} {count:,} of {len(names_a):,} tensors of A have names that B has"]
 
 
 def _cells(tensor: TensorDiff) -> tuple[str, ...]:

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_all
 from statexchange.errors import InvalidArgumentError, NotFoundError, StateExchangeError, UnsupportedError
 from statexchange.exchange.load_source import LoadSource
 from statexchange.exchange.saved_names import advice_on_missing
-from statexchange.formats.sections import SECTIONS
-from statexchange.sharding.paths import WRAPPERS, paths_above
-from statexchange.sharding.rename_hint import suggest_rename
-from statexchange.state.entries import SavedTensor
+from statexchange.sharding.paths import paths_above
 from statexchange.state.load_plan import LoadPlan
-from statexchange.state.tree import walk
 from statexchange.state.types import Leaf
-from statexchange.state.units import is_extra_state, is_module, live_items
-from statexchange.tensors import is_tensor
+from statexchange.state.units import is_extra_state
 
 __all__ = ["compare_names", "settle_names"]
 
@@ -98,6 +93,11 @@ def compare_names(comm: Communicator, state: Leaf, plan: LoadPlan, loaded: LoadS
 
 _SHOWN = 5
 
+_RENAME = (
+    'rename=[("pattern", "replacement")] maps the source\'s names to the state\'s; where all of them differ by one '
+    'prefix, give {"prefix": state} or state["prefix"]'
+)
+
 
 def _loads_nothing(plan: LoadPlan) -> bool:
     """Whether the source lacks all tensors of the state, or all that a state without tensors has."""
@@ -123,7 +123,7 @@ def _names_error(state: Leaf, plan: LoadPlan, loaded: LoadSource) -> StateExchan
                 listed.append("...")
             parts.append(f"{len(names)} {problem}: {', '.join(listed)}")
     parts += _lacking_parts(plan, loaded)
-    parts += [_hint(state, plan, loaded), general]
+    parts += [_advice(state, plan), general]
     text = "; ".join(filter(None, parts))
     if missing:
         return NotFoundError(text, path=loaded.matching.path)
@@ -143,88 +143,14 @@ def _lacking_parts(plan: LoadPlan, loaded: LoadSource) -> Iterator[str]:
             yield f"{name} is missing: {part} {problem} in the source"
 
 
-def _hint(state: Leaf, plan: LoadPlan, loaded: LoadSource) -> str:
-    """Return advice if the source has names for an optimizer's parameters, or the missing ones with another prefix."""
+def _advice(state: Leaf, plan: LoadPlan) -> str:
+    """Return what to do about names that differ."""
     if plan.nameless:
         return (
             f"the source has the parameters of {min(plan.nameless)!r} by their names in the state that was saved: "
             "give the state what has these parameters, too, under the same name; exclude leaves it as it is"
         )
-    missing = _missing_tensors(state, plan)
-    tensors = set()
-    for entry in loaded.matching.entries:
-        if isinstance(entry.leaf, SavedTensor):
-            tensors.add(entry.text)
-    free = tensors - plan.loaded
-    # The most certain advice first: a guessed rename fits by chance more easily than a whole prefix.
-    advice = ""
-    if not plan.targets:
-        advice = _below_a_prefix(missing, tensors)
-    advice = advice or _without_a_prefix(state, plan, missing, free)
-    if not advice and plan.missing and plan.unexpected:
-        advice = advice_on_missing(state)
-    if advice:
-        return advice
-    rename = suggest_rename(free, missing)
-    if not rename:
+    if not plan.missing or not plan.unexpected:
         return ""
-    return f"rename=[{rename[:2]!r}] gives {rename[2]} tensors of the source names of the state"
-
-
-def _missing_tensors(state: Leaf, plan: LoadPlan) -> list[str]:
-    """Return the names of the tensors that are missing; what is missing whole has several."""
-    missing = []
-    for name in plan.missing:
-        # Parameters of optimizers have the names of their tensors in the state, which are missing themselves.
-        if name in plan.parameters:
-            continue
-        inside: list[str] = []
-        if isinstance(state, Mapping) and name in state:
-            inside = _names_in(state[name])
-        for inner in inside:
-            missing.append(f"{name}.{inner}")
-        if not inside:
-            missing.append(name)
-    return missing
-
-
-def _below_a_prefix(missing: Sequence[str], tensors: Collection[str]) -> str:
-    """Return advice if the source has all that is missing under one key, first of all under "model"."""
-    prefixes = set()
-    # The first missing name decides which keys come into question: a model has thousands, and jobs have many keys.
-    for name in tensors:
-        prefix, dot, rest = name.partition(".")
-        if dot and missing and rest == missing[0] and prefix not in WRAPPERS:
-            prefixes.add(prefix)
-    # Several keys may have the same names, as "model" and "ema": the model is meant.
-    for prefix in sorted(prefixes, key=lambda prefix: (prefix != "model", prefix not in SECTIONS, prefix)):
-        if all(f"{prefix}.{name}" in tensors for name in missing):
-            return f'the source has them under "{prefix}": give {{"{prefix}": state}}'
-    return ""
-
-
-def _without_a_prefix(state: Leaf, plan: LoadPlan, missing: Sequence[str], free: set[str]) -> str:
-    """Return advice if the source has what is missing under a key of the state without that key."""
-    inside: dict[str, set[str]] = {}
-    for name in missing:
-        prefix, dot, rest = name.partition(".")
-        if dot:
-            inside.setdefault(prefix, set()).add(rest)
-    for prefix, names in inside.items():
-        if names <= free:
-            advice = f'rename=[("^", "{prefix}.")] gives them this name'
-            if isinstance(state, Mapping) and prefix in state:
-                advice = f'give state["{prefix}"]'
-            elif plan.targets:
-                continue  # a rename of all names would move those that fit
-            return f'the source has them without "{prefix}": {advice}'
-    return ""
-
-
-def _names_in(value: Leaf) -> list[str]:
-    """Return the names of the tensors in a module, or in a mapping."""
-    if is_module(value):
-        return [*live_items(value)[0]]
-    if isinstance(value, Mapping):
-        return [step.path for step in walk(value) if is_tensor(step.value)]
-    return []
+    # No rename gives a model of transformers the parts of its fused tensors.
+    return advice_on_missing(state) or _RENAME

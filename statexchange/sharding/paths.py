@@ -18,7 +18,6 @@ from statexchange.errors import excerpt
 from statexchange.sharding.options import renamed
 
 __all__ = [
-    "WRAPPERS",
     "Key",
     "ListItem",
     "Path",
@@ -120,8 +119,8 @@ def moved_path(path: Path, old: str, new: str) -> Path | None:
 # What wrappers add
 
 
-WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
-_ANY_PART = re.compile("|".join(sorted(WRAPPERS)))
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_ANY_PART = re.compile("|".join(sorted(_WRAPPERS)))
 _PARTS = rf"(?<![^.])(?:{_ANY_PART.pattern})\."
 _MODULE = "module."
 
@@ -137,7 +136,7 @@ def without_wrappers(name: str) -> str:
     if _ANY_PART.search(name) is None:  # nearly all
         return name
     # Part by part, as a longer part may only contain a wrapper's.
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def module_prefix(names: Collection[str]) -> str:

@@ -20,8 +20,9 @@ from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.state.megatron import MegatronTensor, add_sharded, holds_sharded, leaves
 from statexchange.state.tree import sharded_kind
 from statexchange.state.types import Leaf, Module
-from statexchange.state.units import is_extra_state, is_module, is_plain_entry, model_items
+from statexchange.state.units import is_extra_state, is_module, model_items
 from statexchange.tensors import TensorLike, TensorMemory, is_tensor, memory_of, same_memory, wait_tensor, without_grad
+from statexchange.values import has_text
 
 if TYPE_CHECKING:
     import torch
@@ -224,7 +225,7 @@ def _tensors_of(module: Leaf) -> list[tuple[str, Leaf]]:
     for name, value in model_items(module).items():
         if is_tensor(value) or is_extra_state(name):
             items.append((name, value))
-        elif not is_plain_entry(name, value):
+        elif not has_text(value):
             raise UnsupportedError(
                 f"the module has {type_text(value)} in the place of a tensor, which may hold its weights, as "
                 "quantized modules do: give the model before it was quantized",

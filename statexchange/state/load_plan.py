@@ -475,7 +475,6 @@ class LoadPlan:
         matched: the paths of all entries of the source that the live state has a place for, loaded or not.
         conflicts: parameters of optimizers for which ranks saved different hyperparameters, or other state, by path.
         num_values: the number of plain values that are loaded.
-        parameters: those of `missing` that are parameters of optimizers.
         nameless: the paths of optimizers whose parameters have names in the source, and only numbers in the live state.
     """
 
@@ -490,7 +489,6 @@ class LoadPlan:
     matched: set[str] = field(default_factory=set)
     conflicts: Conflicts = field(default_factory=dict)
     num_values: int = 0
-    parameters: set[str] = field(default_factory=set)
     nameless: set[str] = field(default_factory=set)
 
     @property

@@ -158,7 +158,7 @@ class _Matcher:
             self._skip(below)
             return
         present = self._matching.objects.of(live, path)
-        saved = self._saved(entry, below, present)
+        saved = self._entries.value(path, present, self._paths.is_here(entry))
         if not self._names.wants_whole((saved, path), (present, path)):
             self._skip(below)
             return
@@ -184,7 +184,7 @@ class _Matcher:
         if not self._may_want(entry) or self._selects_nothing_in(entry, below):
             self._skip(below)
             return
-        saved = self._saved(entry, below, live, is_whole=False)
+        saved = self._entries.value(path, live, self._paths.is_here(entry), is_whole=False)
         if saved is ABSENT:
             may_be_empty = self._entries.keys_are_texts or not path
             if self._names.wants_any(live, path) and not (may_be_empty and has_no_leaves(live)):
@@ -198,7 +198,7 @@ class _Matcher:
 
     def _selects_nothing_in(self, entry: LiveEntry, below: Sequence[Entry]) -> bool:
         """Whether the source has something for a plain value, and neither that nor the live value is selected."""
-        if not below or any(map(self._wants_entry, below)):
+        if not self._names.selects or not below or any(map(self._wants_entry, below)):
             return False
         return not self._names.wants_any(entry.value, entry.text)
 
@@ -225,15 +225,6 @@ class _Matcher:
         if is_here is None:
             return below
         return list(filter(is_here, below))
-
-    def _saved(self, entry: LiveEntry, below: Sequence[Entry], live: Leaf, *, is_whole: bool = True) -> Leaf:
-        """Return what the entries of a live path make as one value; ABSENT if there are none."""
-        if not below:
-            return ABSENT
-        if self._entries.is_own and len(self._entries.ranks) > 1:
-            # A rank takes nothing from others where it has saved a value itself.
-            return self._entries.value(entry.text, live, self._paths.is_here(entry), is_whole=is_whole)
-        return self._entries.built(below, live, entry.text, is_whole=is_whole)
 
     def _take(self, entries: Iterable[Entry]) -> None:
         """Note that entries are loaded; of an object or value some may not be selected."""
@@ -475,9 +466,7 @@ class _LivePaths:
                 if first.setdefault(text, keys) != keys:
                     self.alike.add(text)
         self.texts = first.keys()
-        self._of_entries: list[str] = []
-        for entry in live.entries:
-            bisect.insort(self._of_entries, entry.text)
+        self._of_entries = sorted([entry.text for entry in live.entries])
 
     def check(self, entry: LiveEntry, entries: Entries) -> None:
         """Raise InvalidArgumentError for a path that looks like another, if it is not known which one is meant."""

@@ -510,9 +510,7 @@ class _OptimizerPlan:
             saved, live = self.with_state.get(label), self._optimizer.state.get(parameter)
             if saved is None and label not in self.parameters:
                 if self._wants_parameter(label):
-                    path = f"{self._begin}state.{label}"
-                    plan.add_missing(path)
-                    plan.parameters.add(path)
+                    plan.add_missing(f"{self._begin}state.{label}")
             elif not self._selects or self._wants_state(saved or self.parameters[label], label, live):
                 if saved is None:
                     # The source has the parameter, which had made no step.

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
@@ -50,24 +49,12 @@ from statexchange.tensors import TensorLike, collector_paused, is_dtensor, is_sh
 __all__ = ["SavedState", "describe_save"]
 
 
-class EncodedState(NamedTuple):
-    """A state as JSON text, the tensors to which that refers by their dotted paths, and parameters' names by `id`.
-
-    `placed` are the places of the state, in an order that all ranks share.
-    """
-
-    text: str
-    tensors: dict[str, TensorLike]
-    placed: Sequence[Node]
-    names: Mapping[int, str]
-
-
-def encode_state(state: Leaf) -> EncodedState:
-    """Encode a state. Not collective.
+def _encode(state: Leaf, names: Mapping[int, str]) -> tuple[str, dict[str, TensorLike]]:
+    """Return a state as JSON text, and the tensors to which that refers by their dotted paths.
 
     Raises:
-        UnsupportedError: a value has no JSON text, or a module is FSDP1's; the error names the path.
-        InvalidArgumentError: the state contains itself, or two tensors have one name.
+        UnsupportedError: a value has no JSON text; the error names the path.
+        InvalidArgumentError: two tensors have one name.
     """
     tensors: dict[str, TensorLike] = {}
 
@@ -78,16 +65,7 @@ def encode_state(state: Leaf) -> EncodedState:
         tensors[name] = value
         return name
 
-    # First, as this refuses keys of mappings that have no text, which all that follows makes of them.
-    placed = nodes(state)
-    for node in placed:
-        if node.path and not node.text:
-            raise empty_key_error()
-        if node.kind == "module":
-            check_module(node.value)
-    names = {key: name.in_state for key, name in parameter_names(placed).items()}
-    text = values.encode(_plain(state, "", _Context(names)), keep, leaves_anywhere=False)
-    return EncodedState(text, tensors, placed, names)
+    return values.encode(_plain(state, "", _Context(names)), keep, leaves_anywhere=False), tensors
 
 
 def owners_of(placed: Sequence[Node], names: Mapping[int, str], has_rule: Callable[[str], bool]) -> dict[str, object]:
@@ -197,7 +175,15 @@ def describe_save(state: State, layout: Mapping[str, object] | None, rank: int) 
         what = "a module, an optimizer, or a mapping or list of these and of tensors and values"
         raise InvalidArgumentError(f"the state is {type_text(state)}: give {what}")
     with collector_paused():
-        config, tensors, places, names = encode_state(state)
+        # First, as this refuses keys of mappings that have no text, which all that follows makes of them.
+        places = nodes(state)
+        for node in places:
+            if node.path and not node.text:
+                raise empty_key_error()
+            if node.kind == "module":
+                check_module(node.value)
+        names = {key: name.in_state for key, name in parameter_names(places).items()}
+        config, tensors = _encode(state, names)
         rules = _parse_layout(layout, tensors)
         described = describe(tensors, rules, rank)
         placed = {name for name, local in described.tensors.items() if local.part is not None}

@@ -549,10 +549,7 @@ def types_in_objects(live: LiveState, options: LoadOptions, objects: ObjectState
         if entry.kind == "module":
             types |= values.types_of(live_items(entry.value)[1])
         elif entry.kind == "optimizer":
-            optimizer = entry.value
-            shared = {key: value for key, value in optimizer.state.items() if not is_torch(key)}
-            more = state_of_optimizer(optimizer, entry.text)["more"]
-            types |= values.types_of([optimizer.param_groups, list(optimizer.state.values()), shared, more])
+            types |= values.types_of(state_of_optimizer(entry.value, entry.text))
         elif entry.kind == "object":
             types |= values.types_of(objects.of(entry.value, entry.text))
     return types

@@ -32,7 +32,6 @@ __all__ = [
     "is_module",
     "is_optimizer",
     "is_per_rank",
-    "is_plain_entry",
     "is_stateful",
     "labelled_parameters",
     "layers",
@@ -145,11 +144,6 @@ def _two_of(name: str) -> InvalidArgumentError:
 def is_extra_state(name: str) -> bool:
     """Whether an entry of a state dict is extra state: what a module's `get_extra_state` returned, of any type."""
     return name.rpartition(".")[2] == "_extra_state"
-
-
-def is_plain_entry(name: str, value: object) -> bool:
-    """Whether a non-tensor entry of a state dict is extra state or a plain value, and so hides no tensor."""
-    return is_extra_state(name) or values.has_text(value)
 
 
 def has_loader(module: Module, path: str) -> bool:

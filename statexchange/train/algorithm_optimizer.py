@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import InvalidArgumentError, MismatchError
+from statexchange.errors import InvalidArgumentError
 from statexchange.train.algorithms import Algorithm, Run, as_algorithm
 from statexchange.train.buckets.options import TrainingOptions
 from statexchange.train.optimizer import DistributedOptimizer
+from statexchange.train.parameter_specs import check_equal
 from statexchange.train.synchronize import allreduce_parameters
 from statexchange.train.tuner import Setting, Tuner
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["AlgorithmOptimizer", "check_same_algorithm", "check_weight"]
+__all__ = ["AlgorithmOptimizer", "check_weight"]
 
 
 class AlgorithmOptimizer(DistributedOptimizer):
@@ -37,7 +38,6 @@ class AlgorithmOptimizer(DistributedOptimizer):
         ignored: returns the names of parameters that stay this rank's own.
         is_alone: whether this is the module's only optimizer.
         after_step: called at the end of each step.
-        bucket_bytes: as for BucketReducer.
         settings: options of DistributedOptimizer and BucketReducer.
     """
 
@@ -51,13 +51,11 @@ class AlgorithmOptimizer(DistributedOptimizer):
         ignored: Callable[[], Set[str]],
         is_alone: bool,
         after_step: Callable[[], None],
-        bucket_bytes: int,
         **settings: Unpack[TrainingOptions],
     ) -> None:
         self._ignored = ignored
         self._is_alone = is_alone
         self._after_step = after_step
-        self._bucket_bytes = bucket_bytes
         self._algorithm = algorithm
         self._whole_comm = comm
         self._run = Run(algorithm.over(comm))
@@ -65,7 +63,6 @@ class AlgorithmOptimizer(DistributedOptimizer):
             optimizer,
             self._run.comm,
             module=module,
-            bucket_bytes=bucket_bytes,
             init_sync=False,  # `data_parallel` has given all ranks root's parameters
             **settings,
             **algorithm.settings(self._run),
@@ -84,7 +81,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
     @property
     def setting(self) -> Setting:
         """The bucket size and hierarchy, which the tuner may change. Not collective."""
-        return Setting(self._bucket_bytes, hierarchical=self._run.comm is not self._whole_comm.flat)
+        return Setting(self.reducer.bucket_bytes, hierarchical=self._run.comm is not self._whole_comm.flat)
 
     # Steps
 
@@ -132,7 +129,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
     def accept(self, algorithm: Algorithm | str) -> Algorithm:
         """Return the Algorithm; raise on all ranks unless all chose it and it allows `weight`. Collective."""
         chosen = as_algorithm(algorithm)
-        check_same_algorithm(self._comm, chosen)
+        check_equal(self._comm, {"algorithms": repr(chosen)})
         check_weight(chosen, is_weighted=self._weight is not None)
         return chosen
 
@@ -156,7 +153,6 @@ class AlgorithmOptimizer(DistributedOptimizer):
         """Apply the bucket size and the hierarchy of a setting. Collective, between steps."""
         self._run.comm = self._whole_comm if setting.hierarchical else self._whole_comm.flat
         self.reducer.reset(comm=self._run.comm, bucket_bytes=setting.bucket_bytes)
-        self._bucket_bytes = setting.bucket_bytes
         self._arm()
 
     def average_state(self) -> None:
@@ -171,14 +167,6 @@ class AlgorithmOptimizer(DistributedOptimizer):
                 if isinstance(value, torch.Tensor):
                     state.register_buffer(f"{name}.{key}".replace(".", "/"), value)  # torch allows no dots
         allreduce_parameters(state, comm=self._comm)
-
-
-def check_same_algorithm(comm: Communicator, algorithm: Algorithm) -> None:
-    """Raise MismatchError on all ranks unless all have chosen the same algorithm. Collective."""
-    texts = comm.all_gather_object(repr(algorithm))
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            raise MismatchError("ranks chose different algorithms", rank=rank, expected=texts[0], found=text)
 
 
 def check_weight(algorithm: Algorithm, *, is_weighted: bool) -> None:

@@ -58,7 +58,6 @@ from statexchange.state.units import (
     install_optimizer,
     is_extra_state,
     is_optimizer,
-    is_plain_entry,
     is_stateful,
     load_object,
     model_items,
@@ -79,7 +78,8 @@ from statexchange.tensors import (
     replicated_part,
     same_memory,
 )
-from statexchange.train.windows import broadcast_tensors, check_shared_memory, shortened, windows
+from statexchange.train.parameter_specs import shortened
+from statexchange.train.windows import broadcast_tensors, check_shared_memory, windows
 
 __all__ = ["allreduce_parameters", "broadcast_parameters", "module_tensors", "synchronize"]
 
@@ -236,9 +236,7 @@ class _Entry(NamedTuple):
 
     def is_like(self, other: _Entry) -> bool:
         """Whether two ranks hold the same at one path."""
-        if self.kind is None or other.kind is None:
-            return self == other
-        return self.path == other.path and _are_alike(self.kind, other.kind)
+        return self[:2] == other[:2] and _are_alike(self.kind, other.kind)
 
 
 class _Held:
@@ -353,7 +351,7 @@ def _check_entries(module: Module, path: str) -> None:
     for name, value in model_items(module, keep_vars=True).items():
         if id(value) in tensors or is_extra_state(name):
             continue
-        if is_tensor(value) or not is_plain_entry(name, value):
+        if is_tensor(value) or not values.has_text(value):
             raise UnsupportedError(
                 f"the module's state dict has {type_text(value)} here that is no parameter or buffer, as those "
                 "of quantized modules: it cannot be changed in place",
@@ -577,7 +575,7 @@ def _compare(
     return held, notes[root].parts, True in [theirs.shares_memory for theirs in notes]
 
 
-def _are_alike(kind: str, other: str) -> bool:
+def _are_alike(kind: str | None, other: str | None) -> bool:
     """Whether values of these kinds may stand for each other."""
     return kind == other or "None" in (kind, other)
 

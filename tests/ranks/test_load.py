@@ -372,7 +372,7 @@ def test_state_that_was_not_saved_is_named(tmp_path: Path) -> None:
     sx.save_checkpoint({"model": model_of(1), "step": 7}, tmp_path / "ckpt")
     with pytest.raises(FileNotFoundError, match=r"missing.*\bepoch;.*\bstep;"):
         sx.load_checkpoint({"model": model_of(2), "epoch": 7}, tmp_path / "ckpt")
-    with pytest.raises(FileNotFoundError, match=r'\{"model": state\}'):
+    with pytest.raises(FileNotFoundError, match=r'not in the state: model, step;.*\{"prefix": state\}'):
         sx.load_checkpoint(model_of(2), tmp_path / "ckpt")
     with pytest.raises(
         sx.errors.InvalidArgumentError,
@@ -394,9 +394,8 @@ def test_an_optimizer_without_state_in_the_source_is_missing(tmp_path: Path) -> 
     model = model_of(1)
     state = {"model": model, "optimizer": torch.optim.Adam(model.parameters())}
     sx.export_checkpoint({f"model.{name}": tensor for name, tensor in model.state_dict().items()}, tmp_path / "hf")
-    with pytest.raises(FileNotFoundError, match=r"missing.*\boptimizer;.*strict=False") as caught:
+    with pytest.raises(FileNotFoundError, match=r"missing.*\boptimizer;.*strict=False"):
         sx.load_checkpoint(state, tmp_path / "hf")
-    assert "give state" not in str(caught.value)
     assert sx.load_checkpoint(state, tmp_path / "hf", include="model.*").missing == ()
 
 
@@ -441,7 +440,7 @@ def test_fsdp1_is_refused(tmp_path: Path) -> None:
 def test_a_mapping_of_modules_loads_names_with_a_prefix(tmp_path: Path) -> None:
     one, other = model_of(1), model_of(2)
     save_file({f"model.{n}": t for n, t in one.state_dict().items()}, tmp_path / "model.safetensors")
-    with pytest.raises(FileNotFoundError, match=r'\{"model": state\}'):
+    with pytest.raises(FileNotFoundError, match=r'not in the state: model\..*\{"prefix": state\}'):
         sx.load_checkpoint(other, tmp_path)
     sx.load_checkpoint({"model": other}, tmp_path)
     assert equal(other.state_dict(), one.state_dict())
@@ -1408,14 +1407,14 @@ def test_options_of_a_load_that_are_wrong_or_differ_are_named(tmp_path: Path) ->
     run_ranks(gives_wrong_or_different_options, 2, args=(str(tmp_path / "saved"),))
 
 
-def test_a_load_without_any_matching_name_suggests_a_rename(tmp_path: Path) -> None:
+def test_a_load_without_any_matching_name_names_the_options(tmp_path: Path) -> None:
     model = model_of(1)
     sx.save_checkpoint({"model": model}, tmp_path / "nested")
     sx.export_checkpoint(model, tmp_path / "flat")
     for strict in (True, False):
-        with pytest.raises(FileNotFoundError, match=r'\{"model": state\}'):
+        with pytest.raises(FileNotFoundError, match=r'\{"prefix": state\}'):
             sx.load_checkpoint(model_of(2), tmp_path / "nested", strict=strict)
-        with pytest.raises(FileNotFoundError, match=r'state\["model"\]'):
+        with pytest.raises(FileNotFoundError, match=r'rename=\[\("pattern", "replacement"\)\]'):
             sx.load_checkpoint({"model": model_of(2)}, tmp_path / "flat", strict=strict)
 
 

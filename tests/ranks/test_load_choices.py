@@ -172,22 +172,9 @@ def test_options_of_no_sense_are_refused(options: dict[str, Any], match: str, tm
         sx.export_checkpoint({"w": torch.ones(2)}, tmp_path / "out", max_shard_size="9" * 5000)
 
 
-@pytest.mark.parametrize(
-    ("saved", "live", "match"),
-    [
-        ({"m.net.l.w": 1, "m.net.l.b": 1}, {"m.l.w": 1, "m.l.b": 1}, r"rename=\[\('\^m\\\\\.net\\\\\.', 'm\.'\)\]"),
-        ({"ema.w": 1, "model.w": 1}, {"w": 1}, r'give \{"model": state\}'),
-    ],
-)
-def test_the_error_says_how_the_names_would_fit(saved: Any, live: Any, match: str, tmp_path: Path) -> None:
-    path = write_torch({name: torch.ones(1) for name in saved}, tmp_path)
-    with pytest.raises(sx.errors.NotFoundError, match=match):
-        sx.load_checkpoint({name: torch.zeros(1) for name in live}, path)
-
-
 @pytest.mark.parametrize("more", [{}, {"step": 0}])
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_state_with_a_key_too_many_is_told_so(more: Any, strict: bool, tmp_path: Path) -> None:
+def test_a_state_with_a_key_too_many_is_refused_with_the_names_of_both(more: Any, strict: bool, tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     sx.save_checkpoint(model, tmp_path / "save")
     sx.save_checkpoint(model.state_dict(), tmp_path / "states")
@@ -195,12 +182,12 @@ def test_a_state_with_a_key_too_many_is_told_so(more: Any, strict: bool, tmp_pat
     torch.save(model.state_dict(), tmp_path / "torch.pt")  # the format under test
     for name in ("save", "states", "exported", "torch.pt"):
         for state in ({"model": model, **more}, {"model": model.state_dict(), **more}):
-            with pytest.raises(sx.errors.NotFoundError, match=r'state\["model"\]'):
+            with pytest.raises(sx.errors.NotFoundError, match=r'not in the state: .*state\["prefix"\]'):
                 sx.load_checkpoint(state, tmp_path / name, strict=strict)
             sx.load_checkpoint(state["model"], tmp_path / name, strict=strict)
 
 
-def test_hints_lead_to_a_load(tmp_path: Path) -> None:
+def test_names_that_differ_are_listed_with_the_options_that_map_them(tmp_path: Path) -> None:
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -208,7 +195,7 @@ def test_hints_lead_to_a_load(tmp_path: Path) -> None:
 
     encoder, state = nn.Linear(3, 3), Net()
     for source in (write_save(encoder, tmp_path), write_torch(encoder, tmp_path)):
-        with pytest.raises(sx.errors.NotFoundError, match=r'rename=\[\("\^", "encoder\."\)\]'):
+        with pytest.raises(sx.errors.NotFoundError, match=r"weight.*bias.*rename=.*maps the source's names"):
             sx.load_checkpoint(state, source)
         sx.load_checkpoint(state, source, rename=[("^", "encoder.")], strict=False)
         assert torch.equal(state.encoder.weight, encoder.weight)
@@ -217,7 +204,7 @@ def test_hints_lead_to_a_load(tmp_path: Path) -> None:
     path = write_save({"net": net, "optimizer": trained(net)}, tmp_path / "job")
     live = {"model": other, "optimizer": torch.optim.Adam(other.parameters())}
     for one in (live, {"model": other}):
-        with pytest.raises(sx.errors.NotFoundError, match=r"rename=\[\('\^net\\\\.', 'model\.'\)\]"):
+        with pytest.raises(sx.errors.NotFoundError, match=r"source: model\b.*state: .*\bnet\b.*rename="):
             sx.load_checkpoint(one, path)
     sx.load_checkpoint(live, path, rename=[(r"^net\.", "model.")])
     assert torch.equal(other[0].weight, encoder.weight)
@@ -278,13 +265,6 @@ def test_an_entry_is_renamed_by_a_pattern_for_what_is_inside(write: Write, tmp_p
     report = sx.load_checkpoint(live, path, rename=rename)
     assert not report.missing + report.unexpected
     assert torch.equal(new.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
-
-
-def test_a_tensor_that_moved_is_no_reason_to_nest_the_state(tmp_path: Path) -> None:
-    path = write_torch({"model": {"w": torch.ones(1), "scale": torch.ones(1)}}, tmp_path)
-    with pytest.raises(sx.errors.NotFoundError) as caught:
-        sx.load_checkpoint({"model": {"w": torch.zeros(1)}, "scale": torch.zeros(1)}, path)
-    assert 'give {"model"' not in str(caught.value)
 
 
 def test_a_dtype_that_differs_is_told_how_to_cast(tmp_path: Path) -> None:

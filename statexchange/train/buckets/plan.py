@@ -10,43 +10,20 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError
+from statexchange.train.buckets.options import BucketOptions
 from statexchange.train.buckets.views import Bucket, BucketView
 from statexchange.train.parameter_specs import ParameterSpec, shortened
 
-__all__ = ["BucketMemory", "BucketPlan", "explicit_names", "split_buckets"]
+__all__ = ["BucketPlan", "explicit_groups", "split_buckets"]
 
 _LINE_BYTES = 64  # a cache line: no two buckets share one
 _BATCH_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class BucketMemory:
-    """The allocator of buckets: `empty(shape, dtype)` allocates on the host; sizes are multiples of `align_bytes`."""
-
-    empty: Callable[[Sequence[int], torch.dtype], torch.Tensor]
-    align_bytes: int
-
-    def allocate(self, numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        """Return a flat tensor of zeros for each of `numels`, rounded up, all cut from one allocation.
-
-        Collective if `empty` is.
-        """
-        unit = math.lcm(self.align_bytes, dtype.itemsize) // dtype.itemsize
-        line = max(_LINE_BYTES // dtype.itemsize, 1)
-        sizes = [_rounded_up(numel, unit) for numel in numels]
-        begins = [0, *itertools.accumulate(_rounded_up(size, line) for size in sizes)]
-        if device.type == "cpu":
-            memory = self.empty((begins[-1],), dtype)
-        else:
-            memory = torch.empty(begins[-1], dtype=dtype, device=device)
-        memory.zero_()
-        return [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
 
 class BucketPlan:
@@ -54,20 +31,17 @@ class BucketPlan:
 
     def __init__(
         self,
+        comm: Communicator,
+        options: BucketOptions,
         views: Sequence[BucketView],
         specs: Sequence[ParameterSpec],
         specs_digest: bytes,
-        memory: BucketMemory,
-        *,
-        bucket_bytes: int,
-        fusion: bool,
     ) -> None:
+        self._comm = comm
+        self._options = options
         self._views = views
         self._specs = specs
         self._specs_digest = specs_digest
-        self._memory = memory
-        self._bucket_bytes = bucket_bytes
-        self._fusion = fusion
         self._set([])
 
     def _set(self, buckets: list[Bucket]) -> None:
@@ -93,25 +67,36 @@ class BucketPlan:
     def split(self, views: Sequence[BucketView]) -> list[list[BucketView]]:
         """Cut `views`, given in the order of arrival, into buckets; return these in the order in which they fill."""
         position = {view.name: i for i, view in enumerate(views)}
-        split = split_buckets([self._specs[view.index] for view in views], self._bucket_bytes)
+        split = split_buckets([self._specs[view.index] for view in views], self._options.bucket_bytes)
         buckets = [[views[position[spec.name]] for spec in bucket] for bucket in split]
         return sorted(buckets, key=lambda bucket: max(position[view.name] for view in bucket))
 
     def extend(self, groups: Sequence[Sequence[BucketView]]) -> list[Bucket]:
         """Make a bucket of each group of views, of one dtype and device, at the end of the plan.
 
-        Collective if the memory's `empty` is.
+        Collective if the communicator's `empty` is.
         """
-        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for i, views in enumerate(groups):
-            by_kind.setdefault((views[0].dtype, views[0].device), []).append(i)
-        flats: dict[int, torch.Tensor] = {}
-        for (dtype, device), members in by_kind.items():
-            numels = [sum(view.shape.numel() for view in groups[i]) for i in members]
-            flats.update(zip(members, self._memory.allocate(numels, dtype, device), strict=True))
-        new = [Bucket(views, flats[i], fusion=self._fusion) for i, views in enumerate(groups)]
+        new: list[Bucket] = []
+        for (dtype, device), run in itertools.groupby(groups, lambda views: (views[0].dtype, views[0].device)):
+            alike = list(run)
+            numels = [sum(view.shape.numel() for view in views) for views in alike]
+            for views, flat in zip(alike, self._allocate(numels, dtype, device), strict=True):
+                new.append(Bucket(views, flat, fusion=self._options.fusion))
         self._set([*self.buckets, *new])
         return new
+
+    def _allocate(self, numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+        """Return a flat tensor of zeros for each of `numels`, rounded up, all cut from one allocation."""
+        unit = math.lcm(self._options.size_unit(self._comm.world_size), dtype.itemsize) // dtype.itemsize
+        line = max(_LINE_BYTES // dtype.itemsize, 1)
+        sizes = [_rounded_up(numel, unit) for numel in numels]
+        begins = [0, *itertools.accumulate(_rounded_up(size, line) for size in sizes)]
+        if device.type == "cpu":
+            memory = self._comm.empty((begins[-1],), dtype)
+        else:
+            memory = torch.empty(begins[-1], dtype=dtype, device=device)
+        memory.zero_()
+        return [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
     def extend_in_batches(self, groups: Sequence[Sequence[BucketView]]) -> Iterator[list[Bucket]]:
         """Extend the plan by about 32 MiB of buckets at a time; yield each batch. Collective, as `extend`.
@@ -165,40 +150,39 @@ def split_buckets(tensors: Sequence[ParameterSpec], bucket_bytes: int) -> list[l
     return buckets
 
 
-def explicit_names(
-    buckets: Sequence[Sequence[str | torch.Tensor]], views: Sequence[BucketView], specs: Sequence[ParameterSpec]
-) -> tuple[tuple[str, ...], ...]:
-    """Return the names in the caller's own buckets. Not collective.
+def explicit_groups(
+    buckets: Sequence[Sequence[str | torch.Tensor]], views: Sequence[BucketView]
+) -> list[list[BucketView]]:
+    """Return the views in the caller's own buckets. Not collective.
 
     Raises:
         InvalidArgumentError: a bucket has an unknown parameter or mixes dtypes or devices, or a parameter lies in two.
     """
-    by_name = {spec.name: spec for spec in specs}
-    by_identity = {id(view.param): view.name for view in views}
-    found = []
+    by_name = {view.name: view for view in views}
+    by_identity = {id(view.param): view for view in views}
+    groups = []
     used: set[str] = set()
     for bucket in buckets:
-        names = tuple(_name_of(item, by_name, by_identity) for item in bucket)
-        kinds = {(by_name[name].dtype, by_name[name].device) for name in names}
+        group = []
+        for item in bucket:
+            view, what = None, f"named {item!r}"
+            if isinstance(item, torch.Tensor):
+                view, what = by_identity.get(id(item)), f"of shape {list(item.shape)}"
+            elif isinstance(item, str):
+                view = by_name.get(item)
+            if view is None:
+                raise InvalidArgumentError(f"buckets contain a parameter {what} that this reducer does not have")
+            if view.name in used:
+                raise InvalidArgumentError("this parameter is in two buckets", name=view.name)
+            used.add(view.name)
+            group.append(view)
+        kinds = {(view.dtype, view.device) for view in group}
         if len(kinds) != 1:
             raise InvalidArgumentError(
                 f"a bucket must have parameters of one dtype and device, not of {len(kinds)} kinds"
             )
-        found.append(names)
-    for name in itertools.chain.from_iterable(found):
-        if name in used:
-            raise InvalidArgumentError("this parameter is in two buckets", name=name)
-        used.add(name)
-    return tuple(found)
-
-
-def _name_of(item: str | torch.Tensor, names: Container[str], by_identity: dict[int, str]) -> str:
-    if isinstance(item, torch.Tensor) and id(item) in by_identity:
-        return by_identity[id(item)]
-    if isinstance(item, str) and item in names:
-        return item
-    what = f"of shape {list(item.shape)}" if isinstance(item, torch.Tensor) else f"named {item!r}"
-    raise InvalidArgumentError(f"buckets contain a parameter {what} that this reducer does not have")
+        groups.append(group)
+    return groups
 
 
 def _rounded_up(number: int, unit: int) -> int:
