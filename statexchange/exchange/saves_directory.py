@@ -17,7 +17,6 @@ from statexchange.errors import (
 )
 from statexchange.storage.location import is_remote, target_path
 from statexchange.storage.publish import check_can_be_made
-from statexchange.storage.publish.object_build import ClaimWatch
 from statexchange.storage.save_check import check_saves, whole_saves
 from statexchange.storage.steps import (
     MAX_STEP,
@@ -58,7 +57,6 @@ class SavesDirectory:
         self._known: set[int] | None = None  # steps that were there at the first look, or that this job saved
         self._foreign: set[int] = set()  # steps of another job, each of which a warning has named
         self._warned_of: int | None = None  # the newest step that a warning has named
-        self._watch: ClaimWatch | None = None  # at a URL
         self._checked: set[tuple[str | int, ...]] = set()  # versions of files that `check_saves` need not read
         self._begun: dict[int, str] = {}  # by step, the job of a save that has not ended, or has failed
 
@@ -88,7 +86,7 @@ class SavesDirectory:
             self._known = set()
         else:
             seen = self._foreign | (self._known or set())
-            clear_leftovers(self.path, without=seen - {step}, watch=self._claims())
+            clear_leftovers(self.path, without=seen - {step})
             saves = read_saves(self.path, without=seen - {step})
             if self._known is None:
                 self._known = set(saves)
@@ -115,12 +113,6 @@ class SavesDirectory:
         del self._begun[step]
         self._remove_obsolete(step, self._known)
         self._warn_of_newer(step, max(self._known))
-
-    def _claims(self) -> ClaimWatch | None:
-        """Return the record of the claims that this process has seen; None for a local directory."""
-        if self._watch is None and is_remote(self.path):
-            self._watch = ClaimWatch()
-        return self._watch
 
     def _warn_of_other_job(self, step: int, manifest: SaveManifest | StateExchangeError) -> None:
         job = manifest.job if isinstance(manifest, SaveManifest) else "another job"
@@ -173,9 +165,8 @@ class SavesDirectory:
         saves = read_saves(self.path)
         if self._known is None:
             self._known = set(saves)
-        watch = self._claims()
-        if watch is not None:
-            watch_claims(self.path, watch, without=saves)
+        if is_remote(self.path):
+            watch_claims(self.path, without=saves)
         return self._step_of(saves, wanted, missing_ok=missing_ok)
 
     def _step_of(self, saves: Mapping[int, object], wanted: int | None, *, missing_ok: bool) -> int | None:

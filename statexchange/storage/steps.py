@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
     from statexchange.storage.location import OpenedPath
     from statexchange.storage.publish.build import UnfinishedBuild
-    from statexchange.storage.publish.object_build import ClaimWatch
     from statexchange.storage.store import Store
 
 __all__ = [
@@ -382,27 +381,26 @@ def _unfinished_steps(path: str, without: Collection[int] = ()) -> list[int]:
     return sorted(step for name in names if (step := step_of(name)) is not None)
 
 
-def watch_claims(path: str, watch: ClaimWatch, without: Collection[int]) -> None:
-    """Note the claims of unfinished saves at a URL, for a later `clear_leftovers`; not of the steps in `without`.
+def watch_claims(path: str, without: Collection[int]) -> None:
+    """Note the claims of unfinished saves at a URL, so that a later `clear_leftovers` or save need not wait for them.
 
-    Not collective.
+    Not collective. The steps in `without` are known to be whole.
     """
+    from statexchange.storage.publish.object_build import watch_claim  # imports fsspec, which local paths do not need
+
     for step in _unfinished_steps(path, without):
-        watch.look_at(os.path.join(path, step_name(step)))
+        watch_claim(os.path.join(path, step_name(step)))
 
 
-def clear_leftovers(
-    path: str, *, without: Collection[int] = (), watch: ClaimWatch | None = None, waits: bool = False
-) -> list[str]:
+def clear_leftovers(path: str, *, without: Collection[int] = (), waits: bool = False) -> list[str]:
     """Remove what processes that have provably ended left of unfinished saves and removals. Not collective.
 
-    At a URL also what belongs to a process of another host whose claim has not changed for 60 s.
+    At a URL also what belongs to a process of another host whose claim this process has seen unchanged for 60 s.
 
     Args:
         path: the directory of saves.
         without: steps that are known to be whole, at a URL.
-        watch: since when this process has seen claims unchanged; without it and without `waits`, none for 60 s.
-        waits: watch the claims of other hosts for 60 s.
+        waits: watch the claims of other hosts for 60 s, if they were not seen before.
 
     Returns:
         The nonces of what was removed at a URL.
@@ -412,7 +410,7 @@ def clear_leftovers(
             remove_abandoned(dir_fd)
     cleared = []
     for step in _unfinished_steps(path, without):
-        nonce = publish.clear(os.path.join(path, step_name(step)), MANIFEST, is_stray, watch=watch, waits=waits)
+        nonce = publish.clear(os.path.join(path, step_name(step)), MANIFEST, is_stray, waits=waits)
         if nonce is not None:
             cleared.append(nonce)
     return cleared

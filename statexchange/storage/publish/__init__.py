@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
     from statexchange.storage.publish.build import Build, OwnCheck, ReplaceCheck, UnfinishedBuild, WrittenFile
-    from statexchange.storage.publish.object_build import ClaimWatch
     from statexchange.storage.tensorfile import ShardData
 
 __all__ = [
@@ -238,9 +237,7 @@ def unfinished_names(path: str, without: Collection[str]) -> list[str]:
     return [name for name in names if name not in without]
 
 
-def clear(
-    path: str, manifest: str, is_own: OwnCheck, *, watch: ClaimWatch | None = None, waits: bool = False
-) -> str | None:
+def clear(path: str, manifest: str, is_own: OwnCheck, *, waits: bool) -> str | None:
     """Remove the remains of builds and removals of a directory whose processes have provably ended.
 
     A warning is logged about what is under hidden names of a local directory and is not ours.
@@ -249,8 +246,8 @@ def clear(
         path: the directory.
         manifest: the name of the file that commits it.
         is_own: as for `open_build`.
-        watch: this process's record of claims; a claim that has not changed for 60 s counts as a dead process's.
-        waits: watch the claim of another host's process for 60 s.
+        waits: watch the claim of another host's process for 60 s. Without it only a claim that this process has seen
+            unchanged for 60 s counts as a dead process's.
 
     Returns:
         At a URL the nonce of the claim that was removed; None if there was none, and for a local directory.
@@ -258,7 +255,7 @@ def clear(
     if is_remote(path):
         from statexchange.storage.publish.object_build import clear_objects
 
-        return clear_objects(path, manifest, is_own, watch=watch, waits=waits)
+        return clear_objects(path, manifest, is_own, waits=waits)
     from statexchange.storage.publish.directory_removal import DirectoryRemoval
 
     builds = unfinished(path, manifest)

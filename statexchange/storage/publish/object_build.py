@@ -34,8 +34,8 @@ every 15 s, and after its put; if the claim is lost by then, it removes its own 
 versions that the members have sent with its listing in step 5.
 
 Removal: a build whose claim has the plan `REMOVAL`. It takes the claim, removes the manifest first and then the other
-objects, and gives the claim up. `ClaimWatch` remembers since when each claim is unchanged, so that a job that looks at
-its saves repeatedly never has to wait for one.
+objects, and gives the claim up. A process remembers since when it has seen each claim unchanged (`watch_claim`), so
+that a job that looks at its saves repeatedly never has to wait for one.
 
 Failure: a publisher that fails removes its objects only while it still holds the claim; otherwise its successor removes
 them. A killed publisher leaves the claim and its objects, and the next publisher takes over in step 1; it also cancels
@@ -51,7 +51,7 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, NotFoundError, StateExchangeError, TargetExistsError
@@ -81,15 +81,14 @@ if TYPE_CHECKING:
     from statexchange.storage.publish.build import OwnCheck, ReplaceCheck
     from statexchange.storage.tensorfile import ShardData
 __all__ = [
-    "ClaimWatch",
     "ObjectBuild",
     "ObjectFile",
     "ObjectMember",
-    "WatchedClaim",
     "check_url",
     "clear_objects",
     "remove_objects",
     "unfinished_objects",
+    "watch_claim",
 ]
 
 _log = logging.getLogger(__name__)
@@ -304,12 +303,28 @@ def _list_target(
     return old, (present & inherited) - set(old)
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedClaim:
-    """A version of a claim, and the time since when this process has seen it, by its monotonic clock."""
+_seen_claims: dict[str, tuple[str, str, float]] = {}
+"""By directory, the nonce and the version of the last claim that this process has seen there, and since when it has
+seen this version, by its monotonic clock."""
 
-    version: str
-    since: float
+
+def watch_claim(url: str) -> None:
+    """Look at the claim in a directory, if there is one, so that a later publisher or removal need not wait for it."""
+    objects = Objects(url)
+    with contextlib.suppress(CorruptError, TargetExistsError):  # it is broken, or renewed again and again
+        present = objects.read_claim()
+        if present is not None:
+            claim, version = present
+            _seen_since(objects.path, claim.nonce, version)
+
+
+def _seen_since(path: str, nonce: str, version: str) -> float:
+    """Return since when this process has seen the claim in the directory `path` unchanged."""
+    # With the nonce, because a store may give no versions: then another publisher's claim would look like the last one.
+    seen = _seen_claims.get(path)
+    if seen is None or seen[:2] != (nonce, version):
+        seen = _seen_claims[path] = (nonce, version, time.monotonic())
+    return seen[2]
 
 
 class ObjectBuild(_ObjectWriter, Build):
@@ -327,7 +342,6 @@ class ObjectBuild(_ObjectWriter, Build):
         check: ReplaceCheck | None,
         resume: bool,
         is_own: OwnCheck | None = None,
-        watched: WatchedClaim | None = None,
         waits: bool = True,
     ) -> None:
         super().__init__(Objects(url), names[-1])
@@ -342,7 +356,7 @@ class ObjectBuild(_ObjectWriter, Build):
         self._has_ended = self._is_clearing = False
         open_builds.add((self._pid, self._claim.nonce))
         try:
-            inherited = self._take_claim(watched, resume=resume, waits=waits)
+            inherited = self._take_claim(resume=resume, waits=waits)
             old, leftovers = _list_target(self._objects, self._manifest, check, inherited, is_own)
             self._clear(old, leftovers)
         except BaseException:
@@ -351,12 +365,12 @@ class ObjectBuild(_ObjectWriter, Build):
 
     # The claim
 
-    def _take_claim(self, watched: WatchedClaim | None, *, resume: bool, waits: bool) -> set[str]:
+    def _take_claim(self, *, resume: bool, waits: bool) -> set[str]:
         """Create the claim, or take it over from a dead publisher; return the names that the dead one may have put.
 
-        `watched` is the claim as this process has seen it before. Without `waits`, raise TargetExistsError at once if
-        it is unknown whether the other publisher has ended.
+        Without `waits`, raise TargetExistsError at once if it is unknown whether the other publisher has ended.
         """
+        watched: str | None = None  # the version of another publisher's claim, while it is watched
         while True:
             with contextlib.suppress(TargetExistsError):
                 audit("claim", self._objects.path_of(CLAIM_NAME))
@@ -372,11 +386,11 @@ class ObjectBuild(_ObjectWriter, Build):
             if state == "alive":
                 raise busy_error(other.owner, self.path)
             is_first_look = watched is None
-            if watched is None:
-                watched = WatchedClaim(version, time.monotonic())
-            elif watched.version != version:
+            if watched not in (None, version):
                 raise busy_error(other.owner, self.path)
-            if resume or state == "dead" or time.monotonic() - watched.since >= self.take_over_s:
+            watched = version
+            unchanged_s = time.monotonic() - _seen_since(self.path, other.nonce, version)
+            if resume or state == "dead" or unchanged_s >= self.take_over_s:
                 names = tuple({*self._claim.names, *other.names})
                 own_claim = replace(self._claim, names=names)
                 if self._objects.replace_claim(own_claim, version, other.nonce):
@@ -621,27 +635,6 @@ class ObjectMember(_ObjectWriter):
         return WrittenFile(version, self.folder, content)
 
 
-class ClaimWatch:
-    """The versions of claims that a process has seen, and since when. For one thread."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, WatchedClaim] = {}  # by the path of the directory
-
-    def look_at(self, url: str) -> None:
-        """Remember the claim in a directory, if there is one."""
-        objects = Objects(url)
-        version = objects.claim_version()
-        if version is not None:
-            self.remember(objects.path, version)
-
-    def remember(self, path: str, version: str) -> WatchedClaim:
-        """Remember `version` of the claim in the directory `path`; return it and since when it is unchanged."""
-        seen = self._seen.get(path)
-        if seen is None or seen.version != version:
-            seen = self._seen[path] = WatchedClaim(version, time.monotonic())
-        return seen
-
-
 def unfinished_objects(url: str, manifest: str) -> UnfinishedBuild | None:
     """Return what a publisher or removal has left, or is building, in the directory `url`; None if there is nothing.
 
@@ -665,9 +658,7 @@ def unfinished_objects(url: str, manifest: str) -> UnfinishedBuild | None:
     return UnfinishedBuild(claim.nonce, paths, is_removal, claim.owner, state, nbytes)
 
 
-def clear_objects(
-    url: str, manifest: str, is_own: OwnCheck, *, watch: ClaimWatch | None = None, waits: bool = False
-) -> str | None:
+def clear_objects(url: str, manifest: str, is_own: OwnCheck, *, waits: bool) -> str | None:
     """Remove what a dead publisher or removal has left in the directory `url`; return the nonce of its claim.
 
     Not collective. None if there is nothing, or if its process may still run. Of a directory with a manifest only the
@@ -677,8 +668,8 @@ def clear_objects(
         url: the directory.
         manifest: the name of the object that commits it.
         is_own: as for `publish.open_build`.
-        watch: what this process has seen of claims; a claim that has not changed for 60 s counts as a dead process's.
-        waits: watch the claim for 60 s, unless its process runs on this host or has provably ended.
+        waits: watch the claim for 60 s, unless its process runs on this host or has provably ended. Without it only a
+            claim that this process has seen unchanged for 60 s counts as a dead process's.
     """
     objects = Objects(url)
     if CLAIM_NAME not in objects.list_infos():
@@ -692,15 +683,11 @@ def clear_objects(
         return None
     if present is None:
         return None
-    claim, version = present
-    watched = None if watch is None else watch.remember(objects.path, version)
     try:
-        ObjectBuild(
-            url, REMOVAL, [manifest], check=None, resume=False, is_own=is_own, watched=watched, waits=waits
-        ).abandon()
+        ObjectBuild(url, REMOVAL, [manifest], check=None, resume=False, is_own=is_own, waits=waits).abandon()
     except TargetExistsError:  # its process runs, or the directory is whole: then only the claim was removed
         return None
-    return claim.nonce
+    return present[0].nonce
 
 
 def remove_objects(url: str, manifest: str, check: ReplaceCheck, *, waits: bool) -> None:
