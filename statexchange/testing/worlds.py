@@ -20,9 +20,10 @@ import tempfile
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, MissingExtraError, StallError
@@ -49,35 +50,43 @@ _OPEN_MPI = {  # without these Open MPI refuses to run as root, and to start mor
 }
 
 
-class World(Protocol):
+class World(ABC):
     """Ranks as the launcher sees them."""
 
+    @abstractmethod
     def start(self) -> None:
         """Start all ranks."""
 
+    @abstractmethod
     def events(self, wait_s: float) -> Iterator[Event]:
         """Yield the events of the ranks that arrive within `wait_s`."""
 
+    @abstractmethod
     def stack(self, rank: int) -> tuple[str, str]:
         """Return the innermost frame and the whole stack of `rank`, or those of its crash if they are known."""
 
+    @abstractmethod
     def kill(self, ranks: set[int]) -> None:
         """Kill ranks that do not end by themselves."""
 
-    def release(self) -> None:
+    @abstractmethod
+    def ended(self, rank: int, wait_s: float) -> bool:
+        """Whether `rank` has ended within `wait_s`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all processes and remove all files."""
+
+    def release(self) -> None:  # noqa: B027 (threads end by themselves)
         """Let ranks that have finished their task end."""
 
     def keep(self) -> bool:
         """Keep the ranks, all of which have finished their task, for another one; return False if they must end."""
+        return False
 
-    def ended(self, rank: int, wait_s: float) -> bool:
-        """Whether `rank` has ended within `wait_s`."""
-
-    def exit_code(self, rank: int) -> int | None:
+    def exit_code(self, rank: int) -> int | None:  # noqa: ARG002 (a thread has none)
         """Return the exit code of `rank`, if it has one of its own."""
-
-    def close(self) -> None:
-        """End all processes and remove all files."""
+        return None
 
 
 def open_world(
@@ -154,7 +163,7 @@ def _target(fn: Callable[..., Any], backend: str) -> str:
     return f"{module}:{qualname}"
 
 
-class _Threads:
+class _Threads(World):
     """Ranks that are threads of this process. A thread that hangs cannot be killed; it is reported."""
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], world_size: int) -> None:
@@ -208,23 +217,15 @@ class _Threads:
         for rank in ranks:
             self._communicators[rank].close(error=StallError("the launcher ended this rank", rank=rank))
 
-    def release(self) -> None: ...
-
-    def keep(self) -> bool:
-        return False  # threads end by themselves
-
     def ended(self, rank: int, wait_s: float) -> bool:
         self._threads[rank].join(wait_s)
         return not self._threads[rank].is_alive()
-
-    def exit_code(self, rank: int) -> int | None:  # noqa: ARG002
-        return None
 
     def close(self) -> None:
         self.kill({rank for rank, thread in enumerate(self._threads) if thread.is_alive()})
 
 
-class _Remote:
+class _Remote(World):
     """Ranks that are processes, each at the other end of a connection."""
 
     def __init__(self, task: dict[str, Any]) -> None:
@@ -249,9 +250,9 @@ class _Remote:
         else:
             self._launch()
 
+    @abstractmethod
     def _launch(self) -> None:
         """Start the processes; `_take_connection` is called for each, here or when it has connected."""
-        raise NotImplementedError
 
     def _take_connection(self, rank: int, pid: int, connection: Connection) -> None:
         self._connections[rank] = connection
@@ -338,18 +339,6 @@ class _Remote:
             for rank, (end, code) in enumerate(zip(ended, codes, strict=True))
             if code or not end
         ]
-
-    def ended(self, rank: int, wait_s: float) -> bool:
-        raise NotImplementedError
-
-    def exit_code(self, rank: int) -> int | None:
-        raise NotImplementedError
-
-    def events(self, wait_s: float) -> Iterator[Event]:
-        raise NotImplementedError
-
-    def kill(self, ranks: set[int]) -> None:
-        raise NotImplementedError
 
     def _disconnect(self) -> None:
         for connection in self._connections.values():
@@ -470,15 +459,8 @@ class _MpiJob(_Remote):
         address = f"{self._directory.name}/launcher"
         self._listener.bind(address)
         self._listener.listen(self.world_size)
-        command = [
-            mpiexec,
-            "-n",
-            str(self.world_size),
-            _python(),
-            "-m",
-            "statexchange.testing.mpi_rank",
-            address,
-        ]
+        rank = [_python(), "-m", "statexchange.testing.mpi_rank", address]
+        command = [mpiexec, "-n", str(self.world_size), *rank]
         # In a session of its own: Ctrl-C does not reach it, and this process ends it.
         self._job = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=_mpi_environ(), start_new_session=True)
 
@@ -487,7 +469,7 @@ class _MpiJob(_Remote):
         if self._listener in ready:
             self._admit()
         events = list(self._read(c for c in ready if isinstance(c, Connection)))
-        if not ready and self._ended(0):
+        if not ready and self.ended(0, 0):
             events += [(rank, "exited", None) for rank in range(self.world_size) if rank not in self._connections]
         self._ok.update(rank for rank, kind, _ in events if kind == "ok")
         yield from events
@@ -504,10 +486,7 @@ class _MpiJob(_Remote):
         if ranks - self._pids.keys() and self._job is not None:
             self._job.terminate()
 
-    def ended(self, rank: int, wait_s: float) -> bool:  # noqa: ARG002
-        return self._ended(wait_s)
-
-    def _ended(self, wait_s: float) -> bool:
+    def ended(self, rank: int, wait_s: float) -> bool:  # noqa: ARG002 (ranks end with their job)
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self._job is None or self._job.wait(wait_s) is not None
         return False
@@ -527,9 +506,9 @@ class _MpiJob(_Remote):
     def _end(self) -> None:
         self._listener.close()
         self._disconnect()
-        if self._job is not None and not self._ended(_POLL_S):
+        if self._job is not None and not self.ended(0, _POLL_S):
             self._job.terminate()
-            if not self._ended(_STACK_S):
+            if not self.ended(0, _STACK_S):
                 self._job.kill()
                 self._job.wait()
         super()._end()

@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import InvalidArgumentError, MismatchError
+from statexchange.errors import InvalidArgumentError
 from statexchange.train.algorithms import Algorithm, Run, as_algorithm
 from statexchange.train.buckets.options import TrainingOptions
 from statexchange.train.optimizer import DistributedOptimizer
+from statexchange.train.parameter_specs import check_equal
 from statexchange.train.synchronize import allreduce_parameters
 from statexchange.train.tuner import Setting, Tuner
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["AlgorithmOptimizer", "check_same_algorithm", "check_weight"]
+__all__ = ["AlgorithmOptimizer", "check_weight"]
 
 
 class AlgorithmOptimizer(DistributedOptimizer):
@@ -132,7 +133,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
     def accept(self, algorithm: Algorithm | str) -> Algorithm:
         """Return the Algorithm; raise on all ranks unless all chose it and it allows `weight`. Collective."""
         chosen = as_algorithm(algorithm)
-        check_same_algorithm(self._comm, chosen)
+        check_equal(self._comm, {"algorithm": repr(chosen)})
         check_weight(chosen, is_weighted=self._weight is not None)
         return chosen
 
@@ -171,14 +172,6 @@ class AlgorithmOptimizer(DistributedOptimizer):
                 if isinstance(value, torch.Tensor):
                     state.register_buffer(f"{name}.{key}".replace(".", "/"), value)  # torch allows no dots
         allreduce_parameters(state, comm=self._comm)
-
-
-def check_same_algorithm(comm: Communicator, algorithm: Algorithm) -> None:
-    """Raise MismatchError on all ranks unless all have chosen the same algorithm. Collective."""
-    texts = comm.all_gather_object(repr(algorithm))
-    for rank, text in enumerate(texts):
-        if text != texts[0]:
-            raise MismatchError("ranks chose different algorithms", rank=rank, expected=texts[0], found=text)
 
 
 def check_weight(algorithm: Algorithm, *, is_weighted: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Literal
 
@@ -11,6 +10,7 @@ import torch
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
+from statexchange.comm.typed import from_all
 from statexchange.train.parameter_specs import Source, compare_specs, local_part, named_parameters, specs_of
 from statexchange.train.reducers import CoalescingReducer, Reducer
 from statexchange.train.sparse import SparseShape, average_sparse, densified, same_sparse_dims
@@ -52,13 +52,11 @@ def average_gradients(module: Source, comm: CommLike | None = None) -> None:
         specs = specs_of(named)
     compare_specs(communicator, specs, "average_gradients")
     with communicator.checking("average_gradients"):
-        ours = [_kind_of(name, parameter.grad) for name, parameter in named.items()]
-    message = json.dumps(ours).encode()
-    messages = communicator.all_gather_bytes(message, operation="averaging gradients")
-    kinds_by_rank = [[_kind_from_json(raw) for raw in json.loads(theirs)] for theirs in messages]
+        kinds = [_kind_of(name, parameter.grad) for name, parameter in named.items()]
+    kinds_by_rank = from_all(communicator, kinds, list[GradientKind], "averaging gradients")
     with torch.no_grad(), CoalescingReducer(communicator) as reducer:
         for i, (name, parameter) in enumerate(named.items()):
-            _average_one(communicator, reducer, name, parameter, [kinds[i] for kinds in kinds_by_rank])
+            _average_one(communicator, reducer, name, parameter, [theirs[i] for theirs in kinds_by_rank])
 
 
 def _kind_of(name: str, grad: torch.Tensor | None) -> GradientKind:
@@ -66,10 +64,6 @@ def _kind_of(name: str, grad: torch.Tensor | None) -> GradientKind:
         return None
     local = local_part(grad, name)
     return SparseShape.of(local.coalesce()) if local.layout == torch.sparse_coo else _DENSE
-
-
-def _kind_from_json(raw: list[int] | Literal["dense"] | None) -> GradientKind:
-    return SparseShape(*raw) if isinstance(raw, list) else raw
 
 
 def _average_one(

@@ -17,10 +17,10 @@ from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError
-from statexchange.train.algorithm_optimizer import AlgorithmOptimizer, check_same_algorithm, check_weight
+from statexchange.train.algorithm_optimizer import AlgorithmOptimizer, check_weight
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, as_algorithm
-from statexchange.train.buckets.options import TrainingOptions
-from statexchange.train.buckets.reducer import BucketReducer
+from statexchange.train.buckets.options import TrainingOptions, check_names
+from statexchange.train.parameter_specs import check_equal
 from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters, module_tensors
 from statexchange.train.tuner import Setting, Trial, Tuner
 
@@ -321,7 +321,7 @@ def data_parallel(
             chosen = as_algorithm(algorithm)
             _check_arguments(module, optimizers, settings, autotune, tune_every)
             check_weight(chosen, is_weighted=settings.get("weight") is not None)
-        check_same_algorithm(communicator, chosen)
+        check_equal(communicator, {"algorithm": repr(chosen)})
         wrapped = DistributedModule(module, communicator)
         broadcast_parameters(wrapped, broadcast_buffers=broadcast_buffers, root=root, comm=communicator)
         trained = wrapped.train_with(
@@ -341,7 +341,7 @@ def _check_arguments(
         raise InvalidArgumentError(f"expected a torch optimizer, not {type(others[0]).__name__}")
     if taken := [name for name in _SET_BY_ALGORITHM if name in settings]:
         raise InvalidArgumentError(f"{taken[0]} is set by the algorithm, and cannot be given")
-    BucketReducer.check_settings(settings, "accumulate", "weight")
+    check_names(settings, "accumulate", "weight")
     if not isinstance(tune_every, int) or tune_every < 1:
         raise InvalidArgumentError("tune_every must be a positive number of forwards", found=tune_every)
     if autotune and len(optimizers) > 1:

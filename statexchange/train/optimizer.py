@@ -17,12 +17,12 @@ import torch
 from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
-from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.settings import check_flags
 from statexchange.state.units import labelled_parameters, parameters_of
-from statexchange.train.buckets.options import ReducerOptions
+from statexchange.train.buckets.options import ReducerOptions, check_names
 from statexchange.train.buckets.reducer import BucketReducer
-from statexchange.train.parameter_specs import named_parameters
+from statexchange.train.parameter_specs import check_equal, named_parameters
 from statexchange.train.synchronize import synchronize
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             reducer = BucketReducer(named, self._comm, **settings)
         else:
             self._automatic = not reducer.delay_reduce
-        self._check_equal({"accumulate": accumulate, "init_sync": init_sync})
+        check_equal(self._comm, {"accumulate": accumulate, "init_sync": init_sync})
         if init_sync:
             with public_call("DistributedOptimizer"):
                 try:
@@ -146,7 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 f"weight must be a function that returns this rank's weight, not {self._weight!r}"
             )
         if reducer is None:
-            BucketReducer.check_settings(settings)
+            check_names(settings)
             return
         if not isinstance(reducer, BucketReducer):
             raise InvalidArgumentError(f"reducer must be a BucketReducer, not {type(reducer).__name__}")
@@ -155,14 +155,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise InvalidArgumentError(f"give {given} to the reducer when it is made")
         self._module = None
         _check_known(self._optimizer, reducer.parameters, "the reducer")
-
-    def _check_equal(self, options: Mapping[str, int]) -> None:
-        """Raise MismatchError on all ranks if an option differs between them. Collective."""
-        for rank, theirs in enumerate(self._comm.all_gather_object(options)):
-            for name, value in options.items():
-                if theirs[name] != value:
-                    text = f"ranks have different values of {name}: give all the same {name}"
-                    raise MismatchError(text, rank=rank, expected=value, found=theirs[name])
 
     def _named(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's parameters by name: the module's names if there is one, else the optimizer's."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,12 +12,15 @@ from typing import Any, TypeAlias
 import torch
 
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.typed import from_all
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
+from statexchange.messages import encoded
 from statexchange.tensors import is_dtensor, replicated_part
 
 __all__ = [
     "ParameterSpec",
     "Source",
+    "check_equal",
     "compare_specs",
     "local_part",
     "named_parameters",
@@ -31,7 +33,7 @@ Source: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor] | torch.nn.Module]"
 )
 _NAMELESS = "parameters[{}]"
-_SHOWN_NAMES = 4
+_MOST_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,14 @@ def specs_of(named: Mapping[str, torch.Tensor]) -> list[ParameterSpec]:
     return specs
 
 
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """What ranks compare: their parameters, and a text about what is done with them."""
+
+    about: str
+    specs: Sequence[ParameterSpec]
+
+
 def compare_specs(comm: Communicator, specs: Sequence[ParameterSpec], about: str) -> bytes:
     """Return a digest of `specs` and of the text `about`, which must be equal on all ranks. Collective.
 
@@ -138,35 +148,46 @@ def compare_specs(comm: Communicator, specs: Sequence[ParameterSpec], about: str
         MismatchError: they differ. All ranks raise it; it names the lowest rank that differs from rank 0, and the first
             parameter where it does.
     """
-    text = json.dumps([about, [[spec.name, str(spec), spec.device] for spec in specs]]).encode()
-    digest = hashlib.blake2b(text, digest_size=8).digest()
+    parameters = _Parameters(about, specs)
+    digest = hashlib.blake2b(encoded(parameters, _Parameters), digest_size=8).digest()
     if all(theirs == digest for theirs in comm.all_gather_bytes(digest, operation="comparing parameters")):
         return digest
-    texts = [json.loads(theirs) for theirs in comm.all_gather_bytes(text, operation="comparing parameters that differ")]
-    for rank, theirs in enumerate(texts):
-        if theirs != texts[0]:
-            raise _difference(rank, texts[0], theirs)
-    raise AssertionError("digests differ where texts do not")
+    by_rank = from_all(comm, parameters, _Parameters, "comparing parameters that differ")
+    for rank, theirs in enumerate(by_rank):
+        if theirs != by_rank[0]:
+            raise _difference(rank, by_rank[0], theirs)
+    raise AssertionError("digests differ where parameters do not")
 
 
-def _difference(rank: int, root: list[Any], theirs: list[Any]) -> MismatchError:
-    for expected, found in itertools.zip_longest(root[1], theirs[1]):
+def _difference(rank: int, root: _Parameters, theirs: _Parameters) -> MismatchError:
+    for expected, found in itertools.zip_longest(root.specs, theirs.specs):
         if expected != found:
             return MismatchError(
                 "parameters differ between rank 0 and others",
                 rank=rank,
-                name=(expected or found)[0],
+                name=(expected or found).name,
                 expected=_side_text(expected),
                 found=_side_text(found),
             )
-    return MismatchError("reducers differ between rank 0 and others", rank=rank, expected=root[0], found=theirs[0])
+    return MismatchError(
+        "reducers differ between rank 0 and others", rank=rank, expected=root.about, found=theirs.about
+    )
 
 
-def _side_text(side: list[str] | None) -> str:
-    return "no parameter here" if side is None else " ".join(side)
+def _side_text(side: ParameterSpec | None) -> str:
+    return "no parameter here" if side is None else f"{side.name} {side} {side.device}"
 
 
-def shortened(names: Sequence[str]) -> str:
-    """Return a text of the first four `names` and the number of the others. Not collective."""
-    shown = ", ".join(names[:_SHOWN_NAMES])
-    return shown if len(names) <= _SHOWN_NAMES else f"{shown} and {len(names) - _SHOWN_NAMES} more"
+def check_equal(comm: Communicator, options: Mapping[str, object]) -> None:
+    """Raise MismatchError on all ranks if an option, a JSON value, differs between them. Collective."""
+    for rank, theirs in enumerate(comm.all_gather_object(options)):
+        for name, value in options.items():
+            if theirs[name] != value:
+                text = f"ranks have different values of {name}: give all the same {name}"
+                raise MismatchError(text, rank=rank, expected=value, found=theirs[name])
+
+
+def shortened(items: Sequence[object]) -> str:
+    """Return a text of the first four `items` and the number of the others. Not collective."""
+    shown = ", ".join(map(str, items[:_MOST_SHOWN]))
+    return shown if len(items) <= _MOST_SHOWN else f"{shown} and {len(items) - _MOST_SHOWN} more"

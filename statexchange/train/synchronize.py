@@ -79,7 +79,8 @@ from statexchange.tensors import (
     replicated_part,
     same_memory,
 )
-from statexchange.train.windows import broadcast_tensors, check_shared_memory, shortened, windows
+from statexchange.train.parameter_specs import shortened
+from statexchange.train.windows import broadcast_tensors, check_shared_memory, windows
 
 __all__ = ["allreduce_parameters", "broadcast_parameters", "module_tensors", "synchronize"]
 

@@ -12,13 +12,13 @@ import xxhash
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import MismatchError
 from statexchange.tensors import TensorLike, overlap_groups
+from statexchange.train.parameter_specs import shortened
 
-__all__ = ["broadcast_tensors", "check_shared_memory", "shortened", "windows"]
+__all__ = ["broadcast_tensors", "check_shared_memory", "windows"]
 
 _WINDOW_BYTES = 64 << 20  # the largest message, and so the largest copy
 _ALONE_BYTES = 1 << 20  # a tensor of this size or more is sent by itself, without a copy
 _ALIGN_BYTES = 16  # the largest itemsize: any dtype may begin at a multiple of it
-_MAX_SHOWN = 8  # ranks or tensors in a message
 _DIGEST_BYTES = 16
 
 
@@ -194,9 +194,3 @@ def _digest(tensor: TensorLike) -> bytes:
         _copy(pieces, parts)
         hasher.update(flat.cpu().numpy().data)
     return hasher.digest()
-
-
-def shortened(items: Sequence[object]) -> str:
-    """Return the first items as text for a message. Not collective."""
-    text = ", ".join(map(str, items[:_MAX_SHOWN]))
-    return f"{text}, ..." if len(items) > _MAX_SHOWN else text

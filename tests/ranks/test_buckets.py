@@ -17,8 +17,8 @@ import statexchange as sx
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, MismatchError, PeerError, StateExchangeError, UnsupportedError
 from statexchange.testing import run_ranks
+from statexchange.train.buckets import averager as averager_module
 from statexchange.train.buckets import reducer as reducer_module
-from statexchange.train.buckets import sender as sender_module
 from statexchange.train.buckets.plan import split_buckets
 from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.parameter_specs import ParameterSpec
@@ -536,7 +536,7 @@ def test_no_gradient_is_lost_with_any_number_of_backwards_on_any_rank(
 
     Each time it uses random parameters; the result is compared with the sum of all.
     """
-    monkeypatch.setattr(sender_module, "_PENDING_BYTES", pending_bytes)
+    monkeypatch.setattr(averager_module, "_PENDING_BYTES", pending_bytes)
 
     def calls(step: int, rank: int) -> list[list[str]]:
         dice = random.Random(100 * step + rank)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,8 @@ from torch import nn  # noqa: E402
 from statexchange.errors import InvalidArgumentError, MismatchError  # noqa: E402
 from statexchange.train.buckets.arrival import Arrival  # noqa: E402
 from statexchange.train.buckets.hooks import GradientHooks  # noqa: E402
-from statexchange.train.buckets.plan import BucketMemory, BucketPlan  # noqa: E402
+from statexchange.train.buckets.options import BucketOptions  # noqa: E402
+from statexchange.train.buckets.plan import BucketPlan  # noqa: E402
 from statexchange.train.buckets.rounds import (  # noqa: E402
     DENSE,
     FROZEN,
@@ -34,8 +37,20 @@ def views_of(*shapes: tuple[int, ...]) -> list[BucketView]:
 
 def plan_of(views: list[BucketView], bucket_bytes: int = 16, align_bytes: int = 8) -> BucketPlan:
     specs = specs_of({view.name: view.param for view in views})
-    memory = BucketMemory(lambda shape, dtype: torch.full(tuple(shape), 7.0, dtype=dtype), align_bytes)
-    return BucketPlan(views, specs, b"digest", memory, bucket_bytes=bucket_bytes, fusion=True)
+    options = BucketOptions(
+        bucket_bytes=bucket_bytes,
+        align_bytes=align_bytes,
+        chunking=False,
+        fusion=True,
+        delay_reduce=False,
+        bucket_type="gradient",
+        scale=None,
+        buckets=None,
+        overlap=None,
+        communicate=None,
+    )
+    comm: Any = SimpleNamespace(empty=lambda shape, dtype: torch.full(tuple(shape), 7.0, dtype=dtype), world_size=1)
+    return BucketPlan(comm, options, views, specs, b"digest")
 
 
 def header(step: int = 0, digest: bytes = b"the plan", *, is_done: bool = False) -> RoundHeader:
@@ -194,10 +209,10 @@ class Recorder:
 
 def test_hooks_report_gradients_and_the_end_of_each_backward() -> None:
     views, recorder = views_of((1,), (1,)), Recorder()
-    hooks = GradientHooks(recorder.arrived, recorder.ended)
+    hooks = GradientHooks(recorder.arrived)
     hooks.attach(views)
     views[1].param.sum().backward()
-    hooks.reports_end = True
+    hooks.watch(recorder.ended)
     (views[0].param + views[1].param).sum().backward()
     assert recorder.seen[0] == 1
     assert sorted(map(str, recorder.seen[1:3])) == ["0", "1"]
@@ -209,7 +224,7 @@ def test_hooks_report_gradients_and_the_end_of_each_backward() -> None:
 
 def test_a_parameter_has_the_hooks_of_one_owner_that_is_alive() -> None:
     views, recorder = views_of((1,)), Recorder()
-    hooks = GradientHooks(recorder.arrived, recorder.ended)
+    hooks = GradientHooks(recorder.arrived)
     hooks.attach(views)
     with pytest.raises(InvalidArgumentError, match="another reducer") as refused:
         GradientHooks.check_free(views)

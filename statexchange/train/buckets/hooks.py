@@ -19,21 +19,23 @@ _owners = WeakTensorKeyDictionary()  # a parameter's GradientHooks, as a weak re
 
 
 class GradientHooks:
-    """Calls the method `arrived` with a parameter's number, and `ended` at the end of the backward.
+    """Calls the method `arrived` with a parameter's number, and the one given to `watch` at the end of the backward.
 
     Both are bound methods and are referred to weakly, so that hooks on long-lived parameters keep no reducer alive:
-    when its object is gone they do nothing. `ended` is called only while `reports_end` is set. A parameter has the
-    hooks of one owner at a time.
+    when its object is gone they do nothing. A parameter has the hooks of one owner at a time.
     """
 
-    def __init__(self, arrived: Callable[[int], None], ended: Callable[[], None]) -> None:
-        self.reports_end = False
+    def __init__(self, arrived: Callable[[int], None]) -> None:
         self._arrived = weakref.WeakMethod(arrived)
-        self._ended = weakref.WeakMethod(ended)
+        self._ended: weakref.WeakMethod[Callable[[], None]] | None = None
         self._lock = threading.RLock()  # autograd runs the hooks of several devices in several threads
         self._in_backward = False
         self._handles: list[Any] = []
         self._views: list[BucketView] = []
+
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Call the method `ended` at the end of each backward from now on."""
+        self._ended = weakref.WeakMethod(ended)
 
     @staticmethod
     def check_free(views: Sequence[BucketView]) -> None:
@@ -71,7 +73,7 @@ class GradientHooks:
 
     def _gradient_accumulated(self, index: int) -> None:
         with self._lock:
-            if self.reports_end and not self._in_backward:
+            if self._ended is not None and not self._in_backward:
                 self._in_backward = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)  # noqa: SLF001
             arrived = self._arrived()
@@ -80,7 +82,7 @@ class GradientHooks:
 
     def _backward_ended(self) -> None:
         self._in_backward = False
-        ended = self._ended()
+        ended = None if self._ended is None else self._ended()
         if ended is not None:
             ended()
 

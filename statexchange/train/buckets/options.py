@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "ReducerOptions",
     "ResetOptions",
     "TrainingOptions",
+    "check_names",
 ]
 
 BucketType = Literal["gradient", "weight", "parameter"]
@@ -72,7 +73,11 @@ class AlgorithmOptions(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class BucketOptions:
-    """Options that must be equal on all ranks, which compare the record as text; BucketReducer explains them."""
+    """The options of a BucketReducer, which explains them.
+
+    They must be equal on all ranks, which compare the record as text. What has no text here may differ between ranks:
+    a function, or objects of the caller's, whose names the reducer adds.
+    """
 
     bucket_bytes: int
     align_bytes: int
@@ -80,13 +85,10 @@ class BucketOptions:
     fusion: bool
     delay_reduce: bool
     bucket_type: BucketType
-    buckets: tuple[tuple[str, ...], ...] | None
     scale: float | None
-
-    @classmethod
-    def names(cls) -> set[str]:
-        """The names of all options."""
-        return set(cls.__slots__)
+    buckets: Sequence[Sequence[str | torch.Tensor]] | None = field(repr=False)
+    overlap: bool | None = field(repr=False)
+    communicate: Communicate | None = field(repr=False)
 
     def check(self) -> None:
         """Raise InvalidArgumentError unless every option is valid."""
@@ -97,6 +99,8 @@ class BucketOptions:
         if self.bucket_type not in ("gradient", "weight", "parameter"):
             raise InvalidArgumentError(f"unknown bucket_type {self.bucket_type!r}; known: gradient, weight, parameter")
         operation(self.scale)
+        if self.communicate is not None and not callable(self.communicate):
+            raise InvalidArgumentError(f"communicate is a function or None, not {self.communicate!r}")
 
     @property
     def averages_gradients(self) -> bool:
@@ -106,6 +110,17 @@ class BucketOptions:
     def size_unit(self, world_size: int) -> int:
         """The unit of a bucket's size, in bytes."""
         return max(self.align_bytes, _CHUNK_ALIGN_BYTES * world_size) if self.chunking else self.align_bytes
+
+
+def check_names(names: Iterable[str], *others: str) -> None:
+    """Raise InvalidArgumentError for a name that is neither an option of BucketReducer nor among `others`.
+
+    Not collective.
+    """
+    options = {*others, *(option.name for option in fields(BucketOptions))}
+    unknown = sorted(set(names) - options)
+    if unknown:
+        raise InvalidArgumentError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(options))}")
 
 
 def _is_integer(value: object) -> bool:

@@ -10,43 +10,20 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 
+from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError
+from statexchange.train.buckets.options import BucketOptions
 from statexchange.train.buckets.views import Bucket, BucketView
 from statexchange.train.parameter_specs import ParameterSpec, shortened
 
-__all__ = ["BucketMemory", "BucketPlan", "explicit_names", "split_buckets"]
+__all__ = ["BucketPlan", "explicit_names", "split_buckets"]
 
 _LINE_BYTES = 64  # a cache line: no two buckets share one
 _BATCH_BYTES = 32 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class BucketMemory:
-    """The allocator of buckets: `empty(shape, dtype)` allocates on the host; sizes are multiples of `align_bytes`."""
-
-    empty: Callable[[Sequence[int], torch.dtype], torch.Tensor]
-    align_bytes: int
-
-    def allocate(self, numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        """Return a flat tensor of zeros for each of `numels`, rounded up, all cut from one allocation.
-
-        Collective if `empty` is.
-        """
-        unit = math.lcm(self.align_bytes, dtype.itemsize) // dtype.itemsize
-        line = max(_LINE_BYTES // dtype.itemsize, 1)
-        sizes = [_rounded_up(numel, unit) for numel in numels]
-        begins = [0, *itertools.accumulate(_rounded_up(size, line) for size in sizes)]
-        if device.type == "cpu":
-            memory = self.empty((begins[-1],), dtype)
-        else:
-            memory = torch.empty(begins[-1], dtype=dtype, device=device)
-        memory.zero_()
-        return [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
 
 class BucketPlan:
@@ -54,20 +31,17 @@ class BucketPlan:
 
     def __init__(
         self,
+        comm: Communicator,
+        options: BucketOptions,
         views: Sequence[BucketView],
         specs: Sequence[ParameterSpec],
         specs_digest: bytes,
-        memory: BucketMemory,
-        *,
-        bucket_bytes: int,
-        fusion: bool,
     ) -> None:
+        self._comm = comm
+        self._options = options
         self._views = views
         self._specs = specs
         self._specs_digest = specs_digest
-        self._memory = memory
-        self._bucket_bytes = bucket_bytes
-        self._fusion = fusion
         self._set([])
 
     def _set(self, buckets: list[Bucket]) -> None:
@@ -93,14 +67,14 @@ class BucketPlan:
     def split(self, views: Sequence[BucketView]) -> list[list[BucketView]]:
         """Cut `views`, given in the order of arrival, into buckets; return these in the order in which they fill."""
         position = {view.name: i for i, view in enumerate(views)}
-        split = split_buckets([self._specs[view.index] for view in views], self._bucket_bytes)
+        split = split_buckets([self._specs[view.index] for view in views], self._options.bucket_bytes)
         buckets = [[views[position[spec.name]] for spec in bucket] for bucket in split]
         return sorted(buckets, key=lambda bucket: max(position[view.name] for view in bucket))
 
     def extend(self, groups: Sequence[Sequence[BucketView]]) -> list[Bucket]:
         """Make a bucket of each group of views, of one dtype and device, at the end of the plan.
 
-        Collective if the memory's `empty` is.
+        Collective if the communicator's `empty` is.
         """
         by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
         for i, views in enumerate(groups):
@@ -108,10 +82,23 @@ class BucketPlan:
         flats: dict[int, torch.Tensor] = {}
         for (dtype, device), members in by_kind.items():
             numels = [sum(view.shape.numel() for view in groups[i]) for i in members]
-            flats.update(zip(members, self._memory.allocate(numels, dtype, device), strict=True))
-        new = [Bucket(views, flats[i], fusion=self._fusion) for i, views in enumerate(groups)]
+            flats.update(zip(members, self._allocate(numels, dtype, device), strict=True))
+        new = [Bucket(views, flats[i], fusion=self._options.fusion) for i, views in enumerate(groups)]
         self._set([*self.buckets, *new])
         return new
+
+    def _allocate(self, numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
+        """Return a flat tensor of zeros for each of `numels`, rounded up, all cut from one allocation."""
+        unit = math.lcm(self._options.size_unit(self._comm.world_size), dtype.itemsize) // dtype.itemsize
+        line = max(_LINE_BYTES // dtype.itemsize, 1)
+        sizes = [_rounded_up(numel, unit) for numel in numels]
+        begins = [0, *itertools.accumulate(_rounded_up(size, line) for size in sizes)]
+        if device.type == "cpu":
+            memory = self._comm.empty((begins[-1],), dtype)
+        else:
+            memory = torch.empty(begins[-1], dtype=dtype, device=device)
+        memory.zero_()
+        return [memory[begin : begin + size] for begin, size in zip(begins, sizes, strict=False)]
 
     def extend_in_batches(self, groups: Sequence[Sequence[BucketView]]) -> Iterator[list[Bucket]]:
         """Extend the plan by about 32 MiB of buckets at a time; yield each batch. Collective, as `extend`.

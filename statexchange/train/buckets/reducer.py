@@ -7,14 +7,14 @@ A round, on every rank:
 
 1. Backward makes a gradient and a hook records its arrival (`hooks`, `arrival`). A gradient has arrived if the hook
    ran, not if ``grad is not None``: users keep or zero old gradients.
-2. The gradient is copied into its bucket (`sender`). With fusion `.grad` becomes a view of the bucket, so nothing is
+2. The gradient is copied into its bucket (`averager`). With fusion `.grad` becomes a view of the bucket, so nothing is
    copied back.
 3. With `overlap`, a bucket that has all its gradients is reduced while backward goes on, but never before the buckets
    that precede it in the plan: every rank must reduce the same buckets in the same order, in whatever order its
    gradients arrive. `.grad` of its parameters is None from then on, so that another backward does not add to memory in
    flight. The plan's last bucket is left to `reduce`: no gradients follow that it could overlap with.
 4. `reduce` sends the rest of the plan, with zeros where nothing arrived, so that ranks whose backward touched other
-   parameters take part in the same collectives. Steps 4 to 6 are in `gradient_averager`.
+   parameters take part in the same collectives. Steps 2 to 6 are in `averager`.
 5. All ranks exchange one message (`rounds`): the plan's digest, the step, the weight, and what arrived. Different plans
    or steps are a MismatchError on all.
 6. Gradients that arrived late, for a bucket in flight, are reduced and added. Dense gradients without a bucket get one,
@@ -39,7 +39,7 @@ import contextlib
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -51,12 +51,11 @@ from statexchange.comm.defaults import as_communicator
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 from statexchange.processes import usable_cores
 from statexchange.train.buckets.arrival import Arrival
-from statexchange.train.buckets.gradient_averager import GradientAverager, ParameterAverager
+from statexchange.train.buckets.averager import BucketAverager
 from statexchange.train.buckets.hooks import GradientHooks
-from statexchange.train.buckets.options import BucketOptions, BucketType, Communicate, ResetOptions
-from statexchange.train.buckets.plan import BucketMemory, BucketPlan, explicit_names
+from statexchange.train.buckets.options import BucketOptions, BucketType, Communicate, ResetOptions, check_names
+from statexchange.train.buckets.plan import BucketPlan, explicit_names
 from statexchange.train.buckets.rounds import RoundHeader
-from statexchange.train.buckets.sender import BucketSender
 from statexchange.train.buckets.views import BucketView
 from statexchange.train.malloc_tuning import raise_malloc_thresholds
 from statexchange.train.parameter_specs import Source, compare_specs, named_parameters, specs_of
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
 __all__ = ["BucketReducer"]
 
 _numbers: weakref.WeakKeyDictionary[Communicator, Iterator[int]] = weakref.WeakKeyDictionary()
-_LOCAL_OPTIONS = {"communicate", "overlap"}  # ranks may differ in these
 
 
 class BucketReducer(Reducer):
@@ -147,12 +145,8 @@ class BucketReducer(Reducer):
     ) -> None:
         with public_call("BucketReducer"):
             self._comm = as_communicator(comm)
-        self._overlap = overlap
         self._number = next(_numbers.setdefault(self._comm.flat, itertools.count()))
-        self._communicate = communicate
-        self._on_backward_end: weakref.WeakMethod[Callable[[], None]] | None = None
         self._source = module_or_params
-        self._explicit_buckets = buckets
         self._options = BucketOptions(
             bucket_bytes=bucket_bytes,
             align_bytes=align_bytes,
@@ -160,22 +154,15 @@ class BucketReducer(Reducer):
             fusion=fusion,
             delay_reduce=delay_reduce,
             bucket_type=bucket_type,
-            buckets=None,
             scale=scale,
+            buckets=buckets,
+            overlap=overlap,
+            communicate=communicate,
         )
+        self._hooks = GradientHooks(self._gradient_accumulated)
         self._build()
 
     # Set-up
-
-    @staticmethod
-    def check_settings(settings: Mapping[str, Any], *others: str) -> None:
-        """Raise InvalidArgumentError for a name that is neither an option of the constructor nor among `others`.
-
-        Not collective.
-        """
-        known = {*BucketOptions.names(), *_LOCAL_OPTIONS, *others}
-        if unknown := sorted(settings.keys() - known):
-            raise InvalidArgumentError(f"unknown setting {unknown[0]!r}; known: {', '.join(sorted(known))}")
 
     def reset(self, module_or_params: Source | None = None, **changes: Unpack[ResetOptions]) -> None:
         """Start over with other parameters or options; gradients stay as they are.
@@ -192,17 +179,14 @@ class BucketReducer(Reducer):
         with self._comm.checking("reset"):
             if any(bucket.in_flight for bucket in self._plan.buckets):
                 raise InvalidArgumentError("gradients are being reduced: call finalize() before reset()")
-            self.check_settings(changes, "comm")
-            given: dict[str, Any] = dict(changes)
-            shared = BucketOptions.names() & given.keys() - {"buckets"}  # `_build` resolves the names of buckets
-            options = replace(self._options, **{name: given[name] for name in shared})
+            check_names(changes, "comm")
+            new_options: dict[str, Any] = dict(changes)
+            new_options.pop("comm", None)
+            options = replace(self._options, **new_options)
             options.check()
         comm = as_communicator(changes.get("comm", self._comm))
         self.close()
         self._comm = comm
-        self._communicate = changes.get("communicate", self._communicate)
-        self._overlap = changes.get("overlap", self._overlap)
-        self._explicit_buckets = changes.get("buckets", self._explicit_buckets)
         self._options = options
         self._source = self._source if module_or_params is None else module_or_params
         self._build()
@@ -210,46 +194,24 @@ class BucketReducer(Reducer):
     def _build(self) -> None:
         """Compare parameters and options between ranks, and create all parts. Collective."""
         with self._comm.checking("BucketReducer"):
-            self._options.check()
-            if self._communicate is not None and not callable(self._communicate):
-                raise InvalidArgumentError(f"communicate is a function or None, not {self._communicate!r}")
+            options = self._options
+            options.check()
             named = named_parameters(self._source)
             specs = specs_of(named)
             self._views = [BucketView(i, name, param) for i, (name, param) in enumerate(named.items())]
             self._index = {id(view.param): view.index for view in self._views}
-            explicit = self._explicit_buckets
-            names = None if explicit is None else explicit_names(explicit, self._views, specs)
-            self._options = replace(self._options, buckets=names)
-            if self._options.averages_gradients:
+            names = None if options.buckets is None else explicit_names(options.buckets, self._views, specs)
+            if options.averages_gradients:
                 GradientHooks.check_free(self._views)
-        about = f"reducer {self._number}, {self._options}, its own communicate: {self._communicate is not None}"
+        communicates = options.communicate is not None
+        about = f"reducer {self._number}, {options}, buckets={names}, its own communicate: {communicates}"
         digest = compare_specs(self._comm, specs, about)
         raise_malloc_thresholds()
         is_on_host = all(spec.device.startswith("cpu") for spec in specs)
-        options = self._options
-        memory = BucketMemory(self._comm.empty, options.size_unit(self._comm.world_size))
-        self._plan = BucketPlan(
-            self._views, specs, digest, memory, bucket_bytes=options.bucket_bytes, fusion=options.fusion
-        )
+        overlaps = not options.delay_reduce and self._may_overlap(is_on_host=is_on_host)
+        self._plan = BucketPlan(self._comm, options, self._views, specs, digest)
         self._arrival = Arrival(self._views)
-        self._sender = BucketSender(
-            self._comm,
-            self._plan,
-            self._arrival,
-            fusion=options.fusion,
-            overlaps=not options.delay_reduce and self._may_overlap(is_on_host=is_on_host),
-            scale=options.scale,
-            communicate=self._communicate,
-        )
-        self._averager: GradientAverager | ParameterAverager
-        if options.averages_gradients:
-            self._averager = GradientAverager(self._comm, options, self._views, self._plan, self._arrival, self._sender)
-        else:
-            self._averager = ParameterAverager(
-                self._comm, self._plan, self._sender, is_noticed=options.bucket_type == "parameter"
-            )
-        self._hooks = GradientHooks(self._gradient_accumulated, self._backward_ended)
-        self._hooks.reports_end = self._on_backward_end is not None
+        self._averager = BucketAverager(self._comm, options, self._views, self._plan, self._arrival, overlaps=overlaps)
         self._rounds = 0
         self.eager = True
         """Whether buckets may be sent during backward. Callers may set it."""
@@ -264,8 +226,8 @@ class BucketReducer(Reducer):
             self._plan.extend(self._plan.split([view for view in self._views if view.bucket is None]))
 
     def _may_overlap(self, *, is_on_host: bool) -> bool:
-        if self._overlap is not None:
-            return self._overlap
+        if self._options.overlap is not None:
+            return self._options.overlap
         uses_cores = self._comm.backend in ("shm", "threads") and is_on_host
         return not uses_cores or usable_cores() >= 2 * self._comm.world_size
 
@@ -320,13 +282,12 @@ class BucketReducer(Reducer):
 
     # Arrival
 
-    def watch(self, ended: Callable[[], None] | None) -> None:
-        """Call the method `ended` at the end of each backward that touches a parameter; None calls nothing.
+    def watch(self, ended: Callable[[], None]) -> None:
+        """Call the method `ended` at the end of each backward that touches a parameter.
 
         Not collective. The method's object is referred to weakly.
         """
-        self._on_backward_end = None if ended is None else weakref.WeakMethod(ended)
-        self._hooks.reports_end = ended is not None
+        self._hooks.watch(ended)
 
     def add(self, tensor: torch.Tensor) -> None:
         """Record that the parameter `tensor` has a gradient, as the hooks do for gradients of autograd.
@@ -345,12 +306,7 @@ class BucketReducer(Reducer):
     def _gradient_accumulated(self, index: int) -> None:
         view = self._views[index]
         if self._arrival.record(view, counts=self.eager):
-            self._sender.gradient_ready(view)
-
-    def _backward_ended(self) -> None:
-        ended = None if self._on_backward_end is None else self._on_backward_end()
-        if ended is not None:
-            ended()
+            self._averager.gradient_ready(view)
 
     # Averaging
 
@@ -408,14 +364,14 @@ class BucketReducer(Reducer):
             with torch.no_grad():
                 share = 0.0 if done else self._checked_weight(weight)
                 header = RoundHeader(self._plan.digest, self._rounds if step is None else step, share, done)
-                return self._averager.run(header)
+                return self._averager.average(header)
         finally:
             self._rounds += 1
             self._begin_round()
 
     def _begin_round(self) -> None:
         self._arrival.begin_round()
-        self._sender.begin_round()
+        self._averager.begin_round()
         self._plan.begin_round()
 
     def _checked_weight(self, weight: float | None) -> float:

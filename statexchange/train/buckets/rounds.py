@@ -6,14 +6,16 @@ no bucket. In most rounds all parameters have a bucket and the text is empty.
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import MismatchError
+from statexchange.messages import decode, encoded
 from statexchange.train.sparse import SparseShape
 
 __all__ = [
@@ -64,6 +66,13 @@ class RoundHeader:
         return cls(*_HEADER.unpack_from(message))
 
 
+class _Unplaced(NamedTuple):
+    """What a report says of the gradients that are in no bucket."""
+
+    order: Sequence[int]
+    sparse: Mapping[int, SparseShape]
+
+
 @dataclass(frozen=True, slots=True)
 class ArrivalReport:
     """The gradients that arrived on one rank: flags by parameter, and details of gradients that are in no bucket.
@@ -73,24 +82,19 @@ class ArrivalReport:
 
     states: bytes
     order: Sequence[int] = ()
-    sparse: dict[int, SparseShape] | None = None
+    sparse: Mapping[int, SparseShape] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the bytes that follow the header in a message."""
-        if not self.order:
-            return self.states
-        sparse = {str(index): list(shape) for index, shape in (self.sparse or {}).items()}
-        return self.states + json.dumps({"order": list(self.order), "sparse": sparse}).encode()
+        return self.states + (encoded(_Unplaced(self.order, self.sparse), _Unplaced) if self.order else b"")
 
     @classmethod
-    def from_bytes(cls, body: bytes, num_parameters: int) -> ArrivalReport:
-        """Return the report in the bytes that follow the header."""
+    def from_bytes(cls, body: bytes, num_parameters: int, rank: int) -> ArrivalReport:
+        """Return the report in the bytes that follow the header of a rank."""
         states, text = body[:num_parameters], body[num_parameters:]
         if not text:
             return cls(states)
-        details = json.loads(text)
-        sparse = {int(index): SparseShape(*map(int, shape)) for index, shape in details["sparse"].items()}
-        return cls(states, [int(index) for index in details["order"]], sparse)
+        return cls(states, *decode(text, _Unplaced, "the gradients in no bucket", rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +117,9 @@ class RoundSummary:
         if any(header.plan_digest != plan_digest for header in headers):
             raise MismatchError("ranks average the gradients of different reducers, or by different plans")
         _check_steps(headers)
-        bodies = [message[_HEADER.size :] for message in messages]
-        reports = [ArrivalReport.from_bytes(body, num_parameters) for body in bodies]
+        reports = []
+        for rank, message in enumerate(messages):
+            reports.append(ArrivalReport.from_bytes(message[_HEADER.size :], num_parameters, rank))
         distinct = {report.states for report in reports}
         return cls(headers, reports, _combined(distinct, int.__or__), _combined(distinct, int.__and__))
 
@@ -140,14 +145,11 @@ class RoundSummary:
 
     def order(self) -> list[int]:
         """Return the parameters without a bucket in rank 0's order of arrival, then those missing there."""
-        found: dict[int, None] = {}
-        for report in self.reports:
-            found.update(dict.fromkeys(report.order))
-        return list(found)
+        return list(dict.fromkeys(itertools.chain.from_iterable(report.order for report in self.reports)))
 
     def sparse_shapes(self, index: int) -> list[SparseShape | None]:
         """Return the sizes of a parameter's sparse gradient on each rank; None where it has none."""
-        return [(report.sparse or {}).get(index) for report in self.reports]
+        return [report.sparse.get(index) for report in self.reports]
 
 
 def exchange_reports(comm: Communicator, header: RoundHeader, report: ArrivalReport) -> RoundSummary:
