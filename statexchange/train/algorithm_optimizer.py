@@ -38,7 +38,6 @@ class AlgorithmOptimizer(DistributedOptimizer):
         ignored: returns the names of parameters that stay this rank's own.
         is_alone: whether this is the module's only optimizer.
         after_step: called at the end of each step.
-        bucket_bytes: as for BucketReducer.
         settings: options of DistributedOptimizer and BucketReducer.
     """
 
@@ -52,13 +51,11 @@ class AlgorithmOptimizer(DistributedOptimizer):
         ignored: Callable[[], Set[str]],
         is_alone: bool,
         after_step: Callable[[], None],
-        bucket_bytes: int,
         **settings: Unpack[TrainingOptions],
     ) -> None:
         self._ignored = ignored
         self._is_alone = is_alone
         self._after_step = after_step
-        self._bucket_bytes = bucket_bytes
         self._algorithm = algorithm
         self._whole_comm = comm
         self._run = Run(algorithm.over(comm))
@@ -66,7 +63,6 @@ class AlgorithmOptimizer(DistributedOptimizer):
             optimizer,
             self._run.comm,
             module=module,
-            bucket_bytes=bucket_bytes,
             init_sync=False,  # `data_parallel` has given all ranks root's parameters
             **settings,
             **algorithm.settings(self._run),
@@ -85,7 +81,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
     @property
     def setting(self) -> Setting:
         """The bucket size and hierarchy, which the tuner may change. Not collective."""
-        return Setting(self._bucket_bytes, hierarchical=self._run.comm is not self._whole_comm.flat)
+        return Setting(self.reducer.bucket_bytes, hierarchical=self._run.comm is not self._whole_comm.flat)
 
     # Steps
 
@@ -133,7 +129,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
     def accept(self, algorithm: Algorithm | str) -> Algorithm:
         """Return the Algorithm; raise on all ranks unless all chose it and it allows `weight`. Collective."""
         chosen = as_algorithm(algorithm)
-        check_equal(self._comm, {"algorithm": repr(chosen)})
+        check_equal(self._comm, {"algorithms": repr(chosen)})
         check_weight(chosen, is_weighted=self._weight is not None)
         return chosen
 
@@ -157,7 +153,6 @@ class AlgorithmOptimizer(DistributedOptimizer):
         """Apply the bucket size and the hierarchy of a setting. Collective, between steps."""
         self._run.comm = self._whole_comm if setting.hierarchical else self._whole_comm.flat
         self.reducer.reset(comm=self._run.comm, bucket_bytes=setting.bucket_bytes)
-        self._bucket_bytes = setting.bucket_bytes
         self._arm()
 
     def average_state(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import functools
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -33,7 +33,6 @@ __all__ = [
 
 Peers = Literal["all", "shift_one", "ring"]
 
-_PEERS = ("all", "shift_one", "ring")
 _WIDE = (torch.float32, torch.float64)  # dtypes in which weights are averaged
 _LEVELS = 255
 _HEAD_BYTES = 8  # a quantised chunk begins with its least value and its step, both float32
@@ -333,8 +332,8 @@ class Decentralized(Algorithm):
     def __post_init__(self) -> None:
         if not isinstance(self.interval, int):
             raise InvalidArgumentError(f"interval must be a number of steps, not {self.interval!r}")
-        if self.peers not in _PEERS:
-            raise InvalidArgumentError(f"unknown peers {self.peers!r}; known: {', '.join(_PEERS)}")
+        if self.peers not in get_args(Peers):
+            raise InvalidArgumentError(f"unknown peers {self.peers!r}; known: {', '.join(get_args(Peers))}")
         if self.interval < 1:
             raise InvalidArgumentError("interval must be positive", found=self.interval)
 

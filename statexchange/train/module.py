@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from statexchange.comm.calls import public_call
-from statexchange.comm.communicator import CommLike, Communicator
+from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
+from statexchange.comm.typed import from_root
 from statexchange.errors import InvalidArgumentError
 from statexchange.train.algorithm_optimizer import AlgorithmOptimizer, check_weight
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, as_algorithm
@@ -68,7 +69,15 @@ class DistributedModule(nn.Module):
         _check_ignored(module)
         self.module = module
         self.training = module.training
-        self._group = _TrainingGroup(self._comm)
+        self.tuning_history: list[Trial] = []
+        """The time of a step with each setting that was tried, one entry for each run of the tuner."""
+        self._optimizers: list[AlgorithmOptimizer] = []
+        self._tuner: Tuner | None = None
+        self._tune_every: int | None = None
+        self._is_tuning_due = False
+        self._num_forwards = 0
+        self._last_forward_s: float | None = None
+        self._step_times: deque[float] = deque(maxlen=_MAX_STEP_TIMES)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedModule:
         """Copy the module; the copy has the same communicator and no optimizer. AveragedModel calls this."""
@@ -83,10 +92,20 @@ class DistributedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (the inner module's result)
         """Call the inner module; in train mode the time between two calls counts as a step's. Not collective."""
         if self.module.training:
-            self._group.count_forward()
+            self._count_forward()
         else:
-            self._group.interrupt()
+            self._last_forward_s = None
         return self.module(*args, **kwargs)
+
+    def _count_forward(self) -> None:
+        """Count a forward in train mode, and the time since the one before as a step."""
+        now = time.perf_counter()
+        if self._last_forward_s is not None:
+            self._step_times.append(now - self._last_forward_s)
+        self._last_forward_s = now
+        self._num_forwards += 1
+        if self._tune_every is not None and self._num_forwards % self._tune_every == 0:
+            self._is_tuning_due = True
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 (as torch: of the type of `destination`)
         """Return the inner module's state dict. Not collective."""
@@ -122,7 +141,13 @@ class DistributedModule(nn.Module):
     @property
     def algorithm(self) -> Algorithm:
         """The present algorithm."""
-        return self._group.optimizers[0].algorithm
+        return self._trained()[0].algorithm
+
+    def _trained(self) -> list[AlgorithmOptimizer]:
+        """Return the optimizers, at least one; they have one algorithm and one setting."""
+        if not self._optimizers:
+            raise InvalidArgumentError("this module has no optimizer: data_parallel(module, optimizer) gives it one")
+        return self._optimizers
 
     def switch_to(self, algorithm: Algorithm | str) -> DistributedModule:
         """Synchronise by another algorithm from the next step on.
@@ -141,7 +166,7 @@ class DistributedModule(nn.Module):
             MismatchError: ranks chose different algorithms.
             InvalidArgumentError: there is no such algorithm, or this module has no optimizer.
         """
-        optimizers = self._group.optimizers
+        optimizers = self._trained()
         with self._comm.phase(_PHASE):
             chosen = optimizers[0].accept(algorithm)
             allreduce_parameters(self, comm=self._comm)
@@ -149,7 +174,8 @@ class DistributedModule(nn.Module):
                 if optimizer.algorithm.averages_weights:
                     optimizer.average_state()
                 optimizer.switch_to(chosen)
-        self._group.restart_tuning()
+        self._tuner = optimizers[0].new_tuner()
+        self._step_times.clear()  # they are the other algorithm's
         return self
 
     def train_with(
@@ -157,8 +183,6 @@ class DistributedModule(nn.Module):
         optimizers: Sequence[torch.optim.Optimizer],
         algorithm: Algorithm,
         tune_every: int | None,
-        *,
-        bucket_bytes: int,
         **settings: Unpack[TrainingOptions],
     ) -> list[AlgorithmOptimizer]:
         """Wrap the optimizers of this module, for `data_parallel`. Collective.
@@ -167,13 +191,12 @@ class DistributedModule(nn.Module):
             optimizers: one or more optimizers that share no parameter.
             algorithm: how they synchronise.
             tune_every: the number of forwards between two runs of the tuner; None for no runs but the caller's.
-            bucket_bytes: as for BucketReducer.
             settings: options of DistributedOptimizer and BucketReducer.
 
         Returns:
             The wrapped optimizers.
         """
-        trained = [
+        self._optimizers = [
             AlgorithmOptimizer(
                 optimizer,
                 self,
@@ -181,25 +204,20 @@ class DistributedModule(nn.Module):
                 self._comm,
                 ignored=functools.partial(_ignored_names, self.module),
                 is_alone=len(optimizers) == 1,
-                after_step=self._group.after_step,
-                bucket_bytes=bucket_bytes,
+                after_step=self._after_step,
                 **settings,
             )
             for optimizer in optimizers
         ]
-        self._group.begin(trained, tune_every)
-        return trained
+        self._tune_every = tune_every
+        self._tuner = self._optimizers[0].new_tuner()
+        return self._optimizers
 
     # Tuning
 
-    @property
-    def tuning_history(self) -> list[Trial]:
-        """The time of a step with each setting that was tried, one entry for each run of the tuner."""
-        return self._group.history
-
     def report_metrics(self, step_s: Sequence[float]) -> None:
         """Replace the step times measured with the present setting by `step_s`, in seconds. Not collective."""
-        self._group.set_step_times(step_s)
+        self._step_times = deque(step_s, maxlen=_MAX_STEP_TIMES)
 
     def ask_and_update_hyperparameters(self) -> bool:
         """Let rank 0 choose bucket size and hierarchy by the step times of all ranks.
@@ -213,7 +231,31 @@ class DistributedModule(nn.Module):
             Whether the setting changed. False as long as nothing was measured, and with an algorithm that averages
             weights.
         """
-        return self._group.tune()
+        optimizers = self._trained()
+        first = optimizers[0]
+        median = statistics.median(self._step_times) if self._step_times else None
+        self._step_times.clear()
+        self._is_tuning_due = False
+        medians = [value for value in self._comm.all_gather_object(median) if value is not None]
+        if not medians or first.algorithm.averages_weights:
+            return False
+        present = first.setting
+        num_buckets = sum(len(optimizer.reducer.buckets) for optimizer in optimizers)
+        self.tuning_history.append(Trial(present.bucket_bytes, num_buckets, max(medians), present.hierarchical))
+        assert self._tuner is not None
+        proposed = self._tuner.propose(present, max(medians)) if self._comm.rank == 0 else present
+        chosen = from_root(self._comm, proposed, Setting, "the tuner's setting")
+        if chosen == present:
+            return False
+        for optimizer in optimizers:
+            optimizer.use(chosen)
+        self._last_forward_s = None  # the first step with new buckets also makes them
+        return True
+
+    def _after_step(self) -> None:
+        """Run the tuner if it is due: between a forward and its step, buckets cannot change. Collective then."""
+        if self._is_tuning_due:
+            self.ask_and_update_hyperparameters()
 
 
 def _ignored_names(module: nn.Module) -> set[str]:
@@ -238,7 +280,6 @@ def data_parallel(
     *,
     root: int = ...,
     broadcast_buffers: bool = ...,
-    bucket_bytes: int = ...,
     autotune: bool = ...,
     tune_every: int = ...,
     **settings: Unpack[TrainingOptions],
@@ -252,7 +293,6 @@ def data_parallel(
     *,
     root: int = ...,
     broadcast_buffers: bool = ...,
-    bucket_bytes: int = ...,
     autotune: bool = ...,
     tune_every: int = ...,
     **settings: Unpack[TrainingOptions],
@@ -268,7 +308,6 @@ def data_parallel(
     *,
     root: int = 0,
     broadcast_buffers: bool = True,
-    bucket_bytes: int = 10 << 20,
     autotune: bool = False,
     tune_every: int = 100,
     **settings: Unpack[TrainingOptions],
@@ -289,12 +328,11 @@ def data_parallel(
         root: the rank whose parameters and buffers all ranks begin with.
         broadcast_buffers: whether buffers become root's, too; otherwise they stay each rank's own until `switch_to`
             averages them.
-        bucket_bytes: the size of buckets, as for BucketReducer.
         autotune: let the tuner choose bucket size and hierarchy after each `tune_every`-th forward in train mode, at
             the end of its step. All ranks must then make equally many forwards. Not for use with `join` or several
             optimizers.
         tune_every: see `autotune`.
-        settings: options of DistributedOptimizer (`accumulate`, `weight`) and of BucketReducer.
+        settings: options of DistributedOptimizer (`accumulate`, `weight`) and of BucketReducer, such as `bucket_bytes`.
 
     Returns:
         The wrapped module, and the wrapped optimizer or a list of them.
@@ -321,12 +359,10 @@ def data_parallel(
             chosen = as_algorithm(algorithm)
             _check_arguments(module, optimizers, settings, autotune, tune_every)
             check_weight(chosen, is_weighted=settings.get("weight") is not None)
-        check_equal(communicator, {"algorithm": repr(chosen)})
+        check_equal(communicator, {"algorithms": repr(chosen)})
         wrapped = DistributedModule(module, communicator)
         broadcast_parameters(wrapped, broadcast_buffers=broadcast_buffers, root=root, comm=communicator)
-        trained = wrapped.train_with(
-            optimizers, chosen, tune_every if autotune else None, bucket_bytes=bucket_bytes, **settings
-        )
+        trained = wrapped.train_with(optimizers, chosen, tune_every if autotune else None, **settings)
     return wrapped, trained[0] if optimizers[0] is optimizer else trained
 
 
@@ -346,86 +382,3 @@ def _check_arguments(
         raise InvalidArgumentError("tune_every must be a positive number of forwards", found=tune_every)
     if autotune and len(optimizers) > 1:
         raise InvalidArgumentError("autotune is for one optimizer: between steps of several, gradients would be lost")
-
-
-class _TrainingGroup:
-    """Optimizers that train one module by one algorithm, with one setting.
-
-    A step's time is that between two forwards in train mode. With `tune_every` the tuner runs at the end of each step
-    whose forward is the `tune_every`-th: between a forward and its step, buckets cannot change.
-    """
-
-    def __init__(self, comm: Communicator) -> None:
-        self.history: list[Trial] = []
-        self._comm = comm
-        self._optimizers: list[AlgorithmOptimizer] = []
-        self._tuner: Tuner | None = None
-        self._tune_every: int | None = None
-        self._is_due = False
-        self._num_forwards = 0
-        self._last_forward_s: float | None = None
-        self._step_times: deque[float] = deque(maxlen=_MAX_STEP_TIMES)
-
-    @property
-    def optimizers(self) -> list[AlgorithmOptimizer]:
-        """The optimizers, at least one."""
-        if not self._optimizers:
-            raise InvalidArgumentError("this module has no optimizer: data_parallel(module, optimizer) gives it one")
-        return self._optimizers
-
-    def begin(self, optimizers: list[AlgorithmOptimizer], tune_every: int | None) -> None:
-        """Train with these optimizers; run the tuner after each `tune_every`-th forward, or only when called."""
-        self._optimizers = optimizers
-        self._tune_every = tune_every
-        self._tuner = optimizers[0].new_tuner()
-
-    def restart_tuning(self) -> None:
-        """Discard the measured times: the algorithm has changed."""
-        self._tuner = self.optimizers[0].new_tuner()
-        self._step_times.clear()
-
-    def count_forward(self) -> None:
-        """Count a forward in train mode, and the time since the one before as a step."""
-        now = time.perf_counter()
-        if self._last_forward_s is not None:
-            self._step_times.append(now - self._last_forward_s)
-        self._last_forward_s = now
-        self._num_forwards += 1
-        if self._tune_every is not None and self._num_forwards % self._tune_every == 0:
-            self._is_due = True
-
-    def interrupt(self) -> None:
-        """Do not count the time from the last forward to the next as a step: something else happens in between."""
-        self._last_forward_s = None
-
-    def set_step_times(self, step_s: Sequence[float]) -> None:
-        """Replace what was measured by times in seconds."""
-        self._step_times = deque(step_s, maxlen=_MAX_STEP_TIMES)
-
-    def after_step(self) -> None:
-        """Run the tuner if it is due after this step. Collective then."""
-        if self._is_due:
-            self.tune()
-
-    def tune(self) -> bool:
-        """Let rank 0 choose a setting by the step times of all ranks; return whether it changed. Collective."""
-        optimizers = self.optimizers
-        first = optimizers[0]
-        median = statistics.median(self._step_times) if self._step_times else None
-        self._step_times.clear()
-        self._is_due = False
-        medians = [value for value in self._comm.all_gather_object(median) if value is not None]
-        if not medians or first.algorithm.averages_weights:
-            return False
-        present = first.setting
-        num_buckets = sum(len(optimizer.reducer.buckets) for optimizer in optimizers)
-        self.history.append(Trial(present.bucket_bytes, num_buckets, max(medians), present.hierarchical))
-        assert self._tuner is not None
-        proposed = self._tuner.propose(present, max(medians)) if self._comm.rank == 0 else present
-        chosen = Setting(*self._comm.broadcast_object([proposed.bucket_bytes, proposed.hierarchical]))
-        if chosen == present:
-            return False
-        for optimizer in optimizers:
-            optimizer.use(chosen)
-        self.interrupt()  # the first step with new buckets also makes them
-        return True

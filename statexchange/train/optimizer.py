@@ -120,7 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             reducer = BucketReducer(named, self._comm, **settings)
         else:
             self._automatic = not reducer.delay_reduce
-        check_equal(self._comm, {"accumulate": accumulate, "init_sync": init_sync})
+        check_equal(self._comm, {"values of accumulate": accumulate, "values of init_sync": init_sync})
         if init_sync:
             with public_call("DistributedOptimizer"):
                 try:

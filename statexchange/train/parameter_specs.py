@@ -179,12 +179,15 @@ def _side_text(side: ParameterSpec | None) -> str:
 
 
 def check_equal(comm: Communicator, options: Mapping[str, object]) -> None:
-    """Raise MismatchError on all ranks if an option, a JSON value, differs between them. Collective."""
+    """Raise MismatchError on all ranks if an option differs between them. Collective.
+
+    Keys name the options in the plural, as in "ranks have different values of accumulate"; values are JSON values.
+    """
     for rank, theirs in enumerate(comm.all_gather_object(options)):
-        for name, value in options.items():
-            if theirs[name] != value:
-                text = f"ranks have different values of {name}: give all the same {name}"
-                raise MismatchError(text, rank=rank, expected=value, found=theirs[name])
+        for names, value in options.items():
+            if theirs[names] != value:
+                text = f"ranks have different {names}: give all ranks the same"
+                raise MismatchError(text, rank=rank, expected=value, found=theirs[names])
 
 
 def shortened(items: Sequence[object]) -> str:

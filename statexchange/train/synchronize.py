@@ -237,9 +237,7 @@ class _Entry(NamedTuple):
 
     def is_like(self, other: _Entry) -> bool:
         """Whether two ranks hold the same at one path."""
-        if self.kind is None or other.kind is None:
-            return self == other
-        return self.path == other.path and _are_alike(self.kind, other.kind)
+        return self[:2] == other[:2] and _are_alike(self.kind, other.kind)
 
 
 class _Held:
@@ -578,7 +576,7 @@ def _compare(
     return held, notes[root].parts, True in [theirs.shares_memory for theirs in notes]
 
 
-def _are_alike(kind: str, other: str) -> bool:
+def _are_alike(kind: str | None, other: str | None) -> bool:
     """Whether values of these kinds may stand for each other."""
     return kind == other or "None" in (kind, other)
 

@@ -33,6 +33,7 @@ _CHUNK_ALIGN_BYTES = 32
 class _CommonOptions(TypedDict, total=False):
     """Options that no algorithm sets."""
 
+    bucket_bytes: int
     align_bytes: int
     fusion: bool
     delay_reduce: bool
@@ -40,14 +41,18 @@ class _CommonOptions(TypedDict, total=False):
     overlap: bool | None
 
 
-class ReducerOptions(_CommonOptions, total=False):
+class AlgorithmOptions(TypedDict, total=False):
+    """The options of a BucketReducer that an algorithm sets."""
+
+    bucket_type: BucketType
+    chunking: bool
+    communicate: Communicate | None
+
+
+class ReducerOptions(_CommonOptions, AlgorithmOptions, total=False):
     """Keyword arguments of BucketReducer."""
 
-    bucket_bytes: int
-    chunking: bool
-    bucket_type: BucketType
     scale: float | None
-    communicate: Communicate | None
 
 
 class ResetOptions(ReducerOptions, total=False):
@@ -61,14 +66,6 @@ class TrainingOptions(_CommonOptions, total=False):
 
     accumulate: int
     weight: Callable[[], float] | None
-
-
-class AlgorithmOptions(TypedDict):
-    """The options of a BucketReducer that an algorithm sets."""
-
-    bucket_type: BucketType
-    chunking: bool
-    communicate: Communicate | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -254,6 +254,11 @@ class BucketReducer(Reducer):
         return self._comm
 
     @property
+    def bucket_bytes(self) -> int:
+        """The size to which buckets come near."""
+        return self._options.bucket_bytes
+
+    @property
     def delay_reduce(self) -> bool:
         """Whether nothing is sent before `finalize`."""
         return self._options.delay_reduce

@@ -24,21 +24,6 @@ class BucketView:
     gradient, and into which the average is copied back.
     """
 
-    __slots__ = (
-        "bucket",
-        "dtype",
-        "grad",
-        "index",
-        "is_plain",
-        "local",
-        "name",
-        "nbytes",
-        "own_grad",
-        "param",
-        "shape",
-        "strides",
-    )
-
     def __init__(self, index: int, name: str, param: torch.Tensor) -> None:
         local = local_part(param, name).detach()
         self.index = index
@@ -91,8 +76,6 @@ class Bucket:
     `num_waiting` counts the parameters whose gradient has not arrived in this round. `in_flight` is set if the bucket
     was sent during backward; `work` is its reduction, if that may still be running.
     """
-
-    __slots__ = ("flat", "fusion", "in_flight", "num_waiting", "views", "work")
 
     def __init__(self, views: Sequence[BucketView], flat: torch.Tensor, *, fusion: bool) -> None:
         self.views = views
