@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -20,7 +20,7 @@ from statexchange.train.buckets.options import BucketOptions
 from statexchange.train.buckets.views import Bucket, BucketView
 from statexchange.train.parameter_specs import ParameterSpec, shortened
 
-__all__ = ["BucketPlan", "explicit_names", "split_buckets"]
+__all__ = ["BucketPlan", "explicit_groups", "split_buckets"]
 
 _LINE_BYTES = 64  # a cache line: no two buckets share one
 _BATCH_BYTES = 32 << 20
@@ -76,14 +76,12 @@ class BucketPlan:
 
         Collective if the communicator's `empty` is.
         """
-        by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-        for i, views in enumerate(groups):
-            by_kind.setdefault((views[0].dtype, views[0].device), []).append(i)
-        flats: dict[int, torch.Tensor] = {}
-        for (dtype, device), members in by_kind.items():
-            numels = [sum(view.shape.numel() for view in groups[i]) for i in members]
-            flats.update(zip(members, self._allocate(numels, dtype, device), strict=True))
-        new = [Bucket(views, flats[i], fusion=self._options.fusion) for i, views in enumerate(groups)]
+        new: list[Bucket] = []
+        for (dtype, device), run in itertools.groupby(groups, lambda views: (views[0].dtype, views[0].device)):
+            alike = list(run)
+            numels = [sum(view.shape.numel() for view in views) for views in alike]
+            for views, flat in zip(alike, self._allocate(numels, dtype, device), strict=True):
+                new.append(Bucket(views, flat, fusion=self._options.fusion))
         self._set([*self.buckets, *new])
         return new
 
@@ -152,40 +150,38 @@ def split_buckets(tensors: Sequence[ParameterSpec], bucket_bytes: int) -> list[l
     return buckets
 
 
-def explicit_names(
-    buckets: Sequence[Sequence[str | torch.Tensor]], views: Sequence[BucketView], specs: Sequence[ParameterSpec]
-) -> tuple[tuple[str, ...], ...]:
-    """Return the names in the caller's own buckets. Not collective.
+def explicit_groups(
+    buckets: Sequence[Sequence[str | torch.Tensor]], views: Sequence[BucketView]
+) -> list[list[BucketView]]:
+    """Return the views in the caller's own buckets. Not collective.
 
     Raises:
         InvalidArgumentError: a bucket has an unknown parameter or mixes dtypes or devices, or a parameter lies in two.
     """
-    by_name = {spec.name: spec for spec in specs}
-    by_identity = {id(view.param): view.name for view in views}
-    found = []
+    by_name = {view.name: view for view in views}
+    by_identity = {id(view.param): view for view in views}
+    groups = []
     used: set[str] = set()
     for bucket in buckets:
-        names = tuple(_name_of(item, by_name, by_identity) for item in bucket)
-        kinds = {(by_name[name].dtype, by_name[name].device) for name in names}
+        group = []
+        for item in bucket:
+            if isinstance(item, torch.Tensor):
+                view, what = by_identity.get(id(item)), f"of shape {list(item.shape)}"
+            else:
+                view, what = by_name.get(str(item)), f"named {item!r}"
+            if view is None:
+                raise InvalidArgumentError(f"buckets contain a parameter {what} that this reducer does not have")
+            if view.name in used:
+                raise InvalidArgumentError("this parameter is in two buckets", name=view.name)
+            used.add(view.name)
+            group.append(view)
+        kinds = {(view.dtype, view.device) for view in group}
         if len(kinds) != 1:
             raise InvalidArgumentError(
                 f"a bucket must have parameters of one dtype and device, not of {len(kinds)} kinds"
             )
-        found.append(names)
-    for name in itertools.chain.from_iterable(found):
-        if name in used:
-            raise InvalidArgumentError("this parameter is in two buckets", name=name)
-        used.add(name)
-    return tuple(found)
-
-
-def _name_of(item: str | torch.Tensor, names: Container[str], by_identity: dict[int, str]) -> str:
-    if isinstance(item, torch.Tensor) and id(item) in by_identity:
-        return by_identity[id(item)]
-    if isinstance(item, str) and item in names:
-        return item
-    what = f"of shape {list(item.shape)}" if isinstance(item, torch.Tensor) else f"named {item!r}"
-    raise InvalidArgumentError(f"buckets contain a parameter {what} that this reducer does not have")
+        groups.append(group)
+    return groups
 
 
 def _rounded_up(number: int, unit: int) -> int:

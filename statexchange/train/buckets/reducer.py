@@ -54,7 +54,7 @@ from statexchange.train.buckets.arrival import Arrival
 from statexchange.train.buckets.averager import BucketAverager
 from statexchange.train.buckets.hooks import GradientHooks
 from statexchange.train.buckets.options import BucketOptions, BucketType, Communicate, ResetOptions, check_names
-from statexchange.train.buckets.plan import BucketPlan, explicit_names
+from statexchange.train.buckets.plan import BucketPlan, explicit_groups
 from statexchange.train.buckets.rounds import RoundHeader
 from statexchange.train.buckets.views import BucketView
 from statexchange.train.malloc_tuning import raise_malloc_thresholds
@@ -200,9 +200,10 @@ class BucketReducer(Reducer):
             specs = specs_of(named)
             self._views = [BucketView(i, name, param) for i, (name, param) in enumerate(named.items())]
             self._index = {id(view.param): view.index for view in self._views}
-            names = None if options.buckets is None else explicit_names(options.buckets, self._views, specs)
+            groups = explicit_groups(options.buckets or (), self._views)
             if options.averages_gradients:
                 GradientHooks.check_free(self._views)
+        names = None if options.buckets is None else [[view.name for view in group] for group in groups]
         communicates = options.communicate is not None
         about = f"reducer {self._number}, {options}, buckets={names}, its own communicate: {communicates}"
         digest = compare_specs(self._comm, specs, about)
@@ -215,9 +216,7 @@ class BucketReducer(Reducer):
         self._rounds = 0
         self.eager = True
         """Whether buckets may be sent during backward. Callers may set it."""
-        if names is not None:
-            by_name = {view.name: view for view in self._views}
-            self._plan.extend([[by_name[name] for name in bucket] for bucket in names])
+        self._plan.extend(groups)
         self._closed = False
         self._comm.dependents.add(self)
         if options.averages_gradients:
