@@ -682,30 +682,30 @@ class _PartReader:
                 named.append((path, _dense(tensor, path, written=True)))
         return named
 
-    def fill(self, decoded: Leaf, live: Leaf, path: str = "", like: torch.Tensor | None = None) -> Leaf:
+    def fill(self, decoded: Leaf, live: Leaf, step: str = "", like: torch.Tensor | None = None) -> Leaf:
         """Replace specs: by the live tensor or object in the same place if it fits, else by a new tensor.
 
-        `path` leads from the whole part to `decoded`. New tensors are on the device of the parameter `like` and have
+        `step` leads from the whole part to `decoded`. New tensors are on the device of the parameter `like` and have
         its strides where they have its shape.
         """
-        return with_types_of(live, self._filled(decoded, live, path, like))
+        return with_types_of(live, self._filled(decoded, live, "", step, like))
 
-    def _filled(self, decoded: Leaf, live: Leaf, path: str, like: torch.Tensor | None) -> Leaf:
+    def _filled(self, decoded: Leaf, live: Leaf, path: str, step: str, like: torch.Tensor | None) -> Leaf:
         # First, as a spec is a dataclass, too.
         if isinstance(decoded, _LeafSpec):
-            return self._leaf(decoded, live, path, like)
+            return self._leaf(decoded, live, path, step, like)
         # By the steps, as a mapping that was decoded may have other keys of the same text.
         live_items = {inner: child for inner, _, child in steps(live, path.removeprefix("."))}
         changed = {}
         for inner, key, child in steps(decoded, path):
-            new = self._filled(child, live_items.get(inner, _NOTHING), path + inner, like)
+            new = self._filled(child, live_items.get(inner, _NOTHING), path + inner, step, like)
             if new is not child:
                 changed[key] = new
         if not changed:
             return decoded
         return with_children(decoded, changed)
 
-    def _leaf(self, spec: _LeafSpec, live: Leaf, path: str, like: torch.Tensor | None) -> Leaf:
+    def _leaf(self, spec: _LeafSpec, live: Leaf, path: str, step: str, like: torch.Tensor | None) -> Leaf:
         if spec.kind == "object":
             if live is _NOTHING or children(live) is not None:
                 text = (
@@ -728,7 +728,7 @@ class _PartReader:
             if key in self._used:
                 tensor = spec.tensor_for(None, like, device)
             self._used.add(key)
-        self._tensors[id(spec)] = f"{self.path}{path}".removeprefix("."), tensor
+        self._tensors[id(spec)] = f"{self.path}{step}{path}".removeprefix("."), tensor
         return tensor
 
 

@@ -165,10 +165,11 @@ def explicit_groups(
     for bucket in buckets:
         group = []
         for item in bucket:
+            view, what = None, f"named {item!r}"
             if isinstance(item, torch.Tensor):
                 view, what = by_identity.get(id(item)), f"of shape {list(item.shape)}"
-            else:
-                view, what = by_name.get(str(item)), f"named {item!r}"
+            elif isinstance(item, str):
+                view = by_name.get(item)
             if view is None:
                 raise InvalidArgumentError(f"buckets contain a parameter {what} that this reducer does not have")
             if view.name in used:
