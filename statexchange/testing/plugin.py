@@ -88,13 +88,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     names = [name for name in pyfuncitem._fixtureinfo.argnames if name in pyfuncitem.funcargs]  # noqa: SLF001
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
     options = {"timeout_s": marker.kwargs.get("timeout_s", 20.0), "reuse": marker.kwargs.get("reuse", False)}
-    _run(pyfuncitem.obj, arguments, backend, world_size, options)
-    return True
-
-
-def _run(
-    test: Callable[..., None], arguments: dict[str, Any], backend: str, world_size: int, options: dict[str, Any]
-) -> None:
+    test: Callable[..., None] = pyfuncitem.obj
     try:
         if backend == "threads":
             run_ranks(functools.partial(test, **arguments), world_size, **options)
@@ -102,6 +96,7 @@ def _run(
             run_ranks(_on_rank, world_size, backend=backend, args=_portable(test, arguments), **options)
     except RankFailure as failure:
         _raise_outcome(failure)
+    return True
 
 
 def _portable(test: Callable[..., None], arguments: dict[str, Any]) -> tuple[str, dict[str, Any], list[str]]:

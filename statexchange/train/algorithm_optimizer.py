@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,7 +35,6 @@ class AlgorithmOptimizer(DistributedOptimizer):
         module: the module whose parameters the optimizer has.
         algorithm: how ranks synchronise.
         comm: a communicator.
-        ignored: returns the names of parameters that stay this rank's own.
         is_alone: whether this is the module's only optimizer.
         after_step: called at the end of each step.
         settings: options of DistributedOptimizer and BucketReducer.
@@ -48,12 +47,10 @@ class AlgorithmOptimizer(DistributedOptimizer):
         algorithm: Algorithm,
         comm: Communicator,
         *,
-        ignored: Callable[[], Set[str]],
         is_alone: bool,
         after_step: Callable[[], None],
         **settings: Unpack[TrainingOptions],
     ) -> None:
-        self._ignored = ignored
         self._is_alone = is_alone
         self._after_step = after_step
         self._algorithm = algorithm
@@ -70,7 +67,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
         self._run.reducer = self.reducer
 
     def _named(self) -> dict[str, torch.Tensor]:
-        ignored = self._ignored()
+        ignored = getattr(self._module, "_ddp_params_and_buffers_to_ignore", ())
         return {name: parameter for name, parameter in super()._named().items() if name not in ignored}
 
     @property

@@ -58,9 +58,10 @@ def as_comm_hook(reducer: Reducer | CommLike | None = None) -> Hook:
     """
     if isinstance(reducer, BucketReducer):
         raise InvalidArgumentError("DDP makes buckets of its own: give a communicator, or another reducer")
-    if isinstance(reducer, Reducer):
-        return _inline_hook(reducer)
-    return _overlapping_hook(as_communicator(reducer))
+    hook = _inline_hook(reducer) if isinstance(reducer, Reducer) else _overlapping_hook(as_communicator(reducer))
+    # DDP compares annotations with types, and here they are text.
+    hook.__annotations__ = {}
+    return hook
 
 
 def _inline_hook(reducer: Reducer) -> Hook:
@@ -72,7 +73,7 @@ def _inline_hook(reducer: Reducer) -> Hook:
         future.set_result(flat)
         return future
 
-    return _without_annotations(hook)
+    return hook
 
 
 def _overlapping_hook(comm: Communicator) -> Hook:
@@ -93,7 +94,7 @@ def _overlapping_hook(comm: Communicator) -> Hook:
         _raise_after_backward(waiting.submit(complete))
         return future
 
-    return _without_annotations(hook)
+    return hook
 
 
 def _label(bucket: GradBucket) -> str:
@@ -109,9 +110,3 @@ def _raise_after_backward(completed: ConcurrentFuture[None]) -> None:
         return
     queue = torch.autograd.Variable._execution_engine.queue_callback  # noqa: SLF001 (torch has no public way)
     queue(lambda: queue(completed.result))
-
-
-def _without_annotations(hook: Hook) -> Hook:
-    """Remove a hook's annotations: DDP compares them with types, and here they are text."""
-    hook.__annotations__ = {}
-    return hook

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import statistics
 import time
 from collections import deque
@@ -134,7 +133,7 @@ class DistributedModule(nn.Module):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> set[str]:
         """The names of tensors that stay this rank's own; torch and `synchronize` read this attribute."""
-        return _ignored_names(self.module)
+        return set().union(*(getattr(self.module, name, ()) for name in _IGNORED_NAMES))
 
     # The algorithm
 
@@ -202,7 +201,6 @@ class DistributedModule(nn.Module):
                 self,
                 algorithm,
                 self._comm,
-                ignored=functools.partial(_ignored_names, self.module),
                 is_alone=len(optimizers) == 1,
                 after_step=self._after_step,
                 **settings,
@@ -256,10 +254,6 @@ class DistributedModule(nn.Module):
         """Run the tuner if it is due: between a forward and its step, buckets cannot change. Collective then."""
         if self._is_tuning_due:
             self.ask_and_update_hyperparameters()
-
-
-def _ignored_names(module: nn.Module) -> set[str]:
-    return set().union(*(getattr(module, name, ()) for name in _IGNORED_NAMES))
 
 
 def _check_ignored(module: nn.Module) -> None:

@@ -68,8 +68,9 @@ class BucketPlan:
         """Cut `views`, given in the order of arrival, into buckets; return these in the order in which they fill."""
         position = {view.name: i for i, view in enumerate(views)}
         split = split_buckets([self._specs[view.index] for view in views], self._options.bucket_bytes)
-        buckets = [[views[position[spec.name]] for spec in bucket] for bucket in split]
-        return sorted(buckets, key=lambda bucket: max(position[view.name] for view in bucket))
+        # The last tensor of a bucket is the last that arrives.
+        split.sort(key=lambda bucket: position[bucket[-1].name])
+        return [[views[position[spec.name]] for spec in bucket] for bucket in split]
 
     def extend(self, groups: Sequence[Sequence[BucketView]]) -> list[Bucket]:
         """Make a bucket of each group of views, of one dtype and device, at the end of the plan.
