@@ -116,7 +116,7 @@ def _list_rounds(output: Output, path: str, include: Sequence[str]) -> int:
         raise InvalidArgumentError("--include selects tensors, and --rounds lists files: leave one out")
     report = list_rounds(path)
     cells = [_round_cells(output, row) for row in report.rows]
-    output.table(_ROUNDS_HEADER, cells, right=("ROUND", "BYTES"), drop=("WRITTEN",))
+    output.table(_ROUNDS_HEADER, cells, right=("ROUND", "BYTES"), drop=("WRITTEN",), sentences=True)
     for note in report.notes:
         output.message(note)
     output.warn_of(report.problems)
@@ -140,7 +140,7 @@ def _list_saves(output: Output, path: str, include: Sequence[str]) -> int:
     report = list_saves(path)
     cells = [_save_cells(output, row) for row in report.saves]
     cells += [_unfinished_cells(output, row) for row in report.unfinished]
-    output.table(_SAVES_HEADER, cells, right=("STEP", "BYTES", "RANKS"), drop=("RANKS", "TIME"))
+    output.table(_SAVES_HEADER, cells, right=("STEP", "BYTES", "RANKS"), drop=("RANKS", "TIME"), sentences=True)
     for text in report.warnings:
         output.warning(text)
     data = {"path": report.path, "kind": "saves", "num_saves": len(report.saves), "nbytes": report.nbytes}

@@ -72,7 +72,9 @@ def command(
 def _show(output: Output, report: PruneReport) -> None:
     removed = [row for row in report.rows if row.action == "removed"]
     kept = [row.step for row in report.rows if row.action == "kept"]
-    output.table(_HEADER, (_cells(output, row, report.dry_run) for row in report.rows), right=_HEADER[:2])
+    output.table(
+        _HEADER, (_cells(output, row, report.dry_run) for row in report.rows), right=_HEADER[:2], sentences=True
+    )
     num_saves = sum(not row.is_unfinished for row in removed)
     saves = format_number(num_saves, "save")
     unfinished = f" and {len(removed) - num_saves:,} unfinished" if len(removed) > num_saves else ""

@@ -234,10 +234,21 @@ def test_output_on_a_terminal_is_the_golden_one(written: dict[int, dict[str, str
     assert f"$ statexchange {' '.join(COMMANDS[name])}\n{written[width][name]}" == golden_file(name, width).read_text()
 
 
-@pytest.mark.parametrize("name", ["scan", "scan-broken", "ls", "ls-saves", "ls-rounds", "diff", "diff-stat"])
+@pytest.mark.parametrize("name", ["ls", "ls-saves", "ls-rounds", "diff", "diff-stat"])
 def test_tables_fit_the_terminal(written: dict[int, dict[str, str]], name: str) -> None:
     lines = [re.sub(r"\\x1b\[\d+m", "", line) for line in written[80][name].splitlines()]
     assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("name", ["scan", "scan-broken"])
+def test_verdicts_are_whole_on_a_narrow_terminal(written: dict[int, dict[str, str]], name: str) -> None:
+    verdicts = {}
+    for width in WIDTHS:
+        header, *lines = written[width][name].replace("\\x1b[1m", "").replace("\\x1b[0m", "").splitlines()
+        begin = header.index("VERDICT")
+        assert begin <= width - 32  # the other columns leave room for the beginning of each verdict
+        verdicts[width] = [line[begin:] for line in lines[:-2]]  # the last two: the count and the exit code
+    assert verdicts[80] == verdicts[200]
 
 
 def test_each_command_has_a_golden_file() -> None:

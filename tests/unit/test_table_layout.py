@@ -34,6 +34,14 @@ def test_the_widest_texts_lose_their_middle() -> None:
     ]
 
 
+@pytest.mark.parametrize("width", range(10, 110))
+def test_sentences_of_the_last_column_lose_nothing(width: int) -> None:
+    cells = narrowed(CELLS, width, ("KIND", "NOTE"), sentences=True)
+    assert [row[-1] for row in cells] == [row[-1] for row in CELLS]
+    room = max(width, LEAST) - 32
+    assert all(line.index(row[-1]) <= room for line, row in zip(aligned(cells, ("BYTES",)), cells, strict=True))
+
+
 def test_columns_are_left_out_in_order() -> None:
     assert lines(LEAST + 6)[0].split() == ["NAME", "NOTE", "BYTES", "REASON"]
     assert lines(LEAST + 5)[0].split() == ["NAME", "BYTES", "REASON"]
