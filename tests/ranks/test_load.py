@@ -372,7 +372,7 @@ def test_state_that_was_not_saved_is_named(tmp_path: Path) -> None:
     sx.save_checkpoint({"model": model_of(1), "step": 7}, tmp_path / "ckpt")
     with pytest.raises(FileNotFoundError, match=r"missing.*\bepoch;.*\bstep;"):
         sx.load_checkpoint({"model": model_of(2), "epoch": 7}, tmp_path / "ckpt")
-    with pytest.raises(FileNotFoundError, match=r'not in the state: model, step;.*\{"prefix": state\}'):
+    with pytest.raises(FileNotFoundError, match=r'model, step;.*\{"prefix": state\}'):
         sx.load_checkpoint(model_of(2), tmp_path / "ckpt")
     with pytest.raises(
         sx.errors.InvalidArgumentError,
@@ -440,7 +440,7 @@ def test_fsdp1_is_refused(tmp_path: Path) -> None:
 def test_a_mapping_of_modules_loads_names_with_a_prefix(tmp_path: Path) -> None:
     one, other = model_of(1), model_of(2)
     save_file({f"model.{n}": t for n, t in one.state_dict().items()}, tmp_path / "model.safetensors")
-    with pytest.raises(FileNotFoundError, match=r'not in the state: model\..*\{"prefix": state\}'):
+    with pytest.raises(FileNotFoundError, match=r'model\..*\{"prefix": state\}'):
         sx.load_checkpoint(other, tmp_path)
     sx.load_checkpoint({"model": other}, tmp_path)
     assert equal(other.state_dict(), one.state_dict())
