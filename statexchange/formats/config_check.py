@@ -97,7 +97,7 @@ def config_warnings(tensors: _Tensors, files: Mapping[str, bytes]) -> tuple[str,
         files: the files of the directory, by name.
     """
     warnings = []
-    adapter, config = _parsed(files, ADAPTER_CONFIG), _parsed(files, CONFIG)
+    adapter, config = _parsed(files.get(ADAPTER_CONFIG)), _parsed(files.get(CONFIG))
     if adapter is not None and tensors:
         warnings += [f"{ADAPTER_CONFIG} and the tensors differ: {text}" for text in _against_adapter(adapter, tensors)]
     if config is not None and tensors:
@@ -160,7 +160,7 @@ def tie_warnings(
         files: the files of the directory, by name.
         digests: the digests of each tensor's boxes, in order.
     """
-    for model in _text_models(_parsed(files, CONFIG) or {}, tensors):
+    for model in _text_models(_parsed(files.get(CONFIG)) or {}, tensors):
         embedding = tensors.get(model.embedding)
         # Some models with an encoder tie their embeddings alone, whatever the config says.
         if embedding is None or model.has_encoder or not _ties_heads(model.configs.values()):
@@ -179,13 +179,13 @@ def tie_warnings(
 
 def unties_heads(config: bytes | None) -> bool:
     """Whether a config.json says that the head of a language model is not tied to its embedding."""
-    parsed = _parsed({CONFIG: config or b""}, CONFIG) or {}
+    parsed = _parsed(config) or {}
     return _ties_heads(dict(_configs(parsed, "")).values()) is False
 
 
 def names_other_class(config: bytes | None) -> bool:
     """Whether a config.json names a class of transformers, and it is no language model."""
-    return _is_language_model(_parsed({CONFIG: config or b""}, CONFIG) or {}) is False
+    return _is_language_model(_parsed(config) or {}) is False
 
 
 def without_heads(aliases: Mapping[str, str]) -> dict[str, str]:
@@ -241,12 +241,12 @@ def is_plain(dtypes: Mapping[str, str]) -> bool:
     return not any(dtype not in plain or _SCALE.search(name) for name, dtype in dtypes.items())
 
 
-def _parsed(files: Mapping[str, bytes], name: str) -> _Config | None:
-    """Return the JSON object in a file; None if there is none that can be read."""
-    if name not in files:
+def _parsed(content: bytes | None) -> _Config | None:
+    """Return the JSON object in a config; None if there is none that can be read."""
+    if content is None:
         return None
     try:
-        parsed = parse_json(files[name], name, Budget(name))
+        parsed = parse_json(content, CONFIG, Budget(CONFIG))
     except CorruptError:
         return None
     return parsed if isinstance(parsed, dict) else None

@@ -259,9 +259,7 @@ def _unstored(
 
 def _is_zip(file: StoredFile) -> bool:
     """Whether a file begins with a zip, or is too short for anything else."""
-    start = bytearray(min(len(_ZIP), file.size))
-    file.read_into(memoryview(start), 0)
-    return _ZIP.startswith(start) or file.size < _LEAST_SAFETENSORS or bytes(start) == _ZIP
+    return _ZIP.startswith(file.first_bytes(len(_ZIP))) or file.size < _LEAST_SAFETENSORS
 
 
 class _DcpFileReader:

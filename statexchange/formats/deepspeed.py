@@ -21,6 +21,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from statexchange.errors import (
@@ -417,10 +418,7 @@ class _Reader:
         for file in files:
             others |= file.others
             unreadable += file.unsupported
-        names = {name for file in files for name in file.tensors}
-        names.update(others)
-        names.update(tensor.name for tensor in unreadable)
-        return Source(
+        source = Source(
             "deepspeed",
             opened,
             tuple(file.shard_file for file in files),
@@ -428,9 +426,9 @@ class _Reader:
             others=others,
             problems=tuple(self.problems),
             unreadable=tuple(unreadable),
-            sections=_sections(names),
             notes=tuple(self._notes),
         )
+        return replace(source, sections=_sections(source.names))
 
 
 class _Stage:
@@ -734,12 +732,12 @@ class _UniversalReader(_Reader):
 
 def _sections(names: Iterable[str]) -> tuple[Section, ...]:
     """Return the sections of a checkpoint's names: a model in any case, of which all may be missing."""
-    pairs: list[tuple[str, SectionName]] = []
-    for name in names:
-        known = [section for section, prefix in _PREFIXES.items() if name.startswith(prefix)]
-        pairs.append((name, known[0] if known else "other"))
-    sections = sections_from(pairs, _PREFIXES)
+    sections = sections_from(names, _section_of, _PREFIXES)
     return sections if any(section.name == "model" for section in sections) else (_NO_MODEL, *sections)
+
+
+def _section_of(name: str) -> SectionName:
+    return next((section for section, prefix in _PREFIXES.items() if name.startswith(prefix)), "other")
 
 
 def _groups_of(file: DeepSpeedFile) -> list[Shapes]:

@@ -400,7 +400,11 @@ class _Directory:
             if selected is not None:
                 found.append(part)
                 sources.append(selected)
-        (source,) = sources if len(sources) == 1 else [self._several(found, sources)]
+        source = sources[0]
+        if len(sources) > 1:
+            # The parts of one section may have equal names.
+            named = [source.renamed(f"{part.stem}.".__add__) for part, source in zip(found, sources, strict=True)]
+            source = _one_source(self._framework.kind, self._opened, named)
         note = f"only the section {section!r} of this {self._framework.kind} directory is read"
         if others:
             note += f", not {', '.join(repr(name) for name in SECTIONS if name in others)}"
@@ -430,13 +434,6 @@ class _Directory:
         if section not in known or len(known) > 1:
             selected = replace(select_section(whole, section), notes=whole.notes)
         return selected, {name for name in known if name != section}
-
-    def _several(self, found: Sequence[_FoundPart], sources: Sequence[Source]) -> Source:
-        """Return several parts of one section as one source, with names that begin with those of the parts."""
-        pairs = zip(found, sources, strict=True)
-        return _one_source(
-            self._framework.kind, self._opened, [source.renamed(f"{part.stem}.".__add__) for part, source in pairs]
-        )
 
     def _read(self, part: _FoundPart) -> Source:
         """Open a part by its own format, and remove the key that its framework adds."""
@@ -515,9 +512,7 @@ class _Directory:
         if self._framework.kind != "trainer":
             return None
         try:
-            file = self._store.open(_TRAINER_STATE)
-            start = bytearray(min(_MAX_STATE_BYTES, file.size))
-            file.read_into(memoryview(start), 0)
+            start = self._store.open(_TRAINER_STATE).first_bytes(_MAX_STATE_BYTES)
         except ReplacedError:
             raise
         except StateExchangeError:

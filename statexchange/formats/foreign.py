@@ -129,7 +129,4 @@ def _directory_format(store: Store) -> tuple[str, str] | None:
 
 
 def _start_of(store: Store, name: str) -> bytes:
-    file = store.open(name)
-    start = bytearray(min(_START_BYTES, file.size))
-    file.read_into(memoryview(start), 0)
-    return bytes(start)
+    return store.open(name).first_bytes(_START_BYTES)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from statexchange.errors import (
@@ -74,6 +75,7 @@ __all__ = [
     "part_of",
     "read",
     "read_index",
+    "shard_file_of",
 ]
 
 MANIFEST = "statexchange.json"
@@ -127,7 +129,9 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
             header = read_header(file)
             offsets = _offsets_of_parts(header, file)
             parts.update(offsets)
-            shard_files.append(_shard_file(number, file, header, offsets, published))
+            match = _SHARD_NAME.fullmatch(name)
+            rank = int(match[1]) - 1 if match is not None else number
+            shard_files.append(shard_file_of(rank, file, header, offsets, published))
             unreadable += unknown_dtypes(header, file.path)
             texts.append(header.common_metadata)
         except StateExchangeError as error:
@@ -282,16 +286,17 @@ def _listed_in(store: Store, file: str, names: Sequence[str], published: Mapping
     return [UnreadableTensor(name, *described.get(name, (None, None)), path) for name in names or list(described)]
 
 
-def _shard_file(
-    number: int,
+def shard_file_of(
+    rank: int,
     file: StoredFile,
     header: Header,
-    parts: Mapping[str, tuple[int, ...]],
-    published: Mapping[str, Any],
+    parts: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    published: Mapping[str, Any] = MappingProxyType({}),
 ) -> ShardFile:
-    """Return a file with its tensors; `parts` has the offsets of those that are parts.
+    """Return a safetensors file with its tensors.
 
-    A part's global shape ends with this part for now; `_whole` replaces it when all parts are known.
+    `parts` has the offsets of those that are parts. A part's global shape ends with this part for now; `_whole`
+    replaces it when all parts are known. `published` has the records of a manifest.
     """
     tensors = {}
     for name, entry in header.entries.items():
@@ -307,8 +312,7 @@ def _shard_file(
             tensors[name] = SourceTensor(shard, (stored,))
         else:
             tensors[name] = _published(shard, stored, record["boxes"])
-    match = _SHARD_NAME.fullmatch(file.path.rpartition("/")[2])
-    return ShardFile(int(match[1]) - 1 if match else number, file, tensors)
+    return ShardFile(rank, file, tensors)
 
 
 def _published(shard: Shard, stored: ByteRange, records: Sequence[Any]) -> SourceTensor:

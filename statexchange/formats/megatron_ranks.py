@@ -38,9 +38,10 @@ from statexchange.errors import (
 from statexchange.formats import torch_file
 from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key
 from statexchange.formats.sections import sections_from
-from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor, UnreadableTensor, range_of_block
+from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.formats.torch_file import TorchFile
-from statexchange.sharding.shards import Box, Shard
+from statexchange.sharding.sharding_spec import DimSplit, local_boxes
+from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 
@@ -60,49 +61,6 @@ _EXPERT = re.compile(r"\.experts\.")
 _FC1 = re.compile(r"(^|\.)linear_fc1\.(?:weight|bias)(\d*)$")
 
 
-@dataclass(frozen=True, slots=True)
-class _Division:
-    """The division of a parameter over tensor-parallel ranks.
-
-    Attributes:
-        dim: the dim of which each rank has a part; None if each rank has the whole.
-        blocks: the number of equal blocks along the dim, of each of which a rank has a part.
-    """
-
-    dim: int | None
-    blocks: int = 1
-
-    def place(self, shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[tuple[int, ...], list[tuple[Box, Box]]]:
-        """Return the global shape, and each (box of the whole tensor, box of the rank's tensor).
-
-        Raises:
-            ValueError: a tensor of this shape is not divided in this way.
-        """
-        if self.dim is None:
-            whole = Box((0,) * len(shape), shape)
-            return shape, [(whole, whole)]
-        dim = self.dim
-        if dim >= len(shape) or shape[dim] % self.blocks:
-            raise ValueError(f"a tensor of shape {shape} has no dim {dim} of {self.blocks} equal blocks")
-        size = shape[dim] // self.blocks
-        pairs = []
-        for block in range(self.blocks):
-            offset = (block * num_ranks + rank) * size
-            box_shape = (*shape[:dim], size, *shape[dim + 1 :])
-            pairs.append((Box(_at(shape, dim, offset), box_shape), Box(_at(shape, dim, block * size), box_shape)))
-        return (*shape[:dim], shape[dim] * num_ranks, *shape[dim + 1 :]), pairs
-
-
-def _at(shape: tuple[int, ...], dim: int, offset: int) -> tuple[int, ...]:
-    """Return offsets that are 0 in all dims but one."""
-    return (*(0,) * dim, offset, *(0,) * (len(shape) - dim - 1))
-
-
-def _is_expert(name: str) -> bool:
-    """Whether a parameter belongs to a routed expert."""
-    return _EXPERT.search(name) is not None
-
-
 def _gate_sibling(name: str) -> str | None:
     """Return the name of the ``linear_fc2`` weight whose columns show whether this ``linear_fc1`` is gated."""
     match = _FC1.search(name)
@@ -111,8 +69,10 @@ def _gate_sibling(name: str) -> str | None:
     return f"{name[: match.start()]}{match[1]}linear_fc2.weight{match[2]}"
 
 
-def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | None) -> _Division:
-    """Return how a parameter is divided over tensor-parallel ranks.
+def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | None) -> DimSplit | None:
+    """Return how a parameter is divided over tensor-parallel ranks; None if each rank has the whole.
+
+    The dim of a gated parameter is cut into its two halves first, and a rank has a part of each.
 
     Args:
         name: the parameter's name.
@@ -123,16 +83,16 @@ def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | No
         UnsupportedError: the name is not known, or the sibling does not show whether this one is gated.
     """
     if any(pattern.search(name) for pattern in _WHOLE):
-        return _Division(None)
+        return None
     if _COLUMNS.search(name):
-        return _Division(1)
+        return DimSplit(1)
     if _ROWS.search(name) is None:
         raise UnsupportedError(
             "it is not known how Megatron's tensor parallelism divides a parameter of this name: leave it out with "
             "exclude (--exclude)"
         )
     if _gate_sibling(name) is None:
-        return _Division(0)
+        return DimSplit(0)
     rows = shape[0] if shape else 0
     columns = sibling[1] if sibling is not None and len(sibling) == 2 else 0
     if rows not in (columns, 2 * columns) or not columns:
@@ -140,7 +100,7 @@ def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | No
             f"its linear_fc2 does not show whether it is gated: {rows} rows here, {columns} columns there; leave it "
             "out with exclude (--exclude)"
         )
-    return _Division(0, rows // columns)
+    return DimSplit(0, rows // columns)
 
 
 _MAX_RANKS = 1 << 17  # more than any run has: the arguments of a damaged file may say anything
@@ -335,7 +295,6 @@ class _Reader:
         self._others: dict[str, str] = {"args": str(arguments)}
         self._unreadable: list[UnreadableTensor] = []
         self._section_of: dict[str, SectionName] = {"args": "other"}
-        self._tensors: dict[int, list[_ModelTensor]] = {rank.number: list(_model(rank)) for rank in ranks}
 
     def source(self) -> Source:
         """Return the source."""
@@ -353,7 +312,7 @@ class _Reader:
             others=in_order(self._others),
             problems=tuple(self._problems),
             unreadable=tuple(self._unreadable),
-            sections=sections_from(self._section_of.items()),
+            sections=sections_from(self._section_of, self._section_of.__getitem__),
             arguments=arguments.model,
         )
 
@@ -361,7 +320,7 @@ class _Reader:
         """Return the number of layers of each chunk."""
         counts: _ByChunk = {}
         for rank in self._ranks:
-            for found in self._tensors[rank.number]:
+            for found in _model(rank):
                 match = _LAYER.match(found.name)
                 if match is not None:
                     key = match["block"], found.chunk, rank.position.pipeline
@@ -392,11 +351,12 @@ class _Reader:
             )
 
     def _shard_file(self, rank: _Rank, firsts: _ByChunk) -> ShardFile:
-        shapes = {(found.chunk, found.name): found.tensor.shard.global_shape for found in self._tensors[rank.number]}
+        of_model = list(_model(rank))
+        shapes = {(found.chunk, found.name): found.tensor.shard.global_shape for found in of_model}
         new_names: dict[str, str] = {}
         tensors: dict[str, SourceTensor] = {}
-        names = {found.name for found in self._tensors[rank.number]}
-        for found in self._tensors[rank.number]:
+        names = {found.name for found in of_model}
+        for found in of_model:
             old_name = found.tensor.shard.name
             if found.name.endswith(_EXTRA_STATE):
                 self._describe(found.name, f"{found.tensor.shard.nbytes} bytes of extra state", "other")
@@ -427,15 +387,12 @@ class _Reader:
         }
         return replace(rank.file.shard_file, rank=rank.number, tensors=tensors, aliases=aliases)
 
-    def _own_entries(self, rank: _Rank) -> dict[str, SourceTensor]:
+    def _own_entries(self, rank: _Rank) -> Mapping[str, SourceTensor]:
         """Return the rank's tensors that are not the model's, and describe its other values."""
         prefix = f"{rank.directory}." if rank.directory else ""
-        tensors: dict[str, SourceTensor] = {}
-        for name, tensor in rank.file.shard_file.tensors.items():
-            if _MODEL.fullmatch(name) is None:
-                new_name = prefix + name
-                tensors[new_name] = replace(tensor, shard=replace(tensor.shard, name=new_name))
-                self._section_of[new_name] = section_of_key(name) or "other"
+        rest = rank.file.shard_file.renamed(lambda name: prefix + name if _MODEL.fullmatch(name) is None else None)
+        for name in rest.tensors:
+            self._section_of[name] = section_of_key(name.removeprefix(prefix)) or "other"
         for unsupported in rank.file.unsupported:
             new_name = prefix + unsupported.name
             self._unreadable.append(replace(unsupported, name=new_name))
@@ -450,7 +407,7 @@ class _Reader:
         directory = self._store.below(rank.directory) if rank.directory else self._store
         if _OPTIMIZER_FILE in directory.listing:
             self._describe(_OPTIMIZER_FILE, "flat buffers of the distributed optimizer, not read", "optimizer")
-        return tensors
+        return rest.tensors
 
     def _describe(self, name: str, description: str, section: SectionName) -> None:
         """List an entry that is not a tensor, of the first rank that has it."""
@@ -478,22 +435,26 @@ class _Reader:
         arguments = self._arguments
         shard = found.tensor.shard
         _check_experts(found.name, arguments)
-        num_ranks = arguments.tensor
-        if num_ranks == 1:
-            return replace(found.tensor, shard=replace(shard, name=name))
-        if shard.boxes != (Box((0,) * len(shard.global_shape), shard.global_shape),):
+        whole = replace(found.tensor, shard=replace(shard, name=name))
+        if arguments.tensor == 1:
+            return whole
+        if shard.boxes != (full_box(shard.global_shape),):
             raise UnsupportedError("it is a DTensor, which the legacy format is not known to have")
         sibling = _gate_sibling(found.name)
-        division = division_of(found.name, shard.global_shape, shapes.get((found.chunk, sibling or "")))
+        split = division_of(found.name, shard.global_shape, shapes.get((found.chunk, sibling or "")))
+        if split is None:
+            return whole
+        shape = list(shard.global_shape)
         try:
-            shape, pairs = division.place(shard.global_shape, rank.position.tensor, num_ranks)
-            boxes = tuple(box for box, _ in pairs)
-            placed = Shard(name, shard.dtype, shape, boxes)
+            if split.dim >= len(shape):
+                raise ValueError(f"a tensor of shape {shard.global_shape} has no dim {split.dim}")
+            shape[split.dim] *= arguments.tensor
+            boxes = local_boxes(shape, [arguments.tensor], [rank.position.tensor], [split])
+            placed = Shard(name, shard.dtype, tuple(shape), tuple(box for box, _ in boxes))
         except ValueError as error:
             raise UnsupportedError(f"{error}: leave it out with exclude (--exclude)") from None
         (byte_range,) = found.tensor.byte_ranges
-        byte_ranges = tuple(range_of_block(byte_range, shard.global_shape, local, shard.dtype) for _, local in pairs)
-        return SourceTensor(placed, byte_ranges)
+        return SourceTensor.of_blocks(placed, byte_range, shard.global_shape, [offsets for _, offsets in boxes])
 
 
 def _first_layers(counts: _ByChunk) -> _ByChunk:
@@ -508,7 +469,7 @@ def _first_layers(counts: _ByChunk) -> _ByChunk:
 
 def _check_experts(name: str, arguments: RunArguments) -> None:
     """Raise UnsupportedError for a parameter of experts whose division over ranks is not known."""
-    if not _is_expert(name):
+    if _EXPERT.search(name) is None:
         return
     is_numbered = _LOCAL_EXPERT.search(name) is not None or _GROUPED_EXPERT.search(name) is not None
     if arguments.expert > 1 and (not is_numbered or not arguments.num_experts):

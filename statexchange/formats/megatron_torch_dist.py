@@ -12,7 +12,7 @@ common.pt names it. Flat buffers are read as they are.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from statexchange.errors import (
@@ -26,7 +26,7 @@ from statexchange.errors import (
 from statexchange.formats import dcp
 from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key
 from statexchange.formats.sections import sections_from
-from statexchange.formats.source import SectionName, ShardFile, Source, UnreadableTensor, open_listed
+from statexchange.formats.source import SectionName, Source, open_listed
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.shards import Box
 from statexchange.storage.location import OpenedPath, read_json
@@ -89,17 +89,22 @@ def read(opened: OpenedPath, store: Store) -> Source:
         _check_no_names_twice(source, common)
         unreadable += common.unsupported
     others = in_order(others | dict(source.others))
+    joined = replace(source, files=files, others={}, unreadable=tuple(unreadable))
+    tensors = joined.names
+
+    def section_of_name(name: str) -> SectionName:
+        # Tensors without the key of another section are the model's.
+        return section_of_key(name) or ("model" if name in tensors else "other")
+
     return replace(
-        source,
+        joined,
         kind="megatron torch_dist",
         opened=opened,
-        files=files,
         step=iteration,
         others=others,
         problems=tuple(problems),
-        unreadable=tuple(unreadable),
         # Without .metadata nothing is known of the tensors, the model's among them.
-        sections=sections_from(_sections(files, unreadable, others)) if source.files else (),
+        sections=sections_from(tensors | others.keys(), section_of_name) if source.files else (),
         arguments={} if arguments is None else arguments.model,
         padding=_padding(source) if _is_flat(others) else {},
         paths={},  # the keys of Megatron's own mapping, not of a state
@@ -185,16 +190,3 @@ def _describe_flat_buffers(others: dict[str, str]) -> None:
     flat = sorted(kinds - {f"str {_BY_PARAMETER!r}"})
     if flat:
         others["optimizer"] = f"flat buffers, not by parameter: {_SHARDING_TYPE} is {flat[0].removeprefix('str ')}"
-
-
-def _sections(
-    files: Iterable[ShardFile], unreadable: Iterable[UnreadableTensor], others: Iterable[str]
-) -> Iterator[tuple[str, SectionName]]:
-    """Yield each name with its section. Tensors without the key of another section are the model's."""
-    for shard_file in files:
-        for name in shard_file.tensors:
-            yield name, section_of_key(name) or "model"
-    for tensor in unreadable:
-        yield tensor.name, section_of_key(tensor.name) or "model"
-    for name in others:
-        yield name, section_of_key(name) or "other"

@@ -19,7 +19,7 @@ from statexchange.errors import (
 )
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.sharding.plan import HolderLabel, prove_cover, replica_error
-from statexchange.sharding.shards import Box, Shard, full_box, intersect, is_inside
+from statexchange.sharding.shards import Box, full_box, intersect, is_inside
 from statexchange.storage.store import ByteRange
 from statexchange.tensors import ITEMSIZE, PACKED, TorchTensor
 
@@ -35,11 +35,16 @@ _MAX_SHOWN = 1000  # tensors in the table of a checkpoint
 
 
 class _Copy(NamedTuple):
-    """A further copy of a box, which has no digest or whose first copy has none."""
+    """A copy of a box: the shard that has it, the number of the box in it, and its file."""
 
-    box: Box
-    stored: ByteRange
+    tensor: SourceTensor
+    number: int
     holder: HolderLabel
+
+    @property
+    def stored(self) -> ByteRange:
+        """Its bytes."""
+        return self.tensor.byte_ranges[self.number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +58,8 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    _boxes: Mapping[Box, tuple[ByteRange, HolderLabel]]  # each stored box with its byte range and its file
+    _boxes: Mapping[Box, list[_Copy]]  # each stored box: the copy that is read, and those still to be compared with it
     _conflicts: Mapping[str, StateExchangeError]  # by the names of tensors that cannot be read
-    _copies: dict[str, list[_Copy]]  # by the names of tensors whose copies have not been compared yet
     _source: Source
 
     @property
@@ -124,7 +128,8 @@ class StoredTensor:
         self._check_copies()
         data = bytearray(target.numel * ITEMSIZE[self.dtype])
         found: NDArray[Any] | TorchTensor
-        for stored_box, (stored, _) in self._boxes.items():
+        for stored_box, copies in self._boxes.items():
+            stored = copies[0].stored
             part = target if stored_box == target and target.numel else intersect(stored_box, target)
             if part is None:
                 continue
@@ -164,23 +169,19 @@ class StoredTensor:
 
     def _check_copies(self) -> None:
         """Read copies without digests once, and raise ReplicaError if they differ."""
-        digests: dict[Box, str] = {}  # of the first copies
-
-        def digest_of(box: Box, stored: ByteRange) -> str:
-            return SourceTensor(Shard(self.name, self.dtype, self.shape, (box,)), (stored,)).digest_of(0)
-
-        for box, stored, holder in self._copies.get(self.name, ()):
-            first, first_holder = self._boxes[box]
-            if box not in digests:
-                digests[box] = digest_of(box, first)
-            if digest_of(box, stored) != digests[box]:
-                raise replica_error(self.name, box, first_holder, holder, _OPEN_ONE, path=stored.path)
-        self._copies.pop(self.name, None)
+        for box, copies in self._boxes.items():
+            first, *others = copies
+            digest = first.tensor.digest_of(first.number) if others else None
+            for other in others:
+                if other.tensor.digest_of(other.number) != digest:
+                    raise replica_error(self.name, box, first.holder, other.holder, _OPEN_ONE, path=other.stored.path)
+            del copies[1:]
 
     def _check_cover(self) -> None:
         if self._boxes.keys() != {full_box(self.shape)}:
             try:
-                prove_cover(self.name, self.shape, {box: [one] for box, (_, one) in self._boxes.items() if box.numel})
+                holders = {box: [copies[0].holder] for box, copies in self._boxes.items() if box.numel}
+                prove_cover(self.name, self.shape, holders)
             except (CorruptError, IncompleteError) as error:
                 raise error.located(path=self._source.path) from None
 
@@ -213,35 +214,30 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         self._source = source
         self._tensors: dict[str, StoredTensor] = {}
         conflicts: dict[str, StateExchangeError] = {}
-        boxes: dict[str, dict[Box, tuple[ByteRange, HolderLabel]]] = {}
-        copies: dict[str, list[_Copy]] = {}
+        boxes: dict[str, dict[Box, list[_Copy]]] = {}
         for shard_file, tensor in source.shards():
             shard = tensor.shard
             stored = self._tensors.get(shard.name)
             if stored is None:
-                boxes[shard.name] = {}
-                found = boxes[shard.name]
-                stored = StoredTensor(shard.name, shard.dtype, shard.global_shape, found, conflicts, copies, source)
+                of_tensor = boxes[shard.name] = {}
+                stored = StoredTensor(shard.name, shard.dtype, shard.global_shape, of_tensor, conflicts, source)
                 self._tensors[shard.name] = stored
             elif (stored.dtype, stored.shape) != (shard.dtype, shard.global_shape):
                 raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=shard_file.path)
-            for box, byte_range in zip(shard.boxes, tensor.byte_ranges, strict=True):
-                label = source.label_of(shard_file)
-                first, holder = boxes[shard.name].setdefault(box, (byte_range, label))
-                if first is byte_range:
-                    continue
-                if None in (first.digest, byte_range.digest):
-                    copies.setdefault(shard.name, []).append(_Copy(box, byte_range, label))
-                elif first.digest != byte_range.digest:
-                    error = replica_error(shard.name, box, holder, label, _OPEN_ONE, path=shard_file.path)
+            label = source.label_of(shard_file)
+            for index, box in enumerate(shard.boxes):
+                copy = _Copy(tensor, index, label)
+                copies = boxes[shard.name].setdefault(box, [])
+                if not copies or None in (copies[0].stored.digest, copy.stored.digest):
+                    copies.append(copy)
+                elif copies[0].stored.digest != copy.stored.digest:
+                    error = replica_error(shard.name, box, copies[0].holder, label, _OPEN_ONE, path=shard_file.path)
                     conflicts[shard.name] = error
         for unreadable in source.unreadable:
             if unreadable.unsupported is not None:
                 name = unreadable.name
                 conflicts.setdefault(name, unreadable.unsupported)
-                stored = StoredTensor(
-                    name, unreadable.dtype or "?", unreadable.shape or (), {}, conflicts, copies, source
-                )
+                stored = StoredTensor(name, unreadable.dtype or "?", unreadable.shape or (), {}, conflicts, source)
                 self._tensors.setdefault(name, stored)
         source.read_ahead()
 

@@ -13,11 +13,9 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from statexchange.errors import CorruptError, UnsupportedError, excerpt
+from statexchange.errors import UnsupportedError, excerpt
 from statexchange.formats.config_check import is_plain
-from statexchange.formats.source import TORCHAO_NAMES, Source
-from statexchange.storage.location import parse_json
-from statexchange.storage.store import Budget
+from statexchange.formats.source import TORCHAO_NAMES, Source, torchao_names
 
 __all__ = ["packing_notes", "renamed_torchao"]
 
@@ -82,11 +80,8 @@ def renamed_torchao(metadata: Mapping[str, str], rename: Callable[[str], str], p
     """
     if TORCHAO_NAMES not in metadata:
         return dict(metadata)
-    try:
-        weights = parse_json(metadata[TORCHAO_NAMES], path, Budget(path))
-    except CorruptError:
-        return dict(metadata)
-    if not isinstance(weights, list) or not all(isinstance(name, str) and name in metadata for name in weights):
+    weights = torchao_names(metadata[TORCHAO_NAMES])
+    if weights is None or not all(name in metadata for name in weights):
         return dict(metadata)
     new_names = {name: rename(name) for name in weights}
     for name, new_name in new_names.items():

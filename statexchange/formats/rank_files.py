@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from statexchange.errors import IncompleteError, InvalidArgumentError, did_you_mean
-from statexchange.formats.huggingface import part_of
+from statexchange.formats.huggingface import part_of, shard_file_of
 from statexchange.formats.model_files import preferred_file
 from statexchange.formats.source import (
     ShardFile,
@@ -16,13 +16,11 @@ from statexchange.formats.source import (
     SourceTensor,
     UnreadableTensor,
     merged_metadata,
-    range_of_block,
     unknown_dtypes,
 )
 from statexchange.sharding.rules import Layout, Part, place_parts, renumber_names
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import ByteRange
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, read_header
 from statexchange.storage.workspace import is_rank_file
 
@@ -65,11 +63,7 @@ def read(opened: OpenedPath) -> Source:
         header = read_header(file)
         unreadable += unknown_dtypes(header, file.path)
         texts.append(header.common_metadata)
-        tensors = {}
-        for entry in header.entries.values():
-            shard = Shard(entry.name, entry.dtype, entry.shape, (full_box(entry.shape),))
-            tensors[entry.name] = SourceTensor(shard, (ByteRange(file, entry.begin, entry.nbytes),))
-        shard_files.append(ShardFile(rank, file, tensors))
+        shard_files.append(shard_file_of(rank, file, header))
     metadata, differing = merged_metadata(texts)
     return Source(
         "rank files",
@@ -197,7 +191,7 @@ def _placed(
             continue
         global_shape, boxes = positions[rank]
         (byte_range,) = tensor.byte_ranges
-        shape, dtype = tensor.shard.global_shape, tensor.shard.dtype
-        byte_ranges = tuple(range_of_block(byte_range, shape, local, dtype) for local in part.local_boxes())
-        placed[rank] = SourceTensor(Shard(name, tensor.shard.dtype, global_shape, boxes), byte_ranges)
+        shard = Shard(name, tensor.shard.dtype, global_shape, boxes)
+        offsets = [local.offsets for local in part.local_boxes()]
+        placed[rank] = SourceTensor.of_blocks(shard, byte_range, tensor.shard.global_shape, offsets)
     return placed

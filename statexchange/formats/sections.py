@@ -256,12 +256,14 @@ def section_of(source: Source, section: Section) -> Source:
 
 
 def sections_from(
-    names: Iterable[tuple[str, SectionName]], prefixes: Mapping[SectionName, str] = MappingProxyType({})
+    names: Iterable[str],
+    section_of_name: Callable[[str], SectionName],
+    prefixes: Mapping[SectionName, str] = MappingProxyType({}),
 ) -> tuple[Section, ...]:
     """Return the sections of names, each with the prefix of its section, in the order of `SECTIONS`."""
     found: dict[SectionName, set[str]] = {}
-    for name, section in names:
-        found.setdefault(section, set()).add(name)
+    for name in names:
+        found.setdefault(section_of_name(name), set()).add(name)
     in_order = [section for section in SECTIONS if section in found]
     return tuple(Section(section, prefixes.get(section, ""), frozenset(found[section])) for section in in_order)
 

@@ -38,6 +38,8 @@ from statexchange.tensors import ITEMSIZE, PACKED
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from statexchange.storage.regions import BoxDigest
+
 __all__ = [
     "FLAT_PARAMETERS",
     "KINDS_WITH_RANKS",
@@ -60,8 +62,8 @@ __all__ = [
     "merged_metadata",
     "open_listed",
     "parsing",
-    "range_of_block",
     "strides_of",
+    "torchao_names",
     "unknown_dtypes",
 ]
 
@@ -98,20 +100,35 @@ class SourceTensor:
     shard: Shard
     byte_ranges: tuple[ByteRange, ...]
 
+    @classmethod
+    def of_blocks(
+        cls, shard: Shard, stored: ByteRange, shape: tuple[int, ...], offsets: Iterable[tuple[int, ...]]
+    ) -> SourceTensor:
+        """Return a shard whose boxes lie in one stored tensor of this shape, each at its offsets in that tensor."""
+        byte_ranges = []
+        for box, box_offsets in zip(shard.boxes, offsets, strict=True):
+            byte_ranges.append(_range_of_block(stored, shape, Box(box_offsets, box.shape), shard.dtype))
+        return cls(shard, tuple(byte_ranges))
+
     def digest_of(self, index: int, progress: Callable[[], None] | None = None) -> str:
         """Return the known digest of a box, or else read its bytes, compute it, and call `progress` again and again."""
-        stored, box = self.byte_ranges[index], self.shard.boxes[index]
-        if stored.digest is not None:
-            return stored.digest
+        known = self.byte_ranges[index].digest
+        if known is not None:
+            return known
+        return self.read_digest(index, progress, always=True).hexdigest()
+
+    def read_digest(self, index: int, progress: Callable[[], None] | None = None, *, always: bool = False) -> BoxDigest:
+        """Read the bytes of a box and compare them with the digests that are known; `always` as in `BoxDigest`."""
         from statexchange.storage import regions  # imports numpy, which reading headers does not need
 
-        digest = regions.BoxDigest(stored, box, self.shard.dtype, always=True)
+        stored, box = self.byte_ranges[index], self.shard.boxes[index]
+        digest = regions.BoxDigest(stored, box, self.shard.dtype, always=always)
         for window, data in regions.blocks(stored, box.shape, self.shard.dtype):
             digest.update(regions.to_global(window, box), data)
             if progress is not None:
                 progress()
         digest.check(self.shard.name)
-        return digest.hexdigest()
+        return digest
 
 
 def open_listed(
@@ -153,7 +170,7 @@ def strides_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, .
     return None
 
 
-def range_of_block(stored: ByteRange, shape: tuple[int, ...], block: Box, dtype: str) -> ByteRange:
+def _range_of_block(stored: ByteRange, shape: tuple[int, ...], block: Box, dtype: str) -> ByteRange:
     """Return the byte range of a block of a tensor of this shape, whose bytes may have strides of their own."""
     if block.shape == shape:
         return stored
@@ -271,14 +288,22 @@ def _joined_lists(texts: Iterable[str]) -> str | None:
     """Return one JSON list of the names in several, each once; None if one text is something else."""
     names: dict[str, None] = {}
     for text in texts:
-        try:
-            listed = parse_json(text, "", Budget(""))
-        except CorruptError:
-            return None
-        if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        listed = torchao_names(text)
+        if listed is None:
             return None
         names |= dict.fromkeys(listed)
     return json.dumps(list(names))
+
+
+def torchao_names(text: str) -> list[str] | None:
+    """Return torchao's list of all weights, the value of `TORCHAO_NAMES`; None if it is something else."""
+    try:
+        listed = parse_json(text, "", Budget(""))
+    except CorruptError:
+        return None
+    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
+        return None
+    return listed
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,14 +29,12 @@ from statexchange.formats.sections import sections_from
 from statexchange.formats.source import (
     Part,
     Section,
-    SectionName,
     ShardFile,
     Source,
     SourceTensor,
     UnreadableTensor,
     open_listed,
     parsing,
-    range_of_block,
 )
 from statexchange.formats.torch_archive import (
     Archive,
@@ -77,15 +75,9 @@ def matches(opened: OpenedPath) -> bool:
     """Whether a path is a file of torch.save or a directory with such files."""
     if opened.file is None:
         return any(name.removesuffix(INDEX).endswith(TORCH) for name in opened.store.non_directories)
-    return opened.file.endswith((*TORCH, f".bin{INDEX}")) or _first_bytes(opened.store.open(opened.file)).startswith(
-        (_ZIP, _LEGACY)
-    )
-
-
-def _first_bytes(file: StoredFile) -> bytes:
-    start = bytearray(min(len(_LEGACY), file.size))
-    file.read_into(memoryview(start), 0)
-    return bytes(start)
+    if opened.file.endswith((*TORCH, f".bin{INDEX}")):
+        return True
+    return opened.store.open(opened.file).first_bytes(len(_LEGACY)).startswith((_ZIP, _LEGACY))
 
 
 def read(opened: OpenedPath) -> Source:
@@ -159,10 +151,7 @@ def read(opened: OpenedPath) -> Source:
 
 def _sections(names: Iterable[str], known: Mapping[str, StateFile]) -> tuple[Section, ...]:
     """Return the sections, if names of files show some; then all entries of other files are the model's."""
-    pairs: list[tuple[str, SectionName]] = []
-    for name in names if known else ():
-        pairs.append((name, known[name].section if name in known else "model"))
-    return sections_from(pairs)
+    return sections_from(names if known else (), lambda name: known[name].section if name in known else "model")
 
 
 def _lone_side_files(store: Store) -> list[StateExchangeError]:
@@ -362,13 +351,7 @@ class TorchFile:
         if shard.nbytes != local.nbytes or expected != local.shape:
             problem = "its local tensor does not fit its placements"
             raise CorruptError(problem, name=name, path=self.path, expected=expected, found=local.shape)
-        if len(boxes) == 1:
-            return SourceTensor(shard, (local_range,))
-        byte_ranges = []
-        for box, local_offsets in boxes:
-            block = Box(tuple(local_offsets), box.shape)
-            byte_ranges.append(range_of_block(local_range, local.shape, block, local.dtype))
-        return SourceTensor(shard, tuple(byte_ranges))
+        return SourceTensor.of_blocks(shard, local_range, local.shape, [local_offsets for _, local_offsets in boxes])
 
 
 def _unflattened(tensor: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
@@ -381,7 +364,7 @@ def _unflattened(tensor: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
 
 def open_archive(file: StoredFile) -> Archive:
     """Return the archive in a file of torch.save; raise UnsupportedError for the format of before 1.6."""
-    start, path = _first_bytes(file), file.path
+    start, path = file.first_bytes(len(_LEGACY)), file.path
     if start.startswith(_ZIP):
         return Archive(file)
     if start.startswith(b"\x80"):

@@ -225,6 +225,12 @@ class StoredFile(ABC):
     def shared_identity(self) -> list[str | int] | None:
         """A JSON value that is equal on all hosts that opened the same file; None if each host may have a copy."""
 
+    def first_bytes(self, limit: int) -> bytes:
+        """Return the first `limit` bytes, or all bytes of a shorter file."""
+        start = bytearray(min(limit, self.size))
+        self.read_into(memoryview(start), 0)
+        return bytes(start)
+
     def read_all(self, limit: int = 64 << 20) -> bytes:
         """Return all bytes; raise CorruptError for a file of more than `limit` bytes."""
         check_size(self.size, limit, self.path)

@@ -285,9 +285,7 @@ def read_header_bytes(file: StoredFile) -> bytearray:
 
 def wrong_kind_of(file: StoredFile) -> str | None:
     """Return a message that says what a file is, if it is empty or of a kind that holds no tensors; else None."""
-    start = bytearray(min(_TEXT_BYTES, file.size))
-    file.read_into(memoryview(start), 0)
-    return wrong_kind_of_bytes(bytes(start))
+    return wrong_kind_of_bytes(file.first_bytes(_TEXT_BYTES))
 
 
 # The first bytes, in lower case and without leading blanks, of files that hold no tensors, and what they are

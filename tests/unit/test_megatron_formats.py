@@ -37,6 +37,7 @@ from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
 from statexchange.report.value_checks import CHECKS
 from statexchange.report.verify import verify
+from statexchange.sharding.sharding_spec import DimSplit, local_boxes
 
 # By sample: the number of tensors of torch_dist, and of the model in its legacy format.
 SAMPLES = {"tp2_pp2": (25, 23), "pp2_tied": (32, 14), "ep2_moe": (12, 33), "pp2_vpp2": (9, 27)}
@@ -495,21 +496,18 @@ DIVISIONS = {
 
 @pytest.mark.parametrize("case", DIVISIONS, ids=lambda case: case[0])
 def test_parameters_are_divided_as_their_names_show(case: tuple[str, tuple[int, ...], tuple[int, ...] | None]) -> None:
-    division = division_of(*case)
-    assert (division.dim, division.blocks) == DIVISIONS[case]
+    dim, blocks = DIVISIONS[case]
+    assert division_of(*case) == (None if dim is None else DimSplit(dim, blocks))
 
 
 def test_a_gated_parameter_is_divided_by_halves() -> None:
     whole = np.arange(16).reshape(8, 2)
-    division = division_of("mlp.linear_fc1.weight", (4, 2), (2, 2))
+    split = division_of("mlp.linear_fc1.weight", (4, 2), (2, 2))
     found = np.zeros_like(whole)
     for rank in range(2):
         part = np.concatenate([whole[2 * rank : 2 * rank + 2], whole[4 + 2 * rank : 6 + 2 * rank]])
-        shape, pairs = division.place(part.shape, rank, 2)
-        assert shape == whole.shape
-        for box, local in pairs:
-            rows = slice(local.offsets[0], local.ends[0])
-            found[box.offsets[0] : box.ends[0]] = part[rows]
+        for box, (begin, _) in local_boxes(whole.shape, [2], [rank], [split]):
+            found[box.offsets[0] : box.ends[0]] = part[begin : begin + box.shape[0]]
     assert found.tolist() == whole.tolist()
 
 
