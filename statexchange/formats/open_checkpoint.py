@@ -170,8 +170,10 @@ class StoredTensor:
     def _check_copies(self) -> None:
         """Read copies without digests once, and raise ReplicaError if they differ."""
         for box, copies in self._boxes.items():
+            if len(copies) == 1:
+                continue
             first, *others = copies
-            digest = first.tensor.digest_of(first.number) if others else None
+            digest = first.tensor.digest_of(first.number)
             for other in others:
                 if other.tensor.digest_of(other.number) != digest:
                     raise replica_error(self.name, box, first.holder, other.holder, _OPEN_ONE, path=other.stored.path)
