@@ -268,13 +268,8 @@ class _Files:
 
     def _close(self, number: int) -> None:
         fd, path = self._fds.pop(number), self._files[number].path
-        try:
+        with files.closing(fd, path):
             files.sync_file(fd, path)
-        except BaseException:
-            with contextlib.suppress(OSError):  # the first failure counts
-                os.close(fd)
-            raise
-        files.close_file(fd, path)
 
     def _sync(self) -> None:
         for number, fd in self._fds.items():

@@ -18,7 +18,7 @@ is not empty fails, so this is exclusive too.
 on NFS, it takes two: the old directory is renamed to ``.<name>.<nonce>.replaced``, then the new one,
 ``.<name>.<plan>.<nonce>.partial``, gets the name. Between the two steps the name is absent. The old directory is moved
 only when the new one is complete. Therefore a reader that finds the name absent and a ``.replaced`` directory reads the
-new one under its hidden name (`local.replacement_of`), and the next publisher completes the second step.
+new one under its hidden name (`store.replacement_of`), and the next publisher completes the second step.
 
 **NFS.** A request that is retransmitted may be answered with an error although the first one succeeded. So after each
 failed link or rename the inode under the new name is compared before the failure counts. Clients also cache lookups and
@@ -43,7 +43,7 @@ from statexchange.storage.files import (
     Buffer,
     audit,
     check_room,
-    close_file,
+    closing,
     create_file,
     libc,
     mount_of,
@@ -148,17 +148,12 @@ def new_file(
     temporary = f".tmp-{new_nonce()}.{Owner.current().to_name()}"
     fd = create_file(temporary, dir_fd, path, mode)
     try:
-        try:
+        with closing(fd, path):  # before the link: close may report a full quota or a lost server
             file = NewFile(fd, begin, nbytes, path)
             yield file
             file.finish()
             if durable:
                 sync_file(fd, path)
-        except BaseException:
-            with contextlib.suppress(OSError):  # report the first failure
-                os.close(fd)
-            raise
-        close_file(fd, path)  # before the link: close may report a full quota or a lost server
         if overwrite:
             _replace(temporary, name, dir_fd, path)
         else:

@@ -48,6 +48,7 @@ __all__ = [
     "check_size",
     "check_writable",
     "close_file",
+    "closing",
     "create_file",
     "digest",
     "directory",
@@ -450,6 +451,22 @@ def close_file(fd: int, path: str) -> None:
         os.close(fd)
     except OSError as error:
         raise StorageError.of(error, "close", path=path) from error
+
+
+@contextlib.contextmanager
+def closing(fd: int, path: str) -> Iterator[None]:
+    """Close a file at the end of a block that writes it.
+
+    Raises:
+        StorageError: the system reports an error at the close. After an error in the block, that one is raised alone.
+    """
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first failure counts
+            os.close(fd)
+        raise
+    close_file(fd, path)
 
 
 def remove_file(name: str, path: str, dir_fd: int) -> None:

@@ -408,15 +408,10 @@ class DirectoryBuild(Build):
             advice = remedy(error.errno) or "; choose a directory that you may write"
             text = f"cannot write in the target's directory: {reason}{advice}"
             raise StorageError(text, errno=error.errno, path=self.path) from error
-        try:
+        with files.closing(fd, path):
             files.audit("write", path)
             files.pwrite_all(fd, data, 0, path)
             files.sync_file(fd, path)
-        except BaseException:
-            with contextlib.suppress(OSError):  # report the first failure
-                os.close(fd)
-            raise
-        files.close_file(fd, path)
 
     def _is_of_this_user(self, leftover: Leftover, record: os.stat_result) -> bool:
         """Whether the record and the directories of its nonce have the uid of this process's own record."""
@@ -564,7 +559,7 @@ class DirectoryBuild(Build):
         """Create a file and reserve its disk space; on tmpfs, which would write zeros, only check the free space."""
         path = os.path.join(self.building_path, name)
         fd = files.create_file(name, self._dir_fd, path)
-        try:
+        with files.closing(fd, path):
             is_reserved = False
             if self._mount.is_memory:
                 self._unreserved += nbytes
@@ -575,11 +570,6 @@ class DirectoryBuild(Build):
                 os.ftruncate(fd, nbytes)
             except OSError as error:
                 raise StorageError.of(error, f"extend the file to {nbytes} bytes", path=path) from error
-        except BaseException:
-            with contextlib.suppress(OSError):  # report the first failure
-                os.close(fd)
-            raise
-        files.close_file(fd, path)
         output = DirectoryFile(path, header, is_reserved=is_reserved)
         self._outputs.append(output)
         return output
@@ -671,7 +661,7 @@ class DirectoryBuild(Build):
             raise conflict(self.path, _TAKEN_OVER if is_taken_over else "removed the target meanwhile") from error
         try:
             self._check_replaced(self._partial)
-        except BaseException:
+        except BaseException:  # another one's directory was displaced: it gets the name back
             exchange_names(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
             raise
         return True
