@@ -14,7 +14,7 @@ from statexchange.exchange.staging import Staging
 from statexchange.formats.tensor_reader import reduce_into
 from statexchange.sharding.write_plan import BoxReduction
 from statexchange.state.describe import Description, LocalTensor
-from statexchange.tensors import array_over, from_bytes, memory_of, own_bytes
+from statexchange.tensors import TensorLike, array_over, from_bytes, memory_of, own_bytes
 
 __all__ = ["reduce_copies"]
 
@@ -27,8 +27,8 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
     """Return the description with reduced values for the boxes that this rank writes. Collective.
 
     `reductions` must be equal on all ranks. Copies are reduced in their order and in the dtype that they have.
-    The live state does not change. Memory: the size of this rank's reduced boxes, and of one more box if it lies on a
-    GPU or is strided.
+    The live state does not change. Memory: the size of this rank's reduced boxes, and of a copy that this rank itself
+    adds or sends if it lies on a GPU or is strided.
     """
     tensors = dict(described.tensors)
     # All ranks walk the copies in one order, so that each send meets its receive, and no two ranks wait for each other.
@@ -38,11 +38,7 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
         for src, copy_index in reduction.copies:
             if comm.rank == reduction.holder:
                 if result is None:
-                    data = _bytes(comm, described, name, index)
-                    result = np.empty_like(data)
-                    # In parts: a large copy takes longer than a rank that shows no progress is waited for.
-                    for part in _parts(comm, len(data)):
-                        result[part] = data[part]
+                    result = _copied(comm, local_box(described, name, index), _dtype_of(tensors[name]))
                 copy = None if src != comm.rank else _bytes(comm, described, name, copy_index)
                 _reduce(comm, reduction.op, _dtype_of(tensors[name]), result, copy, src)
             elif comm.rank == src:
@@ -77,8 +73,13 @@ def _bytes(comm: Communicator, described: Description, name: str, index: int) ->
     if memory is not None:
         # Dense and on the host: no copy, as the caller only reads it.
         return np.frombuffer(memory, np.uint8)
+    return _copied(comm, tensor, _dtype_of(described.tensors[name]))
+
+
+def _copied(comm: Communicator, tensor: TensorLike, dtype: str) -> _Bytes:
+    """Return a copy of a tensor's bytes, made in parts: a rank that shows no progress is not waited for that long."""
     data, at = np.empty(int(tensor.nbytes), np.uint8), 0
-    for _, part in Staging().parts(tensor, _dtype_of(described.tensors[name])):
+    for _, part in Staging().parts(tensor, dtype):
         data[at : at + len(part)] = part
         at += len(part)
         comm.progress()
