@@ -743,14 +743,12 @@ class ParameterName(NamedTuple):
 
     Attributes:
         in_state: its name in the whole state, which begins with the path of its module; the first of several.
-        all_in_state: all its names in the whole state.
         in_modules: each module of the state that has it, by its path, with its name there. For one that lies in the
             state itself, in no module, its path is its name.
         texts: its names in the whole state with dots between all keys, as sources without a tree have them.
     """
 
     in_state: str
-    all_in_state: tuple[str, ...]
     in_modules: tuple[tuple[str, str], ...]
     texts: tuple[str, ...]
 
@@ -778,7 +776,7 @@ def parameter_names(placed: Sequence[Node]) -> dict[int, ParameterName]:
             # Buffers, and copies that some modules make of their parameters, are no optimizer's.
             if id(item) not in parameters:
                 continue
-            new = ParameterName(begin + name, (begin + name,), ((path, name),), (text_begin + name,))
+            new = ParameterName(begin + name, ((path, name),), (text_begin + name,))
             first = names.setdefault(id(item), new)
             # A parameter that is tied inside a module has the first of its names there.
             if path not in dict(first.in_modules):
@@ -787,7 +785,7 @@ def parameter_names(placed: Sequence[Node]) -> dict[int, ParameterName]:
     if "optimizer" in [node.kind for node in placed]:
         for path, text, value, *_ in placed:
             if path and is_torch(value):
-                names.setdefault(id(value), ParameterName(path, (path,), (("", path),), (text,)))
+                names.setdefault(id(value), ParameterName(path, (("", path),), (text,)))
     return names
 
 
