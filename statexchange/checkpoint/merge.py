@@ -270,7 +270,7 @@ def merge_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What the caller asks for, and when: the target, the options, the conversion that these name, and its numbers."""
+    """A call: the target, the options, the conversion that these name and its numbers, and the time when it began."""
 
     path: str
     call: CallOptions
@@ -292,7 +292,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Selected:
-    """What is merged of an opened source.
+    """The part of an opened source that is merged.
 
     Attributes:
         source: the tensors, converted if a conversion was asked for.
@@ -319,7 +319,7 @@ class _Selected:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """What is written: the plan of the tensors, the small files, and the text metadata of the tensor files."""
+    """The files to write: the plan of the tensors, the small files, and the text metadata of the tensor files."""
 
     plan: Plan
     extra: Mapping[str, bytes]

@@ -151,7 +151,7 @@ def equal_options(comm: Communicator, options: dict[str, str] | None, what: str)
 
 @dataclass(frozen=True, slots=True)
 class _Naming:
-    """What decides a rank's names: the options of its conversion, and the names that its layout renumbers, if any."""
+    """The options of a rank's conversion and the names that its layout renumbers, if any: they decide its names."""
 
     options: Mapping[str, str] | None
     sources: Mapping[str, str] | None

@@ -135,7 +135,7 @@ def specs_of(named: Mapping[str, torch.Tensor]) -> list[ParameterSpec]:
 
 @dataclass(frozen=True, slots=True)
 class _Parameters:
-    """What ranks compare: their parameters, and a text about what is done with them."""
+    """The specs of a rank's parameters, and a text about what is done with them, which ranks compare."""
 
     about: str
     specs: Sequence[ParameterSpec]

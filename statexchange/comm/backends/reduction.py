@@ -65,7 +65,7 @@ NO_FINISH = Finish()
 
 
 class Reducing(Protocol):
-    """What a reduction needs of a backend, whose module imports this one."""
+    """The part of a backend that a reduction needs; the module of backends imports this one."""
 
     rank: int
     world_size: int

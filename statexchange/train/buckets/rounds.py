@@ -67,7 +67,7 @@ class RoundHeader:
 
 
 class _Unplaced(NamedTuple):
-    """What a report says of the gradients that are in no bucket."""
+    """The part of a report about the gradients that are in no bucket."""
 
     order: Sequence[int]
     sparse: Mapping[int, SparseShape]
