@@ -84,7 +84,7 @@ def _load(
         with comm.phase("reading", timeout_s=timeout_s):
             _mark_targets(plan, items)
             nbytes, overflows = read_all(items, readers, comm, request.call.on_progress, reads_again=reads_again)
-        # Once all ranks have read everything: where one cannot, no rank has another epoch or optimizer than before.
+        # Once all ranks have read everything: where one cannot, no rank has another epoch or learning rate than before.
         with comm.phase("installing what was read", timeout_s=timeout_s):
             for install in plan.callbacks:
                 install()

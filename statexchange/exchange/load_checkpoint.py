@@ -42,11 +42,12 @@ def load_checkpoint(
     Collective over `comm`; blocks until all ranks are done. A rank reads what its own boxes need, so world size, mesh
     and placements may differ from those of the save. What several ranks of a host need is read once: from files through
     the page cache, from an object store by one rank, which sends it to the others. Shapes, dtypes and names are checked
-    before anything is changed; a failure on any rank is raised on all. After a failure during reading, each tensor is
-    as it was, or as it was saved; one that was read in part, or whose bytes differ from their digest, is filled with
-    NaN (all bits set) unless its old values are still there. The error says how many tensors have changed. Optimizers,
-    plain values and other objects change on no rank before all have read everything; if one of them then refuses its
-    state, what comes before it in the state has changed.
+    before anything is changed; a failure on any rank is raised on all. Tensors are filled as they are read, those that
+    an optimizer has already among them. After a failure during reading, each is as it was, or as it was saved; one that
+    was read in part, or whose bytes differ from their digest, is filled with NaN (all bits set) unless its old values
+    are still there. An error of the source's bytes or of reading them says how many tensors have changed. Param groups,
+    new state of optimizers, plain values and other objects change on no rank before all have read everything; if one of
+    them then refuses its state, what comes before it in the state has changed.
 
     Values that differ between ranks (e.g. RNG state) are restored per rank if the world size is unchanged. Otherwise
     they raise ReplicaError, unless `exclude` leaves them as they are or `replicas` is "root". So does the state of an

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -347,27 +348,25 @@ def read_all(
         ReplicaError: live tensors share memory for which the source has different values.
     """
     parts = _parts_of(items)
-    to_read: Sequence[_Part] = parts
-    tensors: dict[WantedBox, TensorLike] = {}
+    to_read, first_parts = parts, dict[WantedBox, _Part]()
     if readers:
         received = {wanted for wanted, (_, *receivers) in readers.items() if comm.rank in receivers}
-        to_read, tensors = _to_read(parts, received)
-    reading = _Reading(comm, on_progress)
+        to_read, first_parts = _to_read(parts, received)
+    reading = _Reading(parts, comm, on_progress)
     try:
-        reading.run(to_read)
-        # A file that was replaced during the reading may have given bytes of two versions, each with its digests.
-        for file in reading.files:
-            file.check_current()
-    except (CorruptError, StorageError) as error:
-        raise error.located(advice=reading.changes(len(items), reads_again=reads_again)) from error.__cause__
-    # After all reads: a rank that waited for another one in between would leave its own requests for later.
-    for wanted, (reader, *others) in readers.items():
-        if comm.rank == reader:
-            for other in others:
-                comm.send(tensors[wanted], other)
-        elif comm.rank in others:
-            comm.recv(tensors[wanted], reader)
-            comm.progress()
+        try:
+            reading.run(to_read)
+        except (CorruptError, StorageError) as error:
+            raise error.located(advice=reading.changes(len(items), reads_again=reads_again)) from error.__cause__
+        # After all reads: a rank that waited for another one in between would leave its own requests for later.
+        for wanted, (reader, *others) in readers.items():
+            if comm.rank == reader:
+                reading.send(first_parts[wanted], others)
+            elif comm.rank in others:
+                reading.receive(first_parts[wanted], reader)
+    except BaseException:  # an interrupt, too: no tensor may keep bytes that were not checked, or half of its new values
+        reading.invalidate()
+        raise
     # Only now, as memory that was received counts, too.
     for numbers in overlapping([part.memory for part in parts]):
         _check_same_values(operator.itemgetter(*numbers)(parts), comm)
@@ -376,18 +375,17 @@ def read_all(
 
 def _to_read(
     parts: Sequence[_Part], received: Collection[WantedBox]
-) -> tuple[list[_Part], dict[WantedBox, TensorLike]]:
-    """Return the parts that this rank reads, and the first live tensor of each box, which is sent or received."""
+) -> tuple[list[_Part], dict[WantedBox, _Part]]:
+    """Return the parts that this rank reads, and the first part of each box, which is sent or received."""
     to_read = []
-    tensors: dict[WantedBox, TensorLike] = {}
+    first_parts: dict[WantedBox, _Part] = {}
     for part in parts:
-        wanted, tensor = part.wanted, part.memory.tensor
+        wanted = part.wanted
         # A box is sent once, into its first live tensor; a second one, as a copy of the module, reads it.
-        if wanted in tensors or wanted not in received:
+        if wanted in first_parts or wanted not in received:
             to_read.append(part)
-        if wanted not in tensors:
-            tensors[wanted] = tensor if isinstance(tensor, np.ndarray) else tensor.detach()
-    return to_read, tensors
+        first_parts.setdefault(wanted, part)
+    return to_read, first_parts
 
 
 class _Block(NamedTuple):
@@ -459,28 +457,60 @@ class _Reading:
     reading megabytes, and most of the time for a small tensor is that of a system call.
     """
 
-    def __init__(self, comm: Communicator, on_progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self, parts: Sequence[_Part], comm: Communicator, on_progress: Callable[[int, int], None] | None
+    ) -> None:
         self.nbytes = 0
         self.overflows: list[Overflows] = []
-        self.files: dict[StoredFile, list[_Piece]] = {}  # each that is read, with its small pieces
+        self._parts = parts
+        self._files: dict[StoredFile, list[_Piece]] = {}  # each that is read, with its small pieces
         self._alone: list[_Target] = []  # with pieces that are not small, or not one run in memory
         self._comm = comm
         self._total = 0
         self._on_progress = on_progress
         self._staging: Staging | None = None
         self._changed: set[int] = set()  # ids of the items of which a byte may have changed
-        self._is_invalid = False  # whether the tensor that is read now has bytes that are not checked yet
+        # How much of each item, by its id, is neither read and checked nor received. A tensor's boxes lie in the files
+        # of several ranks, so that some may be filled when another one's bytes turn out to differ.
+        self._left = Counter([id(part.item) for part in parts])
 
     def run(self, parts: Sequence[_Part]) -> None:
         """Fill the live tensors of these parts."""
         self._add(parts)
         self._read_small()
         for target in self._alone:
-            try:
-                self._read_alone(target)
-            except BaseException:
-                self._invalidate(target)
-                raise
+            self._read_alone(target)
+        # A file that was replaced during the reading may have given bytes of two versions, each with its digests.
+        for file in self._files:
+            file.check_current()
+
+    def send(self, part: _Part, ranks: Sequence[int]) -> None:
+        """Send what was read of a part to these ranks."""
+        for rank in ranks:
+            self._comm.send(_without_grad(part), rank)
+
+    def receive(self, part: _Part, rank: int) -> None:
+        """Fill a part with what a rank sends."""
+        self._changed.add(id(part.item))
+        self._comm.recv(_without_grad(part), rank)
+        self._left[id(part.item)] -= 1
+        self._comm.progress()
+
+    def invalidate(self) -> None:
+        """Fill the tensors of which only a part was read, or bytes that differ from their digest: their values are gone.
+
+        NaN is never taken for the values that were saved, and an integer with all bits set hardly is.
+        """
+        staging = self._staging or Staging()
+        invalid = self._invalid()
+        for item, _, whole in self._parts:
+            if id(item) in invalid:
+                for _, memory in staging.targets(whole.tensor, item.stored):
+                    np.frombuffer(memory, np.uint8).fill(1 if item.stored == "BOOL" else 0xFF)
+
+    def _invalid(self) -> set[int]:
+        """Return the ids of the items that are filled in part."""
+        return {item for item in self._changed if self._left[item]}
 
     def changes(self, num_items: int, *, reads_again: bool) -> str:
         """Return what has changed in this rank's live tensors, `num_items` in all, as the end of a message."""
@@ -488,8 +518,9 @@ class _Reading:
         if not self._changed and not reads_again:
             return f"the state{where} is unchanged"
         text = f"{len(self._changed)} of {num_items} tensors{where} have been filled"
-        if self._is_invalid:
-            text += ", this one with NaN (all bits set)"
+        num_invalid = len(self._invalid())
+        if num_invalid:
+            text += f", {num_invalid} of them with NaN (all bits set) because not all of it could be read"
         if reads_again:
             return f"{text}, the others may have values of a version that was replaced"
         return f"{text}, the others are as they were"
@@ -503,6 +534,7 @@ class _Reading:
             whole = item.boxes.get(target)
             stored_boxes = item.boxes if whole is None else {target: whole}
             needed = []
+            num_left = 0
             for box, stored in stored_boxes.items():
                 region = intersect(box, target) if whole is None else target
                 if region is None:
@@ -514,7 +546,7 @@ class _Reading:
                 elif is_in_place:
                     run = one_run(stored, box, region, item.stored, target)
                 self._total += math.prod(region.shape) * ITEMSIZE[item.stored]
-                pieces = self.files.setdefault(stored.file, [])
+                pieces = self._files.setdefault(stored.file, [])
                 block = _Block(stored, box, region)
                 if run is None or run.nbytes > _LIMITS[stored.file.is_remote].piece:
                     needed.append(block)
@@ -522,13 +554,17 @@ class _Reading:
                 data = run_bytes(memory.tensor)[run.in_memory : run.in_memory + run.nbytes]
                 digest = stored.digest if region == box and not stored.parts else None
                 pieces.append(_Piece(run.in_file, data, block, item, digest))
+                num_left += 1
             if needed:
                 self._alone.append(_Target(part, needed))
+                num_left += 1
+            # The part itself was counted as one.
+            self._left[id(item)] += num_left - 1
 
     def _read_small(self) -> None:
         """Read the small pieces of all files."""
         buffer = memoryview(b"")
-        for file, pieces in self.files.items():
+        for file, pieces in self._files.items():
             if pieces:
                 limits = _LIMITS[file.is_remote]
                 if len(buffer) < limits.together:
@@ -549,8 +585,10 @@ class _Reading:
                 piece.check(data)
         nbytes = 0
         for piece in pieces:
-            self._changed.add(id(piece.item))
+            number = id(piece.item)
+            self._changed.add(number)
             piece.memory[:] = buffer[piece.begin - begin :][: len(piece.memory)]
+            self._left[number] -= 1
             nbytes += len(piece.memory)
         self._count(nbytes)
 
@@ -559,8 +597,9 @@ class _Reading:
         item, whole, memory = target.part
         dtype = item.stored
         digests = [block.digest(dtype) for block in target.needed]
-        # It is read into, and not into a buffer: from now on its old values may be gone.
-        self._is_invalid = memory.is_run and memory.dtype == dtype
+        if memory.is_run and memory.dtype == dtype:
+            # It is read into, and not into a buffer: from now on its old values may be gone.
+            self._changed.add(id(item))
         self._staging = self._staging or Staging()
         for window, data in self._staging.targets(memory.tensor, dtype):
             placed = to_global(window, whole)
@@ -572,28 +611,22 @@ class _Reading:
             if placed.ends == whole.ends:
                 for digest in digests:
                     digest.check(item.name)
-            self._is_invalid = True  # until all its digests have been compared
-        self._changed.add(id(item))
-        self._is_invalid = False
+            self._changed.add(id(item))
+        self._left[id(item)] -= 1
         if self._staging.num_overflows:
             self.overflows.append(Overflows(item.name, whole, self._staging.num_overflows))
-
-    def _invalidate(self, target: _Target) -> None:
-        """Fill a tensor of which only a part was read, or bytes that differ from their digest: its values are gone.
-
-        NaN is never taken for the values that were saved, and an integer with all bits set hardly is.
-        """
-        if self._is_invalid and self._staging is not None:
-            item = target.part.item
-            self._changed.add(id(item))
-            for _, memory in self._staging.targets(target.part.memory.tensor, item.stored):
-                np.frombuffer(memory, np.uint8).fill(1 if item.stored == "BOOL" else 0xFF)
 
     def _count(self, nbytes: int) -> None:
         self.nbytes += nbytes
         self._comm.progress()
         if self._on_progress is not None:
             self._on_progress(self.nbytes, self._total)
+
+
+def _without_grad(part: _Part) -> TensorLike:
+    """Return the memory of a part as a tensor that autograd does not look at."""
+    tensor = part.memory.tensor
+    return tensor if isinstance(tensor, np.ndarray) else tensor.detach()
 
 
 def _neighbours(pieces: Sequence[_Piece], limits: _Limits) -> list[list[_Piece]]:
@@ -648,7 +681,7 @@ def _has_its_values(part: _Part, comm: Communicator) -> bool:
         else:
             read = tensor.new_empty(window.shape)
         again = _Part(item, to_global(window, box), memory_of(read, item.name))
-        _Reading(comm).run([again])
+        _Reading([again], comm, None).run([again])
         if not _are_same_bits(tensor, slices_within(window, full_box(shape)), read):
             return False
     return True
