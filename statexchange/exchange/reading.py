@@ -364,7 +364,8 @@ def read_all(
                 reading.send(first_parts[wanted], others)
             elif comm.rank in others:
                 reading.receive(first_parts[wanted], reader)
-    except BaseException:  # an interrupt, too: no tensor may keep bytes that were not checked, or half of its new values
+    except BaseException:
+        # After an interrupt, too, no tensor may keep bytes that were not checked, or half of its new values.
         reading.invalidate()
         raise
     # Only now, as memory that was received counts, too.
@@ -373,9 +374,7 @@ def read_all(
     return reading.nbytes, reading.overflows
 
 
-def _to_read(
-    parts: Sequence[_Part], received: Collection[WantedBox]
-) -> tuple[list[_Part], dict[WantedBox, _Part]]:
+def _to_read(parts: Sequence[_Part], received: Collection[WantedBox]) -> tuple[list[_Part], dict[WantedBox, _Part]]:
     """Return the parts that this rank reads, and the first part of each box, which is sent or received."""
     to_read = []
     first_parts: dict[WantedBox, _Part] = {}
@@ -497,9 +496,9 @@ class _Reading:
         self._comm.progress()
 
     def invalidate(self) -> None:
-        """Fill the tensors of which only a part was read, or bytes that differ from their digest: their values are gone.
+        """Fill the tensors of which only a part was read, or bytes that differ from their digest.
 
-        NaN is never taken for the values that were saved, and an integer with all bits set hardly is.
+        Their old values are gone. NaN is never taken for the values that were saved, and an integer with all bits set hardly is.
         """
         staging = self._staging or Staging()
         invalid = self._invalid()

@@ -326,7 +326,7 @@ def test_a_small_tensor_is_never_half_old_and_half_new(rank: int, tmp_path: Path
     # The middle of its second tensor.
     flip_bit(file, -sum(json_header(file)["a"]["data_offsets"]) * 3 // 2)
     live = {name: torch.full((8, 30), -7.0) for name in "abc"}
-    with pytest.raises(sx.errors.CorruptError, match="of 3 tensors|unchanged") as caught:
+    with pytest.raises(sx.errors.CorruptError, match=r"of 3 tensors|unchanged") as caught:
         sx.load_checkpoint(live, folder)
     assert caught.value.name == "b"
     for tensor in live.values():
@@ -334,7 +334,7 @@ def test_a_small_tensor_is_never_half_old_and_half_new(rank: int, tmp_path: Path
         assert rows in ([1.0] * 4 + [2.0] * 4, [-7.0] * 8) or tensor.isnan().all()
     num_invalid = sum(int(tensor.isnan().all()) for tensor in live.values())
     assert f"{num_invalid} of them with NaN" in str(caught.value) or not num_invalid
-    assert not live["b"].eq(1).any() and not live["b"].eq(2).any()
+    assert not live["b"].gt(0).any()
 
 
 @pytest.mark.parametrize("name", ["nothing", "file.txt"])
