@@ -38,7 +38,7 @@ _HOMES = {
     "init": "statexchange.comm.init",
     "integrations": "",
     "is_initialized": "statexchange.comm.defaults",
-    "load_checkpoint": "statexchange.exchange.load_checkpoint",
+    "load_checkpoint": "statexchange.exchange.load",
     "merge_checkpoint": "statexchange.checkpoint.merge",
     "open_checkpoint": "statexchange.formats.registry",
     "register_config": "statexchange.values",

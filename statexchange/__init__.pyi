@@ -17,7 +17,7 @@ from statexchange.exchange.export import export_checkpoint as export_checkpoint
 from statexchange.exchange.gather import gather_state as gather_state
 from statexchange.exchange.gather import get_configs_parallel as get_configs_parallel
 from statexchange.exchange.gather import get_tensors_parallel as get_tensors_parallel
-from statexchange.exchange.load_checkpoint import load_checkpoint as load_checkpoint
+from statexchange.exchange.load import load_checkpoint as load_checkpoint
 from statexchange.exchange.nfs_workspace import NFSWorkspace as NFSWorkspace
 from statexchange.exchange.save import save_checkpoint as save_checkpoint
 from statexchange.formats.registry import open_checkpoint as open_checkpoint

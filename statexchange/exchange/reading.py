@@ -471,7 +471,9 @@ class _Reading:
         self._changed: set[int] = set()  # ids of the items of which a byte may have changed
         # How much of each item, by its id, is neither read and checked nor received. A tensor's boxes lie in the files
         # of several ranks, so that some may be filled when another one's bytes turn out to differ.
-        self._left = Counter([id(part.item) for part in parts])
+        self._left: Counter[int] = Counter()
+        for part in parts:
+            self._left[id(part.item)] += 1
 
     def run(self, parts: Sequence[_Part]) -> None:
         """Fill the live tensors of these parts."""
@@ -498,7 +500,8 @@ class _Reading:
     def invalidate(self) -> None:
         """Fill the tensors of which only a part was read, or bytes that differ from their digest.
 
-        Their old values are gone. NaN is never taken for the values that were saved, and an integer with all bits set hardly is.
+        Their old values are gone. NaN is never taken for the values that were saved, and an integer with all bits set
+        hardly is.
         """
         staging = self._staging or Staging()
         invalid = self._invalid()

@@ -311,32 +311,6 @@ def test_the_digest_of_each_ranks_box_is_checked(rank: int, tmp_path: Path) -> N
     assert caught.value.name == "a"
 
 
-def saves_rows(folder: str) -> None:
-    rank = sx.get_rank()
-    rows = {name: torch.full((4, 30), 1.0 + rank) for name in "abc"}
-    sx.save_checkpoint(rows, folder, layout={"*": {"dim": 0}})
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_small_tensor_is_never_half_old_and_half_new(rank: int, tmp_path: Path) -> None:
-    """Its boxes lie in the files of two ranks, and are read one after the other."""
-    folder = tmp_path / "saved"
-    run_ranks(saves_rows, 2, args=(str(folder),))
-    file = next(folder.glob(f"rank-0000{rank}-*.safetensors"))
-    # The middle of its second tensor.
-    flip_bit(file, -sum(json_header(file)["a"]["data_offsets"]) * 3 // 2)
-    live = {name: torch.full((8, 30), -7.0) for name in "abc"}
-    with pytest.raises(sx.errors.CorruptError, match=r"of 3 tensors|unchanged") as caught:
-        sx.load_checkpoint(live, folder)
-    assert caught.value.name == "b"
-    for tensor in live.values():
-        rows = tensor[:, 0].tolist()
-        assert rows in ([1.0] * 4 + [2.0] * 4, [-7.0] * 8) or tensor.isnan().all()
-    num_invalid = sum(int(tensor.isnan().all()) for tensor in live.values())
-    assert f"{num_invalid} of them with NaN" in str(caught.value) or not num_invalid
-    assert not live["b"].gt(0).any()
-
-
 @pytest.mark.parametrize("name", ["nothing", "file.txt"])
 def test_an_absent_source_is_not_found(name: str, tmp_path: Path) -> None:
     (tmp_path / "file.txt").write_text("hello")

@@ -18,9 +18,9 @@ from statexchange.conversions.numbers import KnownConfig
 from statexchange.exchange.compared_rows import Compared
 from statexchange.exchange.exporting import ExportReport
 from statexchange.exchange.gather import _ArenaAddress, _RankMessage, _TensorMetadata
+from statexchange.exchange.load_checks import _OpenedSource
 from statexchange.exchange.memory_copy import _check_parts, _Disk, _Part
 from statexchange.exchange.memory_copy import _Start as _Copy
-from statexchange.exchange.rank_checks import _OpenedSource
 from statexchange.exchange.rank_metadata import DescribedShard, RankMetadata, check_equal_options
 from statexchange.exchange.reading import Overflows, WantedBox
 from statexchange.exchange.saving import _Start, _Written
