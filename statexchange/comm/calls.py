@@ -18,16 +18,17 @@ from statexchange import values
 
 __all__ = [
     "Call",
+    "PublicCall",
     "absence_text",
     "call_site",
     "encoded",
     "fingerprint_of",
     "is_autograd_thread",
     "note_joined",
-    "public_call",
     "public_call_name",
     "site_detail",
     "step_text",
+    "under_way",
 ]
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -35,7 +36,7 @@ _TESTING = os.path.join(_PACKAGE, "testing") + os.sep  # its frames count as the
 
 
 @dataclass(slots=True)
-class _PublicCall:
+class PublicCall:
     """A public call whose steps communicate.
 
     Attributes:
@@ -49,47 +50,19 @@ class _PublicCall:
     is_joined: bool = False
 
 
-_public: ContextVar[_PublicCall | None] = ContextVar("statexchange_public_call", default=None)
-
-
-@contextlib.contextmanager
-def public_call(name: str, site: str | None = None) -> Iterator[None]:
-    """Name the steps inside a block, or a decorated function, after the public call that the user made. Not collective.
-
-    So errors of ranks that are in different calls name the public calls. Of nested blocks the outermost one counts.
-
-    Args:
-        name: the public call.
-        site: the file and line of the call, if the block runs in another thread.
-
-    Yields:
-        Nothing.
-
-    Example:
-        >>> from statexchange.comm.calls import public_call, step_text
-        >>> with public_call("save_checkpoint"):
-        ...     step_text("the plan")
-        'save_checkpoint (the plan)'
-    """
-    if _public.get() is not None:
-        yield
-        return
-    token = _public.set(_PublicCall(name, site))
-    try:
-        yield
-    finally:
-        _public.reset(token)
+# The public call that is under way; `public_call` of defaults.py sets it.
+under_way: ContextVar[PublicCall | None] = ContextVar("statexchange_public_call", default=None)
 
 
 def public_call_name() -> str | None:
     """Return the name of the public call that is under way, None outside of one. Not collective."""
-    public = _public.get()
+    public = under_way.get()
     return None if public is None else public.name
 
 
 def note_joined() -> None:
     """Note that all ranks have completed a step of the public call that is under way. Not collective."""
-    public = _public.get()
+    public = under_way.get()
     if public is not None:
         public.is_joined = True
 
@@ -99,7 +72,7 @@ def absence_text(missing: Sequence[int], operation: str, timeout_s: float) -> st
 
     Until all ranks have completed a step of the public call, the message says that these have not made the call.
     """
-    public = _public.get()
+    public = under_way.get()
     if public is None or public.is_joined:
         subject = f"ranks {list(missing)} did not reach" if missing else "not all ranks reached"
         return f"{subject} {operation} in {timeout_s:g} s"
@@ -113,7 +86,7 @@ def absence_text(missing: Sequence[int], operation: str, timeout_s: float) -> st
 
 def step_text(step: str) -> str:
     """Return the description of a step, after the name of its public call. Not collective."""
-    public = _public.get()
+    public = under_way.get()
     return step if public is None else f"{public.name} ({step})"
 
 
@@ -127,7 +100,7 @@ class Call:
     __slots__ = ("failure", "public", "site", "text")
 
     def __init__(self, step: str, failure: dict[str, Any] | None = None) -> None:
-        public = _public.get()
+        public = under_way.get()
         self.public = None if public is None else public.name
         self.text = step_text(step)
         self.failure = failure
@@ -171,7 +144,7 @@ def call_site() -> str:
     That is the innermost frame outside this package and torch. If no frame is the user's, as in a thread of autograd's
     engine, it is the name of the thread. In a thread of this package it is the site of the `public_call` block.
     """
-    public = _public.get()
+    public = under_way.get()
     if public is not None and public.site is not None:
         return public.site
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (the documented way to it)

@@ -1,6 +1,6 @@
-"""The communicators of this process: the default one, which `comm=None` means, and those of groups that exist already.
+"""What a public call begins with: its name, for errors, and the communicator that its `comm=` means.
 
-The default communicator is the first of these that exists:
+The default communicator, which None means, is the first of these that exists:
 
 1. the communicator that `use` has set in this thread;
 2. the communicator that `init` has made for the process;
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from statexchange.comm import forks
 from statexchange.comm.backends.single import SingleBackend
 from statexchange.comm.bootstrap import form_communicator, launchers_local_rank, refuse_inherited
+from statexchange.comm.calls import PublicCall, under_way
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.errors import InvalidArgumentError, NotInitializedError, type_text
 from statexchange.settings import check_timeout, default_timeout_s, detect_launch
@@ -50,10 +51,41 @@ __all__ = [
     "is_initialized",
     "local_rank_of",
     "members",
+    "public_call",
     "set_default",
     "torch_default_group",
     "use",
 ]
+
+
+@contextlib.contextmanager
+def public_call(name: str, site: str | None = None) -> Iterator[None]:
+    """Name the steps inside a block, or a decorated function, after the public call that the user made. Not collective.
+
+    So errors of ranks that are in different calls name the public calls. Of nested blocks the outermost one counts.
+
+    Args:
+        name: the public call.
+        site: the file and line of the call, if the block runs in another thread.
+
+    Yields:
+        Nothing.
+
+    Example:
+        >>> from statexchange.comm.calls import step_text
+        >>> from statexchange.comm.defaults import public_call
+        >>> with public_call("save_checkpoint"):
+        ...     step_text("the plan")
+        'save_checkpoint (the plan)'
+    """
+    if under_way.get() is not None:
+        yield
+        return
+    token = under_way.set(PublicCall(name, site))
+    try:
+        yield
+    finally:
+        under_way.reset(token)
 
 
 class _Registry:

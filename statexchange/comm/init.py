@@ -17,8 +17,8 @@ from statexchange.comm import defaults
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.single import SingleBackend
 from statexchange.comm.bootstrap import form_communicator, is_forked_from_rank, refuse_inherited
-from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.defaults import public_call
 from statexchange.errors import ForkedError, InvalidArgumentError, UnsupportedError, needing_extra
 from statexchange.settings import check_timeout, default_timeout_s, detect_launch
 

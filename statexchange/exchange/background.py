@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from statexchange.comm.calls import call_site, public_call
+from statexchange.comm.calls import call_site
 from statexchange.comm.communicator import Communicator
+from statexchange.comm.defaults import public_call
 from statexchange.errors import StateExchangeError, excerpt, needing_extra, without_secrets
 from statexchange.state.describe import Description
 from statexchange.tensors import TensorLike, same_memory

@@ -26,9 +26,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, overload
 
-from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
-from statexchange.comm.defaults import as_communicator
+from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.exchange.background import raise_unreported, wait_for_end
 from statexchange.exchange.load_newest import SaveLoader

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike
-from statexchange.comm.defaults import as_communicator
+from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.exchange.chosen_conversion import ChosenConversion, chosen_conversion
 from statexchange.exchange.live_diff import diff_live
 from statexchange.formats.source import SectionName, Weights

@@ -11,9 +11,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from statexchange.checkpoint.extra_files import given_files
-from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
-from statexchange.comm.defaults import as_communicator
+from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.exchange.background import run_trip
 from statexchange.exchange.chosen_conversion import chosen_conversion
 from statexchange.exchange.export_plan import Clock, ExportRequest, agree_on_plan

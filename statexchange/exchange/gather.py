@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from statexchange import values
-from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
-from statexchange.comm.defaults import as_communicator, members
+from statexchange.comm.defaults import as_communicator, members, public_call
 from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError
 from statexchange.exchange.staging import Staging
 from statexchange.messages import decode, encode, encoded

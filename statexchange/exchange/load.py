@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
-from statexchange.comm.defaults import as_communicator
+from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, ReplacedError
 from statexchange.exchange.chosen_conversion import ChosenConversion
 from statexchange.exchange.load_checks import check_same_source, check_whose_state, compare_names, settle_names

@@ -11,9 +11,8 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
-from statexchange.comm.defaults import as_communicator
+from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import without_secrets
 from statexchange.exchange.background import run_trip
 from statexchange.exchange.declared_copies import compare_copies

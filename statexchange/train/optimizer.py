@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike
-from statexchange.comm.defaults import as_communicator
+from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.settings import check_flags
 from statexchange.state.units import labelled_parameters, parameters_of

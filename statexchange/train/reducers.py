@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import torch
 
-from statexchange.comm.calls import call_site, public_call
+from statexchange.comm.calls import call_site
 from statexchange.comm.communicator import CommLike
-from statexchange.comm.defaults import as_communicator
+from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.comm.work import Work
 from statexchange.errors import InvalidArgumentError
 

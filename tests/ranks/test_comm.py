@@ -21,7 +21,8 @@ from starting import AND_MPI, THREADS_AND_PROCESSES
 from sweeps import slow
 
 import statexchange as sx
-from statexchange.comm.calls import call_site, public_call, step_text
+from statexchange.comm.calls import call_site, step_text
+from statexchange.comm.defaults import public_call
 from statexchange.settings import detect_launch
 from statexchange.testing import run_ranks
 

@@ -45,9 +45,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from statexchange.comm.calls import public_call
 from statexchange.comm.communicator import CommLike, Communicator
-from statexchange.comm.defaults import as_communicator
+from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, StateExchangeError
 from statexchange.processes import usable_cores
 from statexchange.train.buckets.arrival import Arrival
