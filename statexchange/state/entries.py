@@ -11,6 +11,13 @@ state, as many of its last keys as the source knows, and a leaf::
 
 `flatten_tree` makes the entries of a value, `Entries` joins those of all ranks, and `Entries.value` makes a value of
 them again: ``value("n", live)`` is ``{1: 2}``, and ``value("l", live)`` is ``[{"a": 1}]``.
+
+`read_optimizer` reads the entries of an optimizer. What its param groups list says how the source calls parameters::
+
+    params: ["model.0.weight"]      names in the whole state, as in a save of ours
+    params: ["0.weight"]            FQNs in a module, as get_optimizer_state_dict returns them
+    params: [0, 1]                  numbers, as an optimizer's own state_dict() has them
+    "state.0.weight.exp_avg"        torch's flattened form: FQNs, and no groups
 """
 
 from __future__ import annotations
@@ -22,10 +29,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from statexchange import values
-from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, type_text
-from statexchange.sharding.paths import Key, ListItem, TupleItem, joined, paths_above
+from statexchange.errors import CorruptError, InvalidArgumentError, StateExchangeError, UnsupportedError, type_text
+from statexchange.sharding.paths import Key, ListItem, TupleItem, is_index, joined, paths_above
 from statexchange.state.tree import children, contains, with_children
 from statexchange.state.types import Leaf
+from statexchange.state.units import hyperparameters
 from statexchange.values import UnknownValue
 
 __all__ = [
@@ -34,13 +42,18 @@ __all__ = [
     "Entries",
     "Entry",
     "OpaqueValue",
+    "OtherKey",
     "RankEntries",
+    "SavedGroup",
+    "SavedOptimizer",
     "SavedTensor",
     "are_equal",
     "first_keys",
     "flatten_tree",
     "has_no_leaves",
     "is_empty_mapping",
+    "join_numbered",
+    "read_optimizer",
     "refuse_opaque",
 ]
 
@@ -657,3 +670,221 @@ def _key_of_name(rest: str, by_text: Mapping[str, Sequence[Key]]) -> Key:
 def _is_certain(text: str) -> bool:
     """Whether a key in a name was a text, and no number, None or True, or several keys with dots between them."""
     return text.isidentifier() and text not in ("True", "False", "None", "inf", "nan")
+
+
+# An optimizer in a source
+
+
+_GROUPS, _STATE = "param_groups", "state"
+
+
+class SavedGroup(NamedTuple):
+    """A param group in a source.
+
+    Attributes:
+        labels: its parameters, by name or number.
+        settings: its hyperparameters.
+    """
+
+    labels: list[str]
+    settings: Mapping[str, Leaf]
+
+
+@dataclass(frozen=True, slots=True)
+class OtherKey:
+    """A key of state that is not a parameter's."""
+
+    key: Leaf
+
+
+@dataclass(slots=True)
+class SavedOptimizer:
+    """An optimizer's state in a source.
+
+    Attributes:
+        rank: the rank that saved it.
+        entries: the entries of that rank.
+        path: its path in the state.
+        groups: the param groups; in torch's flattened form, which has none, one for each parameter.
+        labels: the names or numbers of all parameters, in the order of the groups.
+        sizes: the numbers of parameters of the groups that have some.
+        names: the ``param_names`` of parameters that have numbers.
+        state: the entries of each parameter's state by label, and of other state by its key.
+        more: the entries of what its `state_dict` has besides, by key.
+        has_groups: whether the source knows which parameters one group has.
+        by_number: whether the labels are numbers.
+        has_integers: whether some of them are integers, and not texts, which may be names, too.
+    """
+
+    rank: int
+    entries: Entries
+    path: str
+    groups: list[SavedGroup] = field(default_factory=list)
+    labels: list[str] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    state: dict[str | OtherKey, list[Entry]] = field(default_factory=dict)
+    more: dict[str, list[Entry]] = field(default_factory=dict)
+    has_groups: bool = True
+    by_number: bool = False
+    has_integers: bool = False
+
+
+def read_optimizer(
+    entries: Entries,
+    rank: int,
+    path: str,
+    by_key: Mapping[Leaf, list[Entry]] | None,
+    groups: Sequence[Mapping[str, Leaf]],
+    is_name: Callable[[str], bool],
+    *,
+    has_tree: bool,
+) -> SavedOptimizer | None:
+    """Return the optimizer at a path of a source; None if it is something else.
+
+    Args:
+        entries: those of one rank.
+        rank: the rank.
+        path: the path.
+        by_key: its entries there, by their first key; None if keys are not known.
+        groups: the live param groups, which show what the source's keys were.
+        is_name: whether a text is the name of a live parameter.
+        has_tree: whether the source is a save of ours, in which numbers are texts. In a file of torch texts are names.
+
+    Raises:
+        CorruptError: a param group lists no parameters.
+    """
+    saved = SavedOptimizer(rank, entries, path)
+    flat: dict[str, list[Entry]] = {}
+    for key, of_key in (by_key or {}).items():
+        if not isinstance(key, str):
+            return None
+        if key.startswith((f"{_STATE}.", f"{_GROUPS}.")):
+            flat[key] = of_key
+        elif key not in (_STATE, _GROUPS):
+            saved.more[key] = of_key
+    if not by_key:
+        return None
+    # The nested form has the keys "state" and "param_groups", and neither has a dot.
+    if flat:
+        _read_flattened(saved, flat, is_name)
+    elif _GROUPS in by_key:
+        _read_state(saved, _read_groups(saved, groups))
+    elif _STATE in by_key:
+        saved.has_groups = False
+        _read_state(saved, set())
+    else:
+        return None
+    for group in saved.groups:
+        if group.labels:
+            saved.labels += group.labels
+            saved.sizes.append(len(group.labels))
+    if saved.labels and (saved.has_integers or has_tree):
+        saved.by_number = all(map(is_index, saved.labels))
+    return saved
+
+
+def _read_groups(saved: SavedOptimizer, live_groups: Sequence[Mapping[str, Leaf]]) -> set[Leaf]:
+    """Read the param groups; return the parameters that they list."""
+    path, entries = joined(saved.path, _GROUPS), saved.entries
+    # As many as the source has: none of them is empty, so that the length is known.
+    present: list[Leaf] = list(map(hyperparameters, live_groups))
+    num_groups = len(entries.by_key(path) or present)
+    present += [{}] * (num_groups - len(present))
+    groups = entries.value(path, present[:num_groups])
+    if not isinstance(groups, list):
+        raise CorruptError(_no_list("groups", groups), name=path)
+    keys: set[Leaf] = set()
+    for number, group in enumerate(groups):
+        where = f"{path}.{number}"
+        listed: Leaf = group.get("params") if isinstance(group, Mapping) else None
+        _check_list(listed, f"{where}.params", "parameters", (int, str))
+        if group.get("param_names") is not None:
+            _check_list(group["param_names"], f"{where}.param_names", "names", (str,))
+            saved.names += group["param_names"]
+        labels = []
+        for key in listed:
+            labels.append(str(key))
+            saved.has_integers |= isinstance(key, int)
+        keys.update(listed)
+        saved.groups.append(SavedGroup(labels, hyperparameters(group)))
+    return keys
+
+
+def _check_list(value: Leaf, path: str, kind: str, types: tuple[type, ...]) -> None:
+    """Raise CorruptError unless a value is a list, or tuple, of items of these types."""
+    if not isinstance(value, list | tuple):
+        raise CorruptError(_no_list(kind, value), name=path)
+    for item in value:
+        if not isinstance(item, types):
+            raise CorruptError(_no_list(kind, value), name=path)
+
+
+def _no_list(kind: str, value: Leaf) -> str:
+    what = "a tensor" if isinstance(value, SavedTensor) else type_text(value)
+    return (
+        f"the optimizer lists no {kind} here, but has {what}: save what the optimizer's state_dict() returns, or leave "
+        "the optimizer out by exclude"
+    )
+
+
+def _read_state(saved: SavedOptimizer, keys: set[Leaf]) -> None:
+    """Read the state of the parameters that groups list, and other state, whose key may look like a parameter's."""
+    for key, of_key in (saved.entries.by_key(joined(saved.path, _STATE)) or {}).items():
+        if not keys or key in keys or saved.entries.keys_are_texts:
+            saved.state[str(key)] = of_key
+        else:
+            saved.state[OtherKey(key)] = of_key
+
+
+def _read_flattened(saved: SavedOptimizer, flat: Mapping[str, list[Entry]], is_name: Callable[[str], bool]) -> None:
+    """Read torch's flattened form: one key ``state.<name>.exp_avg`` or ``param_groups.<name>.lr`` for each value."""
+    saved.has_groups = False
+    settings: dict[str, dict[str, Leaf]] = {}
+    for key, of_key in flat.items():
+        kind, _, rest = key.partition(".")
+        # Names and keys of state may have dots: only the live names show where one ends.
+        label = _owner(rest, is_name)
+        inner = rest[len(label) + 1 :]
+        of_label = settings.setdefault(label, {})
+        if kind == _GROUPS:
+            of_label[inner] = saved.entries.built(of_key, None, joined(saved.path, key))
+        else:
+            # As if the name of the parameter was a key: what is inside it is built from the keys after that.
+            state = saved.state.setdefault(label, [])
+            for entry in of_key:
+                state.append(entry._replace(keys=(inner,)))
+    for label, of_label in settings.items():
+        saved.groups.append(SavedGroup([label], of_label))
+
+
+def _owner(text: str, is_name: Callable[[str], bool]) -> str:
+    """Return the parameter's name that begins a text, the longest of several; without one, all but the last part."""
+    label = text.rpartition(".")[0]
+    while label and not is_name(label):
+        label = label.rpartition(".")[0]
+    return label or text.rpartition(".")[0]
+
+
+def join_numbered(optimizers: Sequence[SavedOptimizer], path: str) -> list[str]:
+    """Return the names of numbered parameters; several ranks must have the same parameters for the same numbers.
+
+    Raises:
+        InvalidArgumentError: they have others.
+    """
+    names: list[str] = []
+    first: SavedOptimizer | None = None
+    for saved in optimizers:
+        if not saved.by_number:
+            continue
+        first = first or saved
+        names = names or saved.names
+        differs = (saved.labels, saved.sizes) != (first.labels, first.sizes)
+        # A rank whose groups have no names says nothing against those of others.
+        if differs or saved.names not in ([], names):
+            raise InvalidArgumentError(
+                "ranks saved this optimizer's parameters by number, and those of one number or the groups differ: load "
+                "on as many ranks as have saved, or leave the optimizer out by exclude",
+                name=path,
+            )
+    return names

@@ -81,8 +81,7 @@ def match(state: Leaf, live: LiveState, matching: Matching) -> LoadPlan:
     for entry in live.entries:
         matcher.match(entry)
     matcher.check_containers()
-    matcher.optimizers.check_shapes()
-    matcher.optimizers.check_schedulers()
+    matcher.optimizers.check()
     matcher.check_lists()
     matcher.add_unexpected()
     # Last, as it looks at all values that are new.

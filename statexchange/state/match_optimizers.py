@@ -18,30 +18,45 @@ same number on both sides.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, type_text
-from statexchange.sharding.paths import joined
-from statexchange.state.entries import ABSENT, Entry, SavedTensor, are_equal, first_keys, refuse_opaque
-from statexchange.state.load_plan import PLAIN, LoadPlan, Place, other_kind_error
-from statexchange.state.optimizer_parameters import (
-    LiveParameters,
+from statexchange.errors import (
+    CorruptError,
+    InvalidArgumentError,
+    StateExchangeError,
+    UnsupportedError,
+    excerpt,
+    type_text,
+)
+from statexchange.sharding.paths import joined, module_prefix
+from statexchange.state.entries import (
+    ABSENT,
+    Entry,
     OtherKey,
     SavedGroup,
     SavedOptimizer,
+    SavedTensor,
+    are_equal,
+    first_keys,
     join_numbered,
     read_optimizer,
+    refuse_opaque,
 )
+from statexchange.state.load_plan import PLAIN, LoadPlan, Place, other_kind_error
 from statexchange.state.tree import LiveEntry, LiveState, ParameterName, parameter_names, places
 from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
+    bare_name,
     class_name,
     hyperparameters,
     install_optimizer,
     is_optimizer,
     load_object,
+    names_of_groups,
+    parameters_of,
     state_of_optimizer,
 )
 from statexchange.tensors import is_tensor, is_torch
@@ -50,6 +65,202 @@ __all__ = ["OptimizerMatcher"]
 
 # What schedulers add to param groups: it says nothing of the optimizer's class.
 _OF_SCHEDULERS = {"initial_lr", "swa_lr", "min_lr", "max_lr", "base_momentum", "max_momentum"}
+
+
+# The live parameters by what a source may call them
+
+
+class _LiveParameters:
+    """The parameters of a live optimizer, by what a source may call them.
+
+    Attributes:
+        optimizer: the optimizer.
+        by_label: the parameters by their names in the state, or all by number if one is not in the state.
+        by_group: the same for each group.
+        are_named: whether they have names.
+    """
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, ParameterName], path: str) -> None:
+        self.optimizer = optimizer
+        self._path = path
+        parameters = parameters_of(optimizer)
+        self._names = [names.get(id(parameter)) for parameter in parameters]
+        labels: list[str] = []
+        for name in self._names:
+            if name is not None:
+                labels.append(name.in_state)
+        # A parameter without a name, or two with one: then none goes by name.
+        self.are_named = bool(labels) and len({*labels}) == len(parameters)
+        if not self.are_named:
+            labels = list(map(str, range(len(parameters))))
+        self.by_label: dict[str, Leaf] = dict(zip(labels, parameters, strict=True))
+        self.by_group: list[dict[str, Leaf]] = []
+        items = iter(self.by_label.items())
+        for group in optimizer.param_groups:
+            self.by_group.append(dict(itertools.islice(items, len(group["params"]))))
+
+    @property
+    def in_state(self) -> dict[str, str | None]:
+        """The label of each name in the state, of tied parameters all; None for a name that two have."""
+        return self._labels_by_name[0]
+
+    @property
+    def in_modules(self) -> dict[str, str | None]:
+        """The label of each name in a module; None for a name that two parameters have."""
+        return self._labels_by_name[1]
+
+    def is_name(self, text: str) -> bool:
+        """Whether a text is the name of a parameter, in the state or in a module."""
+        return text in self.in_state or text in self.in_modules
+
+    @functools.cached_property
+    def _labels_by_name(self) -> tuple[dict[str, str | None], dict[str, str | None]]:
+        in_state: dict[str, str | None] = {}
+        in_modules: dict[str, str | None] = {}
+        for label, name in zip(self.by_label, self._names, strict=True):
+            if name is None or not self.are_named:
+                continue
+            texts = [*name.texts]
+            for path, inner in name.in_modules:
+                texts.append(f"{path}.{inner}" if path else inner)
+                if in_modules.setdefault(inner, label) != label:
+                    in_modules[inner] = None
+            for text in texts:
+                if in_state.setdefault(text, label) != label:
+                    in_state[text] = None
+        return in_state, in_modules
+
+    def labels_of(self, saved: SavedOptimizer, names: Sequence[str], *, has_tree: bool) -> dict[str, str]:
+        """Return the live label of each of the source's; of those that the live optimizer has.
+
+        Args:
+            saved: the optimizer in the source.
+            names: the state's names of the source's parameters; of numbered ones their ``param_names``, if any.
+            has_tree: whether the source has the names in the whole state, as our own saves, or those in a module.
+
+        Raises:
+            InvalidArgumentError: which parameter is meant is not known.
+        """
+        if saved.by_number:
+            if not saved.has_integers:
+                self._check_not_names(saved.labels)
+            return self._by_number(saved, names)
+        labels_by_name = self.in_state
+        if not has_tree and labels_by_name.keys().isdisjoint(names):
+            labels_by_name = self.in_modules
+        prefix = ""
+        if labels_by_name.keys().isdisjoint(names):
+            prefix = module_prefix(names)  # DistributedDataParallel's
+        labels: dict[str, str] = {}
+        twice: list[str] = []
+        for label, text in zip(saved.labels, names, strict=True):
+            name = text.removeprefix(prefix)
+            live = labels_by_name.get(name)
+            if live is not None:
+                labels[label] = live
+            elif name in labels_by_name:
+                # Its value is None: two parameters have this name.
+                twice.append(name)
+        if twice:
+            raise InvalidArgumentError(
+                f"the source has this optimizer's parameters by name, and two of the state's are called {min(twice)!r} "
+                "in their modules: save the optimizer's own state_dict(), or leave the optimizer out by exclude",
+                name=self._path,
+            )
+        return labels
+
+    def _check_not_names(self, numbers: Sequence[str]) -> None:
+        """Raise InvalidArgumentError if numbers of the source, as texts, may be names, as those of a ParameterList."""
+        for names in (self.in_modules, self.in_state):
+            if {*names} == {*numbers} and [*names] != [*numbers]:
+                raise InvalidArgumentError(
+                    f"whether the source has {excerpt([*numbers], 80)} as numbers or as names of the parameters is not "
+                    "known: save the optimizer itself, with its model, or give it the parameters in this order",
+                    name=self._path,
+                )
+
+    def _by_number(self, saved: SavedOptimizer, names: Sequence[str]) -> dict[str, str]:
+        """Return the live label of each number: by the source's names of parameters, or else by order."""
+        labels = saved.labels
+        if names:
+            if len(names) != len(labels):
+                text = f"the param groups of the source have {len(labels)} parameters, and {len(names)} param_names"
+                raise CorruptError(f"{text}: leave the optimizer out by exclude", name=self._path)
+            by_name = self._by_names(names, saved.names or names)
+            if by_name is not None:
+                return dict(zip(labels, by_name, strict=True))
+        # Where no names help, the order counts, as in torch's own load_state_dict: groups of equal sizes are trusted.
+        live_sizes = list(filter(None, map(len, self.by_group)))
+        if saved.sizes != live_sizes:
+            text = (
+                f"the source has this optimizer's parameters by number, in param groups of {saved.sizes}, and the "
+                f"state's groups have {live_sizes}: make the groups of the job that saved it, or leave the optimizer "
+                "and its schedulers out"
+            )
+            raise InvalidArgumentError(text, name=self._path)
+        return dict(zip(labels, self.by_label, strict=True))
+
+    def _by_names(self, names: Sequence[str], shown: Sequence[str]) -> list[str] | None:
+        """Return the live label of each name; None if the live parameters have no names, or others altogether.
+
+        `shown` are the source's own names, for the error.
+
+        Raises:
+            InvalidArgumentError: the names are those of other parameters, or of two.
+        """
+        in_state = list(filter(None, map(self.in_state.get, names)))
+        if len(in_state) == len(names) and len({*in_state}) == len(self.by_label):
+            return in_state
+        # Parts that wrappers put into names do not count.
+        bare = list(map(bare_name, names))
+        # The names that the user gave the groups come before those of modules.
+        of_groups = names_of_groups(self.optimizer)
+        lists = self._lists_of_names() if of_groups is None else [of_groups]
+        matches: list[list[str]] = []
+        are_others = of_groups is None
+        for live_names in lists:
+            labels = dict(zip(map(bare_name, live_names), self.by_label, strict=True))
+            are_others = are_others and labels.keys().isdisjoint(bare)
+            # Names that occur twice are those of no parameter.
+            if len(labels) == len(live_names) == len(bare) and {*bare} == labels.keys():
+                match = [labels[name] for name in bare]
+                if match not in matches:
+                    matches.append(match)
+        if len(matches) == 1:
+            return matches[0]
+        if are_others:
+            return None
+        raise InvalidArgumentError(_other_names_text(lists[0], shown, len(matches)), name=self._path)
+
+    def _lists_of_names(self) -> list[list[str]]:
+        """Return what the parameters are called in each module that has all, in their own modules, and in the state."""
+        in_modules: dict[str, list[str]] = {}
+        in_first: list[str] = []
+        in_state: list[str] = []
+        for name in self._names:
+            if name is None:
+                return []
+            for path, inner in name.in_modules:
+                in_modules.setdefault(path, []).append(inner)
+            in_first.append(name.in_modules[0][1])
+            in_state.append(name.in_state)
+        lists = []
+        for _, texts in sorted(in_modules.items()):
+            if len(texts) == len(in_state):
+                lists.append(texts)
+        return [*lists, in_first, in_state]
+
+
+def _other_names_text(live_names: Collection[str], names: Collection[str], num_matches: int) -> str:
+    """Return the error's text for names in a source that are not those of the live parameters."""
+    in_state, in_source = (f"{excerpt(sorted(texts), 80)} ({len(texts)})" for texts in (live_names, names))
+    text = f"the state names the parameters of this optimizer {in_state}, and the source {in_source}"
+    if num_matches > 1:
+        text = f"the source names the parameters {in_source}, and two modules of the state have these names for others"
+    return f"{text}: give it the parameters and the names of the job that saved it, or leave it out by exclude"
+
+
+# Matching
 
 
 class _SavedParameter(NamedTuple):
@@ -75,26 +286,6 @@ class _SavedParameter(NamedTuple):
         return {*first_keys(self.entries, begin)} - {ABSENT}
 
 
-class _ParameterTensor(NamedTuple):
-    """A tensor of a parameter's state that is loaded.
-
-    Attributes:
-        by_number: whether the source knows the parameter by its number.
-        saved: the source's tensor.
-        live: what the state has now in this place, or None.
-        label: the parameter's label.
-        parameters: all parameters of the optimizer, by label.
-        path: the path of the tensor in the state.
-    """
-
-    by_number: bool
-    saved: SavedTensor
-    live: Leaf
-    label: str
-    parameters: Mapping[str, Leaf]
-    path: str
-
-
 class OptimizerMatcher:
     """Plans the optimizers of a state, and then looks whether its schedulers fit them."""
 
@@ -105,7 +296,7 @@ class OptimizerMatcher:
         self._entries = plan.matching.entries
         self._names: Mapping[int, ParameterName] | None = None
         self._texts: dict[str, str] | None = None  # of the source's tensors, by their names
-        self._tensors: list[_ParameterTensor] = []
+        self._plans: list[_OptimizerPlan] = []  # of the optimizers that are loaded
         self._schedulers: list[LiveEntry] = []
         # By id of the list of groups, which an optimizer and its wrappers share; None if the source does not say.
         self._same_groups: dict[int, bool | None] = {}
@@ -133,7 +324,7 @@ class OptimizerMatcher:
         _check_class(optimizer, self._matching.classes.get(path, ()), plan.saved, path)
         self._same_groups[id(optimizer.param_groups)] = plan.has_same_groups()
         plan.add()
-        self._tensors += plan.tensors
+        self._plans.append(plan)
 
     def _same_groups_unloaded(self, optimizer: Optimizer, path: str, by_key: Mapping[Leaf, list[Entry]]) -> bool | None:
         """Whether the groups of an optimizer that stays as it is are the source's: schedulers depend on that."""
@@ -148,7 +339,7 @@ class OptimizerMatcher:
         """Find what the source has for each parameter of an optimizer; the first rank that has it counts."""
         if self._names is None:
             self._names = parameter_names(places(self._live))
-        live = LiveParameters(optimizer, self._names, path)
+        live = _LiveParameters(optimizer, self._names, path)
         has_tree = self._matching.has_tree
         plan = _OptimizerPlan(optimizer, path, live, self._plan)
         for rank, entries in self._entries.of_each_rank:
@@ -157,7 +348,8 @@ class OptimizerMatcher:
             of_rank: Mapping[Leaf, list[Entry]] | None = by_key
             if entries is not self._entries:
                 of_rank = entries.by_key(path)
-            saved = read_optimizer(entries, rank, path, of_rank, live, has_tree=has_tree)
+            groups = optimizer.param_groups
+            saved = read_optimizer(entries, rank, path, of_rank, groups, live.is_name, has_tree=has_tree)
             if saved is None:
                 # Another rank's value of another kind does not count, but tensors of it are not dropped unsaid.
                 apart = self._entries.is_own or path in self._entries.conflicts or entries.at(path) is not None
@@ -208,7 +400,7 @@ class OptimizerMatcher:
         if with_state.state_keys() != parameter.state_keys():
             conflicts.setdefault(joined(plan.path, f"state.{label}"), (with_state.saved.rank, rank))
 
-    def _names_in_state(self, labels: Sequence[str], path: str, live: LiveParameters) -> Sequence[str]:
+    def _names_in_state(self, labels: Sequence[str], path: str, live: _LiveParameters) -> Sequence[str]:
         """Return the state's names of parameters that the source calls by these."""
         if not self._matching.has_tree:
             of_tensors = self._names_of_tensors(labels)
@@ -251,37 +443,20 @@ class OptimizerMatcher:
                     names = of_module
         return names
 
-    def check_shapes(self) -> None:
-        """Raise InvalidArgumentError for a tensor of a parameter's state that is another parameter's.
-
-        Where the parameter is loaded by its name, too, it has the source's shape, and its state may have any.
-        """
-        if self._matching.names.options.layout is not None:  # plain live tensors may be parts of whole ones
-            return
-        # After all is matched: a model may come after its optimizer in the state.
-        loaded = {id(target.live) for target in self._plan.targets}
-        for tensor in self._tensors:
-            parameter = tensor.parameters[tensor.label]
-            if (tensor.by_number or id(parameter) not in loaded) and not _fits(tensor):
-                raise InvalidArgumentError(
-                    f"this does not fit its parameter {tensor.label!r}: give the optimizer the parameters in the "
-                    "order of the job that saved it, build the model as it was saved, or leave this out by exclude",
-                    name=tensor.path,
-                    expected=tuple(parameter.shape),
-                    found=tensor.saved.shape,
-                )
-
     def add_scheduler(self, entry: LiveEntry) -> None:
         """Note an object that is loaded, if it has an optimizer."""
         if is_optimizer(getattr(entry.value, "optimizer", None)):
             self._schedulers.append(entry)
 
-    def check_schedulers(self) -> None:
-        """Raise InvalidArgumentError for a scheduler whose values would be those of other param groups.
+    def check(self) -> None:
+        """Raise InvalidArgumentError for state of another parameter, or of a scheduler with other param groups.
 
-        It has lists of values by the number of a group, and optimizers are loaded by parameter.
+        Called after all is matched: a model may come after its optimizer in the state, and a scheduler before it.
         """
-        # Only now: a scheduler may come before its optimizer in the state.
+        if self._matching.names.options.layout is None:  # else plain live tensors may be parts of whole ones
+            loaded = {id(target.live) for target in self._plan.targets}
+            for plan in self._plans:
+                plan.check_shapes(loaded)
         for entry in self._schedulers:
             groups = entry.value.optimizer.param_groups
             # Of an optimizer that is not in the state nothing is known, and torch's own load_state_dict asks nothing.
@@ -295,25 +470,22 @@ class OptimizerMatcher:
             )
 
 
-def _fits(tensor: _ParameterTensor) -> bool:
+def _fits(shape: tuple[int, ...], live: Leaf, parameter: Leaf, parameters: Collection[Leaf]) -> bool:
     """Whether a tensor may be state of its parameter, as far as shapes show that.
 
     It fits if it is a scalar, or has the parameter's shape, one that torch broadcasts to it, that of all parameters as
     one vector (LBFGS), or the shape that it has now. Any other shape is refused if it is another parameter's, or has as
     many dims as the parameter.
     """
-    shape, expected = tensor.saved.shape, tuple(tensor.parameters[tensor.label].shape)
-    if shape in ((), expected) or (is_tensor(tensor.live) and shape == tuple(tensor.live.shape)):
+    expected = tuple(parameter.shape)
+    if shape in ((), expected) or (is_tensor(live) and shape == tuple(live.shape)):
         return True
-    num_elements, is_anothers = 0, False
-    for parameter in tensor.parameters.values():
-        num_elements += math.prod(parameter.shape)
-        is_anothers = is_anothers or tuple(parameter.shape) == shape
-    if shape == (num_elements,):
+    shapes = [tuple(other.shape) for other in parameters]
+    if shape == (sum(map(math.prod, shapes)),):
         return True
     if len(shape) != len(expected):
-        return not is_anothers
-    return all(size in (1, other) for size, other in zip(shape, expected, strict=True))
+        return shape not in shapes
+    return all(size in (1, whole) for size, whole in zip(shape, expected, strict=True))
 
 
 def _check_class(
@@ -366,16 +538,15 @@ class _OptimizerPlan:
         parameters: what the source has for each live parameter, by label: the first rank's that has it.
         with_state: the same, of the first rank that has state of it.
         unexpected: the source's names of parameters that the live optimizer lacks.
-        tensors: those of parameters' states that are loaded.
     """
 
-    def __init__(self, optimizer: Optimizer, path: str, live: LiveParameters, plan: LoadPlan) -> None:
+    def __init__(self, optimizer: Optimizer, path: str, live: _LiveParameters, plan: LoadPlan) -> None:
         self.path = path
         self.saved: list[SavedOptimizer] = []
         self.parameters: dict[str, _SavedParameter] = {}
         self.with_state: dict[str, _SavedParameter] = {}
         self.unexpected: dict[str, None] = {}
-        self.tensors: list[_ParameterTensor] = []
+        self._tensors: list[tuple[SavedTensor, Leaf, str, str]] = []  # of parameters' states, as `check_shapes` says
         self._optimizer = optimizer
         self._live = live
         self._plan = plan
@@ -435,6 +606,26 @@ class _OptimizerPlan:
         if self._states or self._dropped or more or groups.count(None) < len(groups):
             install = functools.partial(install_optimizer, self._optimizer, groups, self._states, self._dropped)
             plan.callbacks.append(functools.partial(load_object, self._optimizer, install, more, self.path))
+
+    def check_shapes(self, loaded: Collection[int]) -> None:
+        """Raise InvalidArgumentError for a tensor that does not fit the parameter whose state it is.
+
+        `loaded` has the ids of the tensors that are loaded. A parameter that is loaded by its name, too, has the
+        source's shape, and its state may have any.
+        """
+        parameters = self._live.by_label
+        for saved, live, label, path in self._tensors:
+            parameter = parameters[label]
+            if id(parameter) in loaded and not self.with_state[label].saved.by_number:
+                continue
+            if not _fits(saved.shape, live, parameter, parameters.values()):
+                raise InvalidArgumentError(
+                    f"this does not fit its parameter {label!r}: give the optimizer the parameters in the "
+                    "order of the job that saved it, build the model as it was saved, or leave this out by exclude",
+                    name=path,
+                    expected=tuple(parameter.shape),
+                    found=saved.shape,
+                )
 
     # What is loaded
 
@@ -542,8 +733,7 @@ class _OptimizerPlan:
                 new[key] = item
                 continue
             if isinstance(item, SavedTensor):
-                by_number, parameters = saved.saved.by_number, self._live.by_label
-                self.tensors.append(_ParameterTensor(by_number, item, live_item, label, parameters, where))
+                self._tensors.append((item, live_item, label, where))
             at = Place(live_item, True, place.parameter, label, is_step, is_step and on_host)
             new[key] = self._plan.fill(item, where, at)
         if live is None or type(live) is dict:

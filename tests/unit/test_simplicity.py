@@ -43,7 +43,7 @@ class Walk(NamedTuple):
 
 
 CEILINGS = {
-    "load": Walk(26, 650, 52, 0),
+    "load": Walk(25, 650, 52, 0),
     "save": Walk(28, 740, 77, 3),
     "export": Walk(40, 715, 25, 1),
     "merge": Walk(32, 885, 117, 0),
