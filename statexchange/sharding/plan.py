@@ -195,13 +195,13 @@ def plan_merge(
         for alias, name in _aliases(rank_shards, selected).items():
             if _is_written_alike(selected[alias], selected[name], options, dtypes, reductions):
                 aliases[alias] = name
+        new_names = _new_names(selected, aliases, options)
         for alias in aliases:
             del selected[alias]
-        renamed = _renamed(selected, options)
         load = [0] * len(rank_shards)  # bytes that each holder supplies
         tensors = []
-        for number, (new, old) in enumerate(renamed.items()):
-            shards, reduce = selected[old], reductions.get(old)
+        for number, (old, shards) in enumerate(selected.items()):
+            new, reduce = new_names[old], reductions.get(old)
             if reduce is not None and _first(shards).dtype.startswith("C"):
                 raise UnsupportedError(f"complex numbers have no {reduce}", name=old)
             if isinstance(shards, ShardingSpec):
@@ -210,7 +210,10 @@ def plan_merge(
                 tensor = _plan_tensor(new, shards, rank_shards, options, dtypes, load, reduce)
             tensors.append(tensor if reduce is None else tensor._replace(reduce=reduce))
         files = _assign_files(tensors, options)
-        output_aliases = {options.renamed(alias): options.renamed(name) for alias, name in aliases.items()}
+        output_aliases = {}
+        for alias, name in aliases.items():
+            if new_names[alias] != new_names[name]:
+                output_aliases[new_names[alias]] = new_names[name]
         return Plan(files, output_aliases, _digest(files, output_aliases, basis))
 
 
@@ -384,17 +387,20 @@ def _holders(shards: _TensorShards) -> set[int]:
     return set() if isinstance(shards, ShardingSpec) else {holder for holder, shard in shards if shard.nbytes}
 
 
-def _renamed(names: Iterable[str], options: ExportOptions) -> dict[str, str]:
-    """Return the source names by output name."""
-    renamed: dict[str, str] = {}
+def _new_names(names: Iterable[str], aliases: Mapping[str, str], options: ExportOptions) -> dict[str, str]:
+    """Return the output name of each tensor and alias; raise UnsafeError if it is also another tensor's."""
+    new_names: dict[str, str] = {}
+    first: dict[str, str] = {}  # by output name
     for old in names:
         new = old
         if options.rename:
             new = options.renamed(old)
-        if new in renamed:
-            raise UnsafeError(f"rename gives one name to both {renamed[new]!r} and {old!r}", name=new)
-        renamed[new] = old
-    return renamed
+        other = first.setdefault(new, old)
+        # Tied tensors may get one name: they have the same values.
+        if aliases.get(other, other) != aliases.get(old, old):
+            raise UnsafeError(f"rename gives one name to both {other!r} and {old!r}", name=new)
+        new_names[old] = new
+    return new_names
 
 
 def _plan_tensor(

@@ -265,6 +265,22 @@ def test_an_empty_part_does_not_count_for_ties() -> None:
     assert names_of(plan_merge([RankShards(0, parts, {"b": "a"}), RankShards(1, empty)])) == ["a"]
 
 
+@pytest.mark.parametrize("rename", [("[ab]_tied", "z"), ("a_tied", "b"), ("^b$", "a_tied"), ("a_tied", "b_tied")])
+def test_rename_gives_a_tied_name_to_no_other_tensor(rename: tuple[str, str]) -> None:
+    """An output has one tensor of a name: the other one, or its tie, would be lost."""
+    shards = [whole(name, 2) for name in ("a", "a_tied", "b", "b_tied")]
+    with pytest.raises(UnsafeError, match="one name"):
+        plan_merge([RankShards(0, shards, {"a_tied": "a", "b_tied": "b"})], ExportOptions(rename=(rename,)))
+
+
+def test_tied_tensors_may_get_one_name() -> None:
+    shards = [whole(name, 2) for name in ("a", "b", "c")]
+    plan = plan_merge([RankShards(0, shards, {"b": "a", "c": "a"})], ExportOptions(rename=(("[bc]", "d"),)))
+    assert (names_of(plan), plan.aliases) == (["a"], {"d": "a"})
+    plan = plan_merge([RankShards(0, shards, {"b": "a", "c": "a"})], ExportOptions(rename=((".", "d"),)))
+    assert (names_of(plan), plan.aliases) == (["d"], {})
+
+
 def test_tensors_are_selected_and_renamed_and_bad_patterns_are_refused() -> None:
     rank_shards = [RankShards(0, [whole("model.a", 1), whole("model.b", 1), whole("head", 1)])]
     assert names_of(plan_merge(rank_shards, ExportOptions(include=("model.*",), exclude=("*.b",)))) == ["model.a"]
