@@ -18,7 +18,6 @@ from statexchange.errors import (
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
-    StateExchangeError,
     TargetExistsError,
     UnsupportedError,
     without_secrets,
@@ -89,7 +88,7 @@ def seal_checkpoint(
         NotFoundError: there is no checkpoint at the path.
         TargetExistsError: the directory has a manifest (unless `overwrite`).
         UnsupportedError: the checkpoint has another format or holds parts of tensors, or the URL cannot be written.
-        CorruptError, IncompleteError: the checkpoint is broken.
+        CorruptError, IncompleteError: the checkpoint is broken, or the manifest to replace.
         ReplacedError: a file changed while it was read.
         StorageError: the operating system refused a read or write.
 
@@ -226,13 +225,16 @@ def _whole_tensors(source: Source) -> dict[str, tuple[str, SourceTensor]]:
 
 
 def _aliases_of(opened: OpenedPath, tensors: Mapping[str, object]) -> dict[str, str]:
-    """Return the aliases of tied tensors in the manifest that is replaced; {} without one."""
-    if MANIFEST not in opened.store.listing:
-        return {}
+    """Return the aliases of tied tensors in the manifest that is replaced; {} without one.
+
+    Raises:
+        CorruptError: it cannot be read. No other file has these names.
+    """
     try:
-        manifest = huggingface.read(opened).manifest
-    except StateExchangeError:
-        return {}
+        manifest = huggingface.read_manifest(opened.store)
+    except CorruptError as error:
+        advice = f"the names of tied tensors in it would be lost; remove {MANIFEST} to seal without them"
+        raise error.located(advice=advice) from error
     aliases = manifest.get("aliases", {}) if manifest is not None else {}
     return {alias: name for alias, name in aliases.items() if name in tensors and alias not in tensors}
 

@@ -171,7 +171,7 @@ def _files_to_read(
     files = ModelFiles()
     try:
         if opened.file is None:
-            manifest = _manifest(store) if uses_manifest else None
+            manifest = read_manifest(store) if uses_manifest else None
             problems += _unfinished(store, manifest)
         if manifest is None:
             files = model_files(opened)
@@ -378,7 +378,7 @@ def _unfinished(store: Store, manifest: Mapping[str, Any] | None) -> list[StateE
     return [IncompleteError(text, path=store.path)]
 
 
-def _manifest(store: Store) -> dict[str, Any] | None:
+def read_manifest(store: Store) -> dict[str, Any] | None:
     """Return the checked content of statexchange.json; None without one."""
     if MANIFEST not in store.listing:
         return None

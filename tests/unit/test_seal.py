@@ -195,11 +195,17 @@ def test_an_export_that_was_changed_is_sealed_again_with_its_tied_names(tmp_path
     assert json.loads((tmp_path / "out" / MANIFEST).read_text())["aliases"] == aliases
 
 
-def test_a_broken_manifest_is_replaced_if_asked(folder: Path) -> None:
-    (folder / MANIFEST).write_text("{")
+@pytest.mark.parametrize("text", ["{", "[]", '{"schema": 2, "tensors": {}}', '{"aliases": {"b": 1}, "tensors": {}}'])
+def test_a_manifest_that_cannot_be_read_is_not_replaced(text: str, folder: Path) -> None:
+    """It may have names of tied tensors, which no other file has."""
+    (folder / MANIFEST).write_text(text)
     with pytest.raises(TargetExistsError):
         seal_checkpoint(folder)
-    seal_checkpoint(folder, overwrite=True)
+    with pytest.raises(CorruptError, match="tied"):
+        seal_checkpoint(folder, overwrite=True)
+    assert (folder / MANIFEST).read_text() == text
+    (folder / MANIFEST).unlink()
+    seal_checkpoint(folder)
     assert verify(folder).findings == ()
 
 
