@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
     from statexchange.report.configs import ConfigComparison
     from statexchange.report.tensor_facts import TensorFacts
-    from statexchange.report.tensor_values import Bin, TensorValues, ValueStatistics
+    from statexchange.report.tensor_values import Bin, ValueStatistics
     from statexchange.sharding.shards import Box
 
 _CORNER = (4, 6)  # rows and columns of the default slice
@@ -317,7 +317,7 @@ def _show_tensor(
     values_and_cover = [*facts.problems, *statistics.problems]
     output.warn_of(values_and_cover)
     _write_tensor(output, facts, has_ranks=source.has_ranks)
-    _write_values(output, values, facts)
+    _write_values(output, box, values, facts)
     _write_statistics(output, statistics, facts)
     problems = [*of_tensor, *values_and_cover]
     record = fields_of(statistics)
@@ -328,7 +328,7 @@ def _show_tensor(
         **{key: getattr(facts, key) for key in ("name", "tied_to", "dtype", "shape", "nbytes", "section")},
         "gaps": [gap._asdict() for gap in facts.gaps],
         "overlaps": [{**overlap.box._asdict(), "holders": overlap.holders} for overlap in facts.overlaps],
-        "slice": {**box._asdict(), "values": values.values},
+        "slice": {**box._asdict(), "values": values},
         "statistics": record,
         "problems": problems,
         "picture": None if picture is None else picture.path,
@@ -408,13 +408,13 @@ def _listed(texts: Sequence[str]) -> str:
     return shown + (f" and {len(texts) - 8:,} more" if len(texts) > 8 else "")
 
 
-def _write_values(output: Output, found: TensorValues, facts: TensorFacts) -> None:
+def _write_values(output: Output, box: Box, values: Any, facts: TensorFacts) -> None:
     output.line()
-    if not found.box.numel:
-        output.line(f"values {found.box}: none")
+    if not box.numel:
+        output.line(f"values {box}: none")
         return
-    output.line(f"values {found.box}" + (" of " + format_shape(facts.shape) if found.box.shape != facts.shape else ""))
-    blocks = list(_rows_of(found.values, found.box.shape, found.box.offsets))
+    output.line(f"values {box}" + (" of " + format_shape(facts.shape) if box.shape != facts.shape else ""))
+    blocks = list(_rows_of(values, box.shape, box.offsets))
     texts = [
         (at, [[_number_text(one, exact=not output.aligned) for one in row] for row in rows]) for at, rows in blocks
     ]

@@ -11,17 +11,17 @@ from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, code_of, error_record, fields_of, worst_code
 from statexchange.cli.progress import Progress
 from statexchange.errors import CorruptError, IncompleteError, without_secrets
-from statexchange.report.value_checks import CHECKS
+from statexchange.report.value_checks import CHECKS, ValueFindingError
 from statexchange.units import format_bytes, format_number, format_seconds, format_transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from statexchange.errors import StateExchangeError
     from statexchange.report.hub_metadata import HubComparison
     from statexchange.report.verify import SaveVerdict, VerifyReport
 
-_NOT_IN_DATA = ("findings", "values", "hub", "notes")  # notes are the warnings of the JSON
+_NOT_IN_DATA = ("findings", "hub", "notes")  # notes are the warnings of the JSON
 
 
 @commands.command
@@ -80,59 +80,44 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
     data = {key: value for key, value in fields_of(report).items() if key not in _NOT_IN_DATA}
     if report.hub is not None:
         data["against"] = {key: value for key, value in fields_of(report.hub).items() if key != "findings"}
-    return output.finish(
-        data, rows=("findings", _records(report)), problems=report.findings, code="FINDINGS" if report.values else "OK"
-    )
+    return output.finish(data, rows=("findings", _records(report.findings)), problems=report.findings)
 
 
-def _records(report: VerifyReport) -> list[Row]:
-    """Return the JSON objects of all findings; those of values have four keys more."""
-    records: list[Row] = [error_record(finding, code_of(finding)) for finding in report.findings]
-    for finding in report.values:
-        records.append(
-            {
-                "code": "FINDINGS",
-                "message": finding.message,
-                "rank": finding.rank,
-                "name": finding.name,
-                "path": without_secrets(finding.path),
-                "expected": None,
-                "found": None,
-                "check": finding.check,
-                "region": finding.region.to_json(),
-                "first": finding.first,
-                "count": finding.count,
-            }
-        )
+def _records(findings: Iterable[StateExchangeError]) -> list[Row]:
+    """Return the JSON objects of findings; those of values have four keys more."""
+    records = []
+    for finding in findings:
+        record = error_record(finding, code_of(finding))
+        if isinstance(finding, ValueFindingError):
+            record |= {key: getattr(finding, key) for key in ("check", "region", "first", "count")}
+        records.append(record)
     return records
 
 
-def _lines(report: VerifyReport) -> list[str]:
-    lines = [f"{code_of(finding):<10}  {finding}" for finding in report.findings]
-    return lines + [f"{'FINDINGS':<10}  {finding}" for finding in report.values]
+def _show_findings(output: Output, findings: Iterable[StateExchangeError]) -> None:
+    for finding in findings:
+        output.line(f"{code_of(finding):<10}  {finding}")
 
 
 def _finding_alone(output: Output, error: StateExchangeError) -> int:
     """Report the problem because of which a checkpoint cannot be opened."""
-    output.line(f"{code_of(error):<10}  {error}")
+    _show_findings(output, [error])
     output.line("1 finding")
-    return output.finish(None, rows=("findings", [error_record(error, code_of(error))]), problems=[error])
+    return output.finish(None, rows=("findings", _records([error])), problems=[error])
 
 
 def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: float) -> None:
     read = f"{format_bytes(report.nbytes)} read in {format_seconds(seconds)}"
     output.line(f"{report.path}: {report.kind}, {_tensors_text(report)}, {read}")
-    lines = _lines(report)
-    for line in lines:
-        output.line(line)
+    _show_findings(output, report.findings)
     if report.hub is not None:
         _show_hub(output, report.hub)
     if report.num_unproven:
         output.warning(f"no digest is known of {_unproven_text(report)} bytes cannot be checked")
-    if checks and report.num_boxes and not report.values:
+    if checks and report.num_boxes and not any(isinstance(finding, ValueFindingError) for finding in report.findings):
         output.line(f"values: nothing found by {', '.join(checks)}")
-    if lines:
-        output.line(format_number(len(lines), "finding"))
+    if report.findings:
+        output.line(format_number(len(report.findings), "finding"))
     elif not report.num_boxes:
         output.line("ok, but there is no tensor in it, and so nothing to check")
     elif not report.num_unproven:
@@ -180,35 +165,24 @@ def _verify_saves(output: Output, path: str, checks: Sequence[str]) -> int:
     num_whole = sum(record["code"] in ("OK", "FINDINGS") for record in records)
     output.line(f"{num_whole:,} of {len(records):,} saves are whole")
     data = {"path": without_secrets(path), "kind": "saves", "num_saves": len(records), "num_whole": num_whole}
-    code = "FINDINGS" if any(record["code"] == "FINDINGS" for record in records) else "OK"
-    return output.finish(data, rows=("saves", records), problems=findings, code=code)
+    return output.finish(data, rows=("saves", records), problems=findings)
 
 
 def _show_save(output: Output, verdict: SaveVerdict, seconds: float) -> None:
     """Write one line, and one for each finding."""
-    read = "not read"
-    lines = [f"{code_of(finding):<10}  {finding}" for finding in verdict.findings]
-    if verdict.report is not None:
-        read = format_transfer(verdict.report.num_tensors, verdict.report.nbytes, seconds)
-        lines = _lines(verdict.report)
-    output.line(f"step {verdict.step}: {read}: {format_number(len(lines), 'finding') if lines else 'ok'}")
-    for line in lines:
-        output.line(line)
+    report, findings = verdict.report, verdict.findings
+    read = "not read" if report is None else format_transfer(report.num_tensors, report.nbytes, seconds)
+    output.line(f"step {verdict.step}: {read}: {format_number(len(findings), 'finding') if findings else 'ok'}")
+    _show_findings(output, findings)
 
 
 def _save_record(verdict: SaveVerdict) -> Row:
-    report, code = verdict.report, worst_code(verdict.findings)
-    findings: Sequence[object] = verdict.findings
-    if report is not None:
-        findings = _records(report)
-        if code == "OK" and report.values:
-            code = "FINDINGS"
+    counts = {key: getattr(verdict.report, key, None) for key in ("num_tensors", "num_boxes", "nbytes")}
+    findings = verdict.findings
     return {
         "step": verdict.step,
         "path": verdict.path,
-        "code": code,
-        "num_tensors": None if report is None else report.num_tensors,
-        "num_boxes": None if report is None else report.num_boxes,
-        "nbytes": None if report is None else report.nbytes,
-        "findings": findings,
+        "code": worst_code(findings),
+        **counts,
+        "findings": _records(findings),
     }

@@ -8,7 +8,8 @@ joined, which is exact, until all values fit: the result does not depend on the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,11 @@ from statexchange.tensors import ITEMSIZE, PACKED, array_over, numpy_dtype
 if TYPE_CHECKING:
     from statexchange.report.tensor_facts import Region, TensorFacts
 
-__all__ = ["Bin", "TensorValues", "ValueStatistics", "read_slice", "read_statistics"]
+__all__ = ["Bin", "ValueStatistics", "read_slice", "read_statistics"]
 
 _BINS = 20  # the most bins of a histogram; if values differ, it has more than half as many
 _CHUNK = 1 << 18  # elements whose statistics are computed at once: their copies in float64 fit the processor's cache
-_MANTISSA = 53  # bits of a float64
-_UNSCALED = 400  # up to this exponent the squares of values, and their sums, stay in the range of float64
+_MANTISSA, _LEAST_EXPONENT = 53, -1074  # bits of a float64; exponent of its least positive number
 _MAX_SLICE = 100_000  # elements
 
 
@@ -73,16 +73,10 @@ class ValueStatistics:
     problems: tuple[CorruptError, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorValues:
-    """The values of a block; `values` are nested lists, with None for elements that no file has."""
+def read_slice(facts: TensorFacts, box: Box) -> Any:
+    """Return the values in a block, given in elements, as nested lists, with None for those that no file has.
 
-    box: Box
-    values: Any
-
-
-def read_slice(facts: TensorFacts, box: Box) -> TensorValues:
-    """Return the values in a block, given in elements. Not collective.
+    Not collective.
 
     Raises:
         InvalidArgumentError: the block has more than 100,000 elements.
@@ -115,7 +109,7 @@ def read_slice(facts: TensorFacts, box: Box) -> TensorValues:
     shown = np.empty(box.shape, object)
     shown[...] = values.astype(object)  # a numpy scalar would stay one
     shown[~is_known] = None
-    return TensorValues(box, shown.tolist())
+    return shown.tolist()
 
 
 def read_statistics(facts: TensorFacts, on_progress: Callable[[int, int], None] | None = None) -> ValueStatistics:
@@ -136,7 +130,7 @@ def read_statistics(facts: TensorFacts, on_progress: Callable[[int, int], None] 
     for index, region in enumerate(facts.regions):
         stored_box = group_box(facts.dtype, region.box)
         digest = regions.BoxDigest(region.stored, stored_box, facts.dtype)
-        earlier = _overlapping(facts, index)
+        earlier = facts.regions[:index] if facts.overlaps else ()
         for window, data in regions.blocks(region.stored, stored_box.shape, facts.dtype, ahead):
             placed = regions.to_global(window, stored_box)
             if digest:
@@ -149,14 +143,6 @@ def read_statistics(facts: TensorFacts, on_progress: Callable[[int, int], None] 
         problems += digest.problems(facts.name, region.holders[0])
         region.stored.file.check_unchanged()
     return sums.result(total, problems)
-
-
-def _overlapping(facts: TensorFacts, index: int) -> list[Region]:
-    """Return the regions before this one that share elements with it."""
-    if not facts.overlaps:
-        return []
-    box = facts.regions[index].box
-    return [region for region in facts.regions[:index] if intersect(region.box, box) is not None]
 
 
 def _not_in(earlier: Sequence[Region], box: Box, values: Any) -> Any:
@@ -195,13 +181,14 @@ class _Sums:
     """The sums over blocks from which statistics follow. Not thread-safe."""
 
     def __init__(self, *, is_integer: bool) -> None:
-        self._num_elements = self._num_zeros = self._num_nan = self._num_inf = self._num_finite = 0
-        self._min: Any = None
-        self._max: Any = None
-        # The mean, and the sum of squared distances from it, of the values divided by 2**_exponent.
-        self._mean = self._squares = 0.0
-        self._exponent = 0
-        self._histogram = _Histogram(is_integer=is_integer)
+        self._is_integer = is_integer
+        self._num_elements = self._num_zeros = self._num_nan = self._num_inf = 0
+        self._min: Any = math.inf
+        self._max: Any = -math.inf
+        self._mean = self._deviation = 0.0
+        # The numbers of finite values by bin: bin n begins at n * 2**_exponent.
+        self._bins: Counter[int] = Counter()
+        self._exponent = 0 if is_integer else _LEAST_EXPONENT
 
     def add(self, values: Any) -> None:
         """Add the values of a block."""
@@ -223,126 +210,66 @@ class _Sums:
             return
         self._num_zeros += len(wide) - int(np.count_nonzero(wide))
         exact = values if values.dtype.kind in "iu" else wide  # float64 cannot represent every 64-bit integer
-        low, high = exact.min().item(), exact.max().item()
-        self._min = low if self._min is None else min(self._min, low)
-        self._max = high if self._max is None else max(self._max, high)
-        least, greatest = float(wide.min()), float(wide.max())
-        self._histogram.add(wide, least, greatest)
-        self._scale_for(max(abs(least), abs(greatest)))
-        if self._exponent:
-            wide = np.ldexp(wide, -self._exponent)
-        # Chan, Golub and LeVeque: the mean and squared distances of two sets from those of each.
-        mean = float(wide.mean())
-        squares = float(np.square(wide - mean).sum())
-        count = self._num_finite + len(wide)
-        delta = mean - self._mean
-        self._squares += squares + delta * delta * self._num_finite * len(wide) / count
-        self._mean += delta * len(wide) / count
-        self._num_finite = count
+        self._min = min(self._min, exact.min().item())
+        self._max = max(self._max, exact.max().item())
+        self._add_moments(wide)
+        self._widen_bins()
+        numbers = _bins_of(wide, self._exponent)
+        first = numbers.min().item()
+        for number, count in enumerate(np.bincount(numbers - first).tolist(), first):
+            self._bins[number] += count
 
-    def _scale_for(self, largest: float) -> None:
-        """Choose the exponent with which sums of values up to `largest` neither overflow nor vanish."""
-        exponent = math.frexp(largest)[1]
-        if not largest or exponent == self._exponent:
+    def _add_moments(self, values: Any) -> None:
+        """Add to the mean and the standard deviation. No square is computed of a number that may be huge or tiny."""
+        exponent = math.frexp(float(np.abs(values).max()))[1]
+        scaled = np.ldexp(values, -exponent)
+        mean, deviation = (float(np.ldexp(moment, exponent)) for moment in (scaled.mean(), scaled.std()))
+        share = len(values) / (self._bins.total() + len(values))
+        half = mean / 2 - self._mean / 2  # of the distance of the means, which may be too large for a float64
+        self._mean += half * share
+        self._mean += half * share
+        spread = 2 * math.sqrt(share * (1 - share)) * half
+        self._deviation = math.hypot(self._deviation * math.sqrt(1 - share), deviation * math.sqrt(share), spread)
+
+    def _widen_bins(self) -> None:
+        """Join neighbouring bins until those from the least to the greatest value are at most _BINS."""
+        edges = np.array([self._min, self._max], np.float64)
+        exponent = max(self._exponent, math.frexp(float(np.abs(edges).max()))[1] - _MANTISSA)
+        while np.ptp(_bins_of(edges, exponent)) >= _BINS:
+            exponent += 1
+        joined: Counter[int] = Counter()
+        for number, count in self._bins.items():
+            joined[number >> exponent - self._exponent] += count
+        self._bins, self._exponent = joined, exponent
+
+    def _histogram(self) -> Iterator[Bin]:
+        """Yield the bins; one alone if all values are equal."""
+        if self._min == self._max:
+            yield Bin(self._min, self._max, self._bins.total())
             return
-        if abs(exponent) <= _UNSCALED:
-            exponent = 0
-        if self._squares or self._mean:
-            exponent = max(exponent, self._exponent)  # what underflows is negligible beside the larger values
-            self._mean = math.ldexp(self._mean, self._exponent - exponent)
-            self._squares = math.ldexp(self._squares, 2 * (self._exponent - exponent))
-        self._exponent = exponent
-
-    def _mean_and_deviation(self) -> tuple[float | None, float | None]:
-        if not self._num_finite:
-            return None, None
-        # Rounding may lead out of the range of the values, and even out of that of float64.
-        low, high = (math.ldexp(float(edge), -self._exponent) for edge in (self._min, self._max))
-        mean = min(max(self._mean, low), high)
-        deviation = min(math.sqrt(self._squares / self._num_finite), max(abs(low), abs(high)))
-        return math.ldexp(mean, self._exponent), math.ldexp(deviation, self._exponent)
+        for number in range(min(self._bins), max(self._bins) + 1):
+            if self._is_integer:
+                low, high = number << self._exponent, (number + 1 << self._exponent) - 1
+                yield Bin(low, high, self._bins[number])
+            else:
+                with np.errstate(over="ignore"):
+                    low, high = np.ldexp([float(number), number + 1.0], self._exponent).tolist()
+                yield Bin(low, high, self._bins[number])
 
     def result(self, nbytes: int, problems: Sequence[CorruptError]) -> ValueStatistics:
         """Return the statistics."""
-        mean, deviation = self._mean_and_deviation()
-        return ValueStatistics(
-            num_elements=self._num_elements,
-            num_zeros=self._num_zeros,
-            num_nan=self._num_nan,
-            num_inf=self._num_inf,
-            min=self._min,
-            max=self._max,
-            mean=mean,
-            std=deviation,
-            histogram=self._histogram.bins(self._min, self._max),
-            nbytes=nbytes,
-            problems=tuple(problems),
-        )
+        counts = self._num_elements, self._num_zeros, self._num_nan, self._num_inf
+        if not self._bins:
+            return ValueStatistics(*counts, None, None, None, None, (), nbytes, tuple(problems))
+        # Rounding may lead out of the range of the values.
+        low, high = float(self._min), float(self._max)
+        mean, deviation = min(max(self._mean, low), high), min(self._deviation, max(abs(low), abs(high)))
+        figures = self._min, self._max, mean, deviation
+        return ValueStatistics(*counts, *figures, tuple(self._histogram()), nbytes, tuple(problems))
 
 
-class _Histogram:
-    """Counts values in bins of width 2**_exponent; the first bin begins at _first * 2**_exponent."""
-
-    def __init__(self, *, is_integer: bool) -> None:
-        self._is_integer = is_integer
-        self._exponent = 0
-        self._first = 0
-        self._counts: list[int] = []
-
-    def add(self, values: Any, low: float, high: float) -> None:
-        """Add finite values, of which the least is `low` and the greatest `high`."""
-        self._make_room(low, high)
-        scaled = np.floor(np.ldexp(values, -self._exponent))
-        scaled[(scaled == 0) & (values < 0)] = -1  # where scaling has underflowed
-        index = scaled.astype(np.int64) - self._first
-        for number, count in enumerate(np.bincount(index).tolist()):
-            self._counts[number] += count
-
-    def _make_room(self, low: float, high: float) -> None:
-        """Widen the bins until those from `low` to `high` and the present ones are at most _BINS."""
-        exponent = max(math.frexp(max(abs(low), abs(high)))[1] - _MANTISSA, -1074)
-        if self._is_integer:
-            exponent = max(exponent, 0)
-        exponent = max(exponent, self._exponent) if self._counts else exponent
-        while True:
-            first, last = _bin_of(low, exponent), _bin_of(high, exponent)
-            if self._counts:
-                shift = exponent - self._exponent
-                first = min(first, self._first >> shift)
-                last = max(last, (self._first + len(self._counts) - 1) >> shift)
-            if last - first < _BINS:
-                break
-            exponent += 1
-        counts = [0] * (last - first + 1)
-        for number, count in enumerate(self._counts):
-            counts[((self._first + number) >> (exponent - self._exponent)) - first] += count
-        self._exponent, self._first, self._counts = exponent, first, counts
-
-    def bins(self, low: float | None, high: float | None) -> tuple[Bin, ...]:
-        """Return the bins; one alone from `low` to `high` if all values are equal."""
-        if low is None or high is None:
-            return ()
-        if low == high:
-            return (Bin(low, high, sum(self._counts)),)
-        found = []
-        for number, count in enumerate(self._counts):
-            begin, end = self._first + number, self._first + number + 1
-            if self._is_integer:
-                found.append(Bin(begin << self._exponent, (end << self._exponent) - 1, count))
-            else:
-                found.append(Bin(_scaled(begin, self._exponent), _scaled(end, self._exponent), count))
-        return tuple(found)
-
-
-def _bin_of(value: float, exponent: int) -> int:
-    """Return the number of the bin that has a value, counted from zero."""
-    found = math.floor(math.ldexp(value, -exponent))
-    return -1 if not found and value < 0 else found  # where scaling has underflowed
-
-
-def _scaled(value: int, exponent: int) -> float:
-    """Return value * 2**exponent; infinity if float64 has no such number."""
-    try:
-        return math.ldexp(value, exponent)
-    except OverflowError:
-        return math.copysign(math.inf, value)
+def _bins_of(values: Any, exponent: int) -> Any:
+    """Return the numbers of the bins, 2**exponent wide, that have these values."""
+    scaled = np.floor(np.ldexp(values, -exponent))
+    scaled[(scaled == 0) & (values < 0)] = -1  # where scaling has underflowed
+    return scaled.astype(np.int64)

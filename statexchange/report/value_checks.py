@@ -13,24 +13,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from statexchange.errors import excerpt, without_secrets
-from statexchange.sharding.shards import Box, c_strides, full_box
+from statexchange.errors import StateExchangeError
+from statexchange.report.tensor_facts import element_box
+from statexchange.sharding.shards import Box, full_box, index_at
 from statexchange.tensors import ITEMSIZE, PACKED, array_over, element_shape, nonfinite
+from statexchange.units import format_shape
 
 if TYPE_CHECKING:
     from statexchange.storage.store import ByteRange
 
-__all__ = ["CHECKS", "Check", "FileTails", "TensorChecks", "ValueFinding"]
+__all__ = ["CHECKS", "Check", "FileTails", "TensorChecks", "ValueFindingError"]
 
 Check = Literal["nan", "inf", "all-zero", "zero-tail", "zero-pages", "all-equal"]
 CHECKS: tuple[Check, ...] = get_args(Check)
 
 _PAGE_BYTES = 4096  # the least that is lost at once: a page of the client's cache
 _MIN_ELEMENTS = 16  # fewer that are all equal say nothing
-_MAX_NAME = 300  # characters of a name in a message
 _LOOK_BYTES = 512  # most windows show in their first bytes that they are neither zero nor constant
 
 # By the last part of a name.
@@ -45,35 +46,27 @@ _OPTIMIZER = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ValueFinding:
-    """A finding of one check in one tensor.
+class ValueFindingError(StateExchangeError):
+    """A finding of one check in one tensor: an error with the tensor, its rank, and the file with the first element.
 
     Attributes:
         check: the check.
-        name: the tensor.
-        path: the file with the first element that was found.
-        rank: the rank that wrote the file; None if the format has no ranks.
-        message: what was found.
         region: the block of the tensor in which it was found.
         first: index of the first element that was found.
         count: number of elements that were found.
     """
 
-    check: Check
-    name: str
-    path: str
-    rank: int | None
-    message: str
-    region: Box
-    first: tuple[int, ...]
-    count: int
+    code = "FINDINGS"
+    attributes = (*StateExchangeError.attributes, "check", "region", "first", "count")
+
+    def __init__(
+        self, message: str, *, check: Check, region: Box, first: tuple[int, ...], count: int, **about: Any
+    ) -> None:
+        super().__init__(message, **about)
+        self.check, self.region, self.first, self.count = check, region, first, count
 
     def __str__(self) -> str:
-        where = [f"tensor {excerpt(self.name, _MAX_NAME)}"]
-        if self.rank is not None:
-            where.append(f"rank {self.rank}")
-        return f"{self.check}: {self.message} [{', '.join([*where, without_secrets(self.path)])}]"
+        return f"{self.check}: {super().__str__()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +103,7 @@ class _Special:
         if not len(found):
             return
         self.count += len(found)
-        first = _index(int(found[0]), window)
+        first = index_at(int(found[0]), window)
         if self.first is None or first < self.first:
             self.first, self.where = first, where
 
@@ -238,12 +231,11 @@ class TensorChecks:
         assert self._current is not None
         current = self._current
         if self._runs is not None:
-            current = _StoredBox(current.stored, current.box, current.rank, tuple(self._runs.runs), self._runs.tail)
+            current = replace(current, runs=tuple(self._runs.runs), tail=self._runs.tail)
         self._boxes[current.box] = current
-        self._current = None
         return current
 
-    def findings(self) -> Iterator[ValueFinding]:
+    def findings(self) -> Iterator[ValueFindingError]:
         """Yield what was found."""
         if not self._boxes:
             return
@@ -259,24 +251,21 @@ class TensorChecks:
         for stored_box in self._boxes.values():
             yield from self._zeros(stored_box)
 
-    def _specials(self) -> Iterator[ValueFinding]:
+    def _specials(self) -> Iterator[ValueFindingError]:
         total = full_box(element_shape(self._dtype, self._shape)).numel
         kinds: tuple[tuple[Check, str, _Special], ...] = (("nan", "NaN", self._nan), ("inf", "infinite", self._inf))
         for check, word, special in kinds:
             if check in self._checks and special.first is not None and special.where is not None:
                 verb = "elements is" if special.count == 1 else "elements are"
-                first = ",".join(map(str, special.first))
-                text = f"{special.count:,} of {total:,} {verb} {word}, the first at [{first}]"
-                where = special.where
-                yield self._finding(check, where, text, full_box(self._shape), special.first, special.count)
+                text = f"{special.count:,} of {total:,} {verb} {word}, the first at {format_shape(special.first)}"
+                yield self._finding(check, text, special.where, special.first, special.count)
 
-    def _whole(self, check: Check, value: str) -> ValueFinding:
+    def _whole(self, check: Check, value: str) -> ValueFindingError:
         where = min(self._boxes.values(), key=lambda stored_box: stored_box.box.offsets)
         whole = full_box(element_shape(self._dtype, self._shape))
-        text = f"all {whole.numel:,} elements are {value}"
-        return self._finding(check, where, text, full_box(self._shape), (0,) * len(self._shape), whole.numel)
+        return self._finding(check, f"all {whole.numel:,} elements are {value}", where, whole.offsets, whole.numel)
 
-    def _zeros(self, stored_box: _StoredBox) -> Iterator[ValueFinding]:
+    def _zeros(self, stored_box: _StoredBox) -> Iterator[ValueFindingError]:
         """Yield the findings of runs of zeros in one box."""
         if "zero-tail" in self._checks and stored_box.tail >= _PAGE_BYTES:
             begin = stored_box.end - stored_box.tail
@@ -292,22 +281,23 @@ class TensorChecks:
             parts = "" if len(runs) == 1 else f" in {len(runs):,} parts"
             text = (
                 f"{nbytes:,} bytes{parts} are zero, from a page of the file to another, as after a lost write: "
-                f"{count:,} elements, the first at [{','.join(map(str, first))}]"
+                f"{count:,} elements, the first at {format_shape(first)}"
             )
-            yield self._finding("zero-pages", stored_box, text, stored_box.box, first, count)
+            yield self._finding("zero-pages", text, stored_box, first, count, stored_box.box)
 
-    def tail(self, stored_box: _StoredBox, nbytes: int, following: int = 0) -> ValueFinding:
+    def tail(self, stored_box: _StoredBox, nbytes: int, following: int = 0) -> ValueFindingError:
         """Return the finding of `nbytes` zero bytes at the end of a box, and of `following` in the boxes after it."""
         begin = stored_box.end - nbytes
         first, count = self._index_of(stored_box, begin), self._num_elements(nbytes)
-        part = "" if stored_box.box == full_box(self._shape) else f" of region {self._shown(stored_box.box)}"
+        is_whole = stored_box.box == full_box(self._shape)
+        part = "" if is_whole else f" of region {element_box(self._dtype, stored_box.box)}"
         page = ", from a page of the file on" if self.begins_page(begin) else ""
         more = f", and the {following:,} bytes of the tensors that follow in the file" if following else ""
         text = (
             f"the last {nbytes:,} bytes{part}{more} are zero{page}, as after a lost write: "
-            f"{count:,} elements from [{','.join(map(str, first))}] on"
+            f"{count:,} elements from {format_shape(first)} on"
         )
-        return self._finding("zero-tail", stored_box, text, stored_box.box, first, count)
+        return self._finding("zero-tail", text, stored_box, first, count, stored_box.box)
 
     def _is_usual(self, stored_box: _StoredBox, begin: int, end: int) -> bool:
         """Whether a run of zeros is to be expected in this tensor."""
@@ -358,19 +348,21 @@ class TensorChecks:
     def _index_of(self, stored_box: _StoredBox, at: int) -> tuple[int, ...]:
         """Return the index of the first element that begins at byte `at` of the file or later, in elements."""
         number = -(-(at - stored_box.stored.begin) // ITEMSIZE[self._dtype])
-        index = _index(min(number, stored_box.box.numel - 1), stored_box.box)
-        return self._in_elements(index)
-
-    def _in_elements(self, index: tuple[int, ...]) -> tuple[int, ...]:
-        return element_shape(self._dtype, index)
-
-    def _shown(self, box: Box) -> Box:
-        return Box(self._in_elements(box.offsets), self._in_elements(box.shape))
+        return element_shape(self._dtype, index_at(min(number, stored_box.box.numel - 1), stored_box.box))
 
     def _finding(
-        self, check: Check, where: _StoredBox, text: str, region: Box, first: tuple[int, ...], count: int
-    ) -> ValueFinding:
-        return ValueFinding(check, self._name, where.stored.path, where.rank, text, self._shown(region), first, count)
+        self,
+        check: Check,
+        text: str,
+        where: _StoredBox,
+        first: tuple[int, ...],
+        count: int,
+        region: Box | None = None,
+    ) -> ValueFindingError:
+        """Return a finding, of the whole tensor unless it is of a region."""
+        shown = element_box(self._dtype, full_box(self._shape) if region is None else region)
+        about = {"name": self._name, "path": where.stored.path, "rank": where.rank}
+        return ValueFindingError(text, check=check, region=shown, first=first, count=count, **about)
 
 
 class FileTails:
@@ -384,7 +376,7 @@ class FileTails:
         if stored_box.tail and checks.looks_for("zero-tail"):
             self._boxes.append((checks, stored_box))
 
-    def findings(self) -> Iterator[ValueFinding]:
+    def findings(self) -> Iterator[ValueFindingError]:
         """Yield what was found in the file."""
         boxes = sorted(self._boxes, key=lambda pair: pair[1].stored.begin)
         for number, (checks, stored_box) in enumerate(boxes):
@@ -409,30 +401,13 @@ def _applicable(dtype: str, last_name: str) -> set[str]:
     return set(CHECKS)
 
 
-def _index(number: int, box: Box) -> tuple[int, ...]:
-    """Return the index in the tensor of a box's element with this number in C order."""
-    index = []
-    for stride, size, offset in zip(c_strides(box.shape), box.shape, box.offsets, strict=True):
-        index.append(number // max(1, stride) % size + offset)
-    return tuple(index)
-
-
 def _is_zero(data: memoryview, dtype: str) -> bool:
     """Whether all elements are zero; -0.0 is."""
     import numpy as np
 
-    if dtype in PACKED or dtype[0] in "IU":
+    if dtype in PACKED:
         return not np.frombuffer(data, np.uint8).any()
-    if dtype == "F8_E8M0":  # it has no zero
-        return False
-    if dtype.startswith("F8") or dtype == "BF16":
-        size = ITEMSIZE[dtype]
-        sign = 1 << 8 * size - 1
-        bits = np.frombuffer(data, f"u{size}")
-        if dtype.endswith("FNUZ"):  # the bits of -0.0 are those of NaN
-            return not bits.any()
-        return not (bits & (sign - 1)).any()
-    return not array_over(data, dtype, (len(data) // ITEMSIZE[dtype],)).any()
+    return not array_over(data, dtype, (-1,)).any()
 
 
 def _has_equal_elements(group: bytes, dtype: str) -> bool:

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from statexchange.sharding.shards import index_at
+
 if TYPE_CHECKING:
     from statexchange.sharding.shards import Box
 
@@ -82,8 +84,7 @@ class ValueSums:
                     differing = self._add_any(tile_a, tile_b, tolerance)
                 num_differing = int(np.count_nonzero(differing))
                 if self.first is None and num_differing:
-                    inside = np.unravel_index(begin + int(differing.argmax()), window.shape)
-                    self.first = tuple(int(at) + start for at, start in zip(inside, window.offsets, strict=True))
+                    self.first = index_at(begin + int(differing.argmax()), window)
                 self.num_differing += num_differing
 
     def _add_in(self, dtype: Literal["float32", "float64"], a: Any, b: Any, tolerance: float | None) -> Any:

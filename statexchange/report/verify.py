@@ -25,7 +25,7 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.sealed_files import check_sealed_file, sealed_files
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.report.hub_metadata import HubComparison, compare_with_cache, compare_with_hub
-from statexchange.report.value_checks import CHECKS, FileTails, TensorChecks, ValueFinding
+from statexchange.report.value_checks import CHECKS, FileTails, TensorChecks, ValueFindingError
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import RankShards, TensorPlan, holders_text, plan_merge, prove_cover
 from statexchange.storage.location import is_remote
@@ -49,8 +49,7 @@ class VerifyReport:
         num_boxes: number of boxes read.
         num_unproven: number of boxes whose bytes cannot be checked, as neither they nor their file has a known hash.
         nbytes: bytes read.
-        findings: an error for each problem.
-        values: what the checks of values found.
+        findings: an error for each problem; then a `ValueFindingError` for each that the checks of values found.
         hub: the comparison with the hashes of a download, whose findings are among `findings`; None without.
         notes: files of weights that were not read and other facts about the reading; differences between a config and
             the tensors beside it.
@@ -63,7 +62,6 @@ class VerifyReport:
     num_unproven: int
     nbytes: int
     findings: tuple[StateExchangeError, ...]
-    values: tuple[ValueFinding, ...] = ()
     hub: HubComparison | None = None
     notes: tuple[str, ...] = ()
 
@@ -129,7 +127,6 @@ def verify(
                 num_unproven=check.num_unproven,
                 nbytes=check.done,
                 findings=tuple(check.findings),
-                values=tuple(check.value_findings),
                 hub=hub,
                 notes=(*source.notes, *source_warnings(source, check.digests())),
             )
@@ -166,23 +163,24 @@ class _Check:
         ]
         if hub is not None:
             self.findings += hub.findings
-        self.value_findings: list[ValueFinding] = []
         self._computed: dict[tuple[int, str, int], str] = {}  # digests that are not stored: by file, tensor, box
 
     def run(self) -> None:
         """Check everything; raise ReplacedError if a file was replaced or changed while it was read."""
+        values: list[ValueFindingError] = []
         for number, shard_file in enumerate(self._source.files):
             tails = FileTails()
             for tensor in shard_file.tensors.values():
                 for index in range(len(tensor.byte_ranges)):
                     self._guard(self._read_box, number, tensor, index, tails)
-            self.value_findings += tails.findings()
+            values += tails.findings()
         for tensor_checks in self._tensor_checks.values():
-            self.value_findings += tensor_checks.findings()
+            values += tensor_checks.findings()
         self._prove_covers()
         for sealed in self._sealed:
             self._guard(check_sealed_file, self._source.opened.store, sealed)
             self._count(sealed.digest_nbytes)
+        self.findings += values
         self._source.check_unchanged()
 
     def _guard(self, check: Callable[..., None], *args: Any) -> None:

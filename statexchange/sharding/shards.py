@@ -26,6 +26,7 @@ __all__ = [
     "c_contiguous",
     "c_strides",
     "full_box",
+    "index_at",
     "intersect",
     "is_inside",
     "linear_offset",
@@ -134,6 +135,15 @@ def linear_offset(box: Box, shape: Sequence[int]) -> int:
     for offset, size in zip(box.offsets, shape, strict=True):
         position = position * size + offset
     return position
+
+
+def index_at(position: int, box: Box) -> tuple[int, ...]:
+    """Return the index, in the tensor, of the element at a position in the C order of a box."""
+    index: list[int] = []
+    for size, offset in zip(reversed(box.shape), reversed(box.offsets), strict=True):
+        position, local = divmod(position, size)
+        index.insert(0, offset + local)
+    return tuple(index)
 
 
 def c_contiguous(box: Box, shape: Sequence[int]) -> bool:

@@ -427,7 +427,7 @@ def written_tensor(path: Path, name: str, dtype: str, shape: Sequence[int], data
         assert facts is not None
         statistics = read_statistics(facts)
         sliced = read_slice(facts, Box((0,) * len(facts.shape), facts.shape))
-    return {"facts": facts, "statistics": statistics, "values": sliced.values}
+    return {"facts": facts, "statistics": statistics, "values": sliced}
 
 
 NUMPY_DTYPES = {
@@ -502,7 +502,7 @@ def test_packed_values_are_decoded(tmp_path: Path, dtype: str, kind: str, bits: 
         facts = tensor_facts(source, "w")
         assert facts is not None
         part = read_slice(facts, Box((1, 3), (2, 6)))  # begins and ends inside of groups
-        assert np.array_equal(part.values, expected[1:3, 3:9])
+        assert np.array_equal(part, expected[1:3, 3:9])
 
 
 @pytest.mark.parametrize("dtype", [*NUMPY_DTYPES, "C64"])

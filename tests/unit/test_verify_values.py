@@ -21,7 +21,7 @@ from workspaces import commit_round, held
 
 import statexchange as sx
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, NotFoundError
-from statexchange.report.value_checks import CHECKS, ValueFinding
+from statexchange.report.value_checks import CHECKS, ValueFindingError
 from statexchange.report.verify import verify
 from statexchange.sharding.shards import Box
 from statexchange.storage.tensorfile import ShardData
@@ -35,9 +35,14 @@ def noise(*shape: int, dtype: Any = np.float32) -> Array:
     return (np.random.default_rng(0).random(shape) + 1).astype(dtype)
 
 
+def value_findings(path: Path) -> list[ValueFindingError]:
+    """Return what the checks of values find."""
+    return [finding for finding in verify(path, checks=CHECKS).findings if isinstance(finding, ValueFindingError)]
+
+
 def findings_of(path: Path) -> list[tuple[str, str]]:
     """Return the check and the tensor of each finding."""
-    return [(finding.check, finding.name) for finding in verify(path, checks=CHECKS).values]
+    return [(finding.check, finding.name) for finding in value_findings(path)]
 
 
 def findings_in_tensors(tmp_path: Path, **tensors: Array) -> list[tuple[str, str]]:
@@ -47,8 +52,8 @@ def findings_in_tensors(tmp_path: Path, **tensors: Array) -> list[tuple[str, str
     return findings_of(path)
 
 
-def the_finding(path: Path) -> ValueFinding:
-    (finding,) = verify(path, checks=CHECKS).values
+def the_finding(path: Path) -> ValueFindingError:
+    (finding,) = value_findings(path)
     return finding
 
 
@@ -87,7 +92,7 @@ def test_the_values_of_every_kind_of_checkpoint_are_checked(kind: str, tmp_path:
     state["zeros"].zero_()
     state["constant"].fill_(0.5)
     state["lost"].view(-1)[-1500:] = 0
-    findings = {finding.name: finding for finding in verify(written(kind, tmp_path, state), checks=CHECKS).values}
+    findings = {finding.name: finding for finding in value_findings(written(kind, tmp_path, state))}
     shown = {name: (one.check, one.first, one.count) for name, one in findings.items()}
     assert shown == {
         "nan": ("nan", (3, 5), 2),
@@ -117,7 +122,7 @@ def test_parts_of_a_workspace_are_checked_as_one_tensor(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     commit_round(tmp_path, *tensors_of_ranks)
-    findings = {finding.name: finding for finding in verify(tmp_path, checks=CHECKS).values}
+    findings = {finding.name: finding for finding in value_findings(tmp_path)}
     assert {name: one.check for name, one in findings.items()} == {
         "zeros": "all-zero",
         "ones": "all-equal",
@@ -146,7 +151,7 @@ def findings_in_array(tmp_path: Path, values: Array) -> list[tuple[str, tuple[in
     path = tmp_path / "model.safetensors"
     dtype = NAMES[values.dtype.name]
     write_raw(path, {"w": (dtype, list(values.shape), values.tobytes())})
-    return [(one.check, one.first, one.count) for one in verify(path, checks=CHECKS).values]
+    return [(one.check, one.first, one.count) for one in value_findings(path)]
 
 
 @pytest.mark.parametrize("dtype", FLOATS + NAN_ONLY, ids=lambda dtype: dtype.__name__)
