@@ -18,12 +18,10 @@ from statexchange.report.supply import (
 )
 from statexchange.report.svg import BORDER, MARGIN, NOT_THERE, WIDTH, Drawing, fitted, palette, text_colour, title_of
 from statexchange.tensors import ITEMSIZE, element_shape
-from statexchange.units import format_bytes, format_number, format_shape, format_shares
+from statexchange.units import format_bytes, format_number, format_shape
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from statexchange.sharding.shards import Box
 
 __all__ = ["supply_picture", "tensor_picture"]
 
@@ -108,7 +106,7 @@ class _Picture:
     def of_all(self) -> str:
         """Return the document with a row for each of the largest tensors."""
         tensors = self._supply.tensors
-        self._ranks()
+        self._legend()
         rows = _largest_rows(tensors)
         for tensor, cells in rows:
             self._row(tensor, cells)
@@ -120,14 +118,14 @@ class _Picture:
         drawing = self._drawing
         listed = sorted(tensor.boxes, key=lambda region: (region[1], region[0].offsets))
         if len(listed) > _MAX_ROWS:
-            self._ranks()
+            self._legend()
         height = 280 if len(tensor.shape) > 1 else 60
         self._frame(cells_of(tensor), _Frame(MARGIN, drawing.y, WIDTH - 2 * MARGIN, height), tensor.name)
         drawing.y += height + 12
         for box, rank in listed[:_MAX_ROWS]:
             drawing.rectangle(MARGIN, drawing.y, 12, 12, f'fill="{self._colours[rank]}" {BORDER}')
             drawing.text(MARGIN + 18, drawing.y + 10, fitted(self._supply.label(rank), _MAX_LABEL))
-            drawing.text(MARGIN + _LABEL, drawing.y + 10, fitted(_region(box), 60), "n")
+            drawing.text(MARGIN + _LABEL, drawing.y + 10, fitted(str(box), 60), "n")
             nbytes = box.numel * ITEMSIZE[tensor.dtype]
             drawing.text(WIDTH - MARGIN, drawing.y + 10, format_bytes(nbytes), "e")
             drawing.y += 20
@@ -145,33 +143,16 @@ class _Picture:
         listed = ", ".join(fitted(text, 100) for text in supplied)
         return self._drawing.document(f"{totals} {listed}.")
 
-    def _ranks(self) -> None:
-        """Draw what the colours mean."""
-        if len(self._total) > MAX_RANKS:
-            self._bar_of_all()
-        else:
-            self._legend()
-
     def _legend(self) -> None:
-        """Write a swatch for each rank, and one for what is missing."""
-        entries = []
-        for rank, nbytes in sorted(self._total.items()):
-            entries.append((self._colours[rank], self._entry(self._supply.label(rank), nbytes)))
-        self._drawing.legend(entries + self._missing(), _COLUMNS_OF_FILES if self._supply.files else _COLUMNS)
-
-    def _bar_of_all(self) -> None:
-        """Draw all ranks in one bar as a legend: there are too many for swatches."""
-        drawing, nbytes = self._drawing, self._supply.nbytes
+        """Write a swatch for each of the first ranks, one for all others, and one for what is missing."""
         ranks = sorted(self._total)
-        share = format_shares(list(self._total.values())).partition(", ")[2]
-        text = f"{self._supply.supplier}s {ranks[0]} (dark) to {ranks[-1]} (light), {share}"
-        drawing.text(MARGIN, drawing.y + 15, text, "g")
-        self._frame(shares(self._total, nbytes), _in_row(drawing.y + 3, 16), "all tensors")
-        drawing.text(WIDTH - MARGIN, drawing.y + 15, format_bytes(nbytes), "e")
-        drawing.y += 32
-        missing = self._missing()
-        if missing:
-            drawing.legend(missing, _COLUMNS)
+        entries = []
+        for rank in ranks[:MAX_RANKS]:
+            entries.append((self._colours[rank], self._entry(self._supply.label(rank), self._total[rank])))
+        if len(ranks) > MAX_RANKS:
+            nbytes = sum(self._total[rank] for rank in ranks[MAX_RANKS:])
+            entries.append((self._colours[ranks[-1]], self._entry(f"{len(ranks) - MAX_RANKS:,} more", nbytes)))
+        self._drawing.legend(entries + self._missing(), _COLUMNS_OF_FILES if self._supply.files else _COLUMNS)
 
     def _missing(self) -> list[tuple[str, str]]:
         missing = self._supply.nbytes - self._total.total()
@@ -233,11 +214,6 @@ class _Picture:
 
 def _shape(tensor: Supplied) -> str:
     return format_shape(element_shape(tensor.dtype, tensor.shape))
-
-
-def _region(box: Box) -> str:
-    """Return a box as an index: ``[0:80,0:514]``."""
-    return f"[{','.join(f'{begin}:{end}' for begin, end in zip(box.offsets, box.ends, strict=True))}]"
 
 
 def _largest_rows(tensors: Sequence[Supplied]) -> list[tuple[Supplied, list[Cell]]]:

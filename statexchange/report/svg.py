@@ -28,9 +28,9 @@ __all__ = [
 WIDTH, MARGIN = 900, 20
 BORDER = 'stroke="#888" stroke-width=".5"'
 NOT_THERE = "url(#not-there)"  # the fill of what is missing: hatching
-# Okabe and Ito's colours, distinct for every kind of colour vision; for more of them cividis, dark to light.
+# Okabe and Ito's colours, distinct for every kind of colour vision; for more of them one colour, dark to light.
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#7f7f7f")
-_RAMP = ((0, 34, 78), (53, 69, 108), (102, 105, 112), (148, 142, 119), (200, 184, 102), (254, 232, 56))
+_DARKEST, _LIGHTEST = "#00224e", 0.9
 _MAX_TOOLTIP = 200
 _FONTS = {
     "n": "11px ui-monospace,'DejaVu Sans Mono',monospace",
@@ -137,24 +137,13 @@ def palette(count: int) -> list[str]:
     """Return `count` distinct colours."""
     if count <= len(_COLOURS):
         return list(_COLOURS[:count])
-    return [_ramp_colour(number / (count - 1)) for number in range(count)]
+    return [lightened(_DARKEST, _LIGHTEST * number / (count - 1)) for number in range(count)]
 
 
 def lightened(colour: str, share: float) -> str:
     """Return a colour mixed with a share of white."""
     channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in channels)
-
-
-def _ramp_colour(position: float) -> str:
-    """Return the colour at a position from 0 to 1 of the ramp, interpolated between its colours."""
-    index = position * (len(_RAMP) - 1)
-    low = min(int(index), len(_RAMP) - 2)
-    fraction = index - low
-    channels = []
-    for begin, end in zip(_RAMP[low], _RAMP[low + 1], strict=True):
-        channels.append(round(begin + (end - begin) * fraction))
-    return "#" + "".join(f"{value:02x}" for value in channels)
 
 
 def text_colour(colour: str) -> str:

@@ -1,7 +1,7 @@
 """Draw the parameters of a checkpoint as a treemap: an area for each tensor, nested by modules, as SVG.
 
-Every area is in proportion to its number of parameters. The rows of a *squarified* treemap (Bruls, Huizing and van
-Wijk, 2000) keep the areas close to squares. Borders and labels lie over the areas and take no space from them.
+Every area is in proportion to its number of parameters. Cutting an area in two across its longer side, again and again,
+keeps the parts close to squares. Borders and labels lie over the areas and take no space from them.
 
 The modules that have a colour are called *tops*: the first components of the names, where one that has nearly all
 parameters, such as ``model``, is replaced by its own. Tensors that are too small to be seen are summed in one area for
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.errors import NotFoundError
@@ -32,7 +32,7 @@ _MIN_AREA = 60.0  # of a tensor with an area of its own
 _MAX_COMPONENTS = 8  # of a name; further dots stay in the last one
 _MAX_COLOURS, _MAX_TOPS = 7, 12
 _DOMINANT, _VISIBLE = 0.75, 0.0005  # share of a top that is replaced by its parts; least share that has a colour
-_SHADES = (0.35, 0.52, 0.66, 0.78)  # how much lighter than the colour
+_LIGHTENED = 0.5  # how much lighter than the colour
 _OTHERS = "#8a8a8a"
 _FONT, _LINE, _PAD, _MIN_LABEL = 11, 14, 4, 9  # size of labels, height of a line, space around; least columns
 _NO_NAME = "(no name)"
@@ -59,13 +59,6 @@ class _Node:
     row: TensorRow | None = None
     is_rest: bool = False
     colour: str = _OTHERS
-
-    def tensors(self) -> Iterator[_Node]:
-        """Yield all tensors of a module, or the tensor itself."""
-        if self.row is not None:
-            yield self
-        for child in self.children:
-            yield from child.tensors()
 
 
 class _Area(NamedTuple):
@@ -202,13 +195,9 @@ def _node(name: str, found: object) -> _Node:
     )
 
 
-def _order(node: _Node) -> tuple[int, list[str | tuple[int, str]]]:
+def _order(node: _Node) -> tuple[int, str]:
     """Return a key that sorts the largest first, and equal ones by name, with ``layers.2`` before ``layers.10``."""
-    parts: list[str | tuple[int, str]] = list(_NUMBER.split(node.name))
-    for index in range(1, len(parts), 2):
-        digits = str(parts[index]).lstrip("0")
-        parts[index] = (len(digits), digits)
-    return -node.numel, parts
+    return -node.numel, _NUMBER.sub(lambda number: number[0].zfill(9), node.name)
 
 
 def _tops(root: _Node) -> list[_Node]:
@@ -238,7 +227,7 @@ def _legend(coloured: Sequence[_Node], others: Sequence[_Node], numel: int) -> l
     for colour, name, count in counts:
         share = f"{count / numel:.1%}" if count >= _VISIBLE * numel else "< 0.1%"
         text = f"{fitted(name or _NO_NAME, 24)} · {format_count(count)} · {share}"
-        entries.append((lightened(colour, _SHADES[0]), text))
+        entries.append((lightened(colour, _LIGHTENED), text))
     return entries
 
 
@@ -253,22 +242,20 @@ class _Layout:
         self.groups: list[_Cell] = []
         self._scale = area.width * area.height / root.numel
         shown = self._shown("", tops) or [_Node("", root.numel, root.num_tensors, is_rest=True)]
-        for top, part in zip(shown, _squarified([top.numel for top in shown], area), strict=True):
-            self._place(top, part, 1, "", _shades(top))
+        for top, part in zip(shown, _divided([top.numel for top in shown], area), strict=True):
+            self._place(top, part, 1, "", lightened(top.colour, _LIGHTENED))
 
-    def _place(self, node: _Node, area: _Area, level: int, module: str, shades: dict[str, str]) -> None:
+    def _place(self, node: _Node, area: _Area, level: int, module: str, colour: str) -> None:
         """Divide the area of a node among its parts; `module` is the one whose label is above it."""
         shown = self._shown(node.name, node.children)
         if not shown:
-            top = next(iter(shades))
-            key = _shade_key(_relative(node.name, top)) if node.name != top else top
-            self.cells.append(_Cell(node, area, module, level, shades.get(key, shades[top])))
+            self.cells.append(_Cell(node, area, module, level, colour))
             return
         group = _Cell(node, area, module, level)
         self.groups.append(group)
         inner = node.name if group.has_caption else module
-        for part, of_part in zip(shown, _squarified([part.numel for part in shown], area), strict=True):
-            self._place(part, of_part, level + 1, inner, shades)
+        for part, of_part in zip(shown, _divided([part.numel for part in shown], area), strict=True):
+            self._place(part, of_part, level + 1, inner, colour)
 
     def _shown(self, name: str, parts: Sequence[_Node]) -> list[_Node]:
         """Return the parts with an area of their own, largest first, the small ones as one; none if all are small."""
@@ -281,73 +268,23 @@ class _Layout:
         return sorted([*shown, rest], key=_order)
 
 
-def _shades(top: _Node) -> dict[str, str]:
-    """Return the shades of a top's colour: first that of the top's name, then those of the modules below, by size.
-
-    The same module of each layer has the same shade.
-    """
-    sizes: dict[str, int] = {}
-    for tensor in top.tensors():
-        key = _shade_key(_relative(tensor.name, top.name))
-        sizes[key] = sizes.get(key, 0) + tensor.numel
-    shades = {top.name: lightened(top.colour, _SHADES[0])}
-    for number, key in enumerate(sorted(sizes, key=lambda key: -sizes[key])):
-        shades.setdefault(key, lightened(top.colour, _SHADES[min(number, len(_SHADES) - 1)]))
-    return shades
-
-
-def _shade_key(name: str) -> str:
-    """Return the component after the first number in a name, or else its first one: ``mlp`` of ``layers.0.mlp.up``."""
-    components = name.split(".")
-    for before, component in pairwise(components):
-        if before.isdecimal():
-            return component
-    return components[0]
-
-
-def _squarified(weights: Sequence[int], area: _Area) -> list[_Area]:
-    """Divide an area in proportion to weights, which are in falling order, into areas close to squares."""
-    total = sum(weights)
-    sizes = [area.width * area.height * (weight / total) for weight in weights]
-    areas: list[_Area] = []
-    while len(areas) < len(sizes):
-        side = min(area.width, area.height)
-        begin = end = len(areas)
-        filled, worst = 0.0, float("inf")
-        while end < len(sizes):
-            ratio = _worst_ratio(sizes[begin], sizes[end], filled + sizes[end], side)
-            if ratio > worst:
-                break
-            filled, worst, end = filled + sizes[end], ratio, end + 1
-        areas += _row_of_areas(sizes[begin:end], filled, area)
-        thickness = filled / side if side else 0.0
-        if area.width >= area.height:
-            area = _Area(area.x + thickness, area.y, max(0.0, area.width - thickness), area.height)
-        else:
-            area = _Area(area.x, area.y + thickness, area.width, max(0.0, area.height - thickness))
-    return areas
-
-
-def _worst_ratio(largest: float, smallest: float, filled: float, side: float) -> float:
-    """Return the ratio of the longer side to the shorter one of the worst area in a row along `side`."""
-    if not side or not smallest:
-        return 1.0
-    return max(side * side * largest / (filled * filled), filled * filled / (side * side * smallest))
-
-
-def _row_of_areas(sizes: Sequence[float], filled: float, area: _Area) -> Iterator[_Area]:
-    """Yield areas of these sizes in a row along the shorter side of an area, at its left or top."""
-    across = area.width >= area.height  # whether the row is a column at the left
-    side = area.height if across else area.width
-    thickness = filled / side if side else 0.0
-    position = 0.0
-    for size in sizes:
-        length = size / thickness if thickness else 0.0
-        if across:
-            yield _Area(area.x, area.y + position, thickness, length)
-        else:
-            yield _Area(area.x + position, area.y, length, thickness)
-        position += length
+def _divided(weights: Sequence[int], area: _Area) -> Iterator[_Area]:
+    """Divide an area in proportion to weights, which are in falling order."""
+    if len(weights) == 1:
+        yield area
+        return
+    # The cut is where the two parts are most alike.
+    sums = list(accumulate(weights))
+    count = min(range(1, len(weights)), key=lambda count: abs(2 * sums[count - 1] - sums[-1]))
+    share = sums[count - 1] / sums[-1]
+    if area.width >= area.height:
+        width = share * area.width
+        parts = area._replace(width=width), area._replace(x=area.x + width, width=area.width - width)
+    else:
+        height = share * area.height
+        parts = area._replace(height=height), area._replace(y=area.y + height, height=area.height - height)
+    yield from _divided(weights[:count], parts[0])
+    yield from _divided(weights[count:], parts[1])
 
 
 # --- Drawing ---
