@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 from typing import TYPE_CHECKING
 
 import click
@@ -19,8 +18,6 @@ from statexchange.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from statexchange.cli.output import Output
 
 __all__ = ["report_failure"]
@@ -30,9 +27,10 @@ _REFUSALS = {
     getattr(errno, name, None)
     for name in ("EACCES", "EPERM", "EROFS", "ENOSPC", "EDQUOT", "EIO", "ESTALE", "ENAMETOOLONG")
 }
-_REPORT = f"report this, with the text above, to the place where you got statexchange {__version__}"
-_FRAME = re.compile(r'^ *File "(.+)", line \d+', re.MULTILINE)  # of a traceback
-_PACKAGE = re.compile(r"[/\\](?:site|dist)-packages[/\\]([^/\\.]+)")
+_REPORT = (
+    f"this is a bug in statexchange {__version__}, or in the package at the end of the text above: report it, with the "
+    "text, to the place where you got that package"
+)
 
 
 def report_failure(output: Output, error: Exception) -> int:
@@ -56,29 +54,5 @@ def _hint(error: StateExchangeError) -> str | None:
 def _report_internal_error(output: Output, error: Exception) -> int:
     import traceback
 
-    text = "".join(traceback.format_exception(error))
-    trace = without_secrets(text)
-    other = _other_package(getattr(error, "tracebacks", {}).values() or [text])  # of failed ranks, if there are any
-    if other is None:
-        return output.fail(error, "INTERNAL", f"this is a bug in statexchange: {_REPORT}", trace=trace)
-    return output.fail(
-        error, "INTERNAL", f"{other} raised this: try another version of it, else {_REPORT}", trace=trace
-    )
-
-
-def _other_package(tracebacks: Iterable[str]) -> str | None:
-    """Return the other installed package, with its version, in which the first of these errors arose.
-
-    None if all errors arose in this package.
-    """
-    from importlib import metadata
-
-    for text in tracebacks:
-        files = _FRAME.findall(text)
-        match = _PACKAGE.search(files[-1]) if files else None
-        if match is not None and match[1] != __package__.partition(".")[0]:
-            try:
-                return f"{match[1]} {metadata.version(match[1])}"
-            except metadata.PackageNotFoundError:  # the distribution has another name than the package
-                return match[1]
-    return None
+    trace = without_secrets("".join(traceback.format_exception(error)))
+    return output.fail(error, "INTERNAL", _REPORT, trace=trace)

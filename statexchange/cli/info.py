@@ -8,7 +8,7 @@ import click
 
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, fields_of
-from statexchange.cli.picture_file import PictureFile, picture_options
+from statexchange.cli.picture_file import SVG_OF_SAVES, PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError
 from statexchange.formats.source import abbreviated_list, abbreviated_reasons
 from statexchange.units import format_bytes, format_count, format_number, format_ranks, format_time, printable
@@ -57,7 +57,7 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
         depth = _DEPTH
     if holds_saves(path):
         if picture is not None:
-            picture.refuse_saves(path)
+            raise InvalidArgumentError(SVG_OF_SAVES, path=path)
         if depth is not None:
             text = "--tree shows the modules of a model, and this directory has saves: name one of them"
             raise InvalidArgumentError(text, path=path)

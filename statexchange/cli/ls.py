@@ -10,7 +10,7 @@ import click
 from statexchange.cli import commands
 from statexchange.cli.options import option
 from statexchange.cli.output import Output, Row, fields_of, worst_code
-from statexchange.cli.picture_file import PictureFile, picture_options
+from statexchange.cli.picture_file import SVG_OF_SAVES, PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError, did_you_mean, without_secrets
 from statexchange.units import format_ranks, format_shape, format_time
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from statexchange.formats.source import Source
     from statexchange.report.rounds import RankRow
-    from statexchange.report.saves import SaveRow, SavesReport, UnfinishedRow
+    from statexchange.report.saves import SaveRow, UnfinishedRow
     from statexchange.report.summary import TensorRow
 
 _UNKNOWN = "?"
@@ -57,7 +57,7 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
         return _list_rounds(output, path, include)
     if holds_saves(path):
         if picture is not None:
-            picture.refuse_saves(path)
+            raise InvalidArgumentError(SVG_OF_SAVES, path=path)
         return _list_saves(output, path, include)
     source = open_source(path, strict=False)
     rows = _selected(tensor_rows(source), include)
@@ -138,50 +138,29 @@ def _list_saves(output: Output, path: str, include: Sequence[str]) -> int:
             "--include selects tensors, and this directory has saves: name one of them", path=path
         )
     report = list_saves(path)
-    cells = [_save_cells(output, row) for row in report.saves]
-    cells += [_unfinished_cells(output, row) for row in report.unfinished]
+    unfinished = [_unfinished_row(row) for row in report.unfinished]
+    cells = [_save_cells(output, row) for row in (*report.saves, *unfinished)]
     output.table(_SAVES_HEADER, cells, right=("STEP", "BYTES", "RANKS"), drop=("RANKS", "TIME"), sentences=True)
     for text in report.warnings:
         output.warning(text)
-    data = {"path": report.path, "kind": "saves", "num_saves": len(report.saves), "nbytes": report.nbytes}
-    return output.finish(data, rows=("saves", _save_records(report)), problems=report.problems)
-
-
-def _save_cells(output: Output, row: SaveRow) -> tuple[str, ...]:
-    if row.created is None or row.nbytes is None:
-        return str(row.step), "-", "-", "-", "-", row.state
-    metrics = ", ".join(f"{name} {value:g}" for name, value in row.metrics.items())
-    return (
-        str(row.step),
-        format_time(row.created),
-        output.size(row.nbytes),
-        str(row.world_size),
-        metrics or "-",
-        row.state,
-    )
-
-
-def _unfinished_cells(output: Output, row: UnfinishedRow) -> tuple[str, ...]:
-    return str(row.step), "-", output.size(row.nbytes), "-", "-", row.state
-
-
-def _save_records(report: SavesReport) -> list[Row]:
-    """Return a JSON object for each save and unfinished save, with the same keys."""
     records: list[Row] = []
     for row in report.saves:
         records.append({**fields_of(row), "is_finished": True, "code": worst_code(row.problems)})
-    empty = dict.fromkeys(("created", "world_size", "job", "code"))
-    for unfinished in report.unfinished:
-        records.append(
-            {
-                "step": unfinished.step,
-                "path": next(iter(unfinished.paths), None),
-                "nbytes": unfinished.nbytes,
-                **empty,
-                "metrics": {},
-                "state": unfinished.state,
-                "problems": [],
-                "is_finished": False,
-            }
-        )
-    return records
+    for row in unfinished:
+        records.append({**fields_of(row), "path": row.path or None, "is_finished": False, "code": None})
+    data = {"path": report.path, "kind": "saves", "num_saves": len(report.saves), "nbytes": report.nbytes}
+    return output.finish(data, rows=("saves", records), problems=report.problems)
+
+
+def _unfinished_row(row: UnfinishedRow) -> SaveRow:
+    """Return a row with the same keys as those of saves."""
+    from statexchange.report.saves import SaveRow
+
+    return SaveRow(row.step, next(iter(row.paths), ""), None, row.nbytes, None, None, {}, row.state, ())
+
+
+def _save_cells(output: Output, row: SaveRow) -> tuple[str, ...]:
+    created = "-" if row.created is None else format_time(row.created)
+    metrics = ", ".join(f"{name} {value:g}" for name, value in row.metrics.items())
+    size = output.size(row.nbytes)
+    return str(row.step), created, size, str(row.world_size or "-"), metrics or "-", row.state

@@ -16,7 +16,9 @@ from statexchange.storage.location import is_remote, resolve_path
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PictureFile", "picture_options"]
+__all__ = ["SVG_OF_SAVES", "PictureFile", "picture_options"]
+
+SVG_OF_SAVES = "--svg draws one checkpoint, and this directory has saves: name one of them"
 
 
 def picture_options(help_text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -85,13 +87,3 @@ class PictureFile:
         data = svg.encode()
         with files.directory(folder) as dir_fd:
             atomic.write_new(dir_fd, name, data, path=self.path, mode=0o666, overwrite=self.overwrite)
-
-    def refuse_saves(self, path: str) -> None:
-        """Raise InvalidArgumentError: a directory of saves is not one checkpoint. Name its newest save."""
-        from statexchange.report.saves import list_saves
-
-        saves = list_saves(path).saves
-        such_as = f", such as {saves[-1].path}" if saves else ""
-        raise InvalidArgumentError(
-            f"--svg draws one checkpoint, and this directory has saves: name one{such_as}", path=path
-        )

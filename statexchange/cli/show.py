@@ -64,7 +64,6 @@ def _is_number(text: str) -> bool:
 @click.argument("path")
 @click.argument("name", required=False)
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Show only what this rank has written.")
-@click.option("--round", "number", type=click.IntRange(min=0), metavar="N", help="The round of a workspace to show.")
 @click.option(
     "--slice",
     "index",
@@ -77,15 +76,15 @@ def command(
     path: str,
     name: str | None,
     rank: int | None,
-    number: int | None,
     index: Slice | None,
     picture: PictureFile | None,
 ) -> int:
     """Show the configs at PATH, or the tensor NAME with its values.
 
-    For a workspace or save these are the configs of its ranks: what all have in
-    common, then the keys that differ. For other checkpoints they are config.json
-    and all entries that are not tensors.
+    For a workspace (its newest round; name the directory of an older one) or save
+    these are the configs of its ranks: what all have in common, then the keys that
+    differ. For other checkpoints they are config.json and all entries that are not
+    tensors.
 
     All values of the tensor are read, in bounded memory. Statistics and histogram
     leave NaN and infinite values out.
@@ -103,12 +102,7 @@ def command(
         )
     if name is None and picture is not None:
         raise click.UsageError("--svg draws a tensor: give its NAME after PATH", click.get_current_context())
-    opened_path = path
-    if number is not None:
-        from statexchange.report.rounds import round_path
-
-        opened_path = round_path(path, number)
-    with open_source(opened_path, strict=False) as source:
+    with open_source(path, strict=False) as source:
         selected = source if rank is None else _of_rank(source, rank)
         if name is None:
             return _show_configs(output, without_secrets(path), selected)

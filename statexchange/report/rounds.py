@@ -23,7 +23,7 @@ from statexchange.storage import atomic
 from statexchange.storage.location import OpenedPath, read_with_retry, resolve_path
 from statexchange.storage.workspace import RankName, Receipt, WorkspaceView
 
-__all__ = ["RankRow", "RankStatus", "RoundsReport", "list_rounds", "newest_of_ranks", "round_path"]
+__all__ = ["RankRow", "RankStatus", "RoundsReport", "list_rounds", "newest_of_ranks"]
 
 State = Literal["whole", "unfinished", "abandoned", "broken", "missing"]
 _MAX_MISSING = 1000  # listed of a round: a file's name may claim any world size
@@ -82,14 +82,12 @@ class RoundsReport:
 
     Attributes:
         path: its path.
-        root: the absolute path of the workspace.
         rows: a row for each rank and round, by run, round and rank.
         problems: the errors of manifests and of all rows.
         notes: what is not listed.
     """
 
     path: str
-    root: str
     rows: tuple[RankRow, ...]
     problems: tuple[StateExchangeError, ...] = ()
     notes: tuple[str, ...] = ()
@@ -202,7 +200,7 @@ def list_rounds(path: str | os.PathLike[str]) -> RoundsReport:
                         listing.add_round(name, candidate)
         rows = tuple(_sorted(listing.rows))
         problems = [*listing.problems, *(row.problem for row in rows if row.problem is not None)]
-        return RoundsReport(shown, root.path, rows, tuple(problems), tuple(listing.notes))
+        return RoundsReport(shown, rows, tuple(problems), tuple(listing.notes))
 
     return read_with_retry(resolve_path(path, "a workspace"), read)
 
@@ -240,21 +238,3 @@ def newest_of_ranks(report: RoundsReport, run: str) -> list[RankStatus]:
         else:
             found.append(RankStatus(rank, "late" if written.round < last else "present", written))
     return found
-
-
-def round_path(path: str | os.PathLike[str], number: int) -> str:
-    """Return the path of a round of a workspace. Not collective.
-
-    Raises:
-        InvalidArgumentError: several runs have this round, or it is not in the workspace.
-    """
-    report = list_rounds(path)
-    runs = sorted({row.run for row in report.rows if row.round == number})
-    if len(runs) == 1:
-        return os.path.join(report.root, runs[0], f"{number:06d}")
-    if runs:
-        text = f"several runs have a round {number}: name the directory of one, {', '.join(runs)}"
-        raise InvalidArgumentError(text, path=report.path)
-    rounds = sorted({row.round for row in report.rows})
-    text = f"there is no round {number}, only {', '.join(map(str, rounds)) or 'none'}"
-    raise NotFoundError(text, path=report.path)

@@ -130,22 +130,10 @@ def list_saves(path: str | os.PathLike[str]) -> SavesReport:
     rows = []
     for check in check_saves(root):
         manifest = check.manifest
-        if manifest is None:
-            rows.append(SaveRow(check.step, check.path, None, None, None, None, {}, check.state, check.problems))
-        else:
-            rows.append(
-                SaveRow(
-                    check.step,
-                    check.path,
-                    manifest.created,
-                    sum(manifest.nbytes),
-                    manifest.world_size,
-                    manifest.job,
-                    manifest.metrics,
-                    check.state,
-                    check.problems,
-                )
-            )
+        facts: tuple[float | None, int | None, int | None, str | None, Mapping[str, float]] = None, None, None, None, {}
+        if manifest is not None:
+            facts = manifest.created, sum(manifest.nbytes), manifest.world_size, manifest.job, manifest.metrics
+        rows.append(SaveRow(check.step, check.path, *facts, check.state, check.problems))
     unfinished: list[UnfinishedRow] = []
     for step, builds in sorted(unfinished_steps(root).items()):
         for build in builds:

@@ -649,7 +649,7 @@ def test_an_internal_error_asks_for_a_report(
     code, out, err = call("info", workspace)
     assert (code, out) == (70, "")
     assert "Traceback" in err
-    assert "error: the moon is full\nhint: this is a bug in statexchange: report this, with the text above, " in err
+    assert "error: the moon is full\nhint: this is a bug in statexchange " in err
     code, envelope = call.json("info", workspace)
     assert (code, envelope["error"]["message"]) == (70, "the moon is full")
 
@@ -659,7 +659,7 @@ def inverts() -> None:
 
 
 @pytest.mark.parametrize("where", ["here", "on ranks"])
-def test_an_error_in_another_package_is_not_called_a_bug_of_ours(
+def test_an_error_in_another_package_may_be_its_bug(
     call: CommandLine, monkeypatch: pytest.MonkeyPatch, workspace: Path, where: str
 ) -> None:
     look = inverts if where == "here" else lambda: run_ranks(inverts, 2)
@@ -667,9 +667,7 @@ def test_an_error_in_another_package_is_not_called_a_bug_of_ours(
     code, out, err = call("info", workspace)
     assert (code, out) == (70, "")
     assert "LinAlgError: Singular matrix" in err
-    hint = err.splitlines()[-1]
-    assert hint.startswith(f"hint: numpy {np.__version__} raised this: try another version of it, else report this, ")
-    assert "bug in statexchange" not in err
+    assert ", or in the package at the end of the text above: report it, " in err.splitlines()[-1]
 
 
 INTERRUPTED = """

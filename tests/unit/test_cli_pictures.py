@@ -176,7 +176,7 @@ def test_a_picture_needs_exactly_one_checkpoint(
     saves.close()
     code, _, err = call(command, tmp_path / "saves", "--svg", picture)
     assert code == 2
-    assert "step-000000007" in err
+    assert "this directory has saves: name one of them" in err
     assert not picture.exists()
     assert call(command, tmp_path / "saves" / "step-000000007", "--svg", picture)[0] == 0
     assert "w" in titles(picture)

@@ -119,7 +119,7 @@ prune saves --keep 1 --dry-run | prune broken_saves --keep 1 --dry-run | prune n
 prune unfinished_saves --keep 1
 demo --nosuch | info | ls --nosuch | nosuch | inf
 info export --tree --depth 2 | info export --svg i2.svg --overwrite | ls export --include *w --svg l.svg --overwrite
-show export layers.0.w --svg s.svg --overwrite | show workspace --rank 1 --round 1 | scan . --sort size
+show export layers.0.w --svg s.svg --overwrite | show workspace --rank 1 | scan . --sort size
 diff odd other --include * --exclude z* --rename ^n=m --tolerance 1 --stat | diff save save --section model
 diff ZeRO-2 ZeRO-2 --weights fp32 | diff export export --convert torchtitan:llama3 --convert-with n_heads=2
 verify odd --values --without nan | seal odd --dry-run --overwrite

@@ -225,22 +225,20 @@ def test_configs_are_shown_in_common_and_where_ranks_differ(workspace: Path, cal
     ]
 
 
-def test_show_takes_a_rank_and_a_round(workspace: Path, call: CommandLine) -> None:
+def test_show_takes_a_rank_and_the_directory_of_a_round(workspace: Path, call: CommandLine) -> None:
     code, out, _ = call("show", workspace, "--rank", 3)
     assert code == 0
     assert "rank 3\n  layers: 3\n" in out
     assert "  offset: 4\n" in out
     assert "differ" not in out
-    code, out, _ = call("show", workspace, "--round", 1)
+    code, out, _ = call("show", workspace / "job/000001")
     assert code == 0
     assert ", round 1," in out
     assert "differ" not in out
     code, _, err = call("show", workspace, "--rank", 4)
     assert code == 3
     assert "rank 4 has no file here; these ranks have: 0-3" in err
-    code, _, err = call("show", workspace, "--round", 7)
-    assert code == 3
-    assert "there is no round 7, only 1, 2" in err
+    assert call("show", workspace / "job/000007")[0] == 3
 
 
 def test_absent_keys_lists_and_equal_numbers_of_other_types_differ(
