@@ -47,7 +47,7 @@ def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
     finally:
         output.live("")
     drawn = None if picture is None else picture.path
-    _show(output, report, watch.bars, drawn)
+    _show(output, report, watch.supplied, drawn)
     data = {**fields_of(report), "tensors_equal": report.tensors_equal, "picture": drawn}
     return output.finish(data, code="OK" if report.ok else "FINDINGS")
 
@@ -64,7 +64,7 @@ class _DemoProgress:
         self._steps = steps
         self._picture = picture
         self._began = time.monotonic()
-        self.bars: list[str] = []
+        self.supplied: list[str] = []  # what each rank has supplied
         self._show_status("starting the ranks")
 
     def __call__(self, event: dict[str, Any]) -> None:
@@ -92,23 +92,23 @@ class _DemoProgress:
             self._output.message(text)
 
     def _draw(self, path: str) -> None:
-        from statexchange.report.supply import supply_of
+        from statexchange.report.supply import nbytes_by_rank, supply_of
         from statexchange.report.supply_picture import supply_picture
-        from statexchange.report.text_pictures import supply_bars
 
         supply = supply_of(path)
-        self.bars = supply_bars(supply, ascii_only=not self._output.can_show("█▏"))
+        for rank, nbytes in sorted(nbytes_by_rank(supply.tensors).items()):
+            self.supplied.append(f"{supply.label(rank)}  {format_bytes(nbytes)}  {nbytes / supply.nbytes:.1%}")
         if self._picture is not None:
             self._picture.write(supply_picture(supply))
 
 
-def _show(output: Output, report: DemoReport, bars: list[str], picture: str | None) -> None:
+def _show(output: Output, report: DemoReport, supplied: list[str], picture: str | None) -> None:
     first_ranks = _ranks_text(report.first_world_size, report.first_mesh)
     output.line(f"{report.parameters:,} parameters, trained on {first_ranks},")
     output.line(f"killed, and resumed on {_ranks_text(report.world_size, report.mesh)}")
     _show_loss(output, report)
     _show_checks(output, report)
-    _section(output, "which rank supplied which bytes", bars)
+    _section(output, "which rank supplied which bytes", supplied)
     _show_files(output, report, picture)
 
 
@@ -124,26 +124,14 @@ def _section(output: Output, title: str, lines: list[str]) -> None:
 
 
 def _show_loss(output: Output, report: DemoReport) -> None:
-    from statexchange.report.text_pictures import curve
-
-    ascii_only = not output.can_show("▁█")
-    width = 60  # of the whole training
     first, losses = report.first_losses, report.losses
-    columns = [max(1, round(width * len(part) / len(losses))) for part in (first, losses[report.resumed_step :])]
-    skipped = width - columns[1] if len(losses) > width else report.resumed_step
-    limits = (min(losses), max(losses))
+    output.line()
     if first:
-        title = f"loss on {report.first_world_size} ranks, killed after step {len(first)} of {len(losses)}"
-        _section(output, title, curve(first, width=columns[0], limits=limits, ascii_only=ascii_only))
+        text = f"loss on {report.first_world_size} ranks, killed after step {len(first)} of {len(losses)}"
+        output.line(f"{text}: {first[0]:.2f} to {first[-1]:.2f}")
     pace = sorted(report.step_seconds)[len(report.step_seconds) // 2]
-    title = (
-        f"loss on {report.world_size} ranks, resumed from the save of step {report.resumed_step}: "
-        f"{losses[-1]:.2f} at the end, steps of {pace:.2f} s"
-    )
-    resumed = curve(
-        losses[report.resumed_step :], width=columns[1], limits=limits, indent=skipped, ascii_only=ascii_only
-    )
-    _section(output, title, resumed)
+    text = f"loss on {report.world_size} ranks, resumed from the save of step {report.resumed_step}"
+    output.line(f"{text}: {losses[report.resumed_step]:.2f} to {losses[-1]:.2f}, steps of {pace:.2f} s")
 
 
 def _show_checks(output: Output, report: DemoReport) -> None:

@@ -37,7 +37,6 @@ from statexchange.cli.output import EXIT_CODES
 from statexchange.formats.registry import open_source
 from statexchange.report.supply import supply_of
 from statexchange.report.supply_picture import supply_picture
-from statexchange.report.text_pictures import supply_bars
 from statexchange.sharding.shards import full_box
 from statexchange.storage.regions import slices_within
 from statexchange.tensors import PACKED
@@ -285,9 +284,7 @@ class _Steps:
         return worst
 
     def _report(self) -> str:
-        supply = supply_of(self._path)
-        supply_bars(supply)
-        supply_picture(supply)
+        supply_picture(supply_of(self._path))
         return "OK"
 
     def _diff(self) -> str:

@@ -862,9 +862,8 @@ def test_demo_prints_its_steps_and_results(call: CommandLine, tmp_path: Path) ->
     for text in (
         "trained on 4 ranks (2 data parallel x 2 tensor parallel),",
         "killed, and resumed on 2 ranks (1 data parallel x 2 tensor parallel)",
-        "loss on 4 ranks, killed after step 50 of 80",
-        "loss on 2 ranks, resumed from the save of step 40: 2.44 at the end, steps of 0.25 s",
-        "█",
+        "loss on 4 ranks, killed after step 50 of 80: 5.60 to 3.64",
+        "loss on 2 ranks, resumed from the save of step 40: 4.00 to 2.44, steps of 0.25 s",
         "3/3",
         "3.0e-07",
         "560 B/s",

@@ -18,7 +18,6 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source
 from statexchange.report.supply import Supplied, cells_of, supply_of
 from statexchange.report.supply_picture import supply_picture, tensor_picture
-from statexchange.report.text_pictures import curve, supply_bars
 from statexchange.sharding.shards import Box
 from statexchange.storage.tensorfile import ShardData
 from statexchange.units import format_bytes, format_shape
@@ -52,10 +51,6 @@ def quarters(tmp_path: Path) -> Path:
 
 def picture(source: Source | str | os.PathLike[str]) -> str:
     return supply_picture(supply_of(source))
-
-
-def bars(source: str | os.PathLike[str], width: int = 100, ascii_only: bool = False) -> list[str]:
-    return supply_bars(supply_of(source), width=width, ascii_only=ascii_only)
 
 
 def tensors_of(source: Source | str | os.PathLike[str]) -> list[Supplied]:
@@ -148,8 +143,6 @@ def test_bytes_that_no_rank_supplied_are_shown(tmp_path: Path) -> None:
     assert frame["fill"] == "url(#not-there)"
     assert len(cells) == 1
     assert "not supplied · 12 B · 75.0%" in svg
-    lines = bars(root)
-    assert any(line.startswith("not supplied") and line.endswith("12 B   75.0%") for line in lines)
 
 
 def test_three_dims_that_are_all_cut_keep_their_shares(tmp_path: Path) -> None:
@@ -177,8 +170,6 @@ def test_many_ranks_have_their_own_colours_and_a_legend_of_the_first(tmp_path: P
     svg = picture(root)
     assert len({cell["fill"] for cell in drawn(svg)["w"][1:]}) == 40
     assert list(legend(svg).values())[15:] == ["rank 15 · 2 B · 2.5%", "24 more · 48 B · 60.0%"]
-    lines = bars(root)
-    assert [line.split()[:2] for line in lines[15:17]] == [["rank", "15"], ["24", "more"]]
 
 
 def test_names_are_escaped(tmp_path: Path) -> None:
@@ -195,40 +186,13 @@ def test_without_ranks_files_are_shown(tmp_path: Path) -> None:
     svg = picture(tmp_path)
     assert "Which file supplied which bytes" in svg
     assert list(legend(svg).values()) == [f"{n}: model-{n + 1}.safetensors · 3 B · 50.0%" for n in (0, 1)]
-    assert bars(tmp_path)[0].startswith("0: model-1.safetensors  ")
 
 
 def test_a_picture_of_no_tensor_or_path_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no tensor"):
         picture(write_workspace(tmp_path / "ws", [[]]))
     with pytest.raises(NotFoundError, match="no such path"):
-        bars(tmp_path / "nowhere")
-
-
-def test_text_pictures_have_a_bar_per_rank(quarters: Path) -> None:
-    lines = bars(quarters, width=60)
-    assert [line.split()[-3:] for line in lines[:4]] == [
-        ["21", "B", "23.9%"],
-        ["8", "B", "9.1%"],
-        ["45", "B", "51.1%"],
-        ["14", "B", "15.9%"],
-    ]
-    assert lines[2].count("█") == max(line.count("█") for line in lines)
-    assert all(line.isascii() for line in bars(quarters, ascii_only=True))
-
-
-@pytest.mark.parametrize("width", [60, 80, 100, 300])
-def test_no_line_is_wider_than_a_hundred_columns(tmp_path: Path, width: int) -> None:
-    parts = [(f"model.layers.{n}.{'very.' * 30}weight", (64, 64), (0, 0), (64, 64)) for n in range(5)]
-    lines = bars(write_workspace(tmp_path / "ws", [parts]), width=width)
-    assert max(map(len, lines)) <= min(width, 100)
-
-
-def test_a_curve_falls_from_the_left_to_the_right() -> None:
-    lines = curve([8.0, 6.0, 4.0, 2.0, 0.0], height=3, ascii_only=True)
-    assert lines == ["  8.00 |##", "       |###", "  0.00 |#####"]
-    assert curve([1.0] * 500, width=10, height=2) == ["  1.00 |", "  1.00 |▁▁▁▁▁▁▁▁▁▁"]
-    assert all(len(line) <= 8 + 60 for line in curve([float(n % 7) for n in range(1000)]))
+        picture(tmp_path / "nowhere")
 
 
 def test_bytes_and_shapes_are_formatted_for_people() -> None:
