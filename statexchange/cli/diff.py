@@ -114,16 +114,15 @@ def _difference(tensor: TensorDiff) -> str:
 
 def _show_bars(output: Output, report: DiffReport) -> None:
     """Write a line for each tensor that differs: a bar by the relative difference, on a logarithmic scale."""
-    full = "#" if not output.can_show("█") else "█"
-    names = [output.fitted(tensor.name, _BAR_ROOM) for tensor in report.differing]
-    width = max(map(len, names), default=0)
-    for name, tensor in zip(names, report.differing, strict=True):
+    lines = []
+    for tensor in report.differing:
         values = tensor.values
         if values is None or not values.relative_l2:  # NaN alone, or the sign of a zero
             nan = "" if values is None or _num_nan(values) == "-" else f", NaN {_num_nan(values)}"
-            output.line(f"{name:<{width}} | {_difference(tensor)}{nan}")
-            continue
-        output.line(f"{name:<{width}} | {_bar(values.relative_l2, full)}")
+            lines.append((tensor.name, _difference(tensor) + nan))
+        else:
+            lines.append((tensor.name, _bar(output, values.relative_l2)))
+    _write_named(output, lines)
 
 
 def _show_layers(output: Output, report: DiffReport) -> None:
@@ -135,14 +134,17 @@ def _show_layers(output: Output, report: DiffReport) -> None:
             largest[match[0]] = max(tensor.values.relative_l2, largest.get(match[0], 0.0))
     if len(largest) < 2:
         return
-    full = "#" if not output.can_show("█") else "█"
-    layers = {output.fitted(layer, _BAR_ROOM): relative for layer, relative in largest.items()}
-    width = max(map(len, layers))
     output.line()
     output.line("largest REL-L2 of each layer")
-    for layer in sorted(layers, key=_by_number):
-        output.line(f"{layer:<{width}} | {_bar(layers[layer], full)}")
+    _write_named(output, [(layer, _bar(output, largest[layer])) for layer in sorted(largest, key=_by_number)])
     output.line()
+
+
+def _write_named(output: Output, lines: list[tuple[str, str]]) -> None:
+    names = [output.fitted(name, _BAR_ROOM) for name, _ in lines]
+    width = max(map(len, names), default=0)
+    for name, (_, text) in zip(names, lines, strict=True):
+        output.line(f"{name:<{width}} | {text}")
 
 
 def _by_number(layer: str) -> tuple[str, int]:
@@ -150,7 +152,7 @@ def _by_number(layer: str) -> tuple[str, int]:
     return prefix, int(number)
 
 
-def _bar(relative: float, full: str) -> str:
+def _bar(output: Output, relative: float) -> str:
     """Return a relative difference with its bar."""
     decades = max(0.0, _DECADES + math.log10(min(relative, 1.0)))
-    return f"{relative:8.1e} {full * max(1, round(_BAR * decades / _DECADES))}"
+    return f"{relative:8.1e} {output.bar(max(1, round(_BAR * decades / _DECADES)))}"

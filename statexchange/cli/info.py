@@ -97,7 +97,6 @@ def _show_tree(output: Output, tree: ModuleNode) -> None:
         )
         output.table(_TREE_HEADER, exact)
         return
-    full = "█" if output.can_show("█") else "#"
     rows, sizes = [], []
     for level, node in tree.walk(-1):
         if level >= 0:
@@ -107,7 +106,7 @@ def _show_tree(output: Output, tree: ModuleNode) -> None:
             sizes.append(node.nbytes)
     width = sum(max(map(len, column)) + len("  ") for column in zip(_TREE_HEADER, *rows, strict=True))
     room = min(_MAX_BAR, max(_MIN_BAR, output.width - width))
-    bars = [full * round(room * size / (tree.nbytes or 1)) for size in sizes]
+    bars = [output.bar(round(room * size / (tree.nbytes or 1))) for size in sizes]
     cells = [(*row, bar) for row, bar in zip(rows, bars, strict=True)]
     output.table((*_TREE_HEADER, "SHARE"), cells, right=_TREE_HEADER[1:])
 

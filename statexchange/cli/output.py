@@ -105,13 +105,13 @@ class Output:
         """Columns of the terminal; 80 if there is none."""
         return shutil.get_terminal_size().columns
 
-    def can_show(self, characters: str) -> bool:
-        """Whether stdout can encode `characters`."""
+    def bar(self, length: int) -> str:
+        """Return a bar of so many characters, in ASCII if stdout cannot encode blocks."""
         try:
-            characters.encode(sys.stdout.encoding or "ascii")
+            "█".encode(sys.stdout.encoding or "ascii")
         except UnicodeEncodeError:
-            return False
-        return True
+            return "#" * length
+        return "█" * length
 
     def line(self, text: str = "") -> None:
         """Write a line of data as text."""

@@ -13,6 +13,7 @@ from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError, NotFoundError, did_you_mean, excerpt, without_secrets
+from statexchange.formats.source import abbreviated_names
 from statexchange.units import format_bytes, format_ranks, format_shape
 
 if TYPE_CHECKING:
@@ -278,7 +279,8 @@ def _show_tensor(
     *,
     is_part: bool,
 ) -> int:
-    from statexchange.report.tensor_facts import names_of, tensor_facts
+    from statexchange.report.summary import aliases_of, tensor_rows
+    from statexchange.report.tensor_facts import tensor_facts
 
     facts = tensor_facts(source, name, is_part=is_part)
     if facts is None:
@@ -286,7 +288,7 @@ def _show_tensor(
             if picture is not None:
                 raise InvalidArgumentError("--svg draws a tensor, and this entry is none", name=name, path=source.path)
             return _show_entry(output, path, source, name)
-        names = [*names_of(source), *source.others]
+        names = [*(row.name for row in tensor_rows(source)), *aliases_of(source), *source.others]
         if not names and source.problems:
             raise source.problems[0]
         output.warn_of(source.problems)  # the tensor may be in a broken file
@@ -378,10 +380,10 @@ def _write_tensor(output: Output, facts: TensorFacts, *, has_ranks: bool) -> Non
     if facts.tied_to is not None:
         fields.append(("tied to", facts.tied_to))
     if facts.gaps:
-        fields.append(("held by none", _listed([str(box) for box in facts.gaps])))
+        fields.append(("held by none", abbreviated_names([str(box) for box in facts.gaps])))
     if facts.overlaps:
         texts = [f"{one.box} by {format_ranks(one.holders)}" for one in facts.overlaps]
-        fields.append(("held twice", _listed(texts)))
+        fields.append(("held twice", abbreviated_names(texts)))
     output.fields(fields)
     output.line()
     rows = facts.regions[:_MAX_ROWS] if output.aligned else facts.regions
@@ -395,11 +397,6 @@ def _write_tensor(output: Output, facts: TensorFacts, *, has_ranks: bool) -> Non
     )
     if len(rows) < len(facts.regions):
         output.line(f"and {len(facts.regions) - len(rows):,} more regions ({_ALL})")
-
-
-def _listed(texts: Sequence[str]) -> str:
-    shown = ", ".join(texts[:8])
-    return shown + (f" and {len(texts) - 8:,} more" if len(texts) > 8 else "")
 
 
 def _write_values(output: Output, box: Box, values: Any, facts: TensorFacts) -> None:
@@ -463,9 +460,8 @@ def _write_statistics(output: Output, found: ValueStatistics, facts: TensorFacts
     labels = [_bin_label(one) for one in found.histogram]
     width = max(map(len, labels))
     counts = max(len(f"{one.count:,}") for one in found.histogram)
-    full = "█" if output.can_show("█") else "#"
     for label, one in zip(labels, found.histogram, strict=True):
-        bar = full * (max(1, round(_BAR * one.count / most)) if one.count else 0)
+        bar = output.bar(max(1, round(_BAR * one.count / most)) if one.count else 0)
         output.line(f"{label:>{width}}  {one.count:>{counts},}  {bar}".rstrip())
 
 

@@ -223,9 +223,9 @@ def _with_hidden(shown: Sequence[str], count: int) -> str:
     return ", ".join(shown) + (f" and {count - len(shown):,} more" if count > len(shown) else "")
 
 
-def abbreviated_names(names: Sequence[str]) -> str:
-    """Return the first names and the number of the others, for a message."""
-    return _with_hidden([excerpt(name, _MAX_NAME)[1:-1] for name in names[:_MAX_LISTED]], len(names))
+def abbreviated_names(names: Sequence[str], most: int = _MAX_LISTED) -> str:
+    """Return the first `most` names and the number of the others, for a message."""
+    return _with_hidden([excerpt(name, _MAX_NAME)[1:-1] for name in names[:most]], len(names))
 
 
 def abbreviated_reasons(reasons: Mapping[str, str]) -> str:

@@ -14,7 +14,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from statexchange.errors import (
@@ -170,40 +170,39 @@ def _files_below(store: Store, prefix: str = "", depth: int = 0) -> Iterator[tup
         yield from _files_below(store.below(name), f"{prefix}{name}/", depth + 1)
 
 
+@dataclass(slots=True)
 class _Comparison:
     """A comparison of `files` with the hashes in `expected`, both by name."""
 
-    def __init__(self, files: dict[str, _Lazy]) -> None:
-        self.files = files
-        self.expected: dict[str, str] = {}
-        self.commits: set[str] = set()
-        self._findings: list[StateExchangeError] = []
+    files: dict[str, _Lazy]
+    expected: dict[str, str] = field(default_factory=dict)
+    commits: set[str] = field(default_factory=set)
+    findings: list[StateExchangeError] = field(default_factory=list)
 
     def add_record(self, name: str, record: _Lazy, store: Store) -> None:
         """Add the hash of a file from its metadata, or a finding."""
         try:
             commit, etag = _read_record(record.open())
         except StateExchangeError as error:
-            self._findings.append(error)
+            self.findings.append(error)
             return
         self.commits.add(commit)
         if name not in self.files:
             text = "the metadata lists this file, and it is missing"
-            self._findings.append(IncompleteError(text, path=store.path_of(name)))
+            self.findings.append(IncompleteError(text, path=store.path_of(name)))
         elif _ETAG.fullmatch(etag):
             self.expected[name] = etag
 
     def run(self, on_progress: Callable[[int, int], None] | None) -> HubComparison:
         """Hash the files."""
         equal: list[str] = []
-        total, done = 0, 0
         opened: dict[str, StoredFile] = {}
         for name in self.expected:
             try:
                 opened[name] = self.files[name].open()
-                total += opened[name].size
             except StateExchangeError as error:
-                self._findings.append(error)
+                self.findings.append(error)
+        total, done = sum(file.size for file in opened.values()), 0
         for name, file in opened.items():
             etag = self.expected[name]
             is_sha256 = len(etag) == 64
@@ -217,16 +216,18 @@ class _Comparison:
                 if on_progress is not None:
                     on_progress(done, total)
             file.check_unchanged()
-            if hasher.hexdigest() == etag:
+            digest = hasher.hexdigest()
+            if digest == etag:
                 equal.append(name)
-            else:
-                kind = "SHA-256" if is_sha256 else "SHA-1 as a git blob"
-                text = f"the {kind} differs from that of the download"
-                finding = CorruptError(text, path=file.path, expected=etag, found=hasher.hexdigest())
-                self._findings.append(finding)
-        not_covered = tuple(sorted(self.files.keys() - self.expected.keys()))
+                continue
+            text = f"the {'SHA-256' if is_sha256 else 'SHA-1 as a git blob'} differs from that of the download"
+            self.findings.append(CorruptError(text, path=file.path, expected=etag, found=digest))
         return HubComparison(
-            tuple(sorted(equal)), tuple(self._findings), not_covered, tuple(sorted(self.commits)), done
+            equal=tuple(sorted(equal)),
+            findings=tuple(self.findings),
+            not_covered=tuple(sorted(self.files.keys() - self.expected.keys())),
+            commits=tuple(sorted(self.commits)),
+            nbytes=done,
         )
 
 

@@ -220,21 +220,15 @@ def _sorted(rows: list[RankRow]) -> Iterator[RankRow]:
 
 def newest_of_ranks(report: RoundsReport, run: str) -> list[RankStatus]:
     """Return how far each rank of a run is, by its newest whole round. Not collective."""
-    newest: dict[int, RankRow] = {}
-    known: dict[int, int] = {}  # the world size in the rows of each rank
-    for row in report.rows:
-        if row.run != run or row.rank is None or row.world_size is None:
-            continue
-        known[row.rank] = row.world_size
-        if row.state == "whole":
-            newest[row.rank] = row
+    rows = {(row.rank, row.round): row for row in report.rows if row.run == run and row.rank is not None}
+    world_size = next((row.world_size for row in reversed(rows.values())), None) or 0
+    newest = {rank: row for (rank, _), row in rows.items() if row.state == "whole"}
     last = max((row.round for row in newest.values()), default=0)
-    world_size = next((row.world_size for row in reversed(report.rows) if row.run == run and row.world_size), 0)
-    found = []
-    for rank in sorted(rank for rank in known if rank < (world_size or 0)):
+    statuses = []
+    for rank in sorted({rank for rank, _ in rows if rank < world_size}):
         written = newest.get(rank)
-        if written is None:
-            found.append(RankStatus(rank, "missing", None))
-        else:
-            found.append(RankStatus(rank, "late" if written.round < last else "present", written))
-    return found
+        status: Literal["present", "late", "missing"] = "missing"
+        if written is not None:
+            status = "late" if written.round < last else "present"
+        statuses.append(RankStatus(rank, status, written))
+    return statuses

@@ -29,6 +29,7 @@ from statexchange.errors import (
 )
 from statexchange.formats.model_files import unread_weights
 from statexchange.formats.registry import UNFINISHED_DOWNLOAD, Probe, probe
+from statexchange.formats.source import abbreviated_names
 from statexchange.report.summary import count_parameters, model_of, tensor_rows
 from statexchange.storage.files import hidden_target
 from statexchange.storage.location import is_remote, resolve_path
@@ -45,7 +46,7 @@ Status = Literal["whole", "broken", "unfinished", "not checked"]
 
 _NUMBERED = re.compile(r"(?:checkpoint|global_step|iter|step)[-_]?([0-9]{1,18})")
 _BROKEN: Status = "broken"
-_MAX_REASON, _MAX_NAME = 120, 120
+_MAX_REASON = 120
 _SHOWN_FILES = 2
 _HUB_DIRECTORY = (".cache", "huggingface", "download")
 
@@ -286,7 +287,7 @@ def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
     if missing:
         is_listing = all(os.path.basename(name).startswith(".") or name.endswith(".json") for name in missing)
         word = "NO" if is_listing else "MISSING"
-        parts.append(f"{word} {_listed(list(missing))}")
+        parts.append(f"{word} {abbreviated_names(list(missing), _SHOWN_FILES)}")
     if shares:
         parts.append("TRUNCATED" + (shares[0] if len(shares) == 1 else f": {len(shares)} files"))
     return "; ".join([*parts, *list(reasons)[:1]])
@@ -307,7 +308,7 @@ def _file_of(problem: StateExchangeError, folder: str) -> str:
     """Return a space and the name of the file with the problem, "" if it is of the whole folder."""
     if problem.path is None or problem.path.rstrip("/") in (folder.rstrip("/"), os.path.abspath(folder)):
         return ""
-    return f" {_listed([_shown(problem.path, folder)])}"
+    return f" {abbreviated_names([_shown(problem.path, folder)])}"
 
 
 def _shown(path: str, folder: str) -> str:
@@ -328,11 +329,6 @@ def _word(problem: StateExchangeError) -> str:
     if isinstance(problem, StorageError):
         return "UNREADABLE"
     return "CORRUPT" if isinstance(problem, CorruptError) else "INCOMPLETE"
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(excerpt(name, _MAX_NAME)[1:-1] for name in names[:_SHOWN_FILES])
-    return shown + (f" and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else "")
 
 
 def _unfinished(folder: str, names: Iterable[str]) -> Iterator[ScanRow]:

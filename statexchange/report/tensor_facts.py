@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,13 +9,12 @@ from statexchange.errors import (
     CorruptError,
     IncompleteError,
     OverlapError,
-    ReplicaError,
     StateExchangeError,
     UnsupportedError,
 )
 from statexchange.formats.sections import sections_of
 from statexchange.report.summary import aliases_of
-from statexchange.sharding.plan import HolderLabel, holders_text, prove_cover
+from statexchange.sharding.plan import HolderLabel, prove_cover, replica_error
 from statexchange.sharding.shards import Box, full_box, intersect
 from statexchange.tensors import ITEMSIZE, PACKED, element_shape
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from statexchange.formats.source import ShardFile, Source
     from statexchange.storage.store import ByteRange
 
-__all__ = ["Overlap", "Region", "TensorFacts", "element_box", "group_box", "names_of", "tensor_facts"]
+__all__ = ["Overlap", "Region", "TensorFacts", "element_box", "group_box", "tensor_facts"]
 
 _MAX_LISTED_BOXES = 1000  # of a tensor with more, gaps and overlaps are not listed, and only the first is an error
 _MAX_GAPS = 1000
@@ -86,14 +84,6 @@ class TensorFacts:
     gaps: tuple[Box, ...]
     overlaps: tuple[Overlap, ...]
     problems: tuple[StateExchangeError, ...]
-
-
-def names_of(source: Source) -> list[str]:
-    """Return the names of all tensors of a source, those of tied tensors and of unreadable ones included."""
-    names = dict.fromkeys(tensor.shard.name for _, tensor in source.shards())
-    names |= dict.fromkeys(aliases_of(source))
-    names |= dict.fromkeys(unreadable.name for unreadable in source.unreadable)
-    return list(names)
 
 
 def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorFacts | None:
@@ -197,18 +187,12 @@ def _refuse_unreadable(source: Source, name: str) -> None:
 def _differing_copies(
     source: Source, name: str, copies: dict[Box, list[tuple[ShardFile, ByteRange]]]
 ) -> Iterator[StateExchangeError]:
-    """Yield an error for each region whose copies have different digests."""
+    """Yield an error for each copy of a region whose digest differs from that of the first one."""
     for box, of_box in copies.items():
-        digests = Counter(stored.digest for _, stored in of_box if stored.digest is not None)
-        if len(digests) > 1:
-            first, expected = of_box[0]
-            others = [file for file, stored in of_box if stored.digest != expected.digest]
-            if source.has_ranks:
-                holders = f"ranks {[file.rank for file in others]} and rank {first.rank}"
-            else:
-                holders = holders_text(others[0].name, first.name)
-            text = f"{holders} hold different values for region {box}"
-            yield ReplicaError(text, name=name, rank=others[0].rank, path=first.path)
+        (first, expected), *others = of_box
+        for file, stored in others:
+            if None not in (stored.digest, expected.digest) and stored.digest != expected.digest:
+                yield replica_error(name, box, source.label_of(first), source.label_of(file), path=file.path)
 
 
 def _gaps(shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:

@@ -16,7 +16,6 @@ from statexchange.errors import (
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
-    ReplicaError,
     StateExchangeError,
     without_secrets,
 )
@@ -27,7 +26,7 @@ from statexchange.formats.source import Source, SourceTensor
 from statexchange.report.hub_metadata import HubComparison, compare_with_cache, compare_with_hub
 from statexchange.report.value_checks import CHECKS, FileTails, TensorChecks, ValueFindingError
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import RankShards, TensorPlan, holders_text, plan_merge, prove_cover
+from statexchange.sharding.plan import RankShards, TensorPlan, plan_merge, prove_cover, replica_error
 from statexchange.storage.location import is_remote
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.save_check import list_save_directories
@@ -258,9 +257,8 @@ class _Check:
                 found = self._digest(numbers[holder], tensor.source, index)
                 if expected is not None and found is not None and expected != found:
                     first, other = (self._source.files[numbers[at]] for at in (piece.holder, holder))
-                    holders = holders_text(self._source.label_of(first), self._source.label_of(other))
-                    text = f"{holders} hold different values for region {piece.box}"
-                    self.findings.append(ReplicaError(text, name=tensor.source, rank=other.rank))
+                    labels = self._source.label_of(first), self._source.label_of(other)
+                    self.findings.append(replica_error(tensor.source, piece.box, *labels))
 
     def digests(self) -> dict[str, list[str]]:
         """Return the digests of each tensor's boxes; [] if several files have parts of it, whose order is not known."""

@@ -701,9 +701,10 @@ def _digest(files: tuple[FilePlan, ...], aliases: Mapping[str, str], basis: str)
 
 
 def replica_error(
-    name: str, box: Box, holder: HolderLabel, other: HolderLabel, advice: str, path: str | None = None
+    name: str, box: Box, holder: HolderLabel, other: HolderLabel, advice: str = "", path: str | None = None
 ) -> ReplicaError:
     """Return the error for two holders, or one rank's two copies, with different values of a box."""
     holders = f"{holders_text(holder, other)} hold" if holder != other else f"two copies of rank {holder} have"
     rank = other if isinstance(other, int) else None
-    return ReplicaError(f"{holders} different values for region {box}: {advice}", name=name, rank=rank, path=path)
+    text = f"{holders} different values for region {box}"
+    return ReplicaError(f"{text}: {advice}" if advice else text, name=name, rank=rank, path=path)

@@ -902,12 +902,6 @@ def test_demo_reports_a_difference(call: CommandLine, faked: dict[str, tuple[str
     assert "not kept" in out
 
 
-@pytest.mark.usefixtures("faked")
-def test_demo_prints_ascii_where_stdout_cannot_encode_more(call: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Output, "can_show", lambda _self, _characters: False)
-    assert call("demo", "--steps", "1")[1].isascii()
-
-
 def test_every_command_has_a_help_text_and_takes_format_and_json() -> None:
     context = cli.make_context("statexchange", ["info", "x"], obj=Output())
     for name in cli.list_commands(context):
