@@ -13,7 +13,6 @@ from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
 from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError, NotFoundError, did_you_mean, excerpt, without_secrets
-from statexchange.formats.source import abbreviated_names
 from statexchange.units import format_bytes, format_ranks, format_shape
 
 if TYPE_CHECKING:
@@ -322,8 +321,6 @@ def _show_tensor(
         "path": path,
         "kind": source.kind,
         **{key: getattr(facts, key) for key in ("name", "tied_to", "dtype", "shape", "nbytes", "section")},
-        "gaps": [gap._asdict() for gap in facts.gaps],
-        "overlaps": [{**overlap.box._asdict(), "holders": overlap.holders} for overlap in facts.overlaps],
         "slice": {**box._asdict(), "values": values},
         "statistics": record,
         "problems": problems,
@@ -379,11 +376,6 @@ def _write_tensor(output: Output, facts: TensorFacts, *, has_ranks: bool) -> Non
         fields.append(("section", facts.section))
     if facts.tied_to is not None:
         fields.append(("tied to", facts.tied_to))
-    if facts.gaps:
-        fields.append(("held by none", abbreviated_names([str(box) for box in facts.gaps])))
-    if facts.overlaps:
-        texts = [f"{one.box} by {format_ranks(one.holders)}" for one in facts.overlaps]
-        fields.append(("held twice", abbreviated_names(texts)))
     output.fields(fields)
     output.line()
     rows = facts.regions[:_MAX_ROWS] if output.aligned else facts.regions

@@ -16,9 +16,9 @@ from statexchange.report.supply import (
     nbytes_by_rank,
     shares,
 )
-from statexchange.report.svg import BORDER, MARGIN, NOT_THERE, WIDTH, Drawing, fitted, palette, text_colour, title_of
+from statexchange.report.svg import BORDER, MARGIN, NOT_THERE, WIDTH, Drawing, palette, text_colour, title_of
 from statexchange.tensors import ITEMSIZE, element_shape
-from statexchange.units import format_bytes, format_number, format_shape
+from statexchange.units import format_bytes, format_number, format_shape, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +55,7 @@ def supply_picture(supply: Supply) -> str:
         f"{format_bytes(supply.nbytes)} in {tensors}{unknown}. "
         "All rows are equally wide; the parts of each are to scale."
     )
-    title = f"Which {supply.supplier} supplied which bytes of {fitted(title_of(supply.path), 50)}"
+    title = f"Which {supply.supplier} supplied which bytes of {shortened(title_of(supply.path), 50)}"
     return _Picture(supply, title, subtitle).of_all()
 
 
@@ -74,12 +74,12 @@ def tensor_picture(supply: Supply, name: str) -> str:
     dims = ", ".join(f"dim {dim} runs {'across' if across else 'down'}" for dim, across in cut_dims(tensor))
     regions = format_number(len(tensor.boxes), "region")
     facts = [
-        f"{tensor.dtype} {fitted(_shape(tensor), 40)}",
+        f"{tensor.dtype} {shortened(_shape(tensor), 40)}",
         format_bytes(tensor.nbytes),
         regions,
         *filter(None, [dims]),
     ]
-    title = f"Which {supply.supplier} supplied which bytes of {fitted(name, 50)}"
+    title = f"Which {supply.supplier} supplied which bytes of {shortened(name, 50)}"
     return _Picture(selected, title, " · ".join(facts)).of_tensor(tensor)
 
 
@@ -124,8 +124,8 @@ class _Picture:
         drawing.y += height + 12
         for box, rank in listed[:_MAX_ROWS]:
             drawing.rectangle(MARGIN, drawing.y, 12, 12, f'fill="{self._colours[rank]}" {BORDER}')
-            drawing.text(MARGIN + 18, drawing.y + 10, fitted(self._supply.label(rank), _MAX_LABEL))
-            drawing.text(MARGIN + _LABEL, drawing.y + 10, fitted(str(box), 60), "n")
+            drawing.text(MARGIN + 18, drawing.y + 10, shortened(self._supply.label(rank), _MAX_LABEL))
+            drawing.text(MARGIN + _LABEL, drawing.y + 10, shortened(str(box), 60), "n")
             nbytes = box.numel * ITEMSIZE[tensor.dtype]
             drawing.text(WIDTH - MARGIN, drawing.y + 10, format_bytes(nbytes), "e")
             drawing.y += 20
@@ -140,7 +140,7 @@ class _Picture:
         supplied = [
             f"{self._supply.label(rank)}: {self._total[rank]} bytes" for rank in sorted(self._total)[:MAX_RANKS]
         ]
-        listed = ", ".join(fitted(text, 100) for text in supplied)
+        listed = ", ".join(shortened(text, 100) for text in supplied)
         return self._drawing.document(f"{totals} {listed}.")
 
     def _legend(self) -> None:
@@ -160,7 +160,7 @@ class _Picture:
 
     def _entry(self, label: str, nbytes: int) -> str:
         share = nbytes / max(1, self._supply.nbytes)
-        return f"{fitted(label, _MAX_LABEL)} · {format_bytes(nbytes)} · {share:.1%}"
+        return f"{shortened(label, _MAX_LABEL)} · {format_bytes(nbytes)} · {share:.1%}"
 
     def _row(self, tensor: Supplied, cells: Sequence[Cell]) -> None:
         drawing = self._drawing
@@ -168,8 +168,8 @@ class _Picture:
         height = min(max(22, 12 * bands), 48) if len(tensor.shape) > 1 else 12
         middle = drawing.y + max(height, 22) / 2
         self._frame(cells, _in_row(middle - height / 2, height), tensor.name)
-        drawing.text(MARGIN, middle + 4, fitted(tensor.name, 43), "n")
-        description = fitted(f"{tensor.dtype} {_shape(tensor)}", 20)
+        drawing.text(MARGIN, middle + 4, shortened(tensor.name, 43), "n")
+        description = shortened(f"{tensor.dtype} {_shape(tensor)}", 20)
         drawing.text(MARGIN + _LABEL + _FRAME + 14, middle + 4, description, "n g")
         drawing.text(WIDTH - MARGIN, middle + 4, format_bytes(tensor.nbytes), "e")
         drawing.y += max(height, 22) + 6

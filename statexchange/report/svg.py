@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from html import escape
 from typing import TYPE_CHECKING
-from unicodedata import east_asian_width
 
 from statexchange.units import printable, shortened
 
@@ -17,7 +16,6 @@ __all__ = [
     "NOT_THERE",
     "WIDTH",
     "Drawing",
-    "fitted",
     "lightened",
     "palette",
     "text_colour",
@@ -112,20 +110,9 @@ def _tooltip(text: str) -> str:
     return "\n".join(_escaped(shortened(line, _MAX_TOOLTIP)) for line in text.split("\n"))
 
 
-def _columns(text: str) -> int:
-    """Return the width of a text in characters of a monospaced font; those of East Asia count twice."""
-    return sum(2 if east_asian_width(character) in "WF" else 1 for character in text)
-
-
 def text_width(text: str, size: float) -> float:
     """Return an upper bound of the width of a text in the monospaced font of class "n"."""
-    return 0.61 * size * _columns(text)
-
-
-def fitted(text: str, columns: int) -> str:
-    """Return a text of at most this width, its middle left out where it is too wide."""
-    shown = shortened(text, columns)
-    return shown if _columns(shown) <= columns else shortened(text, columns // 2)
+    return 0.61 * size * len(text)
 
 
 def title_of(path: str) -> str:

@@ -15,19 +15,16 @@ from statexchange.errors import (
 from statexchange.formats.sections import sections_of
 from statexchange.report.summary import aliases_of
 from statexchange.sharding.plan import HolderLabel, prove_cover, replica_error
-from statexchange.sharding.shards import Box, full_box, intersect
+from statexchange.sharding.shards import Box, full_box
 from statexchange.tensors import ITEMSIZE, PACKED, element_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator
 
     from statexchange.formats.source import ShardFile, Source
     from statexchange.storage.store import ByteRange
 
-__all__ = ["Overlap", "Region", "TensorFacts", "element_box", "group_box", "tensor_facts"]
-
-_MAX_LISTED_BOXES = 1000  # of a tensor with more, gaps and overlaps are not listed, and only the first is an error
-_MAX_GAPS = 1000
+__all__ = ["Region", "TensorFacts", "element_box", "group_box", "tensor_facts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +47,6 @@ class Region:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
-    """A block that two different regions contain."""
-
-    box: Box
-    holders: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class TensorFacts:
     """The facts about one tensor in headers.
 
@@ -69,8 +58,7 @@ class TensorFacts:
         nbytes: its bytes, each counted once.
         section: the section of a job's state to which it belongs; None if that is not known.
         regions: its regions, in the order of the files.
-        gaps: the regions that no file has.
-        overlaps: the blocks that different regions contain.
+        is_covered: whether the regions cover each element exactly once.
         problems: the errors that follow from headers.
     """
 
@@ -81,8 +69,7 @@ class TensorFacts:
     nbytes: int
     section: str | None
     regions: tuple[Region, ...]
-    gaps: tuple[Box, ...]
-    overlaps: tuple[Overlap, ...]
+    is_covered: bool
     problems: tuple[StateExchangeError, ...]
 
 
@@ -115,20 +102,16 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
             copies.setdefault(box, []).append((shard_file, stored))
     problems = list(_differing_copies(source, name, copies))
     labels: dict[Box, list[HolderLabel]] = {}
-    ranks: dict[Box, list[int]] = {}
     for box, of_box in copies.items():
         if box.numel:
             labels[box] = [source.label_of(file) for file, _ in of_box]
-            ranks[box] = [file.rank for file, _ in of_box]
-    gaps: list[Box] = []
-    overlaps: list[Overlap] = []
+    is_covered = True
     try:
         prove_cover(name, shard.global_shape, labels)
     except (IncompleteError, OverlapError, UnsupportedError) as error:
+        is_covered = False
         if not (is_part and isinstance(error, IncompleteError)):
             problems.append(error)
-        if len(ranks) <= _MAX_LISTED_BOXES:
-            gaps, overlaps = _gaps(shard.global_shape, ranks), list(_overlaps(ranks))
     prefix = f"{source.opened.store.path.rstrip('/')}/"
     regions = []
     for box, of_box in copies.items():
@@ -144,8 +127,7 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         nbytes=full_box(shard.global_shape).numel * ITEMSIZE[shard.dtype],
         section=next((section.name for section in sections_of(source) if kept in section.names), None),
         regions=tuple(regions),
-        gaps=tuple(element_box(shard.dtype, box) for box in gaps),
-        overlaps=tuple(Overlap(element_box(shard.dtype, one.box), one.holders) for one in overlaps),
+        is_covered=is_covered,
         problems=tuple(problems),
     )
 
@@ -193,38 +175,3 @@ def _differing_copies(
         for file, stored in others:
             if None not in (stored.digest, expected.digest) and stored.digest != expected.digest:
                 yield replica_error(name, box, source.label_of(first), source.label_of(file), path=file.path)
-
-
-def _gaps(shape: tuple[int, ...], boxes: Iterable[Box]) -> list[Box]:
-    """Return boxes of all that no box covers: at most _MAX_GAPS, or [] if there would be more."""
-    free = [full_box(shape)] if full_box(shape).numel else []
-    for box in boxes:
-        free = [part for region in free for part in _without(region, box)]
-        if len(free) > _MAX_GAPS:
-            return []
-    return sorted(free, key=lambda box: box.offsets)
-
-
-def _without(region: Box, box: Box) -> Iterator[Box]:
-    """Yield the parts of a region that a box does not cover."""
-    shared = intersect(region, box)
-    if shared is None:
-        yield region
-        return
-    offsets, ends = list(region.offsets), list(region.ends)
-    for dim in range(len(offsets)):
-        for begin, end in ((offsets[dim], shared.offsets[dim]), (shared.ends[dim], ends[dim])):
-            if begin < end:
-                lows, highs = (*offsets[:dim], begin, *offsets[dim + 1 :]), (*ends[:dim], end, *ends[dim + 1 :])
-                yield Box(lows, tuple(high - low for low, high in zip(lows, highs, strict=True)))
-        offsets[dim], ends[dim] = shared.offsets[dim], shared.ends[dim]
-
-
-def _overlaps(boxes: dict[Box, list[int]]) -> Iterator[Overlap]:
-    """Yield the blocks that two different boxes share."""
-    listed: Sequence[tuple[Box, list[int]]] = list(boxes.items())
-    for index, (box, ranks) in enumerate(listed):
-        for other, other_ranks in listed[index + 1 :]:
-            shared = intersect(box, other)
-            if shared is not None:
-                yield Overlap(shared, tuple(sorted({*ranks, *other_ranks})))

@@ -130,7 +130,7 @@ def read_statistics(facts: TensorFacts, on_progress: Callable[[int, int], None] 
     for index, region in enumerate(facts.regions):
         stored_box = group_box(facts.dtype, region.box)
         digest = regions.BoxDigest(region.stored, stored_box, facts.dtype)
-        earlier = facts.regions[:index] if facts.overlaps else ()
+        earlier = () if facts.is_covered else facts.regions[:index]
         for window, data in regions.blocks(region.stored, stored_box.shape, facts.dtype, ahead):
             placed = regions.to_global(window, stored_box)
             if digest:

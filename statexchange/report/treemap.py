@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.errors import NotFoundError
 from statexchange.report.summary import TensorRow, known_bytes, model_of, model_rows, tensor_rows
-from statexchange.report.svg import MARGIN, WIDTH, Drawing, fitted, lightened, palette, text_width, title_of
+from statexchange.report.svg import MARGIN, WIDTH, Drawing, lightened, palette, text_width, title_of
 from statexchange.units import format_bytes, format_count, format_number, format_shape, shortened
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
     ]
     if root.num_tensors < len(rows):
         facts.append(f"{len(rows) - root.num_tensors:,} without elements or of unknown size")
-    drawing = Drawing(f"Parameters of {fitted(name, 60)}", " · ".join(facts))
+    drawing = Drawing(f"Parameters of {shortened(name, 60)}", " · ".join(facts))
     tops = _tops(root)
     coloured = [top for top in tops if top.numel >= _VISIBLE * root.numel]
     coloured = coloured if len(tops) <= _MAX_COLOURS else coloured[: _MAX_COLOURS - 1]
@@ -226,7 +226,7 @@ def _legend(coloured: Sequence[_Node], others: Sequence[_Node], numel: int) -> l
     entries = []
     for colour, name, count in counts:
         share = f"{count / numel:.1%}" if count >= _VISIBLE * numel else "< 0.1%"
-        text = f"{fitted(name or _NO_NAME, 24)} · {format_count(count)} · {share}"
+        text = f"{shortened(name or _NO_NAME, 24)} · {format_count(count)} · {share}"
         entries.append((lightened(colour, _LIGHTENED), text))
     return entries
 
@@ -357,5 +357,5 @@ def _fitting(texts: Sequence[str], width: float) -> str:
     columns = int(width / text_width(".", _FONT))
     for text in texts:
         if text_width(text, _FONT) <= width:
-            return fitted(text, columns)
-    return fitted(texts[-1], columns) if columns >= _MIN_LABEL else ""
+            return shortened(text, columns)
+    return shortened(texts[-1], columns) if columns >= _MIN_LABEL else ""
