@@ -31,6 +31,7 @@ Check = Literal["nan", "inf", "all-zero", "zero-tail", "zero-pages", "all-equal"
 CHECKS: tuple[Check, ...] = get_args(Check)
 
 _PAGE_BYTES = 4096  # the least that is lost at once: a page of the client's cache
+_ZERO_PAGE, _NONZERO = bytes(_PAGE_BYTES), re.compile(rb"[^\0]")
 _MIN_ELEMENTS = 16  # fewer that are all equal say nothing
 _LOOK_BYTES = 512  # most windows show in their first bytes that they are neither zero nor constant
 
@@ -119,45 +120,21 @@ class _ZeroRuns:
     def add(self, data: memoryview) -> None:
         import numpy as np
 
-        array = np.frombuffer(data, np.uint8)
-        begin, end = self.at, self.at + len(array)
-        self.at = end
-        lead = _num_leading_zeros(array)
-        if lead == len(array):
-            self.tail += lead
+        begin, self.at = self.at, self.at + len(data)
+        if not np.frombuffer(data, np.uint8).any():
+            self.tail += len(data)
             return
-        if self.tail + lead >= _PAGE_BYTES:
-            self.runs.append((begin - self.tail, begin + lead))
-        self.tail = _num_leading_zeros(array[::-1])
-        skipped = -begin % _PAGE_BYTES
-        pages = array[skipped : skipped + (len(array) - skipped) // _PAGE_BYTES * _PAGE_BYTES].reshape(-1, _PAGE_BYTES)
-        candidates = np.flatnonzero(~pages[:, :8].any(axis=1))
-        zero = [int(page) for page in candidates if not pages[page].any()]
-        last_end = lead
-        for page in zero:
-            first = skipped + page * _PAGE_BYTES
-            if first < last_end:  # in a run that is known
-                continue
-            run_begin = first - _num_leading_zeros(array[:first][::-1])
-            run_end = first + _num_leading_zeros(array[first:])
-            last_end = run_end
-            if run_end < len(array):
-                self.runs.append((begin + run_begin, begin + run_end))
-
-
-def _num_leading_zeros(array: Any) -> int:
-    """Return the number of zeros at the start of a uint8 array; cheap if there are few."""
-    import numpy as np
-
-    size = _LOOK_BYTES
-    begin = 0
-    while begin < len(array):
-        found = np.flatnonzero(array[begin : begin + size])
-        if len(found):
-            return begin + int(found[0])
-        begin += size
-        size = min(2 * size, 1 << 20)
-    return len(array)
+        octets = bytes(data)  # a memoryview has no `find`
+        rest = octets.rstrip(b"\0")
+        at = len(octets) - len(octets.lstrip(b"\0"))
+        if self.tail + at >= _PAGE_BYTES:
+            self.runs.append((begin - self.tail, begin + at))
+        self.tail = len(octets) - len(rest)
+        while (first := rest.find(_ZERO_PAGE, at)) >= 0:
+            nonzero = _NONZERO.search(rest, first)
+            assert nonzero is not None  # at the latest the last byte of `rest`
+            at = nonzero.start()
+            self.runs.append((begin + first, begin + at))
 
 
 class TensorChecks:
