@@ -287,7 +287,8 @@ def _show_tensor(
             if picture is not None:
                 raise InvalidArgumentError("--svg draws a tensor, and this entry is none", name=name, path=source.path)
             return _show_entry(output, path, source, name)
-        names = [*(row.name for row in tensor_rows(source)), *aliases_of(source), *source.others]
+        tensors = (row.name for row in tensor_rows(source))
+        names = list(dict.fromkeys([*tensors, *aliases_of(source), *source.others]))
         if not names and source.problems:
             raise source.problems[0]
         output.warn_of(source.problems)  # the tensor may be in a broken file
