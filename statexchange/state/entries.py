@@ -42,7 +42,6 @@ __all__ = [
     "Entries",
     "Entry",
     "OpaqueValue",
-    "OtherKey",
     "RankEntries",
     "SavedGroup",
     "SavedOptimizer",
@@ -690,13 +689,6 @@ class SavedGroup(NamedTuple):
     settings: Mapping[str, Leaf]
 
 
-@dataclass(frozen=True, slots=True)
-class OtherKey:
-    """A key of state that is not a parameter's."""
-
-    key: Leaf
-
-
 @dataclass(slots=True)
 class SavedOptimizer:
     """An optimizer's state in a source.
@@ -707,9 +699,9 @@ class SavedOptimizer:
         path: its path in the state.
         groups: the param groups; in torch's flattened form, which has none, one for each parameter.
         labels: the names or numbers of all parameters, in the order of the groups.
-        sizes: the numbers of parameters of the groups that have some.
         names: the ``param_names`` of parameters that have numbers.
-        state: the entries of each parameter's state by label, and of other state by its key.
+        state: the entries of each parameter's state, by label.
+        other_state: the entries of state that is not a parameter's, by key.
         more: the entries of what its `state_dict` has besides, by key.
         has_groups: whether the source knows which parameters one group has.
         by_number: whether the labels are numbers.
@@ -721,13 +713,18 @@ class SavedOptimizer:
     path: str
     groups: list[SavedGroup] = field(default_factory=list)
     labels: list[str] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
-    state: dict[str | OtherKey, list[Entry]] = field(default_factory=dict)
+    state: dict[str, list[Entry]] = field(default_factory=dict)
+    other_state: dict[Leaf, list[Entry]] = field(default_factory=dict)
     more: dict[str, list[Entry]] = field(default_factory=dict)
     has_groups: bool = True
     by_number: bool = False
     has_integers: bool = False
+
+    @property
+    def labels_by_group(self) -> list[list[str]]:
+        """The same for each group that has some."""
+        return [group.labels for group in self.groups if group.labels]
 
 
 def read_optimizer(
@@ -776,9 +773,7 @@ def read_optimizer(
     else:
         return None
     for group in saved.groups:
-        if group.labels:
-            saved.labels += group.labels
-            saved.sizes.append(len(group.labels))
+        saved.labels += group.labels
     if saved.labels and (saved.has_integers or has_tree):
         saved.by_number = all(map(is_index, saved.labels))
     return saved
@@ -792,8 +787,7 @@ def _read_groups(saved: SavedOptimizer, live_groups: Sequence[Mapping[str, Leaf]
     num_groups = len(entries.by_key(path) or present)
     present += [{}] * (num_groups - len(present))
     groups = entries.value(path, present[:num_groups])
-    if not isinstance(groups, list):
-        raise CorruptError(_no_list("groups", groups), name=path)
+    _check_list(groups, path, "groups", (object,))
     keys: set[Leaf] = set()
     for number, group in enumerate(groups):
         where = f"{path}.{number}"
@@ -806,35 +800,35 @@ def _read_groups(saved: SavedOptimizer, live_groups: Sequence[Mapping[str, Leaf]
         for key in listed:
             labels.append(str(key))
             saved.has_integers |= isinstance(key, int)
-        keys.update(listed)
+        # Where keys are texts, other state is told from a parameter's by that alone.
+        keys.update(labels if entries.keys_are_texts else listed)
         saved.groups.append(SavedGroup(labels, hyperparameters(group)))
     return keys
 
 
 def _check_list(value: Leaf, path: str, kind: str, types: tuple[type, ...]) -> None:
     """Raise CorruptError unless a value is a list, or tuple, of items of these types."""
-    if not isinstance(value, list | tuple):
-        raise CorruptError(_no_list(kind, value), name=path)
-    for item in value:
-        if not isinstance(item, types):
-            raise CorruptError(_no_list(kind, value), name=path)
-
-
-def _no_list(kind: str, value: Leaf) -> str:
+    is_list = isinstance(value, list | tuple)
+    if is_list:
+        for item in value:
+            is_list = is_list and isinstance(item, types)
+    if is_list:
+        return
     what = "a tensor" if isinstance(value, SavedTensor) else type_text(value)
-    return (
+    raise CorruptError(
         f"the optimizer lists no {kind} here, but has {what}: save what the optimizer's state_dict() returns, or leave "
-        "the optimizer out by exclude"
+        "the optimizer out by exclude",
+        name=path,
     )
 
 
 def _read_state(saved: SavedOptimizer, keys: set[Leaf]) -> None:
     """Read the state of the parameters that groups list, and other state, whose key may look like a parameter's."""
     for key, of_key in (saved.entries.by_key(joined(saved.path, _STATE)) or {}).items():
-        if not keys or key in keys or saved.entries.keys_are_texts:
+        if key in keys:
             saved.state[str(key)] = of_key
         else:
-            saved.state[OtherKey(key)] = of_key
+            saved.other_state[key] = of_key
 
 
 def _read_flattened(saved: SavedOptimizer, flat: Mapping[str, list[Entry]], is_name: Callable[[str], bool]) -> None:
@@ -879,9 +873,8 @@ def join_numbered(optimizers: Sequence[SavedOptimizer], path: str) -> list[str]:
             continue
         first = first or saved
         names = names or saved.names
-        differs = (saved.labels, saved.sizes) != (first.labels, first.sizes)
         # A rank whose groups have no names says nothing against those of others.
-        if differs or saved.names not in ([], names):
+        if saved.labels_by_group != first.labels_by_group or saved.names not in ([], names):
             raise InvalidArgumentError(
                 "ranks saved this optimizer's parameters by number, and those of one number or the groups differ: load "
                 "on as many ranks as have saved, or leave the optimizer out by exclude",

@@ -35,7 +35,6 @@ from statexchange.sharding.paths import joined, module_prefix
 from statexchange.state.entries import (
     ABSENT,
     Entry,
-    OtherKey,
     SavedGroup,
     SavedOptimizer,
     SavedTensor,
@@ -78,6 +77,8 @@ class _LiveParameters:
         by_label: the parameters by their names in the state, or all by number if one is not in the state.
         by_group: the same for each group.
         are_named: whether they have names.
+        in_state: the label of each name in the state, of tied parameters all; None for a name that two have.
+        in_modules: the label of each name in a module; None for a name that two parameters have.
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, ParameterName], path: str) -> None:
@@ -98,37 +99,23 @@ class _LiveParameters:
         items = iter(self.by_label.items())
         for group in optimizer.param_groups:
             self.by_group.append(dict(itertools.islice(items, len(group["params"]))))
-
-    @property
-    def in_state(self) -> dict[str, str | None]:
-        """The label of each name in the state, of tied parameters all; None for a name that two have."""
-        return self._labels_by_name[0]
-
-    @property
-    def in_modules(self) -> dict[str, str | None]:
-        """The label of each name in a module; None for a name that two parameters have."""
-        return self._labels_by_name[1]
-
-    def is_name(self, text: str) -> bool:
-        """Whether a text is the name of a parameter, in the state or in a module."""
-        return text in self.in_state or text in self.in_modules
-
-    @functools.cached_property
-    def _labels_by_name(self) -> tuple[dict[str, str | None], dict[str, str | None]]:
-        in_state: dict[str, str | None] = {}
-        in_modules: dict[str, str | None] = {}
+        self.in_state: dict[str, str | None] = {}
+        self.in_modules: dict[str, str | None] = {}
         for label, name in zip(self.by_label, self._names, strict=True):
             if name is None or not self.are_named:
                 continue
             texts = [*name.texts]
-            for path, inner in name.in_modules:
-                texts.append(f"{path}.{inner}" if path else inner)
-                if in_modules.setdefault(inner, label) != label:
-                    in_modules[inner] = None
+            for module_path, inner in name.in_modules:
+                texts.append(f"{module_path}.{inner}" if module_path else inner)
+                if self.in_modules.setdefault(inner, label) != label:
+                    self.in_modules[inner] = None
             for text in texts:
-                if in_state.setdefault(text, label) != label:
-                    in_state[text] = None
-        return in_state, in_modules
+                if self.in_state.setdefault(text, label) != label:
+                    self.in_state[text] = None
+
+    def is_name(self, text: str) -> bool:
+        """Whether a text is the name of a parameter, in the state or in a module."""
+        return text in self.in_state or text in self.in_modules
 
     def labels_of(self, saved: SavedOptimizer, names: Sequence[str], *, has_tree: bool) -> dict[str, str]:
         """Return the live label of each of the source's; of those that the live optimizer has.
@@ -152,7 +139,6 @@ class _LiveParameters:
         if labels_by_name.keys().isdisjoint(names):
             prefix = module_prefix(names)  # DistributedDataParallel's
         labels: dict[str, str] = {}
-        twice: list[str] = []
         for label, text in zip(saved.labels, names, strict=True):
             name = text.removeprefix(prefix)
             live = labels_by_name.get(name)
@@ -160,13 +146,11 @@ class _LiveParameters:
                 labels[label] = live
             elif name in labels_by_name:
                 # Its value is None: two parameters have this name.
-                twice.append(name)
-        if twice:
-            raise InvalidArgumentError(
-                f"the source has this optimizer's parameters by name, and two of the state's are called {min(twice)!r} "
-                "in their modules: save the optimizer's own state_dict(), or leave the optimizer out by exclude",
-                name=self._path,
-            )
+                raise InvalidArgumentError(
+                    f"the source has this optimizer's parameters by name, and two of the state's are called {name!r} "
+                    "in their modules: save the optimizer's own state_dict(), or leave the optimizer out by exclude",
+                    name=self._path,
+                )
         return labels
 
     def _check_not_names(self, numbers: Sequence[str]) -> None:
@@ -186,24 +170,23 @@ class _LiveParameters:
             if len(names) != len(labels):
                 text = f"the param groups of the source have {len(labels)} parameters, and {len(names)} param_names"
                 raise CorruptError(f"{text}: leave the optimizer out by exclude", name=self._path)
-            by_name = self._by_names(names, saved.names or names)
+            by_name = self._by_names(names)
             if by_name is not None:
                 return dict(zip(labels, by_name, strict=True))
         # Where no names help, the order counts, as in torch's own load_state_dict: groups of equal sizes are trusted.
         live_sizes = list(filter(None, map(len, self.by_group)))
-        if saved.sizes != live_sizes:
+        sizes = list(map(len, saved.labels_by_group))
+        if sizes != live_sizes:
             text = (
-                f"the source has this optimizer's parameters by number, in param groups of {saved.sizes}, and the "
+                f"the source has this optimizer's parameters by number, in param groups of {sizes}, and the "
                 f"state's groups have {live_sizes}: make the groups of the job that saved it, or leave the optimizer "
                 "and its schedulers out"
             )
             raise InvalidArgumentError(text, name=self._path)
         return dict(zip(labels, self.by_label, strict=True))
 
-    def _by_names(self, names: Sequence[str], shown: Sequence[str]) -> list[str] | None:
+    def _by_names(self, names: Sequence[str]) -> list[str] | None:
         """Return the live label of each name; None if the live parameters have no names, or others altogether.
-
-        `shown` are the source's own names, for the error.
 
         Raises:
             InvalidArgumentError: the names are those of other parameters, or of two.
@@ -230,7 +213,12 @@ class _LiveParameters:
             return matches[0]
         if are_others:
             return None
-        raise InvalidArgumentError(_other_names_text(lists[0], shown, len(matches)), name=self._path)
+        raise InvalidArgumentError(
+            f"the state names the parameters of this optimizer {excerpt(sorted(lists[0]), 80)}, and the source "
+            f"{excerpt(sorted(names), 80)}, or two modules of the state have the source's names for others: give it "
+            "the parameters and the names of the job that saved it, or leave it out by exclude",
+            name=self._path,
+        )
 
     def _lists_of_names(self) -> list[list[str]]:
         """Return what the parameters are called in each module that has all, in their own modules, and in the state."""
@@ -251,15 +239,6 @@ class _LiveParameters:
         return [*lists, in_first, in_state]
 
 
-def _other_names_text(live_names: Collection[str], names: Collection[str], num_matches: int) -> str:
-    """Return the error's text for names in a source that are not those of the live parameters."""
-    in_state, in_source = (f"{excerpt(sorted(texts), 80)} ({len(texts)})" for texts in (live_names, names))
-    text = f"the state names the parameters of this optimizer {in_state}, and the source {in_source}"
-    if num_matches > 1:
-        text = f"the source names the parameters {in_source}, and two modules of the state have these names for others"
-    return f"{text}: give it the parameters and the names of the job that saved it, or leave it out by exclude"
-
-
 # Matching
 
 
@@ -267,17 +246,17 @@ class _SavedParameter(NamedTuple):
     """One live parameter in a source.
 
     Attributes:
-        saved: the optimizer there.
+        group_number: the number of its group on the first rank that has it.
+        group: this group.
+        saved: the optimizer on the first rank that has state of it, or else on the first rank that has it.
         label: its label there.
-        group_number: the number of its group.
-        group: its group.
         entries: those of its state; none if the source has no state of it.
     """
 
-    saved: SavedOptimizer
-    label: str
     group_number: int
     group: SavedGroup
+    saved: SavedOptimizer
+    label: str
     entries: Sequence[Entry]
 
     def state_keys(self) -> set[Leaf]:
@@ -372,12 +351,10 @@ class OptimizerMatcher:
                     if label not in labels:
                         plan.unexpected.setdefault(label)
                         continue
-                    parameter = _SavedParameter(saved, label, number, group, saved.state.get(label, ()))
+                    parameter = _SavedParameter(number, group, saved, label, saved.state.get(label, ()))
                     first = plan.parameters.setdefault(labels[label], parameter)
-                    if first is not parameter:
+                    if first is not parameter and not self._entries.is_own:
                         self._add_of_other_rank(plan, first, parameter, labels[label])
-                    elif parameter.entries:
-                        plan.with_state[labels[label]] = parameter
         return plan
 
     def _add_of_other_rank(
@@ -387,18 +364,14 @@ class OptimizerMatcher:
 
         A rank without state of it, as one that updates other parameters, says nothing of its state.
         """
-        if self._entries.is_own:
-            return
-        with_state = parameter
-        if parameter.entries:
-            with_state = plan.with_state.setdefault(label, parameter)
-        if self._matching.names.options.replicas == "root":
-            return
-        rank, conflicts = parameter.saved.rank, self._plan.conflicts
-        if not are_equal(dict(first.group.settings), dict(parameter.group.settings)):
-            conflicts.setdefault(joined(plan.path, "param_groups"), (first.saved.rank, rank))
-        if with_state.state_keys() != parameter.state_keys():
-            conflicts.setdefault(joined(plan.path, f"state.{label}"), (with_state.saved.rank, rank))
+        if self._matching.names.options.replicas != "root":
+            ranks, conflicts = (first.saved.rank, parameter.saved.rank), self._plan.conflicts
+            if not are_equal(dict(first.group.settings), dict(parameter.group.settings)):
+                conflicts.setdefault(joined(plan.path, "param_groups"), ranks)
+            if first.entries and parameter.entries and first.state_keys() != parameter.state_keys():
+                conflicts.setdefault(joined(plan.path, f"state.{label}"), ranks)
+        if not first.entries:
+            plan.parameters[label] = parameter._replace(group_number=first.group_number, group=first.group)
 
     def _names_in_state(self, labels: Sequence[str], path: str, live: _LiveParameters) -> Sequence[str]:
         """Return the state's names of parameters that the source calls by these."""
@@ -535,8 +508,7 @@ class _OptimizerPlan:
     Attributes:
         path: its path.
         saved: the optimizer as each rank saved it, in the order of their claim.
-        parameters: what the source has for each live parameter, by label: the first rank's that has it.
-        with_state: the same, of the first rank that has state of it.
+        parameters: what the source has for each live parameter, by label.
         unexpected: the source's names of parameters that the live optimizer lacks.
     """
 
@@ -544,7 +516,6 @@ class _OptimizerPlan:
         self.path = path
         self.saved: list[SavedOptimizer] = []
         self.parameters: dict[str, _SavedParameter] = {}
-        self.with_state: dict[str, _SavedParameter] = {}
         self.unexpected: dict[str, None] = {}
         self._tensors: list[tuple[SavedTensor, Leaf, str, str]] = []  # of parameters' states, as `check_shapes` says
         self._optimizer = optimizer
@@ -616,7 +587,7 @@ class _OptimizerPlan:
         parameters = self._live.by_label
         for saved, live, label, path in self._tensors:
             parameter = parameters[label]
-            if id(parameter) in loaded and not self.with_state[label].saved.by_number:
+            if id(parameter) in loaded and not self.parameters[label].saved.by_number:
                 continue
             if not _fits(saved.shape, live, parameter, parameters.values()):
                 raise InvalidArgumentError(
@@ -698,17 +669,17 @@ class _OptimizerPlan:
         # torch keeps the count of steps on the CPU unless the optimizer is fused or capturable.
         on_host = not (settings.get("fused") or settings.get("capturable"))
         for label, parameter in of_group.items():
-            saved, live = self.with_state.get(label), self._optimizer.state.get(parameter)
-            if saved is None and label not in self.parameters:
+            saved, live = self.parameters.get(label), self._optimizer.state.get(parameter)
+            if saved is None:
                 if self._wants_parameter(label):
                     plan.add_missing(f"{self._begin}state.{label}")
-            elif not self._selects or self._wants_state(saved or self.parameters[label], label, live):
-                if saved is None:
-                    # The source has the parameter, which had made no step.
-                    self._dropped.append(parameter)
-                else:
+            elif not self._selects or self._wants_state(saved, label, live):
+                if saved.entries:
                     place = Place(live, parameter=parameter, parameter_name=label)
                     self._states[parameter] = self._state_of(saved, place, on_host=on_host)
+                else:
+                    # The source has the parameter, which had made no step.
+                    self._dropped.append(parameter)
 
     def _state_of(self, saved: _SavedParameter, place: Place, *, on_host: bool) -> Leaf:
         """Return the new state of a parameter."""
@@ -743,23 +714,22 @@ class _OptimizerPlan:
     def _add_other_state(self) -> None:
         """Plan the state that is not of a parameter."""
         saved = self.saved[0]
-        labels = {*saved.labels}
+        has_types = saved.labels and not saved.entries.keys_are_texts
         live: dict[Leaf, Leaf] = {}
         for live_key in self._optimizer.state:
             if not is_torch(live_key):
                 live[str(live_key)] = live_key
-        for label, entries in saved.state.items():
-            key: Leaf = label.key if isinstance(label, OtherKey) else label
-            path = f"{self._begin}state.{key}"
-            if label in labels or not self._wants(f"state.{key}"):
+        for saved_key, entries in saved.other_state.items():
+            path = f"{self._begin}state.{saved_key}"
+            if not self._wants(f"state.{saved_key}"):
                 continue
-            if not isinstance(label, OtherKey) and label not in live:
+            if not has_types and saved_key not in live:
                 text = (
                     "whether the key of this state was a text or something else is not known: give the state of the "
                     "optimizer this key, or leave the optimizer out"
                 )
                 raise InvalidArgumentError(text, name=path)
-            key = live.get(key, key)
+            key: Leaf = live.get(saved_key, saved_key)
             refuse_opaque(key, path)
             self._states[key] = self._built(entries, Place(self._optimizer.state.get(key)), path)
         if not self._selects and self.parameters.keys() >= self._live.by_label.keys():
