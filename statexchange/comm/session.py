@@ -7,7 +7,8 @@ Order. The order of calls must be the same on all ranks, and two threads of a ra
   for them.
 * Two threads that begin at once may be first on one rank each, and would get each other's results. So before the first
   collective of a thread the ranks compare the names of their threads. Where they differ, all wait a moment, in which
-  the call of a second thread ends the session.
+  the call of a second thread ends the session. A thread may be new on some ranks only. Then their calls differ in that
+  alone, which the ranks find out as they explain them (`_explanation`), and all begin anew with this comparison.
 * One collective runs at a time. Work that was begun with `async_op` runs in the queue's thread, for which later calls
   wait. Sends and receives have a queue for each peer and direction.
 
@@ -192,11 +193,13 @@ class Session:
     def _compare_callers(self, call: Call, wait: Wait) -> None:
         """Wait for the call of a second thread, which ends this group, if the ranks' callers differ. Collective."""
         self._is_caller_new = False
+        call.is_first = True
         comparison = Call.of_all(f"{call.text}, the first of its thread")
         name = (self._caller or current_thread()).name
         if len(set(self.messages(comparison, name.encode(), None, wait))) > 1:
             time.sleep(_SECOND_CALLER_S)
             self.messages(comparison, b"", None, wait)
+        call.is_first = False
 
     # Messages
 
@@ -281,7 +284,9 @@ class Session:
             self.monitor.check(call.text)  # a rank may have given up the call before, which this one had completed
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
         wait = Wait(seconds, call.text, self.monitor, functools.partial(self._enter, call))
-        if self._is_caller_new and self.world_size > 1:
+        # Ranks that trust each other's calls would not notice that a thread is new on some of them only.
+        is_compared = self._check or self.backend.enters_itself
+        if self._is_caller_new and is_compared and self.world_size > 1:
             self._compare_callers(call, wait)
         return wait
 
@@ -392,6 +397,9 @@ class Session:
             result = body()
         except DifferentCallsError:
             error = self.guarded(call, lambda: self._explanation(call), is_shared=is_shared)
+            if error is None:
+                self._is_caller_new = True
+                return self.guarded(call, body, is_shared=is_shared)  # nothing has been moved: all ranks begin anew
             self._note_shared_error(call, error, is_shared)
             raise error from None
         except _SHARED_ERRORS as error:
@@ -417,20 +425,27 @@ class Session:
         if self._has_cut_message:
             self.fail(call, error)
 
-    def _explanation(self, call: Call) -> StateExchangeError:
-        """Return the error that all ranks raise, after they have exchanged what they were about to do. Collective."""
+    def _explanation(self, call: Call) -> StateExchangeError | None:
+        """Return the error that all ranks raise, after they have exchanged what they were about to do. Collective.
+
+        None if their calls are equal, and only some of the ranks make theirs in a new thread.
+        """
         own: dict[str, Any] = {
             "text": call.text,
             "site": call.site or call_site(),
             "failure": call.failure or self._pending_failure,
             "public": call.public,
+            "is_first": call.is_first,
         }
+        call.is_first = False
         explaining = Call.of_all("an explanation")
         answers = self.messages(explaining, encoded(own), None, self.begin(explaining))
         accounts = [values.decode(answer) for answer in answers]
         failures = [account["failure"] for account in accounts if account["failure"] is not None]
         if failures:
             return from_record(failures[0])
+        if any(account["is_first"] for account in accounts) and len({account["text"] for account in accounts}) == 1:
+            return None
         if len({account["public"] for account in accounts}) > 1:
             # Name the public calls, which the user has made, and not their steps.
             for account in accounts:

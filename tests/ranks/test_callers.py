@@ -158,6 +158,28 @@ def test_a_reducer_and_another_thread_do_not_mix_results(ranks_backend: str, bac
         assert all(end == "ok" or end.startswith(REFUSED) for end in ends), ends
 
 
+def new_thread_for_each_call(backend: str, check: str) -> list[Any]:
+    """Rank 0 makes each call in a new thread, which ends; the others call from their main threads."""
+    comm = sx.init(backend, check=check, timeout_s=10)
+    found: list[Any] = []
+    for value in (1.0, 2.0, 3.0):
+        tensor = torch.full((4,), value)
+        ends = (
+            in_threads(lambda tensor=tensor: comm.all_reduce(tensor)) if comm.rank == 0 else [comm.all_reduce(tensor)]
+        )
+        found += [end.tolist() if isinstance(end, torch.Tensor) else repr(end) for end in ends]
+    work = comm.all_reduce(torch.ones(4), async_op=True)
+    return [*found, work.wait().tolist(), comm.all_gather_object(comm.rank)]
+
+
+@pytest.mark.parametrize("check", ["auto", "off"])
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_a_thread_that_is_new_on_one_rank_alone_is_no_mismatch(backend: str, check: str) -> None:
+    expected = [[3.0] * 4, [6.0] * 4, [9.0] * 4, [3.0] * 4, [0, 1, 2]]
+    found = run_ranks(new_thread_for_each_call, 3, backend="gloo", args=(backend, check), timeout_s=120)
+    assert found == [expected] * 3
+
+
 @pytest.mark.ranks(2, backend=["gloo", slow("mpi")])
 def test_threads_that_take_turns_and_threads_of_their_own_communicators_are_right() -> None:
     comm = sx.init()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from sweeps import slow
 import statexchange as sx
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.reduction import Finish
+from statexchange.comm.failure.control_page import ControlPage
 from statexchange.comm.failure.monitor import FailureMonitor
 from statexchange.comm.wait import Wait
 from statexchange.testing import run_ranks
@@ -233,3 +235,33 @@ def test_an_interrupt_leaves_a_world_of_one_usable() -> None:
         assert comm.all_reduce(torch.ones(1)) == 1
     finally:
         sx.shutdown()
+
+
+def dies_with_a_long_message() -> list[Any]:
+    """Rank 1 dies once it has arrived with a message that lies in its memory, before rank 0 has mapped that."""
+    comm = sx.init("shm", timeout_s=20)
+    comm.barrier()
+    page = comm._session.page
+    assert page is not None
+    if comm.rank == 1:
+        page.sync = lambda wait: die_at(page)  # type: ignore[method-assign]
+    else:
+        time.sleep(0.5)
+    try:
+        comm.all_gather_bytes(bytes(10_000))
+    except sx.StateExchangeError as error:
+        return [type(error).__name__, error.rank, str(error)]
+    return ["passed"]
+
+
+def die_at(page: ControlPage) -> None:
+    page._words[page._own_word] = page._count + 1
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_whose_memory_is_gone_is_named() -> None:
+    outcomes = run_ranks(dies_with_a_long_message, 2, backend="gloo", timeout_s=60, allow_failure=True)
+    assert outcomes.exit_codes[1] == -signal.SIGKILL
+    name, rank, text = outcomes.values[0]
+    assert (name, rank) == ("PeerError", 1), outcomes
+    assert "died" in text

@@ -17,7 +17,7 @@ from typing import Any
 
 from statexchange.comm.failure.control_page import ControlPage
 from statexchange.comm.wait import Wait
-from statexchange.shared_memory import Arena, Attached, attach
+from statexchange.shared_memory import Arena, Attached
 
 __all__ = ["Mailbox"]
 
@@ -45,12 +45,14 @@ class Mailbox:
         posted, taken = 2 * tag, 2 * tag + 1
         num_places = 1 if tag != _DATA_TAG else 2
         if tag == _OFFER_TAG:
-            self._open_ring()  # before the offer: a peer that has answered has attached, even if this rank leaves then
+            self._open_ring(
+                wait
+            )  # before the offer: a peer that has answered has attached, even if this rank leaves then
         elif tag == _DATA_TAG and self._own_arena is not None:
             self._own_arena.unlink()  # the receiver has attached, as it has answered
         for piece in self._pieces(data, tag):
             self._until(lambda: self._counts[posted] - self._counts[taken] < num_places, wait)
-            self._place(tag, self._counts[posted])[: len(piece)] = piece
+            self._place(tag, self._counts[posted], wait)[: len(piece)] = piece
             self._counts[posted] += 1
 
     def take(self, data: Any, tag: int, wait: Wait) -> None:
@@ -59,8 +61,8 @@ class Mailbox:
         for piece in self._pieces(data, tag):
             self._until(lambda: self._counts[posted] > self._counts[taken], wait)
             if tag == _OFFER_TAG:
-                self._open_ring()
-            piece[:] = self._place(tag, self._counts[taken])[: len(piece)]
+                self._open_ring(wait)
+            piece[:] = self._place(tag, self._counts[taken], wait)[: len(piece)]
             self._counts[taken] += 1
 
     def _pieces(self, data: Any, tag: int) -> list[Any]:
@@ -69,19 +71,19 @@ class Mailbox:
             return [memoryview(data)]
         return [memoryview(data[at : at + _CHUNK_BYTES]) for at in range(0, len(data), _CHUNK_BYTES)]
 
-    def _place(self, tag: int, number: int) -> memoryview:
+    def _place(self, tag: int, number: int, wait: Wait) -> memoryview:
         if tag != _DATA_TAG:
             return self._memory[_NOTES_BEGIN + tag * _NOTE_BYTES :][:_NOTE_BYTES]
-        ring = self._open_ring()
+        ring = self._open_ring(wait)
         return ring[(number & 1) * _CHUNK_BYTES :][:_CHUNK_BYTES]
 
-    def _open_ring(self) -> memoryview:
+    def _open_ring(self, wait: Wait) -> memoryview:
         """Return the ring: the sender makes it before its first offer, the receiver opens it when that has come."""
         if self._ring is None:
             slot = self._memory[_ADDRESS_BEGIN:]
             length = int.from_bytes(slot[:2], "little")
             if length:
-                self._attached = attach(json.loads(bytes(slot[2 : 2 + length])))
+                self._attached = self._page.attach(json.loads(bytes(slot[2 : 2 + length])), self._peer, wait)
                 self._ring = self._attached.view
             else:
                 self._own_arena = Arena.create(2 * _CHUNK_BYTES, self._page.kind)

@@ -43,7 +43,7 @@ from statexchange.comm.backends.reduction import Finish, reduce_parts
 from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError
 from statexchange.comm.wait import Wait
 from statexchange.errors import StorageError
-from statexchange.shared_memory import Arena, ArenaPool, Attached, attach
+from statexchange.shared_memory import Arena, ArenaPool, Attached
 
 __all__ = ["SharedMemoryBackend"]
 
@@ -181,7 +181,7 @@ class SharedMemoryBackend(Backend):
         return [json.loads(answer) for answer in answers]
 
     def _attach_staging(self, addresses: Sequence[Any], wait: Wait) -> None:
-        staging = [_tensor_over(self._base_of(address)) for address in addresses]
+        staging = [_tensor_over(self._base_of(address, rank, wait)) for rank, address in enumerate(addresses)]
         self._page.sync(wait)
         assert self._staging is not None
         self._staging.unlink()
@@ -190,10 +190,10 @@ class SharedMemoryBackend(Backend):
             second = [memory[_WINDOW_BYTES:] for memory in staging]
             self._windows = (first, second)
 
-    def _base_of(self, address: dict[str, Any]) -> Any:
+    def _base_of(self, address: dict[str, Any], rank: int, wait: Wait) -> Any:
         ident = address["id"]
         if ident not in self._attached:
-            self._attached[ident] = attach(address)
+            self._attached[ident] = self._page.attach(address, rank, wait)
         return self._attached[ident].lend()
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:
@@ -224,7 +224,7 @@ class SharedMemoryBackend(Backend):
         for ident in self._attached.keys() - kept:
             if not self._attached[ident].referenced:
                 del self._attached[ident]
-        bases = [self._base_of(answer["address"]) for answer in answers]
+        bases = [self._base_of(answer["address"], rank, wait) for rank, answer in enumerate(answers)]
         self._page.sync(wait)
         arena.unlink()
         self._opened += 1

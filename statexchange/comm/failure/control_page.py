@@ -31,13 +31,22 @@ with an error writes the error before _LEFT, so that a rank that reads _LEFT can
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from typing import Any
 
 from statexchange.comm import forks
 from statexchange.comm.failure.monitor import GroupMonitor
 from statexchange.comm.wait import Pace, Wait
-from statexchange.errors import NotInitializedError, PeerError, StateExchangeError, from_record, to_record
+from statexchange.errors import (
+    NotInitializedError,
+    PeerError,
+    StateExchangeError,
+    StorageError,
+    from_record,
+    to_record,
+)
 from statexchange.processes import process_is_alive, process_is_stopped, process_start, usable_cores
 from statexchange.shared_memory import Arena, Attached, Kind, attach
 
@@ -145,7 +154,7 @@ class ControlPage(GroupMonitor):
         self._post(payload, parity)
         self.enter(fingerprint, 0, wait)
         reads = root is None or root == self.rank
-        answers = [self._read(r, parity) for r in range(self.world_size)] if reads else []
+        answers = [self._read(r, parity, wait) for r in range(self.world_size)] if reads else []
         if any(_is_spilled(self._slot(r, parity)) for r in range(self.world_size)):
             self.sync(wait)  # all must have read a long message before its writer may leave, which frees its arena
             if self.kind == "file" or any(arena.nbytes > _KEPT_BYTES for arena in self._spill.values()):
@@ -192,15 +201,26 @@ class ControlPage(GroupMonitor):
         arena.view[: len(payload)] = payload
         return json.dumps({**arena.address, "length": len(payload)}).encode()
 
-    def _read(self, rank: int, parity: int) -> bytes:
+    def _read(self, rank: int, parity: int, wait: Wait) -> bytes:
         data, flag = _read_slot(self._slot(rank, parity))
         if not flag:
             return data
         address = json.loads(data)
         key = rank * 2 + parity
         if key not in self._attached or self._attached[key][0] != address["id"]:
-            self._attached[key] = (address["id"], attach(address))
+            self._attached[key] = (address["id"], self.attach(address, rank, wait))
         return bytes(self._attached[key][1].view[: address["length"]])
+
+    def attach(self, address: dict[str, Any], rank: int, wait: Wait) -> Attached:
+        """Map memory of `rank`; raise why that rank has left, or PeerError, if it is gone. Not collective."""
+        try:
+            return attach(address)
+        except StorageError as error:
+            if error.errno not in (errno.ENOENT, errno.ESRCH):
+                raise
+            # A process that is killed loses its memory a moment before it counts as dead.
+            gone = PeerError(rank, wait.operation, "its shared memory is gone: its process died")
+            raise self.departure_of(rank, wait.operation) or gone from error
 
     def sync(self, wait: Wait) -> None:
         """Return when all ranks are here: a barrier without a comparison, for the inside of a collective."""
