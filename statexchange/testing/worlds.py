@@ -21,6 +21,7 @@ import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,8 @@ from statexchange.testing import child
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from multiprocessing.context import ForkServerContext, ForkServerProcess
+
+    from statexchange.comm.communicator import Communicator
 
 __all__ = ["LAUNCH_METHODS", "World", "dismiss_kept", "mpi_missing", "open_world"]
 
@@ -172,12 +175,25 @@ class _Threads(World):
         self._world_size = world_size
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._communicators: list[Any] = []
+        self._communicators: list[Communicator] = []
 
     def start(self) -> None:
-        from statexchange.comm.threads import thread_communicators
+        import torch.distributed
 
-        self._communicators = list(thread_communicators(self._world_size))
+        from statexchange.comm.backends.store import StoreBootstrap
+        from statexchange.comm.bootstrap import form_communicator
+        from statexchange.settings import default_timeout_s
+
+        store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
+
+        def form(rank: int) -> Communicator:
+            bootstrap = StoreBootstrap(store, rank, self._world_size)
+            bootstrap.name = "threads"
+            return form_communicator(bootstrap, default_timeout_s())
+
+        # Forming is collective, so that each rank needs a thread; other threads may then use the communicators.
+        with ThreadPoolExecutor(self._world_size) as pool:
+            self._communicators = list(pool.map(form, range(self._world_size)))
         self._threads = [
             threading.Thread(target=self._run, args=(rank,), name=f"rank {rank}", daemon=True)
             for rank in range(self._world_size)
