@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import random
+import re
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ SCHEDULERS = ["StepLR", "MultiStepLR", "LambdaLR", "SequentialLR", "CosineAnneal
 CHANGES = ["permuted groups", "permuted parameters", "one group", "more groups", "fewer parameters", "other head"]
 CHANGES += ["key more", "key less", "other optimizer", "other scheduler", "no model", "wrapped", "other extra", "names"]
 SOURCES = ["own", "own 2", "torch", "dcp", "dcp flat", "dcp names", "export"]
+IS_RANDOM_STATE = re.compile(r":object:'(torch|numpy|python|cuda)'")
 PLAIN_KEYS: list[Any] = ["a", "b", "a.b", "0", "1", "x y", "state", "None", "step", 0, 1, 2, 10, -1, True, None, 2.5]
 
 
@@ -616,3 +618,12 @@ def atoms(state: Any, job: Job) -> dict[str, str]:
 def _bare(name: str) -> str:
     name = ".".join(part for part in name.split(".") if part != "_orig_mod")
     return name.removeprefix("module.")
+
+
+def plain(found: dict[str, str]) -> dict[str, str]:
+    """Return atoms without the types of containers, which are those of the live state, and without random states."""
+    return {
+        key: re.sub(r"(Counter|OrderedDict|defaultdict)\{", "dict{", value)
+        for key, value in found.items()
+        if not key.endswith(":type") and not IS_RANDOM_STATE.search(key)
+    }

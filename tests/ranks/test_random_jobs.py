@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from random_jobs import Case, Job, atoms, build, draw, live_job, root_of, save, without_objects
+from random_jobs import Case, Job, atoms, build, draw, live_job, plain, root_of, save, without_objects
 
 import statexchange as sx
 
@@ -23,8 +23,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*:UserWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
-
-IS_RANDOM_STATE = re.compile(r":object:'(torch|numpy|python|cuda)'")
 
 
 def check_job(seed: int, path: Path) -> str:
@@ -92,15 +90,6 @@ def saved_atoms(case: Case, saved: Job) -> dict[str, list[str]]:
         for key, value in plain(atoms(tree, saved)).items():
             expected.setdefault(key, []).append(value)
     return expected
-
-
-def plain(found: dict[str, str]) -> dict[str, str]:
-    """Return atoms without the types of containers, which are those of the live state, and without random states."""
-    return {
-        key: re.sub(r"(Counter|OrderedDict|defaultdict)\{", "dict{", value)
-        for key, value in found.items()
-        if not key.endswith(":type") and not IS_RANDOM_STATE.search(key)
-    }
 
 
 @pytest.mark.parametrize(
