@@ -583,10 +583,12 @@ def _load(optimizer: Optimizer, more: Mapping[str, Leaf]) -> None:
             if name in attributes:
                 old[name] = attributes[name]
         before.append((attributes, old))
-    optimizer.load_state_dict({**optimizer.state_dict(), **more})
-    groups, state = optimizer.param_groups, optimizer.state
-    for attributes, old in before:
-        attributes.update(old)
+    try:
+        optimizer.load_state_dict({**optimizer.state_dict(), **more})
+        groups, state = optimizer.param_groups, optimizer.state
+    finally:  # after an error of the loader, too
+        for attributes, old in before:
+            attributes.update(old)
     new_groups = []
     for new_group, group in zip(groups, optimizer.param_groups, strict=True):
         new_groups.append(hyperparameters(_without_casts(new_group, group)))
