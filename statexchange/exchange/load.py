@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator, public_call
-from statexchange.errors import InvalidArgumentError, ReplacedError
+from statexchange.errors import InvalidArgumentError, ReplacedError, StateExchangeError
 from statexchange.exchange.chosen_conversion import ChosenConversion
 from statexchange.exchange.load_checks import check_same_source, check_whose_state, compare_names, settle_names
 from statexchange.exchange.load_report import LoadReport, LoadRequest, notes_on_lost_ties, notes_on_overflows
@@ -175,8 +175,12 @@ def load_now(request: LoadRequest, comm: Communicator) -> LoadReport:
         pause.enter_context(collector_paused())
         try:
             report = _load(request, comm, pause)
-        except ReplacedError:  # raised on all ranks: the new version is loaded instead, once
-            report = _load(request, comm, pause, reads_again=True)
+        except ReplacedError as replaced:  # raised on all ranks: the new version is loaded instead, once
+            try:
+                report = _load(request, comm, pause)
+            except StateExchangeError as error:
+                # Tensors may have values of the version before, and only the first error says how many.
+                raise error.located(advice=f"before this, the first try ended so: {replaced.message}") from replaced
     if comm.rank == 0:
         _log.info("loaded %s", report)
         for note in report.notes:
@@ -184,9 +188,7 @@ def load_now(request: LoadRequest, comm: Communicator) -> LoadReport:
     return report
 
 
-def _load(
-    request: LoadRequest, comm: Communicator, pause: contextlib.ExitStack, *, reads_again: bool = False
-) -> LoadReport:
+def _load(request: LoadRequest, comm: Communicator, pause: contextlib.ExitStack) -> LoadReport:
     """Load once. Collective. `pause` is that of the garbage collector, which ends before remote files are read.
 
     Each phase ends in an agreement of all ranks: what one raises in it, all raise, so that none waits for another that
@@ -221,7 +223,7 @@ def _load(
             pause.close()
         with comm.phase("reading", timeout_s=timeout_s):
             _mark_targets(plan, items)
-            nbytes, overflows = read_all(items, readers, comm, request.call.on_progress, reads_again=reads_again)
+            nbytes, overflows = read_all(items, readers, comm, request.call.on_progress)
         # Once all ranks have read everything: where one cannot, no rank has another epoch or learning rate than before.
         with comm.phase("installing what was read", timeout_s=timeout_s):
             for install in plan.callbacks:

@@ -334,8 +334,6 @@ def read_all(
     readers: Mapping[WantedBox, Sequence[int]],
     comm: Communicator,
     on_progress: Callable[[int, int], None] | None = None,
-    *,
-    reads_again: bool = False,
 ) -> tuple[int, list[Overflows]]:
     """Fill the live tensors; return the bytes that this rank has read, and boxes in which casts made values infinite.
 
@@ -344,7 +342,7 @@ def read_all(
     Raises:
         ReplacedError: a file may have changed since it was opened.
         CorruptError, StorageError: a live tensor is as it was, or has the values that were saved, or NaN; the error
-            says how many have changed, also by a first reading of another version if this one `reads_again`.
+            says how many have changed.
         ReplicaError: live tensors share memory for which the source has different values.
     """
     parts = _parts_of(items)
@@ -357,7 +355,7 @@ def read_all(
         try:
             reading.run(to_read)
         except (CorruptError, StorageError) as error:
-            raise error.located(advice=reading.changes(len(items), reads_again=reads_again)) from error.__cause__
+            raise error.located(advice=reading.changes(len(items))) from error.__cause__
         # After all reads: a rank that waited for another one in between would leave its own requests for later.
         for wanted, (reader, *others) in readers.items():
             if comm.rank == reader:
@@ -514,17 +512,15 @@ class _Reading:
         """Return the ids of the items that are filled in part."""
         return {item for item in self._changed if self._left[item]}
 
-    def changes(self, num_items: int, *, reads_again: bool) -> str:
+    def changes(self, num_items: int) -> str:
         """Return what has changed in this rank's live tensors, `num_items` in all, as the end of a message."""
         where = f" of rank {self._comm.rank}" if self._comm.world_size > 1 else ""
-        if not self._changed and not reads_again:
+        if not self._changed:
             return f"the state{where} is unchanged"
         text = f"{len(self._changed)} of {num_items} tensors{where} have been filled"
         num_invalid = len(self._invalid())
         if num_invalid:
             text += f", {num_invalid} of them with NaN (all bits set) because not all of it could be read"
-        if reads_again:
-            return f"{text}, the others may have values of a version that was replaced"
         return f"{text}, the others are as they were"
 
     def _add(self, parts: Sequence[_Part]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save, save_file
 from stored import flip_bit
 from torch import nn
 
@@ -111,3 +112,20 @@ def test_param_groups_and_values_are_unchanged_where_a_load_fails_while_it_reads
         for key, value in entries.items():
             found = after["state"][number][key]
             assert torch.equal(found, value) or torch.equal(found, source["state"][number][key])
+
+
+def test_the_error_of_a_second_try_says_what_the_first_one_has_changed(tmp_path: Path) -> None:
+    """The file is written again during the load with other names, which are refused before anything is read."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(LARGE), "b": torch.ones(LARGE)}, path)
+    live = {"a": torch.full((LARGE,), OLD), "b": torch.full((LARGE,), OLD)}
+    data = save({"c": torch.ones(2 * LARGE)})
+
+    def writes_again(done: int, total: int) -> None:
+        path.write_bytes(data)
+
+    with pytest.raises(sx.errors.NotFoundError, match="2 missing") as caught:
+        sx.load_checkpoint(live, path, on_progress=writes_again)
+    assert "of 2 tensors have been filled" in str(caught.value)
+    for tensor in live.values():
+        assert is_old_saved_or_nan(tensor, torch.ones(LARGE))
