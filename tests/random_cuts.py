@@ -43,7 +43,7 @@ class Cut:
 
 @dataclass
 class States:
-    """What is drawn for a number of ranks.
+    """The state drawn for a number of ranks.
 
     Attributes:
         random: the source of all choices.

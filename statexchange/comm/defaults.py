@@ -1,4 +1,4 @@
-"""What a public call begins with: its name, for errors, and the communicator that its `comm=` means.
+"""The begin of a public call: its name, for errors, and the communicator that its `comm=` means.
 
 The default communicator, which None means, is the first of these that exists:
 

@@ -1,4 +1,4 @@
-"""What a load checks before anything changes: that all ranks read one checkpoint, whose state it is, and its names.
+"""Checks of a load before anything changes: that all ranks read one checkpoint, whose state it is, and its names.
 
 On another number of ranks than saved it, a load refuses what belongs to one rank, and values that differ between ranks.
 """

@@ -800,7 +800,7 @@ def _read_groups(saved: SavedOptimizer, live_groups: Sequence[Mapping[str, Leaf]
         for key in listed:
             labels.append(str(key))
             saved.has_integers |= isinstance(key, int)
-        # Where keys are texts, other state is told from a parameter's by that alone.
+        # If keys are texts, nothing else tells other state from a parameter's.
         keys.update(labels if entries.keys_are_texts else listed)
         saved.groups.append(SavedGroup(labels, hyperparameters(group)))
     return keys

@@ -1,4 +1,4 @@
-"""What a load that fails while it reads leaves of tensors of several boxes, and of optimizers."""
+"""Loads that fail while they read: the values that they leave in tensors of several boxes, and in optimizers."""
 
 from __future__ import annotations
 

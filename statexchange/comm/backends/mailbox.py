@@ -45,9 +45,8 @@ class Mailbox:
         posted, taken = 2 * tag, 2 * tag + 1
         num_places = 1 if tag != _DATA_TAG else 2
         if tag == _OFFER_TAG:
-            self._open_ring(
-                wait
-            )  # before the offer: a peer that has answered has attached, even if this rank leaves then
+            # Before the offer: a peer that has answered has attached, even if this rank leaves then.
+            self._open_ring(wait)
         elif tag == _DATA_TAG and self._own_arena is not None:
             self._own_arena.unlink()  # the receiver has attached, as it has answered
         for piece in self._pieces(data, tag):
