@@ -79,7 +79,7 @@ from statexchange.storage.files import mount_of, warn_of_options
 from statexchange.storage.location import MAX_MANIFEST_BYTES, parse_json
 from statexchange.storage.publish.build import (
     Build,
-    DirectoryFile,
+    OutputFile,
     ReplaceCheck,
     WrittenFile,
     busy_error,
@@ -268,6 +268,41 @@ def identity_at(name: str, dir_fd: int, path: str) -> _Identity | None:
     """Return the identity of a file or directory; None if the name does not exist."""
     attributes = files.stat_of(name, dir_fd, path)
     return None if attributes is None else _identity(attributes)
+
+
+class DirectoryFile(OutputFile):
+    """A file of a `DirectoryBuild`, which several processes may write. It is opened by the first write."""
+
+    def __init__(self, path: str, header: bytes, *, is_reserved: bool) -> None:
+        self.path = path
+        self.header = header
+        self.is_reserved = is_reserved
+        self._fd = -1
+
+    def _opened(self) -> int:
+        if self._fd < 0:
+            self._fd = files.open_for_writing(self.path)
+        return self._fd
+
+    def write(self, data: files.Buffer, at: int) -> None:
+        """Write `data` at byte `at`."""
+        files.pwrite_all(self._opened(), data, at, self.path)
+
+    def finish(self, *, writes_header: bool = True) -> None:
+        """Write the header last, and make the file durable."""
+        if writes_header:
+            files.audit("write", self.path)
+            files.pwrite_all(self._opened(), self.header, 0, self.path)
+        files.sync_file(self._opened(), self.path)
+        fd, self._fd = self._fd, -1
+        files.close_file(fd, self.path)
+
+    def close(self) -> None:
+        """Release the descriptor of an unfinished file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # the file will be removed
+                os.close(fd)
 
 
 class DirectoryBuild(Build):
