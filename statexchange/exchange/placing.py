@@ -32,9 +32,13 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
 
     All ranks must have the same mesh. A pattern that matches no tensor of any rank is an InvalidArgumentError.
     """
-    parts = {name: local for name, local in described.tensors.items() if local.part is not None}
+    parts = {}
+    for name, local in described.tensors.items():
+        # All others, DTensors among them, know their boxes already.
+        if local.part is not None:
+            parts[name] = local
     own = RankMetadata.of(Description(parts, unused=described.unused), mesh_option(layout))
-    # Metadata of the parts alone: all other tensors have their boxes already.
+    # Ranks with equal parts send equal metadata, which travels once.
     sent, _ = gather_distinct(comm, encoded(own, RankMetadata))
     tensors = dict(described.tensors)
     with comm.phase("placing its tensors"):
