@@ -81,7 +81,6 @@ from statexchange.storage.publish.build import (
     Build,
     OutputFile,
     ReplaceCheck,
-    WrittenFile,
     busy_error,
     open_builds,
     owner_state,
@@ -89,12 +88,9 @@ from statexchange.storage.publish.build import (
     target_exists,
 )
 from statexchange.storage.store import Budget, open_local
-from statexchange.storage.tensorfile import write_tensor_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from statexchange.storage.tensorfile import ShardData
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "DirectoryBuild",
@@ -105,7 +101,6 @@ __all__ = [
     "identity_at",
     "interrupted",
     "refuse_others",
-    "write_into_directory",
 ]
 
 _log = logging.getLogger(__name__)
@@ -114,26 +109,6 @@ _ATTEMPTS = 20  # to begin in a directory that other publishers make and remove 
 _TAKEN_OVER = "treated this one as dead (--resume) and took over its directory"
 _EMPTYING_S = 3.0  # how long open files of other processes may keep a directory on NFS from being removed
 _Identity = tuple[int, int, int]  # device, inode, mtime
-
-
-def write_into_directory(
-    path: str,
-    key: str,
-    name: str,
-    shards: Sequence[ShardData],
-    metadata: Mapping[str, Any],
-    progress: Callable[[], object],
-) -> WrittenFile:
-    """Write a rank's file into the directory under construction that has the name `key`, beside the target `path`."""
-    folder = os.path.join(os.path.dirname(path), os.path.basename(key))
-    file_path = os.path.join(folder, name)
-    durable = not mount_of(folder).is_memory
-    with files.directory(folder) as dir_fd:
-        content = write_tensor_file(
-            dir_fd, name, file_path, shards, metadata, durable=durable, mode=0o666, progress=progress
-        )
-        invalidate_listings(dir_fd, path=folder)  # before the publisher on another host looks for the file
-    return WrittenFile("", folder, content)
 
 
 @dataclass(slots=True)
