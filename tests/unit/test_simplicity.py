@@ -45,7 +45,7 @@ class Walk(NamedTuple):
 CEILINGS = {
     "load": Walk(25, 650, 52, 0),
     "save": Walk(26, 738, 77, 2),
-    "export": Walk(29, 685, 25, 0),
+    "export": Walk(29, 681, 25, 0),
     "merge": Walk(27, 868, 114, 0),
     "synchronize": Walk(12, 240, 38, 1),
 }
