@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from statexchange.checkpoint.index import index_name, single_file_name
+from statexchange.checkpoint.publication import index_name, single_file_name
 from statexchange.conversions.choice import conversion_of
 from statexchange.errors import (
     CorruptError,

@@ -28,9 +28,8 @@ from statexchange.checkpoint.extra_files import (
     notes_on_missing_files,
     own_files,
 )
-from statexchange.checkpoint.index import BoxProvenance
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about, notes_on_tensors, notes_on_written
-from statexchange.checkpoint.publication import Publication, check_publication
+from statexchange.checkpoint.publication import BoxProvenance, Publication, check_publication
 from statexchange.conversions.config_facts import check_configs
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import (
@@ -684,7 +683,7 @@ class _FileWriter:
 
     def _write_tensor(self, tensor: TensorPlan, output: OutputFile, memory: memoryview) -> list[BoxProvenance]:
         reader = TensorReader(self._source, tensor)
-        at = output.offset_of(tensor)
+        at = len(output.header) + tensor.begin
         for _, data in reader.windows(memory):
             if self._stop.is_set():
                 raise RuntimeError("another file of this merge failed")

@@ -28,7 +28,7 @@ from statexchange.units import format_number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from statexchange.checkpoint.index import BoxProvenance
+    from statexchange.checkpoint.publication import BoxProvenance
     from statexchange.formats.source import Source
     from statexchange.sharding.options import ExportOptions
     from statexchange.sharding.plan import Plan, RankShards, TensorPlan

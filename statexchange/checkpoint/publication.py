@@ -1,21 +1,26 @@
 """Publish a checkpoint directory: output files with their headers, extra files, the index, and the manifest last.
 
 The package storage/publish makes the directory appear under its name as a whole or not at all. This module defines its
-content, and which directory it may replace: only one whose own manifest lists every file in it.
+content, Hugging Face's index and the manifest included, and which directory it may replace: only one whose own manifest
+lists every file in it.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from statexchange.checkpoint.index import index_name, index_text, listed_files, manifest_text
-from statexchange.errors import UnsafeError, UnsupportedError
+from statexchange.errors import CorruptError, NotFoundError, UnsafeError, UnsupportedError
 from statexchange.formats.huggingface import MANIFEST
-from statexchange.storage.location import target_path
+from statexchange.formats.model_files import INDEX
+from statexchange.formats.sealed_files import KEY as SEALED
+from statexchange.storage.files import check_size
+from statexchange.storage.location import MAX_MANIFEST_BYTES, check_parsed_size, read_json, target_path
 from statexchange.storage.publish import check_build, open_build
 from statexchange.storage.publish.build import OutputFile
-from statexchange.storage.store import Store
+from statexchange.storage.store import Budget, Store
 from statexchange.storage.tensorfile import encode_header
 
 if TYPE_CHECKING:
@@ -23,10 +28,19 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-    from statexchange.checkpoint.index import BoxProvenance
-    from statexchange.sharding.plan import FilePlan, Plan
+    from statexchange.formats.sealed_files import SealedFile
+    from statexchange.sharding.plan import FilePlan, Plan, TensorPlan
+    from statexchange.sharding.shards import Shard
 
-__all__ = ["FORMAT_METADATA", "Publication", "check_publication"]
+__all__ = [
+    "FORMAT_METADATA",
+    "BoxProvenance",
+    "Publication",
+    "check_publication",
+    "index_name",
+    "sealed_manifest_text",
+    "single_file_name",
+]
 
 FORMAT_METADATA = {"format": "pt"}  # as safetensors.torch.save_file writes
 
@@ -112,7 +126,8 @@ class Publication:
 
     Root only. The constructor checks the target and takes over or removes what interrupted publishers left. Call
     `commit` or `abandon` at the end; leaving a with block abandons an uncommitted publication. `path` is the target,
-    `building_path` the directory of the files until then, and `finished` the metadata of finished files by name.
+    `building_path` the directory of the files until then, `outputs` are those that were created, in this order, and
+    `finished` is the metadata of finished files by name.
 
     Args:
         path: the target.
@@ -157,12 +172,15 @@ class Publication:
             reuse=reuse,
             resume=resume,
         )
+        self.outputs: list[OutputFile] = []
         self.path, self.building_path, self.finished = self._build.path, self._build.building_path, self._build.finished
 
     def create(self, file: FilePlan) -> OutputFile:
         """Create an output file and reserve its disk space; on tmpfs only the free space is checked. Thread-safe."""
         header = self._draft.headers[file.name]
-        return self._build.create(file.name, len(header) + file.data_nbytes, header)
+        output = self._build.create(file.name, len(header) + file.data_nbytes, header)
+        self.outputs.append(output)
+        return output
 
     def record(self, name: str, metadata: object) -> None:
         """Record that an output file is finished, with JSON metadata, for a publisher that resumes after a kill."""
@@ -201,3 +219,143 @@ def _header_of(plan: FilePlan, metadata: Mapping[str, str]) -> bytes:
         if tensor.dtype == "C128":
             raise UnsupportedError("safetensors has no complex128; cast or exclude it", name=tensor.name)
     return encode_header([(tensor.name, tensor.dtype, tensor.shape) for tensor in plan.tensors], metadata)
+
+
+# Index and manifest
+
+_SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BoxProvenance:
+    """The provenance of a published box: the rank that supplied it, its digest, and what a cast made infinite in it."""
+
+    rank: int
+    digest: str
+    num_overflows: int = 0
+
+
+def single_file_name(plan: Plan) -> str:
+    """Return the name that the weights would have as one file; readers look for it first."""
+    if not plan.files:
+        return ""
+    return plan.files[0].name.replace(f"-00001-of-{len(plan.files):05d}", "", 1)
+
+
+def index_name(plan: Plan) -> str | None:
+    """Return the name of a plan's index; None for a single file."""
+    return None if len(plan.files) == 1 else f"{single_file_name(plan)}{INDEX}"
+
+
+def index_text(plan: Plan) -> bytes:
+    """Return Hugging Face's index, which maps tensor names to files."""
+    weight_map = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
+    record = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+    return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def manifest_text(
+    plan: Plan, provenance: Mapping[str, Sequence[BoxProvenance]], names: Sequence[str], source: str
+) -> bytes:
+    """Return the manifest: the names of all other files, and for each tensor its boxes with their provenance.
+
+    Raises:
+        UnsafeError: the manifest would be larger than readers accept.
+    """
+    tensors = {}
+    for file in plan.files:
+        for tensor in file.tensors:
+            tensors[tensor.name] = _tensor_record(file, tensor, provenance[tensor.name])
+    record = {
+        "schema": _SCHEMA,
+        "plan": plan.digest,
+        "source": source,
+        "digest": "xxh3-128",
+        "files": sorted(names),
+        "aliases": dict(plan.aliases),
+        "tensors": tensors,
+    }
+    return _encoded(record)
+
+
+def sealed_manifest_text(
+    tensors: Mapping[str, tuple[str, Shard, str]], sealed: Sequence[SealedFile], aliases: Mapping[str, str]
+) -> bytes:
+    """Return the manifest of a directory that is sealed as it is.
+
+    It lists no files, because the directory is not statexchange's own: no publisher may replace it.
+
+    Args:
+        tensors: by name the file of each tensor, its shard, which is the whole tensor, and its digest.
+        sealed: the files of the directory.
+        aliases: names of tied tensors that are in no file, with the names under which their values are.
+
+    Raises:
+        UnsafeError: the manifest would be larger than readers accept.
+    """
+    records = {}
+    for name, (file, shard, digest) in tensors.items():
+        records[name] = {
+            "file": file,
+            "dtype": shard.dtype,
+            "shape": list(shard.global_shape),
+            "source": name,
+            "boxes": [[*shard.boxes[0].to_json(), digest, 0]],
+        }
+    record = {
+        "schema": _SCHEMA,
+        "source": "huggingface",
+        "digest": "xxh3-128",
+        "files": [],
+        "aliases": dict(aliases),
+        "tensors": records,
+        SEALED: {one.name: one.to_json() for one in sealed},
+    }
+    return _encoded(record)
+
+
+def _encoded(record: Mapping[str, Any]) -> bytes:
+    """Return a manifest as JSON; raise UnsafeError if readers would refuse it."""
+    text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
+    data = text.encode()
+    try:
+        check_size(len(data), MAX_MANIFEST_BYTES, MANIFEST)
+        check_parsed_size(text, MANIFEST, Budget(MANIFEST))
+    except CorruptError:
+        problem = f"the manifest would have {len(data)} bytes, more than readers accept: publish fewer boxes"
+        raise UnsafeError(problem) from None
+    return data
+
+
+def _tensor_record(file: FilePlan, tensor: TensorPlan, provenance: Sequence[BoxProvenance]) -> dict[str, Any]:
+    """Return the manifest's record of a tensor; each of its boxes is (offsets, shape, digest, rank)."""
+    boxes = []
+    for piece, box in zip(tensor.pieces, provenance, strict=True):
+        boxes.append([*piece.box.to_json(), box.digest, box.rank])
+    return {
+        "file": file.name,
+        "dtype": tensor.dtype,
+        "shape": list(tensor.shape),
+        "source": tensor.source,
+        "boxes": boxes,
+    }
+
+
+def listed_files(store: Store) -> list[str]:
+    """Return the files that a directory's manifest lists, in the order of their removal; [] without a manifest.
+
+    The manifest comes first, so that the directory stops being a checkpoint at the first removal. Indexes follow, then
+    the others.
+
+    Raises:
+        CorruptError: the manifest is broken.
+    """
+    path = store.path_of(MANIFEST)
+    try:
+        raw: Any = read_json(store.open(MANIFEST))
+    except NotFoundError:
+        return []
+    names = raw.get("files") if isinstance(raw, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CorruptError("broken manifest: it lists no files", path=path)
+    return [MANIFEST, *sorted(set(names) - {MANIFEST}, key=lambda name: (not name.endswith(INDEX), name))]

@@ -1,8 +1,9 @@
 """Seal a checkpoint that exists: add a manifest with digests beside its files, which stay as they are.
 
-The manifest is that of a published checkpoint (index.py), with one box for each tensor, and under ``sealed`` the size
-and digest of every file in the directory. It lists no files as statexchange's own, so that no publisher may replace the
-directory. It is written last, when all bytes have been read and nothing has changed meanwhile, and appears as a whole.
+The manifest is that of a published checkpoint (publication.py), with one box for each tensor, and under ``sealed`` the
+size and digest of every file in the directory. It lists no files as statexchange's own, so that no publisher may
+replace the directory. It is written last, when all bytes have been read and nothing has changed meanwhile, and appears
+as a whole.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from statexchange.checkpoint.index import sealed_manifest_text
+from statexchange.checkpoint.publication import sealed_manifest_text
 from statexchange.errors import (
     CorruptError,
     InvalidArgumentError,

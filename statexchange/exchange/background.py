@@ -1,4 +1,4 @@
-"""Run an export or save now, or in the background: a thread writes a copy of the tensors while training goes on."""
+"""Run an export or save in the background: a thread writes a copy of the tensors while training goes on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from statexchange.tensors import TensorLike, same_memory
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["raise_unreported", "run_trip", "wait_for_end"]
+__all__ = ["raise_unreported", "run_in_background", "wait_for_end"]
 
 Report = TypeVar("Report")
 
@@ -33,33 +33,18 @@ _log = logging.getLogger(__name__)
 _ALIGN_BYTES = 64
 
 
-def run_trip(
-    call: str,
-    path: object,
-    comm: Communicator,
-    prepare: Callable[[], tuple[Description, Callable[[Description, Communicator], Report]]],
-    *,
-    background: bool,
-) -> Report | Future[Report]:
-    """Describe a state and write it: now, or from a copy and in a thread. Collective.
-
-    `prepare` checks the arguments of the public call named `call` and describes the state. It returns the description,
-    and the function that is called with the description, or one of copies, and with a communicator. In the background
-    a failure in `prepare` is raised on all ranks by the thread, so that this call waits for no rank.
-    """
-    if background:
-        return _run_in_background(call, path, comm, prepare)
-    with comm.phase("describing its state"):
-        described, finish = prepare()
-    return finish(described, comm)
-
-
-def _run_in_background(
+def run_in_background(
     call: str,
     path: object,
     comm: Communicator,
     prepare: Callable[[], tuple[Description, Callable[[Description, Communicator], Report]]],
 ) -> Future[Report]:
+    """Describe a state, and write a copy of it in a thread. Collective.
+
+    `prepare` checks the arguments of the public call named `call` and describes the state. It returns the description,
+    and the function that is called with one of copies, and with a communicator. A failure in `prepare` is raised on all
+    ranks by the thread, so that this call waits for no rank.
+    """
     site = call_site()
     state = _backgrounds.get(comm)
     failure = None if state is None else state.take_failure()

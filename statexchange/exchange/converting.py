@@ -11,7 +11,6 @@ from statexchange.conversions.patches import Patch
 from statexchange.conversions.plan import ConversionPlan, InputFills
 from statexchange.exchange.chosen_conversion import ChosenConversion
 from statexchange.exchange.placing import place_parts
-from statexchange.exchange.rank_metadata import agreed_names
 from statexchange.exchange.saved_names import SavedNames
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.shards import Box, Shard
@@ -26,19 +25,14 @@ Conversion: TypeAlias = ChosenConversion | SavedNames
 def convert_live(
     comm: Communicator, described: Description, conversion: Conversion | None, options: ExportOptions
 ) -> tuple[Description, ExportOptions]:
-    """Renumber and convert a description, and return it with the options that are left. Collective.
+    """Convert a description, and return it with the options that are left. Collective.
 
-    It is converted if any rank has a conversion, and gets the names that a layout's rules renumber over all ranks. Each
-    rank keeps the elements that it has, as views of the same memory: no bytes move between ranks.
+    Call it on all ranks if any has a conversion, after `agreed_names`. Each rank keeps the elements that it has, as
+    views of the same memory: no bytes move between ranks.
     """
-    layout = options.new_layout()
-    texts = None if conversion is None else conversion.texts()
-    described, converts = agreed_names(comm, described, layout, texts)
-    if not converts:
-        return described, options
     # Some ranks may have a model of transformers, and others none: all take part in the collectives of the conversion.
     conversion = conversion or SavedNames(None)
-    described = place_parts(comm, described, layout)
+    described = place_parts(comm, described, options.new_layout())
     # After the layout: rules of a conversion are for whole tensors.
     plan = conversion.plan(comm, described, options)
     with comm.phase("converting its state"):

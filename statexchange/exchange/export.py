@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -13,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 from statexchange.checkpoint.extra_files import given_files
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator, public_call
-from statexchange.exchange.background import run_trip
+from statexchange.exchange.background import run_in_background
 from statexchange.exchange.chosen_conversion import chosen_conversion
-from statexchange.exchange.export_plan import Clock, ExportRequest, agree_on_plan
-from statexchange.exchange.exporting import ExportReport, publish
+from statexchange.exchange.converting import Conversion, convert_live
+from statexchange.exchange.exporting import Clock, ExportReport, ExportRequest, agree_on_plan, publish
+from statexchange.exchange.rank_metadata import RankMetadata, agreed_names
 from statexchange.exchange.writing import write_boxes, writing_nodes
 from statexchange.sharding.options import (
     ADAPTER_PATTERN,
@@ -176,41 +178,67 @@ def export_checkpoint(
     def prepare() -> tuple[Description, Callable[[Description, Communicator], ExportReport]]:
         began = None if background else time.perf_counter()
         call, options = CallOptions.of(arguments), ExportOptions.of(arguments)
-        # Files and notes are root's alone; all else is equal on all ranks, and is checked on each.
-        is_root, is_adapter = communicator.rank == 0, is_adapter_model(state)
-        if filename_pattern is None and is_adapter:
-            options = replace(options, filename_pattern=ADAPTER_PATTERN)
+        is_root = communicator.rank == 0
+        tensors: State = state
         own_files: dict[str, bytes] = {}
-        if is_root:
-            own_files = model_files(state)
-            if tokenizer is not None:
-                own_files |= tokenizer_files(tokenizer)
-        config = given_files(files_from).config() if is_root and convert is not None else None
-        conversion = chosen_conversion(options, state, config, is_root=is_root)
+        conversion: Conversion | None = None
+        # A model can only be one of transformers or PEFT, which imports transformers, if that has been imported.
+        if options.converts or "transformers" in sys.modules:
+            if is_adapter_model(state):
+                tensors = adapter_state(state)
+                if filename_pattern is None:
+                    options = replace(options, filename_pattern=ADAPTER_PATTERN)
+            # Files and notes are root's alone; all else is equal on all ranks, and is checked on each.
+            own_files = model_files(state) if is_root else {}
+            config = given_files(files_from).config() if is_root and convert is not None else None
+            conversion = chosen_conversion(options, state, config, is_root=is_root)
+        if tokenizer is not None and is_root:
+            own_files |= tokenizer_files(tokenizer)
         # Now: in the background the program may change its working directory before root opens the target.
-        target = target_path(path, local=True)
-        request = ExportRequest(target, options, call, conversion, own_files)
-        tensors = adapter_state(state) if is_adapter else state
+        request = ExportRequest(target_path(path, local=True), options, call, own_files)
         # A new layout each time: it remembers which patterns have matched a name.
         with collector_paused():
             described = describe(tensors, options.new_layout(), communicator.rank, with_extra_state=False)
-        return described, lambda copies, comm: _export(copies, request, comm, began)
+        return described, lambda copies, comm: _export(copies, conversion, request, comm, began)
 
-    return run_trip("export_checkpoint", path, communicator, prepare, background=background)
+    if background:
+        return run_in_background("export_checkpoint", path, communicator, prepare)
+    with communicator.phase("describing its state"):
+        described, export = prepare()
+    return export(described, communicator)
 
 
-def _export(described: Description, request: ExportRequest, comm: Communicator, began: float | None) -> ExportReport:
-    """Plan, write and publish described tensors; the report counts seconds from `began`. Collective."""
+def _export(
+    described: Description,
+    conversion: Conversion | None,
+    request: ExportRequest,
+    comm: Communicator,
+    began: float | None,
+) -> ExportReport:
+    """Convert, plan, write and publish described tensors; the report counts seconds from `began`. Collective."""
     clock = Clock(began)
     with contextlib.ExitStack() as building:
         # Many small objects are made here, and none is garbage: the collector would look at all of them repeatedly.
         with collector_paused():
-            described, plan, root = agree_on_plan(comm, described, request, clock, building)
-        headers, nbytes = [], 0
-        if root is not None:
-            headers, nbytes = [output.header for output in root.outputs], root.plan.nbytes
+            described, options = _converted(comm, described, conversion, request.options)
+            # The options as they were given: a conversion has applied its patterns, which must be equal on all ranks.
+            metadata = RankMetadata.of(described, request.options.texts())
+            plan, root = agree_on_plan(comm, metadata, request, options, clock, building)
+        headers, nbytes = ([], 0) if root is None else (root.headers, root.plan.nbytes)
         # Which hosts see the directory is known only now that it exists.
         nodes = writing_nodes(comm, plan)
         receipts = write_boxes(comm, described, plan, nodes, headers, request.call)
         clock.lap("write", nbytes)
-        return publish(comm, root, receipts, nodes, request, clock)
+        with collector_paused():
+            return publish(comm, root, receipts, nodes, request, clock)
+
+
+def _converted(
+    comm: Communicator, described: Description, conversion: Conversion | None, options: ExportOptions
+) -> tuple[Description, ExportOptions]:
+    """Return the tensors by the names to be written, and the options that are left for them. Collective."""
+    described, converts = agreed_names(comm, described, options.new_layout(), conversion)
+    if not converts:
+        return described, options
+    converted, options = convert_live(comm, described, conversion, options)
+    return replace(converted, extra_state=described.extra_state), options

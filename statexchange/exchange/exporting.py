@@ -1,28 +1,41 @@
-"""Publish an export that the ranks have written: compare copies, finish the files, name the directory, and report."""
+"""The steps of an export before and after the writing: agree on the plan, and publish what the ranks have written.
+
+Ranks describe their boxes. Root proves the cover, opens the target and tells all who writes what. When all have
+written, root compares the digests of copies, finishes the files, and gives the directory its name.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from statexchange.checkpoint.index import BoxProvenance
-from statexchange.checkpoint.notes import notes_on_written
+from statexchange.checkpoint.extra_files import extra_files, given_files
+from statexchange.checkpoint.notes import note_on_extra_state, notes_on_tensors, notes_on_written
+from statexchange.checkpoint.publication import BoxProvenance, Publication
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_root
-from statexchange.errors import MismatchError, ReplicaError
-from statexchange.exchange.export_plan import Clock, ExportRequest, RootExport
-from statexchange.formats.config_check import config_warnings
-from statexchange.messages import decode
-from statexchange.sharding.plan import TensorPlan, replica_error
+from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
+from statexchange.exchange.rank_metadata import (
+    RankMetadata,
+    check_metadata,
+    gather_distinct,
+    parse_metadata,
+    rank_shards,
+    reductions_of,
+)
+from statexchange.formats.config_check import config_warnings, unties_heads, without_heads
+from statexchange.messages import decode, encoded
+from statexchange.sharding.options import CallOptions, ExportOptions
+from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge, replica_error
 from statexchange.sharding.rules import layout_advice
-from statexchange.sharding.shards import Piece
-from statexchange.sharding.write_plan import BoxReceipt
-from statexchange.tensors import collector_paused
+from statexchange.sharding.write_plan import BoxReceipt, WriteFile, WritePlan, WriteTensor
 from statexchange.units import format_shares, format_transfer
 
-__all__ = ["ExportReport", "publish"]
+__all__ = ["Clock", "ExportReport", "ExportRequest", "RootExport", "agree_on_plan", "publish"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +76,147 @@ class ExportReport:
         return f"{transfer} -> {self.path} ({format_shares(self.rank_nbytes)})"
 
 
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """The checked arguments of `export_checkpoint`; `model_files` are the files that the model itself has, on root."""
+
+    path: str
+    options: ExportOptions
+    call: CallOptions
+    model_files: Mapping[str, bytes]
+
+
+class Clock:
+    """Seconds and bytes by phase."""
+
+    def __init__(self, began: float | None) -> None:
+        self.began = self._last = time.perf_counter() if began is None else began
+        self.phases: dict[str, float] = {}
+        self.nbytes: dict[str, int] = {}
+
+    def lap(self, phase: str, nbytes: int = 0) -> None:
+        """End a phase, in which `nbytes` were moved."""
+        now = time.perf_counter()
+        self.phases[phase] = now - self._last
+        self.nbytes[phase] = nbytes
+        self._last = now
+
+
+@dataclass(slots=True)
+class RootExport:
+    """An export as root alone has it: what is written, where, and what there is to say of it.
+
+    Attributes:
+        options: the options that are left after a conversion.
+        plan: the files and their tensors.
+        publication: the directory under construction.
+        extra: the small files beside them.
+        notes: for the report.
+    """
+
+    options: ExportOptions
+    plan: Plan
+    publication: Publication
+    extra: Mapping[str, bytes]
+    notes: tuple[str, ...]
+
+    @property
+    def headers(self) -> list[bytes]:
+        """The first bytes of each file."""
+        return [output.header for output in self.publication.outputs]
+
+    def write_plan(self, probe: str) -> WritePlan:
+        """Return the plan by which each rank writes its part."""
+        files, tensors = [], []
+        for number, (file, output) in enumerate(zip(self.plan.files, self.publication.outputs, strict=True)):
+            files.append(WriteFile(output.path, output.is_reserved))
+            begin = len(output.header)
+            for tensor in file.tensors:
+                place = (number, begin + tensor.begin)
+                tensors.append(
+                    WriteTensor(*place, tensor.shape, tensor.dtype, tensor.source, tensor.reduce, tensor.pieces)
+                )
+        return WritePlan(tuple(files), tuple(tensors), probe, self.options.replicas == "equal")
+
+
+def agree_on_plan(
+    comm: Communicator,
+    metadata_here: RankMetadata,
+    request: ExportRequest,
+    options: ExportOptions,
+    clock: Clock,
+    building: contextlib.ExitStack,
+) -> tuple[WritePlan, RootExport | None]:
+    """Return the plan of all ranks' tensors, and on root what it keeps of it. Collective.
+
+    Args:
+        comm: the communicator.
+        metadata_here: this rank's tensors, as they are written.
+        request: the arguments of the call.
+        options: those that are left after a conversion.
+        clock: the time that has passed.
+        building: at its end the directory under construction is abandoned, unless it is committed.
+    """
+    metadata, nbytes = gather_distinct(comm, encoded(metadata_here, RankMetadata), root=0)
+    clock.lap("describe", nbytes)
+    root: RootExport | None = None
+    plan: WritePlan | None = None
+    data = b""
+    with comm.phase("planning"):
+        if comm.rank == 0:
+            parsed = parse_metadata(metadata, comm.rank, metadata_here)
+            root, plan = _planned(parsed, request, options, building)
+            data = encoded(plan, WritePlan)
+    sent = comm.all_gather_bytes(data, operation="the plan")[0]
+    with comm.phase("reading the plan"):
+        if plan is None:
+            plan = decode(sent, WritePlan, "the plan", 0, partial(WritePlan.check, world_size=comm.world_size))
+    clock.lap("plan", len(sent))
+    return plan, root
+
+
+def _planned(
+    metadata: Sequence[RankMetadata],
+    request: ExportRequest,
+    options: ExportOptions,
+    building: contextlib.ExitStack,
+) -> tuple[RootExport, WritePlan]:
+    """Prove the cover, claim the target, and create the files. Root only."""
+    layout = options.new_layout()
+    check_metadata(metadata, layout)
+    has_files = request.options.files_from is not None or bool(request.model_files)
+    given = given_files(request.options.files_from) if has_files else None
+    # transformers would give a head that its config does not tie, and that no file has, random values.
+    is_untied = given is not None and unties_heads(given.config(request.model_files))
+    by_rank = []
+    for rank, shards in enumerate(rank_shards(metadata, layout)):
+        aliases = metadata[rank].aliases
+        by_rank.append(RankShards(rank, shards, without_heads(aliases) if is_untied else aliases))
+    plan = plan_merge(by_rank, options, reductions=reductions_of(metadata))
+    if not plan.num_tensors:
+        has_tensors = any(holder.shards for holder in by_rank)
+        reason = "include and exclude leave out every tensor" if has_tensors else "no rank's state has a tensor"
+        raise InvalidArgumentError(f"there is nothing to export: {reason}")
+    notes = notes_on_tensors(by_rank, plan, options)
+    extra_state: list[str] = []
+    for rank_metadata in metadata:
+        extra_state += rank_metadata.extra_state
+    if extra_state:
+        notes += note_on_extra_state(extra_state, request.options)
+    extra: dict[str, bytes] = {}
+    if given is not None:
+        extra = extra_files(given.contents, plan, request.model_files, updates_dtype=True)
+    # Last: from here on there is something to clean up. Two exports to one path meet here, and one is refused.
+    publication = Publication(request.path, plan, source="export", extra=extra, overwrite=request.call.overwrite)
+    building.enter_context(publication)
+    for file in plan.files:
+        publication.create(file)
+    root = RootExport(options, plan, publication, extra, notes)
+    # Other hosts look for the first file, and write in place if they see it. Its directory has a random name, so that
+    # no NFS client can have looked it up before, and remember that it was absent.
+    return root, root.write_plan(publication.outputs[0].path)
+
+
 def publish(
     comm: Communicator,
     root: RootExport | None,
@@ -82,10 +236,10 @@ def publish(
         clock: the time that has passed.
     """
     report: ExportReport | None = None
-    with comm.phase("publishing", timeout_s=request.call.stall_timeout_s), collector_paused():
+    with comm.phase("publishing", timeout_s=request.call.stall_timeout_s):
         if root is not None:
             provenance = _box_provenance(root, receipts)
-            for output, node in zip(root.outputs, nodes, strict=True):
+            for output, node in zip(root.publication.outputs, nodes, strict=True):
                 # The file was reserved without its header: a file that a crash leaves behind is no valid one.
                 output.finish(writes_header=node == comm.node_rank)
             # Only after the comparison: from here on readers see the checkpoint.
@@ -118,7 +272,7 @@ def _report(
 ) -> ExportReport:
     plan = root.plan
     files = [*small_files]
-    for file, output in zip(plan.files, root.outputs, strict=True):
+    for file, output in zip(plan.files, root.publication.outputs, strict=True):
         files.append((file.name, len(output.header) + file.data_nbytes))
     return ExportReport(
         root.publication.path,
@@ -151,7 +305,7 @@ def _box_provenance(root: RootExport, receipts: Sequence[bytes]) -> dict[str, li
                 continue
             for rank, box_index in piece.replicas:
                 if _receipt(boxes, tensor, (number, index, rank, box_index)).digest != written.digest:
-                    raise _replica_error(tensor, piece, rank)
+                    raise _replica_error(tensor, index, rank)
     return provenance
 
 
@@ -164,8 +318,9 @@ def _receipt(
     return boxes[key]
 
 
-def _replica_error(tensor: TensorPlan, piece: Piece, other: int) -> ReplicaError:
-    """Return the error for a copy of `other` that differs, with the layout by which it would be a part."""
+def _replica_error(tensor: TensorPlan, index: int, other: int) -> ReplicaError:
+    """Return the error for a piece of which `other` has another copy, with the layout by which it would be a part."""
+    piece = tensor.pieces[index]
 
     def rule(dim: int) -> str:
         return f'{{"{tensor.source}": Shard({dim})}}'

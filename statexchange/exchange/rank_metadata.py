@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_all
@@ -134,7 +135,8 @@ def all_tensors(comm: Communicator, described: Description) -> dict[str, TensorI
 def check_metadata(metadata: Sequence[RankMetadata], layout: Layout) -> None:
     """Raise InvalidArgumentError if options or ranks do not fit, or a pattern of the layout matches on no rank."""
     check_equal_options([rank_metadata.options for rank_metadata in metadata])
-    layout.check_ranks(range(len(metadata)))
+    if layout.mesh:
+        layout.check_ranks(range(len(metadata)))
     # A pattern may be for the tensors of one pipeline stage: it must match on some rank.
     unused = set.intersection(*(set(rank_metadata.unused) for rank_metadata in metadata))
     if unused:
@@ -157,13 +159,21 @@ class _Naming:
     sources: Mapping[str, str] | None
 
 
+class _Conversion(Protocol):
+    """A conversion of live state, of which its options are of interest here."""
+
+    def texts(self) -> dict[str, str]:
+        """Return the options that must be equal on all ranks, as text by name."""
+
+
 def agreed_names(
-    comm: Communicator, described: Description, layout: Layout, options: Mapping[str, str] | None
+    comm: Communicator, described: Description, layout: Layout, conversion: _Conversion | None
 ) -> tuple[Description, bool]:
     """Return the description with the names that a layout renumbers, and whether any rank has a conversion. Collective.
 
-    `options` are those of this rank's conversion; None if it has none.
+    `conversion` is that of this rank, if it has one; it is not applied.
     """
+    options = None if conversion is None else conversion.texts()
     sources: dict[str, str] | None = None
     if any(rule.renumber for rule in layout.rules.values()):
         sources = {name: described.sources.get(name, name) for name in described.tensors}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import without_secrets
-from statexchange.exchange.background import run_trip
+from statexchange.exchange.background import run_in_background
 from statexchange.exchange.declared_copies import compare_copies
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.saving import (
@@ -142,7 +142,11 @@ def save_state(
         saved = describe_save(state, checked.layout, comm.rank)
         return saved.described, lambda copies, comm: _save(replace(saved, described=copies), checked, comm, began)
 
-    return run_trip(call, path, comm, prepare, background=background)
+    if background:
+        return run_in_background(call, path, comm, prepare)
+    with comm.phase("describing its state"):
+        described, finish = prepare()
+    return finish(described, comm)
 
 
 def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: float) -> SaveReport:

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from statexchange.comm.communicator import Communicator
 from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import LocalTensor
 from statexchange.state.types import Leaf
-from statexchange.storage.files import PART_BYTES, REPORTED_BYTES, WINDOW_BYTES
+from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.regions import slices_within, windows
 from statexchange.storage.tensorfile import ShardData
 from statexchange.tensors import (
@@ -36,7 +35,7 @@ from statexchange.tensors import (
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Progress", "Staging", "shard_data"]
+__all__ = ["Staging", "shard_data"]
 
 
 class _Copied(NamedTuple):
@@ -55,21 +54,6 @@ class _Copied(NamedTuple):
     source: TensorLike
     buffer: TensorLike
     event: torch.cuda.Event | None
-
-
-class Progress:
-    """Reports the progress of one rank as bytes move, about once in a megabyte."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._nbytes = 0
-
-    def add(self, nbytes: int) -> None:
-        """Count a part of `nbytes` that has moved; raise what `Communicator.progress` raises."""
-        self._nbytes += nbytes + PART_BYTES
-        if self._nbytes >= REPORTED_BYTES:
-            self._nbytes = 0
-            self._comm.progress()
 
 
 class Staging:

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 
 import numpy as np
@@ -23,14 +24,13 @@ from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_all, from_root
 from statexchange.exchange.rank_metadata import local_box
 from statexchange.exchange.reducing import reduce_copies
-from statexchange.exchange.staging import Progress, Staging
+from statexchange.exchange.staging import Staging
 from statexchange.messages import encoded
 from statexchange.sharding.options import CallOptions
 from statexchange.sharding.shards import Box
 from statexchange.sharding.write_plan import BoxReceipt, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import Description
 from statexchange.storage import files
-from statexchange.storage.publish.build import open_for_writing
 from statexchange.storage.regions import to_global, windows, write_box
 from statexchange.tensors import ITEMSIZE, run_bytes
 
@@ -65,7 +65,7 @@ class _WriteItem:
 
 def writing_nodes(comm: Communicator, plan: WritePlan) -> list[int]:
     """Return for each file the number of the host that writes it. Collective."""
-    if comm.num_nodes == 1:
+    if not any(comm.nodes):  # one host, of number 0
         return [0] * len(plan.files)
     sees = from_all(comm, os.path.lexists(plan.probe), bool, "whether it sees the directory")
     return assign_hosts(plan, comm.nodes, sees)
@@ -113,12 +113,10 @@ class _Writing:
 
     def __init__(self, comm: Communicator, described: Description, plan: WritePlan, nodes: Sequence[int]) -> None:
         self._comm = comm
-        self._progress = Progress(comm)
         self._described = described
-        self._write_staging, self._send_staging = Staging(), Staging(_MESSAGE_BYTES)
-        self._node_ranks: list[list[int]] = [[] for _ in range(comm.num_nodes)]
+        self._node_ranks: dict[int, list[int]] = {}
         for rank, node in enumerate(comm.nodes):
-            self._node_ranks[node].append(rank)
+            self._node_ranks.setdefault(node, []).append(rank)
         self.is_shared = any(node != comm.nodes[0] for node in nodes)
         local, self._messages = self._items(plan, nodes)
         start = len(local) * comm.rank // comm.world_size  # ranks begin in different files
@@ -157,16 +155,26 @@ class _Writing:
 
     def run(self, opened: _Files) -> list[BoxReceipt]:
         """Write this rank's own boxes, then send and receive the others; return the receipts."""
-        receipts = [self._supply(item, opened, self._write_staging) for item in self._local]
+        receipts = [self._supply(item, opened) for item in self._local]
         # Messages last: until then no rank waits for another, and each writes at its own speed.
         for item in self._messages:
             if item.src == self._comm.rank:
-                receipts.append(self._supply(item, opened, self._send_staging))
+                receipts.append(self._supply(item, opened))
             else:
                 self._receive(item, opened)
         return receipts
 
-    def _supply(self, item: _WriteItem, opened: _Files, staging: Staging) -> BoxReceipt:
+    # At the first box that needs one: most lie on the host as the file has them.
+
+    @cached_property
+    def _write_staging(self) -> Staging:
+        return Staging()
+
+    @cached_property
+    def _send_staging(self) -> Staging:
+        return Staging(_MESSAGE_BYTES)
+
+    def _supply(self, item: _WriteItem, opened: _Files) -> BoxReceipt:
         """Write, send or only digest a box of this rank."""
         hasher = xxhash.xxh3_128()
         tensor = local_box(self._described, item.tensor.source, item.box_index)
@@ -177,11 +185,12 @@ class _Writing:
             if memory.is_run and memory.dtype == item.tensor.dtype:
                 opened.write_whole(item, run_bytes(memory.tensor), hasher)
                 return BoxReceipt(item.number, item.piece, item.box_index, hasher.hexdigest())
+        staging = self._write_staging if item.dst in (item.src, -1) else self._send_staging
         for window, data in staging.parts(tensor, item.tensor.dtype):
             # Before the write, while the data is in the processor's cache.
             hasher.update(data)
             if item.dst < 0:
-                self._progress.add(len(data))
+                opened.report(len(data))
                 continue
             if item.dst == item.src:
                 opened.write(item, to_global(window, item.box), data)
@@ -198,7 +207,7 @@ class _Writing:
             part = data[: window.numel * itemsize]
             self._comm.recv(part, item.src)
             opened.write(item, to_global(window, item.box), part.data)
-            self._progress.add(len(part))
+            opened.report(len(part))
 
 
 class _Files:
@@ -212,10 +221,11 @@ class _Files:
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self._files = planned
-        self._progress = Progress(comm)
+        self._comm = comm
         self._total = total
         self._done = 0
         self._dirty = 0
+        self._unreported = 0
         self._on_progress = on_progress
         self._fds: dict[int, int] = {}
 
@@ -252,9 +262,16 @@ class _Files:
     def count(self, nbytes: int) -> None:
         """Count bytes that this rank has written or sent, and report progress."""
         self._done += nbytes
-        self._progress.add(nbytes)
+        self.report(nbytes)
         if self._on_progress is not None:
             self._on_progress(self._done, self._total)
+
+    def report(self, nbytes: int) -> None:
+        """Tell the other ranks that bytes have moved, about once in a megabyte; raise what `progress` raises."""
+        self._unreported += nbytes + files.PART_BYTES
+        if self._unreported >= files.REPORTED_BYTES:
+            self._unreported = 0
+            self._comm.progress()
 
     def _fd(self, number: int, path: str) -> int:
         """Return the descriptor of a file; close the least recently used ones beyond a limit."""
@@ -262,7 +279,7 @@ class _Files:
         if fd < 0:
             while len(self._fds) >= _MAX_OPEN:
                 self._close(next(iter(self._fds)))
-            fd = open_for_writing(path)
+            fd = files.open_for_writing(path)
         self._fds[number] = fd
         return fd
 

@@ -105,7 +105,8 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
         IncompleteError: no rank has some part of a tensor, or files of other ranks are missing.
     """
     _check_other_ranks(source, layout)
-    layout.check_ranks([shard_file.rank for shard_file in source.files])
+    if layout.mesh:
+        layout.check_ranks([shard_file.rank for shard_file in source.files])
     paths = {shard_file.rank: shard_file.path for shard_file in source.files}
     names = renumber_names(
         {shard_file.rank: {name: name for name in shard_file.tensors} for shard_file in source.files}, layout

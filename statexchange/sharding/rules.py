@@ -312,9 +312,9 @@ class Layout:
         return Layout(self.rules, self.mesh, set(self.rules))
 
     def check_ranks(self, ranks: Sequence[int]) -> None:
-        """Raise InvalidArgumentError if there is a mesh and these are not all of its ranks."""
+        """Raise InvalidArgumentError if these are not all ranks of the mesh."""
         num_ranks = math.prod(self.mesh.values())
-        if self.mesh and (len(ranks) != num_ranks or sorted(ranks) != list(range(num_ranks))):
+        if len(ranks) != num_ranks or sorted(ranks) != list(range(num_ranks)):
             text = f"the layout's mesh ({self.mesh_text}) has {num_ranks} ranks, but there are {len(ranks)}"
             raise InvalidArgumentError(text)
 

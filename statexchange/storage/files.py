@@ -405,6 +405,21 @@ def create_file(name: str, dir_fd: int, path: str, mode: int = 0o666) -> int:
         raise StorageError.of(error, "create", path=path) from error
 
 
+def open_for_writing(path: str) -> int:
+    """Return a descriptor for writing in place to a file that exists."""
+    audit("open", path)
+    try:
+        return os.open(path, os.O_RDWR | _NOFOLLOW | _CLOEXEC | _BINARY)
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise StorageError(
+                "too many open files: raise the limit (ulimit -n), or make fewer files (max_shard_size)",
+                errno=error.errno,
+                path=path,
+            ) from error
+        raise StorageError.of(error, "open for writing", path=path) from error
+
+
 def pread_into(fd: int, buffer: memoryview, offset: int, path: str) -> None:
     """Fill `buffer` from `offset`; raise CorruptError if the file ends before."""
     done = 0

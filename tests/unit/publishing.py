@@ -29,8 +29,7 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 import statexchange as sx
-from statexchange.checkpoint.index import BoxProvenance
-from statexchange.checkpoint.publication import Publication
+from statexchange.checkpoint.publication import BoxProvenance, Publication
 from statexchange.errors import StateExchangeError
 from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.processes import Owner
@@ -68,7 +67,7 @@ def build(publication: Publication, value: int) -> None:
         if file.name not in publication.finished:
             opened = publication.create(file)
             for tensor in file.tensors:
-                opened.write(bytes([value]) * NBYTES, opened.offset_of(tensor))
+                opened.write(bytes([value]) * NBYTES, len(opened.header) + tensor.begin)
             opened.finish()
             publication.record(file.name, value)
 

@@ -560,7 +560,7 @@ from statexchange.sharding.shards import Shard, full_box
 
 plan = plan_merge([RankShards(0, [Shard("w", "U8", (2 << 20,), (full_box((2 << 20,)),))])])
 opened = Publication(sys.argv[1], plan, source="test").create(plan.files[0])
-opened.write(bytes(2 << 20), opened.offset_of(plan.files[0].tensors[0]))
+opened.write(bytes(2 << 20), len(opened.header) + plan.files[0].tensors[0].begin)
 os._exit(0)
 """
 

@@ -31,7 +31,7 @@ from sweeps import EVERY, slow, some, steps
 from system_calls import in_pairs, strace, system_calls
 
 import statexchange as sx
-from statexchange.checkpoint.index import index_name
+from statexchange.checkpoint.publication import index_name
 from statexchange.errors import CorruptError, InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
 from statexchange.processes import Owner
 from statexchange.sharding.options import ExportOptions

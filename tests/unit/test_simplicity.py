@@ -44,9 +44,9 @@ class Walk(NamedTuple):
 
 CEILINGS = {
     "load": Walk(25, 650, 52, 0),
-    "save": Walk(28, 740, 77, 3),
-    "export": Walk(40, 715, 25, 1),
-    "merge": Walk(32, 885, 117, 0),
+    "save": Walk(26, 738, 77, 2),
+    "export": Walk(29, 681, 25, 0),
+    "merge": Walk(27, 868, 114, 0),
     "synchronize": Walk(12, 240, 38, 1),
 }
 

@@ -24,13 +24,15 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import NotFoundError, StorageError, TargetExistsError, UnsafeError
 from statexchange.storage import files
-from statexchange.storage.atomic import write_new
+from statexchange.storage.atomic import invalidate_listings, write_new
 from statexchange.storage.location import is_remote, open_path
+from statexchange.storage.publish.build import WrittenFile
+from statexchange.storage.tensorfile import write_tensor_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
 
-    from statexchange.storage.publish.build import Build, OwnCheck, ReplaceCheck, UnfinishedBuild, WrittenFile
+    from statexchange.storage.publish.build import Build, OwnCheck, ReplaceCheck, UnfinishedBuild
     from statexchange.storage.tensorfile import ShardData
 
 __all__ = [
@@ -129,9 +131,22 @@ def write_into_build(
         from statexchange.storage.publish.object_build import ObjectMember
 
         return ObjectMember(path, key, manifest).write_tensors(name, shards, metadata, progress)
-    from statexchange.storage.publish.directory_build import write_into_directory
-
-    return write_into_directory(path, key, name, shards, metadata, progress)
+    # The key is the name of the directory under construction, beside the target.
+    folder = os.path.join(os.path.dirname(path), os.path.basename(key))
+    durable = not files.mount_of(folder).is_memory
+    with files.directory(folder) as dir_fd:
+        content = write_tensor_file(
+            dir_fd,
+            name,
+            os.path.join(folder, name),
+            shards,
+            metadata,
+            durable=durable,
+            mode=0o666,
+            progress=progress,
+        )
+        invalidate_listings(dir_fd, path=folder)  # before the publisher on another host looks for the file
+    return WrittenFile("", folder, content)
 
 
 def check_can_be_made(path: str, absence: NotFoundError) -> None:

@@ -14,7 +14,6 @@ guarantees:
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from abc import ABC, abstractmethod
@@ -24,8 +23,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from statexchange.errors import StorageError, TargetExistsError
 from statexchange.processes import Owner
-from statexchange.sharding.plan import TensorPlan
-from statexchange.storage import files
 from statexchange.storage.files import Buffer
 from statexchange.storage.store import Store
 from statexchange.storage.tensorfile import DigestedTensors
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Build",
-    "DirectoryFile",
     "OutputFile",
     "OwnCheck",
     "ReplaceCheck",
@@ -43,13 +39,11 @@ __all__ = [
     "WrittenFile",
     "busy_error",
     "open_builds",
-    "open_for_writing",
     "owner_state",
     "removed_error",
     "target_exists",
 ]
 
-_OPEN_EXISTING = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 ReplaceCheck: TypeAlias = Callable[[Store], Sequence[str]]
 """Given the directory at the target, return its file names in removal order; raise UnsafeError or CorruptError if it
 must not be replaced."""
@@ -132,10 +126,6 @@ class OutputFile(ABC):
     header: bytes
     is_reserved: bool = False
 
-    def offset_of(self, tensor: TensorPlan) -> int:
-        """Return the first byte of a tensor in the file."""
-        return len(self.header) + tensor.begin
-
     @abstractmethod
     def write(self, data: Buffer, at: int) -> None:
         """Write `data` at byte `at`; into an object store in order, starting after `header`."""
@@ -147,56 +137,6 @@ class OutputFile(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release descriptors and uploads; an unfinished upload is cancelled."""
-
-
-class DirectoryFile(OutputFile):
-    """A file of a `DirectoryBuild`, which several processes may write. It is opened by the first write."""
-
-    def __init__(self, path: str, header: bytes, *, is_reserved: bool) -> None:
-        self.path = path
-        self.header = header
-        self.is_reserved = is_reserved
-        self._fd = -1
-
-    def _opened(self) -> int:
-        if self._fd < 0:
-            self._fd = open_for_writing(self.path)
-        return self._fd
-
-    def write(self, data: Buffer, at: int) -> None:
-        """Write `data` at byte `at`."""
-        files.pwrite_all(self._opened(), data, at, self.path)
-
-    def finish(self, *, writes_header: bool = True) -> None:
-        """Write the header last, and make the file durable."""
-        if writes_header:
-            files.audit("write", self.path)
-            files.pwrite_all(self._opened(), self.header, 0, self.path)
-        files.sync_file(self._opened(), self.path)
-        fd, self._fd = self._fd, -1
-        files.close_file(fd, self.path)
-
-    def close(self) -> None:
-        """Release the descriptor of an unfinished file."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            with contextlib.suppress(OSError):  # the file will be removed
-                os.close(fd)
-
-
-def open_for_writing(path: str) -> int:
-    """Return a descriptor for writing in place to a file that root has created. Not collective."""
-    files.audit("open", path)
-    try:
-        return os.open(path, _OPEN_EXISTING)
-    except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise StorageError(
-                "too many open files: raise the limit (ulimit -n), or make fewer files (max_shard_size)",
-                errno=error.errno,
-                path=path,
-            ) from error
-        raise StorageError.of(error, "open for writing", path=path) from error
 
 
 class Build(ABC):

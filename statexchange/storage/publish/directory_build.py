@@ -79,9 +79,8 @@ from statexchange.storage.files import mount_of, warn_of_options
 from statexchange.storage.location import MAX_MANIFEST_BYTES, parse_json
 from statexchange.storage.publish.build import (
     Build,
-    DirectoryFile,
+    OutputFile,
     ReplaceCheck,
-    WrittenFile,
     busy_error,
     open_builds,
     owner_state,
@@ -89,12 +88,9 @@ from statexchange.storage.publish.build import (
     target_exists,
 )
 from statexchange.storage.store import Budget, open_local
-from statexchange.storage.tensorfile import write_tensor_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
-    from statexchange.storage.tensorfile import ShardData
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "DirectoryBuild",
@@ -105,7 +101,6 @@ __all__ = [
     "identity_at",
     "interrupted",
     "refuse_others",
-    "write_into_directory",
 ]
 
 _log = logging.getLogger(__name__)
@@ -114,26 +109,6 @@ _ATTEMPTS = 20  # to begin in a directory that other publishers make and remove 
 _TAKEN_OVER = "treated this one as dead (--resume) and took over its directory"
 _EMPTYING_S = 3.0  # how long open files of other processes may keep a directory on NFS from being removed
 _Identity = tuple[int, int, int]  # device, inode, mtime
-
-
-def write_into_directory(
-    path: str,
-    key: str,
-    name: str,
-    shards: Sequence[ShardData],
-    metadata: Mapping[str, Any],
-    progress: Callable[[], object],
-) -> WrittenFile:
-    """Write a rank's file into the directory under construction that has the name `key`, beside the target `path`."""
-    folder = os.path.join(os.path.dirname(path), os.path.basename(key))
-    file_path = os.path.join(folder, name)
-    durable = not mount_of(folder).is_memory
-    with files.directory(folder) as dir_fd:
-        content = write_tensor_file(
-            dir_fd, name, file_path, shards, metadata, durable=durable, mode=0o666, progress=progress
-        )
-        invalidate_listings(dir_fd, path=folder)  # before the publisher on another host looks for the file
-    return WrittenFile("", folder, content)
 
 
 @dataclass(slots=True)
@@ -268,6 +243,41 @@ def identity_at(name: str, dir_fd: int, path: str) -> _Identity | None:
     """Return the identity of a file or directory; None if the name does not exist."""
     attributes = files.stat_of(name, dir_fd, path)
     return None if attributes is None else _identity(attributes)
+
+
+class DirectoryFile(OutputFile):
+    """A file of a `DirectoryBuild`, which several processes may write. It is opened by the first write."""
+
+    def __init__(self, path: str, header: bytes, *, is_reserved: bool) -> None:
+        self.path = path
+        self.header = header
+        self.is_reserved = is_reserved
+        self._fd = -1
+
+    def _opened(self) -> int:
+        if self._fd < 0:
+            self._fd = files.open_for_writing(self.path)
+        return self._fd
+
+    def write(self, data: files.Buffer, at: int) -> None:
+        """Write `data` at byte `at`."""
+        files.pwrite_all(self._opened(), data, at, self.path)
+
+    def finish(self, *, writes_header: bool = True) -> None:
+        """Write the header last, and make the file durable."""
+        if writes_header:
+            files.audit("write", self.path)
+            files.pwrite_all(self._opened(), self.header, 0, self.path)
+        files.sync_file(self._opened(), self.path)
+        fd, self._fd = self._fd, -1
+        files.close_file(fd, self.path)
+
+    def close(self) -> None:
+        """Release the descriptor of an unfinished file."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            with contextlib.suppress(OSError):  # the file will be removed
+                os.close(fd)
 
 
 class DirectoryBuild(Build):
