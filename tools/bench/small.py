@@ -4,12 +4,14 @@
 
 Each tensor has 1 kB: "sharded" ones are DTensors of which each rank holds some rows, "replicated" ones are whole on
 each rank. Figures are microseconds of user and system time per tensor, of the rank that took most; medians of rounds in
-which all ways run in turn, after one round that warms up.
+which all ways run in turn, after one round that warms up. Before each measurement the garbage collector runs: a whole
+collection of this state takes as long as an export, and would count against the way that it happens to fall into.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import resource
 import shutil
 import statistics
@@ -64,6 +66,7 @@ def rank_main(number: int, folder: str, rounds: int) -> dict[str, list[float]]:
         }
         for turn in range(rounds + 1):
             for way, run in ways.items():
+                gc.collect()
                 dist.barrier()
                 began = processor_s()
                 run()
