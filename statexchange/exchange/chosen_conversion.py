@@ -11,13 +11,13 @@ from statexchange.comm.typed import from_root
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.conversions.plan import ConversionPlan, plan_conversion
 from statexchange.conversions.rules import ConversionRules
+from statexchange.exchange.pretrained import model_config
 from statexchange.exchange.rank_metadata import all_tensors
 from statexchange.exchange.saved_names import SavedNames, note_on_container, saved_names
 from statexchange.formats.converted import config_of, read_conversion
 from statexchange.formats.model_files import CONFIG
 from statexchange.sharding.options import ExportOptions, Selection
 from statexchange.state.describe import Description
-from statexchange.state.pretrained import model_config
 
 __all__ = ["ChosenConversion", "chosen_conversion"]
 

@@ -18,6 +18,7 @@ from statexchange.exchange.background import run_in_background
 from statexchange.exchange.chosen_conversion import chosen_conversion
 from statexchange.exchange.converting import Conversion, convert_live
 from statexchange.exchange.exporting import Clock, ExportReport, ExportRequest, agree_on_plan, publish
+from statexchange.exchange.pretrained import adapter_state, is_adapter_model, model_files, tokenizer_files
 from statexchange.exchange.rank_metadata import RankMetadata, agreed_names
 from statexchange.exchange.writing import write_boxes, writing_nodes
 from statexchange.sharding.options import (
@@ -31,7 +32,6 @@ from statexchange.sharding.options import (
     Replicas,
 )
 from statexchange.state.describe import Description, State, describe
-from statexchange.state.pretrained import adapter_state, is_adapter_model, model_files, tokenizer_files
 from statexchange.storage.location import target_path
 from statexchange.tensors import collector_paused
 

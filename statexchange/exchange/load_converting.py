@@ -10,12 +10,12 @@ from statexchange.conversions.plan import unknown_names
 from statexchange.errors import StateExchangeError
 from statexchange.exchange.chosen_conversion import ChosenConversion
 from statexchange.exchange.load_report import LoadRequest
+from statexchange.exchange.pretrained import adapter_names, is_adapter_model
 from statexchange.exchange.saved_names import saved_names
 from statexchange.formats.converted import configs_beside, convert_source, converted_by, tensors_of
 from statexchange.formats.sections import section_of
 from statexchange.formats.source import Section, Source
 from statexchange.state.load_plan import NameFilter
-from statexchange.state.pretrained import adapter_names, is_adapter_model
 from statexchange.state.units import module_items
 from statexchange.tensors import is_tensor
 

@@ -17,7 +17,7 @@ import enum
 import functools
 import itertools
 import operator
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -82,7 +82,6 @@ Items: TypeAlias = Mapping[Leaf, Leaf]
 
 # Of a class that is exactly one of these no value has to be asked what it is.
 PLAIN_TYPES = (type(None), bool, int, float, str, dict, list, tuple)
-_PLAIN_CONTAINERS = (dict, list, tuple, set, deque, OrderedDict, defaultdict)
 
 # The attributes of Megatron-Core's classes.
 _OBJECT = ("key", "data", "global_shape", "global_offset", "replica_id")
@@ -136,56 +135,17 @@ def check_change(container: Container, change: Callable[[Container], object]) ->
 
 
 def copy_apart(container: Container) -> Leaf:
-    """Return a copy that holds the same items, and that can be changed without a change of `container`.
+    """Return a copy that holds the same items, and that can be changed without a change of `container`. Not collective.
 
-    Not collective. Python's default copy shares the attributes, and so the items of a class that has them in one, or an
-    index of them; here the plain containers in attributes are copied. A class that says how it is copied does so
-    itself.
-
-    Raises:
-        UnsupportedError: the items of a mapping are in an attribute that is no container.
+    Python's default copy shares the attributes, and so the items of a class that has them in one, or an index of them;
+    here the attributes are copied, too.
     """
-    in_place = isinstance(container, dict | list)
-    if hasattr(type(container), "__copy__") or (in_place and not getattr(container, "__dict__", None)):
+    has_attributes = not isinstance(container, dict | list) or bool(getattr(container, "__dict__", None))
+    if hasattr(type(container), "__copy__") or not has_attributes:
         return copy.copy(container)
-    attributes = [getattr(container, name) for name in _attributes_of(container)]
-    in_place |= is_dataclass(container)
-    # The items of any other mapping are in an attribute. Where that is no plain container, they would be shared.
-    if not in_place:
-        for value in attributes:
-            if not (type(value) in _PLAIN_CONTAINERS or values.has_text(value) or callable(value)):
-                raise UnsupportedError(f"{type_text(container)} has no __copy__, and what it holds is not known")
-    shared = _leaves_of(attributes)
-    if in_place:
-        shared += _items_of(container)
     # What `deepcopy` finds in its memo it takes as copied: the items stay the same objects, tensors among them.
-    return copy.deepcopy(container, dict(zip(map(id, shared), shared, strict=True)))
-
-
-def _leaves_of(items: list[Leaf]) -> list[Leaf]:
-    """Return what plain containers hold, at any depth, but not the containers: those are copied."""
-    leaves: list[Leaf] = []
-    waiting, seen = list(items), set()
-    while waiting:
-        item = waiting.pop()
-        if type(item) not in _PLAIN_CONTAINERS:
-            leaves.append(item)
-        elif id(item) not in seen:
-            seen.add(id(item))
-            waiting += _items_of(item)
-    return leaves
-
-
-def _attributes_of(container: Container) -> list[str]:
-    """Return the names of an object's attributes, also of those in slots."""
-    names = [*getattr(container, "__dict__", {})]
-    # Each class lists its own slots, without those of its bases.
-    for kind in type(container).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        if isinstance(slots, str):
-            slots = [slots]
-        names += slots
-    return [name for name in names if name not in ("__dict__", "__weakref__") and hasattr(container, name)]
+    items = _items_of(container)
+    return copy.deepcopy(container, dict(zip(map(id, items), items, strict=True)))
 
 
 def _items_of(container: Container) -> list[Leaf]:
