@@ -15,6 +15,7 @@ from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import without_secrets
 from statexchange.exchange.background import run_in_background
+from statexchange.exchange.box_writers import Shares, share_writing
 from statexchange.exchange.declared_copies import compare_copies
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.saving import (
@@ -158,11 +159,14 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
         if any(start.has_layout for start in starts):
             # Where a part lies in its whole follows only from the parts of all ranks.
             described = place_parts(comm, described, saved.rules)
-        file = write_rank_file(described, saved, request, starts[0], comm)
+        shares = Shares(list(described.tensors.values()), {})
+        if comm.world_size > 1:
+            shares = share_writing(comm, shares.written, request.call.stall_timeout_s)
+        file = write_rank_file(shares, saved, request, starts[0], comm)
         notes = saved.notes
         # Before the commit, as a copy that differs must not appear as one; after the write, which has made the digests.
         if any(start.has_copies for start in starts):
-            notes += compare_copies(comm, saved, described, file.content.digests)
+            notes += compare_copies(comm, saved, described, {**shares.digests, **file.content.digests})
         sizes = publish(build, file, request, starts[0].save, comm)
     seconds = time.perf_counter() - began
     shown = without_secrets(request.path)

@@ -1,9 +1,10 @@
 """One save of described state: every rank writes its own file into root's build, and root publishes it.
 
 1. Root opens the build of the target (storage/publish/build.py) and sends its key and the save's random id.
-2. Each rank joins the build, writes one tensor file into it, and sends its size and version. If a layout or a mesh says
+2. Ranks agree who writes the tensors that several of them have with equal bytes (box_writers.py).
+3. Each rank joins the build, writes one tensor file into it, and sends its size and version. If a layout or a mesh says
    that ranks have copies, their digests are compared (declared_copies.py).
-3. Root checks that it sees all files and commits by the manifest. Only now does the save exist.
+4. Root checks that it sees all files and commits by the manifest. Only now does the save exist.
 
 In a directory the key is the hidden name of the directory under construction, which root renames at the end. At a URL
 it is the nonce of root's claim; each rank uploads its own file there, and the manifest comes last.
@@ -24,10 +25,10 @@ from typing import Any
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.typed import from_all
 from statexchange.errors import InvalidArgumentError, NotFoundError, without_secrets
+from statexchange.exchange.box_writers import Shares
 from statexchange.exchange.declared_copies import may_have_copies
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.sharding.options import CallOptions
-from statexchange.state.describe import Description
 from statexchange.state.state_dict import SavedState
 from statexchange.storage.location import is_remote
 from statexchange.storage.publish import open_build, write_into_build
@@ -35,6 +36,7 @@ from statexchange.storage.publish.build import Build, WrittenFile
 from statexchange.storage.tensorfile import (
     MANIFEST,
     SaveManifest,
+    check_unchanged,
     is_stray,
     rank_file_names,
     rank_metadata,
@@ -173,20 +175,24 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
 
 
 def write_rank_file(
-    described: Description, saved: SavedState, request: SaveRequest, start: _Start, comm: Communicator
+    shares: Shares, saved: SavedState, request: SaveRequest, start: _Start, comm: Communicator
 ) -> WrittenFile:
     """Write this rank's file into the directory of root. Collective."""
     with comm.phase("saving", timeout_s=request.call.stall_timeout_s):
-        extra = {"aliases": dict(described.aliases), **saved.owners}
+        extra = {"aliases": dict(saved.described.aliases), **saved.owners}
         metadata = rank_metadata(start.save, comm.rank, comm.world_size, saved.config, extra)
         # Tens of thousands of small objects, none of which is garbage.
         with collector_paused():
-            shards = shard_data(described.tensors.values(), Staging())
+            shards = shard_data(shares.written, Staging())
         try:
             names = (rank_file_names(comm.world_size)[comm.rank], MANIFEST)
-            return write_into_build(request.path, start.key, names, shards, metadata, comm.progress)
+            file = write_into_build(request.path, start.key, names, shards, metadata, comm.progress)
         except NotFoundError as error:
             raise _unseen(error, comm.rank, 0, request.path, comm, start.folder) from error
+        # What another rank relies on must be what was compared.
+        if shares.digests:
+            check_unchanged(shares.digests, file.content.digests)
+        return file
 
 
 def publish(

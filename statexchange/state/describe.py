@@ -49,6 +49,7 @@ class LocalTensor:
             offsets in the whole tensor follow only from the parts of all ranks.
         placement: set for a tensor on a mesh of all ranks, if `local_boxes` computes this rank's boxes from it.
         mesh: the ranks of a DTensor's mesh, as text; "" for other tensors.
+        copies: the ranks that have the same boxes by that mesh, as text; "" if it is this rank alone.
         reduce: how to combine copies that differ, "max" or "min".
         memory: where the elements of each of `tensors` lie; () for tensors that were made from others.
     """
@@ -58,6 +59,7 @@ class LocalTensor:
     part: Part | None = None
     placement: Placement | None = None
     mesh: str = ""
+    copies: str = ""
     reduce: str | None = None
     memory: tuple[TensorMemory, ...] = ()
 
@@ -288,7 +290,7 @@ def _from_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Leaf, ra
     boxes = []
     tensors = []
     memories = []
-    chunks, placement, mesh = _chunks_of(name, tensor, rank)
+    chunks, layout = _chunks_of(name, tensor, rank)
     for box, part in chunks:
         memory = memory_of(part, name)
         present = (memory.dtype, tuple(part.shape))
@@ -302,7 +304,14 @@ def _from_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Leaf, ra
         tensors.append(part)
         memories.append(memory)
     shard = Shard(name, dtype, shape, tuple(boxes))
-    return LocalTensor(shard, tuple(tensors), placement=placement, mesh=mesh, memory=tuple(memories))
+    return LocalTensor(
+        shard,
+        tuple(tensors),
+        placement=layout.placement,
+        mesh=layout.mesh,
+        copies=layout.copies,
+        memory=tuple(memories),
+    )
 
 
 def new_dtensor(like: DTensor, shape: Sequence[int], dtype: torch.dtype, dims: Collection[int]) -> DTensor:
@@ -319,12 +328,10 @@ def new_dtensor(like: DTensor, shape: Sequence[int], dtype: torch.dtype, dims: C
     return zeros(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements)
 
 
-def _chunks_of(name: str, tensor: Leaf, rank: int) -> tuple[list[tuple[Box, torch.Tensor]], Placement | None, str]:
-    """Return the boxes that this rank holds, each with its memory; a DTensor's placement, and its mesh's ranks as text.
+def _chunks_of(name: str, tensor: Leaf, rank: int) -> tuple[list[tuple[Box, torch.Tensor]], _LocalLayout]:
+    """Return the boxes that this rank holds, each with its memory, and what else a DTensor's mesh says.
 
-    Not collective. The placement is None unless the mesh has the ranks 0, 1, ... in order and `rank` holds exactly the
-    boxes that follow from the placement: then one record describes the boxes of all ranks. Of a (4, 2) DTensor with
-    Shard(0) on two ranks the rank 1 holds the box at (2, 0) of shape (2, 2).
+    Not collective. Of a (4, 2) DTensor with Shard(0) on two ranks the rank 1 holds the box at (2, 0) of shape (2, 2).
 
     Raises:
         UnsupportedError: a placement is Partial, or a mesh lists ranks out of order; the error names the tensor.
@@ -336,19 +343,19 @@ def _chunks_of(name: str, tensor: Leaf, rank: int) -> tuple[list[tuple[Box, torc
         for index, chunk in enumerate(tensor.__create_chunk_list__()):
             memory = tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets, index))
             chunks.append((_box(chunk), memory))
-        return chunks, None, ""
+        return chunks, _LocalLayout()
     layout = _layout_of(tensor, rank)
     if layout.problem is not None:
         raise UnsupportedError(layout.problem, name=name)
     if not layout.boxes:
-        return [], layout.placement, layout.mesh
+        return [], layout
     local = _local_part(tensor)
     if layout.begins is None:
-        return [(box, local) for box in layout.boxes], layout.placement, layout.mesh
+        return [(box, local) for box in layout.boxes], layout
     parts = []
     for box, begin in zip(layout.boxes, layout.begins, strict=True):
         parts.append((box, local[tuple(map(slice, begin, map(add, begin, box.shape)))]))
-    return parts, layout.placement, layout.mesh
+    return parts, layout
 
 
 def _local_part(tensor: DTensor) -> torch.Tensor:
@@ -369,15 +376,23 @@ def _box(chunk: ChunkStorageMetadata) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class _LocalLayout:
-    """The boxes of a DTensor's local part and, if it has several, where each begins in the local part.
+    """What follows from a DTensor's mesh for this rank.
 
-    `problem` is why the tensor is refused.
+    Attributes:
+        boxes: the boxes of the local part.
+        begins: where each begins in the local part, if that has several.
+        placement: as for `LocalTensor`; None unless the mesh has the ranks 0, 1, ... in order and this rank holds
+            exactly the boxes that follow from the placement: then one record describes the boxes of all ranks.
+        mesh: as for `LocalTensor`.
+        copies: as for `LocalTensor`.
+        problem: why the tensor is refused.
     """
 
     boxes: tuple[Box, ...] = ()
     begins: tuple[tuple[int, ...], ...] | None = None
     placement: Placement | None = None
     mesh: str = ""
+    copies: str = ""
     problem: str | None = None
 
 
@@ -426,7 +441,11 @@ def _compute_layout(tensor: DTensor, mesh: DeviceMesh, coordinate: Sequence[int]
     else:
         chunks: Leaf = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
         boxes = tuple(map(_box, chunks))
-    return _LocalLayout(boxes, begins, _placement_of(mesh, shape, splits, boxes, rank))
+    # The ranks at the same place of each axis that splits the tensor, wherever they are on the others.
+    place = tuple(slice(None) if split is None else at for split, at in zip(splits, coordinate, strict=True))
+    copies = mesh.mesh[place].flatten().tolist()
+    shown = str(copies) if len(copies) > 1 else ""
+    return _LocalLayout(boxes, begins, _placement_of(mesh, shape, splits, boxes, rank), copies=shown)
 
 
 def _placement_of(

@@ -62,6 +62,8 @@ __all__ = [
     "RankFile",
     "SaveManifest",
     "ShardData",
+    "check_unchanged",
+    "digests_of",
     "encode_header",
     "is_of_a_save",
     "is_stray",
@@ -413,9 +415,7 @@ class DigestedTensors:
     ) -> DigestedTensors:
         """Read the tensors once, for their digests; `progress` is called about once in a megabyte, then and later."""
         ordered = _in_file_order(shards)
-        digests: list[str] = []
-        for _ in _digested(ordered, digests, progress):
-            pass
+        digests = _digests(ordered, progress)
         header = _RankHeader(ordered, metadata)
         return cls(header.with_digests(digests), header.file_nbytes, tuple(ordered), tuple(digests), progress)
 
@@ -434,10 +434,28 @@ class DigestedTensors:
         # Each part is digested after its use, so that a change before or during the use is found.
         yield from _digested(self._shards, digests, self._progress, after_use=True)
         actual = _by_name(self._shards, digests)
-        for name, expected in self.digests.items():
-            if actual[name] != expected:
-                text = "changed while it was saved: do not write into the state during a save, or use background=True"
-                raise CorruptError(text, name=name)
+        check_unchanged(self.digests, actual)
+
+
+def check_unchanged(expected: Mapping[str, Sequence[str]], actual: Mapping[str, Sequence[str]]) -> None:
+    """Raise CorruptError if a tensor has other digests than when it was read before; `expected` may lack some."""
+    for name, digests in actual.items():
+        if expected.get(name, digests) != digests:
+            text = "changed while it was saved: do not write into the state during a save, or use background=True"
+            raise CorruptError(text, name=name)
+
+
+def digests_of(shards: Sequence[ShardData], progress: Callable[[], object] | None = None) -> dict[str, list[str]]:
+    """Return the digests of each tensor's boxes; `progress` is called about once in a megabyte."""
+    return _by_name(shards, _digests(shards, progress))
+
+
+def _digests(shards: Sequence[ShardData], progress: Callable[[], object] | None) -> list[str]:
+    """Return the digests of all boxes, in order."""
+    digests: list[str] = []
+    for _ in _digested(shards, digests, progress):
+        pass
+    return digests
 
 
 def _in_file_order(shards: Sequence[ShardData]) -> list[ShardData]:

@@ -1,0 +1,177 @@
+"""A save writes boxes that ranks hold with equal bytes once; what differs is each rank's own and comes back to it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import statexchange as sx
+from statexchange.exchange import save
+from statexchange.testing import run_ranks
+
+
+def copies_of(path: str | Path) -> Counter[str]:
+    """Return how many rank files of a save have each tensor."""
+    counts: Counter[str] = Counter()
+    for file in sorted(Path(path).glob("rank-*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            counts.update(opened.keys())
+    return counts
+
+
+def saved(state: Any, path: str, *, background: bool = False, **options: Any) -> sx.SaveReport:
+    if background:
+        return sx.save_checkpoint(state, path, background=True, **options).result(60)
+    return sx.save_checkpoint(state, path, **options)
+
+
+def filled(state: Any) -> Any:
+    """Return a state of the same structure, in which all tensors have the value 9."""
+    if isinstance(state, dict):
+        return {key: filled(item) for key, item in state.items()}
+    return torch.full_like(state, 9)
+
+
+def assert_comes_back(state: Any, path: str, **options: Any) -> None:
+    loaded = filled(state)
+    sx.load_checkpoint(loaded, path, **options)
+    assert repr(loaded) == repr(state)
+
+
+def save_with_one_that_differs(path: str, background: bool) -> list[Any]:
+    """Save equal states, then states of which one rank has another tensor, then equal ones again."""
+    rank = sx.get_rank()
+    state = {"model": {f"{i}.w": torch.full((100 + i,), float(i)) for i in range(12)}, "rng": torch.tensor([rank])}
+    found = []
+    for number, value in enumerate((5.0, 6.0 if rank == 1 else 5.0, 5.0)):
+        state["model"]["5.w"] = torch.full((105,), value)
+        report = saved(state, f"{path}-{number}", background=background)
+        assert report.num_tensors == 13
+        assert_comes_back(state, f"{path}-{number}")
+        found.append(report.rank_nbytes)
+    return found
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_copies_are_compared_anew_at_each_save(background: bool, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    equal, differing, again = run_ranks(save_with_one_that_differs, 3, args=(str(path), background))[0]
+    once = {f"model.{i}.w": 1 for i in range(12)}
+    assert copies_of(f"{path}-0") == copies_of(f"{path}-2") == {**once, "rng": 3}
+    assert copies_of(f"{path}-1") == {**once, "model.5.w": 3, "rng": 3}
+    assert equal == again
+    assert sum(differing) > sum(equal)
+    # The work is shared among the ranks.
+    assert max(equal) < 1.1 * min(equal)
+
+
+def load_on_two(path: str) -> Any:
+    state = {"model": {"5.w": torch.zeros(105)}}
+    try:
+        sx.load_checkpoint(state, path, strict=False)
+    except sx.errors.ReplicaError as error:
+        return error.name
+    return state["model"]["5.w"][0].item()
+
+
+def test_only_copies_that_are_equal_load_on_another_number_of_ranks(tmp_path: Path) -> None:
+    run_ranks(save_with_one_that_differs, 3, args=(str(tmp_path / "saved"), False))
+    assert run_ranks(load_on_two, 2, args=(str(tmp_path / "saved-0"),)) == [5.0, 5.0]
+    assert run_ranks(load_on_two, 2, args=(str(tmp_path / "saved-1"),)) == ["model.5.w"] * 2
+
+
+def save_mesh(path: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    whole = torch.arange(64.0).reshape(8, 8)
+    begin = 4 * mesh.get_coordinate()[1]
+    state = {
+        "hsdp": DTensor.from_local(whole[begin : begin + 4].clone(), mesh, [Replicate(), Shard(0)]),
+        "replicated": DTensor.from_local(whole.clone(), mesh, [Replicate(), Replicate()]),
+        "step": torch.tensor(3.0),
+    }
+    sx.save_checkpoint(state, path)
+    assert_comes_back(state, path)
+
+
+def test_copies_on_a_mesh_are_written_once(tmp_path: Path) -> None:
+    run_ranks(save_mesh, 4, backend="gloo", args=(str(tmp_path / "saved"),))
+    assert copies_of(tmp_path / "saved") == {"hsdp": 2, "replicated": 1, "step": 1}
+
+
+def save_two_meshes(path: str) -> None:
+    """Save two pipeline stages, each with a mesh of its own, that call a tensor alike."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "replicate"))
+    stage = sx.get_rank() // 2
+    mesh = both["replicate"]
+    state = {
+        "norm": DTensor.from_local(torch.full((4,), float(stage)), mesh, [Replicate()]),
+        f"layer.{stage}": DTensor.from_local(torch.full((5,), float(stage)), mesh, [Replicate()]),
+    }
+    sx.save_checkpoint(state, path)
+    assert_comes_back(state, path)
+
+
+def test_stages_that_call_a_tensor_alike_each_get_their_own(tmp_path: Path) -> None:
+    run_ranks(save_two_meshes, 4, backend="gloo", args=(str(tmp_path / "saved"),))
+    assert copies_of(tmp_path / "saved") == {"norm": 4, "layer.0": 1, "layer.1": 1}
+
+
+def save_stages(path: str, value: float) -> None:
+    """Save plain tensors of two pipeline stages of two data-parallel ranks each."""
+    stage = sx.get_rank() // 2
+    model = {f"layer.{stage}.w": torch.full((6,), float(stage)), "tied": torch.full((5,), value * stage)}
+    # In another order on each rank.
+    names = sorted(model, reverse=sx.get_rank() % 2 == 1)
+    state = {"model": {name: model[name] for name in names}}
+    sx.save_checkpoint(state, path)
+    assert_comes_back(state, path)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_tensor_of_two_stages_is_written_by_each_rank(value: float, tmp_path: Path) -> None:
+    run_ranks(save_stages, 4, args=(str(tmp_path / "saved"), value))
+    assert copies_of(tmp_path / "saved") == {"model.layer.0.w": 1, "model.layer.1.w": 1, "model.tied": 4}
+
+
+LAYOUT = {"mesh": {"dp": 2, "tp": 2}, "rules": {"*.up": {"dim": 0, "axis": "tp"}, "*.norm": "replicate"}}
+
+
+def save_by_layout(path: str) -> None:
+    part = sx.get_rank() % 2
+    state = {"model": {"0.up": torch.arange(6.0) + 6 * part, "0.norm": torch.ones(4)}}
+    sx.save_checkpoint(state, path, layout=LAYOUT)
+    assert_comes_back(state, path, layout=LAYOUT)
+
+
+def test_copies_that_a_layout_declares_are_written_once(tmp_path: Path) -> None:
+    run_ranks(save_by_layout, 4, args=(str(tmp_path / "saved"),))
+    assert copies_of(tmp_path / "saved") == {"model.0.up": 2, "model.0.norm": 1}
+
+
+def save_while_it_changes(path: str) -> str:
+    state = {f"{i}": torch.zeros(8) for i in range(4)}
+    write = save.write_rank_file
+
+    def change_and_write(*args: Any) -> Any:
+        for tensor in state.values():
+            tensor += 1
+        return write(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, "write_rank_file", change_and_write)
+        with pytest.raises(sx.errors.CorruptError, match="changed while it was saved") as caught:
+            sx.save_checkpoint(state, path)
+    return str(caught.value.name)
+
+
+def test_a_copy_that_changes_after_it_was_compared_is_refused(tmp_path: Path) -> None:
+    names = run_ranks(save_while_it_changes, 2, backend="gloo", args=(str(tmp_path / "saved"),))
+    assert len({*names} & {"0", "1", "2", "3"}) == len({*names})
+    assert list(tmp_path.iterdir()) == []
