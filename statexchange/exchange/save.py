@@ -72,9 +72,10 @@ def save_checkpoint(
     """Save nested `state` (modules, optimizers, tensors, numbers ...) to `path`, with its sharding.
 
     Collective; blocks until the save is published. It appears when it is whole and durable, or not at all. Each rank
-    writes its tensors as one file, under their dotted paths; values that are not tensors are kept as JSON. All hosts
-    must see `path`; if one does not, a NotFoundError names it. At a URL each rank uploads its own file in parts, and
-    reads its tensors twice, because the file begins with their digests. A failure on any rank is raised on all ranks.
+    writes its tensors as one file, under their dotted paths; values that are not tensors are kept as JSON. Of tensors
+    that ranks have with equal bytes each is written by one of them; what differs is each rank's own. All hosts must see
+    `path`; if one does not, a NotFoundError names it. At a URL each rank uploads its own file in parts, and reads its
+    tensors twice, because the file begins with their digests. A failure on any rank is raised on all ranks.
     For a job that saves again and again use `Checkpoints`.
 
     In the background, the call returns once this rank's tensors are copied, and a thread writes the copy; see
@@ -102,7 +103,7 @@ def save_checkpoint(
         InvalidArgumentError: a rule does not fit a tensor, or matches none.
         ReplicaError: copies differ that the layout or a mesh declares. Other plain tensors may differ between ranks.
         NotFoundError: a host does not see the files of the others, or there is no such bucket.
-        CorruptError: a tensor was changed while it was saved to a URL.
+        CorruptError: a tensor was changed while it was saved to a URL, or after ranks have compared their copies.
         UnsafeError: overwriting would remove files that do not belong to a save.
         UnsupportedError, IncompleteError, StorageError: see `statexchange.errors`.
         StallError: no rank has moved a byte for `stall_timeout_s`.

@@ -16,22 +16,29 @@ Rounds = dict[str, list[tuple[float, int]]]
 """By way, (seconds, bytes added to the peak) of each round."""
 
 
-def measure(rank_main: Callable[[int, str, int], Rounds]) -> tuple[argparse.Namespace, dict[str, list[Rounds]]]:
+def measure(
+    rank_main: Callable[..., Rounds], kinds: Sequence[str] = ()
+) -> tuple[argparse.Namespace, dict[str, list[Rounds]]]:
     """Parse the command line and run the job in each directory.
 
-    Returns the options, and by directory the results of `rank_main(megabytes, folder, rounds)` on all ranks.
+    Returns the options, and by directory the results of `rank_main(megabytes, folder, rounds)` on all ranks. With
+    `kinds` there is an option ``--kind``, by default the first, which is the fourth argument.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--megabytes", type=int, default=1024)
     parser.add_argument("--dirs", nargs="+", default=["/dev/shm"])
     parser.add_argument("--rounds", type=int, default=5)
+    if kinds:
+        parser.add_argument("--kind", choices=kinds, default=kinds[0])
     options = parser.parse_args()
     found = {}
     for place in options.dirs:
         with tempfile.TemporaryDirectory(dir=place) as folder:
-            args = (options.megabytes, folder, options.rounds)
-            found[place] = run_ranks(rank_main, options.ranks, backend="gloo", args=args, timeout_s=1200)
+            args = [options.megabytes, folder, options.rounds]
+            if kinds:
+                args.append(options.kind)
+            found[place] = run_ranks(rank_main, options.ranks, backend="gloo", args=tuple(args), timeout_s=1200)
     return options, found
 
 

@@ -1,11 +1,14 @@
-"""Time saves and loads of a job with FSDP2 and AdamW, compared with torch's dcp.save, dcp.async_save and dcp.load.
+"""Time saves and loads of a job with AdamW, compared with torch's dcp.save, dcp.async_save and dcp.load.
 
-    python tools/bench/saves.py [--ranks 2] [--megabytes 1024] [--dirs /dev/shm /tmp] [--rounds 5]
+    python tools/bench/saves.py [--kind fsdp2|hsdp|ddp] [--ranks 2] [--megabytes 1024] [--dirs /dev/shm /tmp]
+        [--rounds 5]
 
-`--megabytes` is the whole state: parameters in float32 and two moments of each. All ways take turns, warm; medians over
+`--megabytes` is the whole state: parameters in float32 and two moments of each. They are sharded by FSDP2 over all
+ranks, by HSDP over each half of them, or each rank has all of them. All ways take turns, warm; medians over
 the rounds of the slowest rank. The stall is the time until a call in the background returns; the next call comes when
 the save has ended. Both sync what they write on a disk (dcp with its default options). A bare write is one file of each
-rank's bytes, synced, and a bare read of them fills the tensors: no digest, no header, no other rank.
+rank's bytes, synced, and a bare read of them fills the tensors: no digest, no header, no other rank. The bytes on disk are those of the whole directory. `torch.save` is that of rank 0, in
+a job whose ranks each have the whole state.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 from machine import machine_text
 from ranks import Rounds, measure, slowest
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import statexchange as sx
@@ -35,12 +39,17 @@ LAYERS = 16
 class Job:
     """A rank's model and optimizer, and what dcp makes of them."""
 
-    def __init__(self, megabytes: int) -> None:
+    def __init__(self, megabytes: int, kind: str) -> None:
         width = int((megabytes * 2**20 / 4 / 3 / LAYERS) ** 0.5)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
-        for layer in self.model:
-            fully_shard(layer)
-        fully_shard(self.model)
+        if kind != "ddp":
+            shape = (dist.get_world_size(),)
+            if kind == "hsdp":
+                shape = (2, dist.get_world_size() // 2)
+            mesh = init_device_mesh("cpu", shape)
+            for layer in self.model:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.model(torch.ones(1, width)).sum().backward()
         self.optimizer.step()
@@ -74,11 +83,11 @@ def read_all(file: FileIO, tensor: torch.Tensor) -> None:
         left = left[file.readinto(left) :]
 
 
-def rank_main(megabytes: int, folder: str, rounds: int) -> Rounds:
+def rank_main(megabytes: int, folder: str, rounds: int, kind: str) -> Rounds:
     """Time each way in turns."""
     torch.manual_seed(0)
-    job = Job(megabytes)
     sx.init("gloo")
+    job = Job(megabytes, kind)
     threads = dist.new_group(backend="gloo")  # async_save must not use the group of the training
     ours = sx.Checkpoints(os.path.join(folder, "ours"), keep=None)
     copies = [torch.empty_like(tensor) for tensor in job.tensors()]
@@ -115,6 +124,16 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> Rounds:
         dcp_loader.load(state, checkpoint_id=os.path.join(folder, "dcp"))
         set_state_dict(job.model, job.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
+    def torch_save() -> None:
+        if dist.get_rank() == 0:
+            state = {"model": job.model.state_dict(), "optimizer": job.optimizer.state_dict()}
+            torch.save(state, os.path.join(folder, "torch.pt"))
+        dist.barrier()
+
+    def note_bytes(way: str, name: str) -> None:
+        nbytes = sum(file.stat().st_size for file in Path(folder, name).rglob("*") if file.is_file())
+        found.setdefault(f"{way}: MiB", []).append((nbytes / 2**20, 0))
+
     def dcp_save_async() -> Any:
         path = os.path.join(folder, "dcp-async")
         return dcp_saver.async_save(job.dcp_state(), checkpoint_id=path, process_group=threads)
@@ -129,7 +148,11 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> Rounds:
         timed("bare write", bare_write, **options)
         timed("bare read", bare_read, **options)
         timed("save", lambda: ours.save(job.state, 1), **options)
+        note_bytes("save", "ours")
         timed("dcp.save", lambda: dcp_saver.save(job.dcp_state(), checkpoint_id=os.path.join(folder, "dcp")), **options)
+        note_bytes("dcp.save", "dcp")
+        if kind == "ddp":
+            timed("torch.save", torch_save, **options)
         timed("load", lambda: ours.load(job.state), **options)
         timed("dcp.load", dcp_load, **options)
         timed("save in the background", lambda: ours.save(job.state, 2, background=True), **options).result()
@@ -141,17 +164,20 @@ def main() -> None:
     """Print the table of each directory."""
     from saves import rank_main as ranks_work  # ranks cannot import __main__
 
-    options, found = measure(ranks_work)
+    options, found = measure(ranks_work, kinds=("fsdp2", "hsdp", "ddp"))
     for place, ranks in found.items():
         kind = "tmpfs" if Path(place).resolve().is_relative_to("/dev/shm") else "disk"
         seconds = {way: slowest([rank[way] for rank in ranks]) for way in ranks[0]}
-        print(f"{options.megabytes} MiB, {options.ranks} ranks, {options.rounds} rounds, {kind}, {machine_text()}\n")
-        print("| way | seconds | beside |\n|---|---|---|")
+        shown = f"{options.kind}, {options.megabytes} MiB, {options.ranks} ranks, {options.rounds} rounds"
+        print(f"{shown}, {kind}, {machine_text()}\n")
+        print("| way | seconds | beside | MiB on disk |\n|---|---|---|---|")
         beside = {"save": "dcp.save", "load": "dcp.load", "save in the background": "dcp.async_save"}
         for way, taken in seconds.items():
-            other = beside.get(way)
-            text = f"{seconds[other] / taken:.1f}x of {other}" if other else ""
-            print(f"| {way} | {taken:.3f} | {text} |")
+            if not way.endswith(": MiB"):
+                other = beside.get(way)
+                text = f"{seconds[other] / taken:.1f}x of {other}" if other else ""
+                nbytes = seconds.get(f"{way}: MiB")
+                print(f"| {way} | {taken:.3f} | {text} | {'' if nbytes is None else f'{nbytes:.0f}'} |")
         stall, copied = seconds["save in the background"], seconds["memcpy"]
         print(f"\nstall: {stall / seconds['dcp.async_save']:.2f} of dcp.async_save's, {stall / copied:.2f} memcpys\n")
 
