@@ -77,6 +77,8 @@ class Checkpoints:
             or that it needs the room.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: rules for plain tensors that are parts of whole ones, as in `save_checkpoint`, for saves and loads.
+        include: patterns of what each save has of the state, as in `save_checkpoint`.
+        exclude: patterns of what each save leaves out, as the frozen base of an adapter: ``exclude="model.base.*"``.
         stall_timeout_s: limit of the time in which no rank moves a byte, in seconds. A rank that does not call at all
             is waited for until the communicator's `timeout_s`.
 
@@ -112,6 +114,8 @@ class Checkpoints:
         memory: bool = False,
         comm: CommLike | None = None,
         layout: Mapping[str, Any] | None = None,
+        include: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
         stall_timeout_s: float = 300.0,
     ) -> None:
         self._saves = SavesDirectory(path, keep, keep_every, best)
@@ -120,6 +124,7 @@ class Checkpoints:
         self._memory = MemoryCopies(self.path, stall_timeout_s) if memory else None
         self._comm = comm
         self._layout = layout
+        self._selection = LoadOptions(include=include, exclude=exclude)
         self._last: Future[SaveReport] | None = None
 
     @property
@@ -229,6 +234,7 @@ class Checkpoints:
                 return SaveRequest(
                     self._saves.path_of(number),
                     self._layout,
+                    self._selection,
                     comm.run,
                     replace(self._call, overwrite=overwrite, background=background),
                     step=number,

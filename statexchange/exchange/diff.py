@@ -13,7 +13,7 @@ from statexchange.exchange.chosen_conversion import ChosenConversion, chosen_con
 from statexchange.exchange.live_diff import diff_live
 from statexchange.formats.source import SectionName, Weights
 from statexchange.report.diff import DiffReport, diff_paths
-from statexchange.sharding.options import CallOptions, Convert, ExportOptions, Rename
+from statexchange.sharding.options import CallOptions, Convert, ExportOptions, LoadOptions, Rename
 from statexchange.state.describe import State
 from statexchange.state.state_dict import describe_save
 
@@ -96,7 +96,7 @@ def diff_checkpoints(
         with communicator.phase("describing its state"):
             options, call = ExportOptions.of(arguments), CallOptions.of(arguments)
             conversion = chosen_conversion(options, a, None, is_root=False)
-            saved = describe_save(a, layout, communicator.rank)
+            saved = describe_save(a, layout, LoadOptions(), communicator.rank)
             names = None
             if not isinstance(conversion, ChosenConversion):
                 conversion, names = None, None if layout is not None else conversion

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
@@ -26,7 +26,7 @@ from statexchange.exchange.saving import (
     publish,
     write_rank_file,
 )
-from statexchange.sharding.options import CallOptions
+from statexchange.sharding.options import CallOptions, LoadOptions
 from statexchange.state.describe import Description, State
 from statexchange.state.state_dict import SavedState, describe_save
 from statexchange.storage.location import target_path
@@ -42,6 +42,8 @@ _log = logging.getLogger(__name__)
 class _Options(TypedDict, total=False):
     comm: CommLike | None
     layout: Mapping[str, Any] | None
+    include: str | Sequence[str]
+    exclude: str | Sequence[str]
     overwrite: bool
     stall_timeout_s: float
 
@@ -65,6 +67,8 @@ def save_checkpoint(
     *,
     comm: CommLike | None = None,
     layout: Mapping[str, Any] | None = None,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     overwrite: bool = False,
     background: bool = False,
     stall_timeout_s: float = 300.0,
@@ -89,6 +93,10 @@ def save_checkpoint(
         layout: rules for plain tensors that are parts of whole ones, as in `export_checkpoint`, by their dotted paths:
             ``{"*.up.weight": Shard(0)}``. Optimizer state of a parameter's shape follows the parameter's rule. Rules
             that rename (split, renumber) or reduce are refused: tensors are saved as they are.
+        include: shell patterns of names in the state, or of what contains them, as in `load_checkpoint`: only what
+            they match is saved. Objects, and the state of a parameter in an optimizer, are saved or left out whole. The
+            save records the patterns, and a load of it leaves what they left out as it is.
+        exclude: patterns of what is left out: ``exclude="model.base.*"``.
         overwrite: replace the save at `path`; else an existing target is a TargetExistsError. The old save stays until
             the new one is whole; at a URL, where nothing is replaced in one step, it is removed first.
         background: save a copy in a thread, and return a Future.
@@ -100,7 +108,8 @@ def save_checkpoint(
 
     Raises:
         TargetExistsError: `path` exists and `overwrite` is false, or another process is writing there.
-        InvalidArgumentError: a rule does not fit a tensor, or matches none.
+        InvalidArgumentError: a rule does not fit a tensor, or matches none; a pattern of `include` matches nothing on
+            any rank.
         ReplicaError: copies differ that the layout or a mesh declares. Other plain tensors may differ between ranks.
         NotFoundError: a host does not see the files of the others, or there is no such bucket.
         CorruptError: a tensor was changed while it was saved to a URL, or after ranks have compared their copies.
@@ -122,7 +131,8 @@ def save_checkpoint(
     communicator = as_communicator(comm)
 
     def request() -> SaveRequest:
-        return SaveRequest(target_path(path), layout, communicator.run, CallOptions.of(arguments))
+        selection = LoadOptions(include=include, exclude=exclude)
+        return SaveRequest(target_path(path), layout, selection, communicator.run, CallOptions.of(arguments))
 
     return save_state("save_checkpoint", state, path, request, communicator, background=background)
 
@@ -141,7 +151,7 @@ def save_state(
     def prepare() -> tuple[Description, Callable[[Description, Communicator], SaveReport]]:
         began = time.perf_counter()
         checked = request()
-        saved = describe_save(state, checked.layout, comm.rank)
+        saved = describe_save(state, checked.layout, checked.selection, comm.rank)
         return saved.described, lambda copies, comm: _save(replace(saved, described=copies), checked, comm, began)
 
     if background:

@@ -28,7 +28,7 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, without_sec
 from statexchange.exchange.box_writers import Shares
 from statexchange.exchange.declared_copies import may_have_copies
 from statexchange.exchange.staging import Staging, shard_data
-from statexchange.sharding.options import CallOptions
+from statexchange.sharding.options import CallOptions, LoadOptions
 from statexchange.state.state_dict import SavedState
 from statexchange.storage.location import is_remote
 from statexchange.storage.publish import open_build, write_into_build
@@ -89,6 +89,7 @@ class SaveRequest:
 
     path: str
     layout: Mapping[str, Any] | None
+    selection: LoadOptions
     job: str
     call: CallOptions
     step: int | None = None
@@ -110,6 +111,8 @@ class _Start:
         has_layout: whether the rank was given a layout.
         has_copies: whether a layout or a mesh may say that other ranks have copies of its boxes.
         memory: whether the rank makes a copy in memory.
+        selection: `include` and `exclude` as text.
+        unmatched: the patterns of `include` that match nothing of its state.
     """
 
     name: str
@@ -119,6 +122,8 @@ class _Start:
     has_layout: bool
     has_copies: bool
     memory: bool
+    selection: str
+    unmatched: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +164,8 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
         has_layout=request.layout is not None,
         has_copies=comm.world_size > 1 and any(may_have_copies(local, comm.world_size) for local in tensors),
         memory=request.keep_in_memory is not None,
+        selection=f"include={list(request.selection.include)} and exclude={list(request.selection.exclude)}",
+        unmatched=saved.unmatched,
     )
     starts = from_all(comm, start, _Start, "the start of the save")
     first = starts[0]
@@ -166,11 +173,20 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
         if start.name != first.name:
             text = f"rank 0 saves to {first.name} and rank {rank} to {start.name}: pass the same path on all ranks"
             raise InvalidArgumentError(text, rank=rank, path=request.path)
+        if start.selection != first.selection:
+            text = f"rank 0 saves with {first.selection}, and rank {rank} with {start.selection}: pass the same on all"
+            raise InvalidArgumentError(text, rank=rank, path=request.path)
         # The copy in memory is collective, too: with it on some ranks alone the others would not come.
         if start.memory != first.memory:
             text = f"rank 0 has memory={first.memory} and rank {rank} memory={start.memory}"
             text += ": pass the same to Checkpoints on all ranks"
             raise InvalidArgumentError(text, rank=rank, path=request.path)
+    # A pattern may be for the tensors of one pipeline stage: it must match on some rank.
+    unmatched = set.intersection(*(set(start.unmatched) for start in starts))
+    if unmatched:
+        raise InvalidArgumentError(
+            f"include pattern {min(unmatched)!r} matches nothing in the state", path=request.path
+        )
     return starts
 
 

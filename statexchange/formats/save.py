@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError
 from statexchange.formats.source import ShardFile, Source
 from statexchange.storage.location import OpenedPath
@@ -47,6 +49,7 @@ def read(opened: OpenedPath) -> Source:
     configs: dict[int, str] = {}
     per_rank: set[str] = set()
     optimizers: dict[str, frozenset[str]] = {}
+    selection: dict[str, list[str]] = {}
     names = manifest.files
     for rank, name in enumerate(names):
         if opened.file not in (None, name):
@@ -55,10 +58,11 @@ def read(opened: OpenedPath) -> Source:
             file = open_rank_file(opened.store, manifest, rank, name)
             files.append(ShardFile.of_rank(file))
             configs[rank] = file.config
-            paths, classes = _owners(file)
-            per_rank.update(paths)
-            for path, kind in classes.items():
+            records = _records(file)
+            per_rank.update(records.per_rank)
+            for path, kind in records.optimizers.items():
                 optimizers[path] = optimizers.get(path, frozenset()) | {kind}
+            selection = records.selection  # equal in all files
         except NotFoundError as error:
             problems.append(IncompleteError(error.message, rank=rank, path=error.path))
         except ReplacedError:
@@ -79,17 +83,39 @@ def read(opened: OpenedPath) -> Source:
         configs=configs,
         per_rank=frozenset(per_rank),
         optimizers=optimizers,
+        selection=selection,
         problems=tuple(problems),
     )
 
 
-def _owners(file: RankFile) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Return the paths of what belongs to a rank, and the class of each optimizer. Older files have neither."""
-    per_rank, optimizers = file.metadata.get("per_rank", []), file.metadata.get("optimizers", {})
-    is_broken = not isinstance(per_rank, list) or not isinstance(optimizers, dict)
-    if is_broken or {*map(type, (*per_rank, *optimizers.values()))} - {str}:
-        raise CorruptError("broken record of what belongs to a rank, or of optimizers", path=file.path)
-    return tuple(per_rank), optimizers
+class _Records(NamedTuple):
+    """What a rank's file says of its state. Older files lack the entries.
+
+    Attributes:
+        per_rank: the paths of what belongs to a rank.
+        optimizers: the class of each optimizer, by path.
+        selection: the patterns by which the state was selected.
+    """
+
+    per_rank: list[str]
+    optimizers: dict[str, str]
+    selection: dict[str, list[str]]
+
+
+def _records(file: RankFile) -> _Records:
+    of_file = file.metadata.get
+    records = _Records(of_file("per_rank", []), of_file("optimizers", {}), of_file("selection", {}))
+    per_rank, optimizers, selection = records
+    is_broken = not isinstance(per_rank, list) or not isinstance(optimizers, dict) or not isinstance(selection, dict)
+    if not is_broken:
+        patterns: list[object] = []
+        for option, of_option in selection.items():
+            is_broken |= option not in ("include", "exclude") or not isinstance(of_option, list)
+            patterns += of_option if isinstance(of_option, list) else ()
+        is_broken |= bool({*map(type, (*per_rank, *optimizers.values(), *patterns))} - {str})
+    if is_broken:
+        raise CorruptError("broken record of what belongs to a rank, of optimizers or of patterns", path=file.path)
+    return records
 
 
 def _manifest_of(opened: OpenedPath) -> SaveManifest:

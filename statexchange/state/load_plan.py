@@ -91,7 +91,7 @@ class NameFilter:
         self._strips_wrappers = strips_wrappers
         self._places: dict[str, str] = {}
         self.changes_names = bool(options.rename) or strips_wrappers
-        self.selects = bool(options.include or options.exclude)
+        self.selects = options.selects
 
     def without_renames(self) -> NameFilter:
         """Return the filter for a source whose names are the state's already."""

@@ -149,7 +149,7 @@ class _Matcher:
                 present = self._matching.objects.of(live, path)
                 # A DCP leaves out what is empty, as the state of a GradScaler that is not enabled.
                 is_left_out = self._entries.keys_are_texts and has_no_leaves(present)
-                if self._names.wants_any(present, path) and not is_left_out:
+                if self._names.wants_whole((present, path)) and not is_left_out:
                     self._add_missing(entry)
             return
         below = self._below(entry)

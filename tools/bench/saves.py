@@ -42,7 +42,7 @@ class Job:
         width = int((megabytes * 2**20 / 4 / 3 / LAYERS) ** 0.5)
         self.model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
         if kind != "ddp":
-            shape = (dist.get_world_size(),)
+            shape: tuple[int, ...] = (dist.get_world_size(),)
             if kind == "hsdp":
                 shape = (2, dist.get_world_size() // 2)
             mesh = init_device_mesh("cpu", shape)

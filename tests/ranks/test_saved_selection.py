@@ -1,0 +1,139 @@
+"""`include` and `exclude` of a save: what they leave out is not written, and a load leaves it as it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import statexchange as sx
+from statexchange.testing import run_ranks
+
+
+class Counter:
+    """An object with a state."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count, "twice": 2 * self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def job(value: float) -> dict[str, Any]:
+    """Return a state with a frozen base and a head that has made one step."""
+    model = torch.nn.ModuleDict({"base": torch.nn.Linear(64, 64), "head": torch.nn.Linear(4, 2)})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    optimizer = torch.optim.AdamW(model["head"].parameters(), lr=value)
+    for parameter in model["head"].parameters():
+        parameter.grad = torch.full_like(parameter, value)
+    optimizer.step()
+    values = {"step": int(value), "name": str(value), "list": [value, 2]}
+    return {"model": model, "optimizer": optimizer, "counter": Counter(int(value)), "values": values}
+
+
+def content(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the leaves of a state of `job` by name, as text."""
+    leaves: dict[str, Any] = {f"model.{name}": tensor for name, tensor in state["model"].state_dict().items()}
+    names = [f"model.head.{name}" for name, _ in state["model"]["head"].named_parameters()]
+    for name, entries in zip(names, state["optimizer"].state.values(), strict=True):
+        leaves |= {f"optimizer.state.{name}.{key}": value for key, value in entries.items()}
+    leaves["optimizer.lr"] = state["optimizer"].param_groups[0]["lr"]
+    leaves["counter"] = state["counter"].count
+    leaves |= {f"values.{key}": value for key, value in state["values"].items()}
+    return {name: repr(value) for name, value in leaves.items()}
+
+
+SELECTIONS: list[dict[str, Any]] = [
+    {"exclude": "model.base.*"},
+    {"include": ["model.head", "optimizer"]},
+    {"include": "*weight*"},
+    {"exclude": ["optimizer.state.*bias*", "values.name"]},
+    {"exclude": ["optimizer", "counter"]},
+    {"exclude": "*twice", "include": ["counter", "values"]},
+    {"exclude": ["*exp_avg_sq", "values.list"]},
+]
+
+
+@pytest.mark.parametrize("selection", SELECTIONS, ids=str)
+def test_a_save_has_what_a_load_with_these_patterns_takes(selection: dict[str, Any], tmp_path: Path) -> None:
+    """A load of the selected save gives what a load of the whole save gives with the same patterns."""
+    saved, expected, loaded = job(3.0), job(1.0), job(1.0)
+    sx.save_checkpoint(saved, tmp_path / "whole")
+    sx.save_checkpoint(saved, tmp_path / "selected", **selection)
+    sx.load_checkpoint(expected, tmp_path / "whole", **selection)
+    report = sx.load_checkpoint(loaded, tmp_path / "selected")
+    assert content(loaded) == content(expected)
+    assert (report.missing, report.unexpected) == ((), ())
+    assert content(loaded) not in (content(saved), content(job(1.0)))
+
+
+def test_what_is_left_out_is_not_written(tmp_path: Path) -> None:
+    state = job(3.0)
+    whole = sx.save_checkpoint(state, tmp_path / "whole")
+    selected = sx.save_checkpoint(state, tmp_path / "selected", exclude="model.base.*")
+    assert whole.nbytes - selected.nbytes >= 4 * 64 * 65
+    with sx.open_checkpoint(tmp_path / "selected") as checkpoint:
+        assert not [name for name in checkpoint if "base" in name]
+
+
+def test_what_the_patterns_do_not_name_is_still_missing(tmp_path: Path) -> None:
+    sx.save_checkpoint({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "saved", exclude="b")
+    state = {"a": torch.zeros(1), "b": torch.zeros(1), "c": torch.zeros(1)}
+    with pytest.raises(sx.errors.NotFoundError, match=r"missing.*: c"):
+        sx.load_checkpoint(state, tmp_path / "saved")
+    assert state["a"].item() == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"include": ["model", "optimzer"]}, "'optimzer'"),
+        ({"include": 3}, "include"),
+        ({"exclude": "list.0"}, "list"),
+    ],
+)
+def test_patterns_that_cannot_be_meant_are_refused(options: dict[str, Any], match: str, tmp_path: Path) -> None:
+    state = {"model": torch.nn.Linear(1, 1), "list": [torch.ones(1), torch.ones(2)]}
+    with pytest.raises((sx.errors.InvalidArgumentError, sx.errors.UnsupportedError), match=match):
+        sx.save_checkpoint(state, tmp_path / "saved", **options)
+    assert os.listdir(tmp_path) == []
+
+
+def save_stages(path: str) -> Any:
+    """Save two pipeline stages, with a pattern that is for one of them, then with other patterns on each."""
+    rank = sx.get_rank()
+    state = {f"stage{rank}": torch.full((2,), float(rank)), "frozen": torch.ones(3)}
+    sx.save_checkpoint(state, f"{path}-1", include="stage1")
+    loaded = {f"stage{rank}": torch.full((2,), 9.0), "frozen": torch.zeros(3)}
+    sx.load_checkpoint(loaded, f"{path}-1")
+    try:
+        sx.save_checkpoint(state, f"{path}-2", include=f"stage{rank}")
+    except sx.errors.InvalidArgumentError as error:
+        return {name: tensor[0].item() for name, tensor in loaded.items()}, "include" in str(error)
+    return None
+
+
+def test_a_pattern_may_be_for_one_rank_and_is_the_same_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(save_stages, 2, args=(str(tmp_path / "saved"),))
+    assert first == ({"stage0": 9.0, "frozen": 0.0}, True)
+    assert second == ({"stage1": 1.0, "frozen": 0.0}, True)
+
+
+def test_saves_of_a_job_have_a_selection(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path / "saves", exclude="model.base.*")
+    state = job(3.0)
+    saves.save(state, 10)
+    loaded = job(1.0)
+    expected = {**content(state), "model.base.weight": content(loaded)["model.base.weight"]}
+    expected["model.base.bias"] = content(loaded)["model.base.bias"]
+    saves.load(loaded)
+    assert content(loaded) == expected
