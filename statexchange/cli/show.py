@@ -301,9 +301,9 @@ def _show_tensor(
     box = _box_of(facts, index)
     if picture is not None:
         from statexchange.report.supply import supply_of
-        from statexchange.report.supply_picture import tensor_picture
+        from statexchange.report.supply_picture import supply_picture
 
-        picture.write(tensor_picture(supply_of(source), facts.tied_to or facts.name))
+        picture.write(supply_picture(supply_of(source).select({facts.tied_to or facts.name})))
     values = read_slice(facts, box)
     with Progress(output, "show") as progress:
         statistics = read_statistics(facts, progress)

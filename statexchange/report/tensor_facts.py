@@ -112,10 +112,9 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         is_covered = False
         if not (is_part and isinstance(error, IncompleteError)):
             problems.append(error)
-    prefix = f"{source.opened.store.path.rstrip('/')}/"
     regions = []
     for box, of_box in copies.items():
-        files = tuple(dict.fromkeys(file.path.removeprefix(prefix) for file, _ in of_box))
+        files = tuple(dict.fromkeys(source.path_below(file) for file, _ in of_box))
         holders = tuple(dict.fromkeys(file.rank for file, _ in of_box))
         nbytes = box.numel * ITEMSIZE[shard.dtype]
         regions.append(Region(element_box(shard.dtype, box), holders, files, nbytes, of_box[0][1]))

@@ -84,8 +84,8 @@ def test_show_draws_the_regions_of_one_tensor(call: CommandLine, published: Path
     plain = call("show", published, "up.weight")
     assert plain[0] == 0
     assert call("show", published, "up.weight", "--svg", picture) == plain
-    assert "F32 [4,3] · 48 B · 1 region" in texts_of(picture)
-    assert "[0:4, 0:3]" in texts_of(picture)
+    assert {"up.weight", "F32 [4,3]", "48 B"} <= {*texts_of(picture)}
+    assert not {"down.weight", "norm"} & {*texts_of(picture)}
     assert call("show", published, "up.weight", "--svg", picture)[0] == 7
     code, _, err = call("show", published, "--svg", tmp_path / "none.svg")
     assert code == 2
