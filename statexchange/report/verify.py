@@ -8,11 +8,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from statexchange.errors import (
-    IncompleteError,
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
@@ -27,14 +25,11 @@ from statexchange.report.hub_metadata import HubComparison, compare_with_cache, 
 from statexchange.report.value_checks import CHECKS, FileTails, TensorChecks, ValueFindingError
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import RankShards, TensorPlan, plan_merge, prove_cover, replica_error
-from statexchange.storage.location import is_remote
 from statexchange.storage.regions import BoxDigest, blocks, to_global
-from statexchange.storage.save_check import list_save_directories
-from statexchange.storage.steps import read_saves, saves_path, step_name
-from statexchange.storage.store import local_path
-from statexchange.storage.tensorfile import MANIFEST, SaveManifest
+from statexchange.storage.save_check import check_saves
+from statexchange.storage.steps import saves_path, step_name
 
-__all__ = ["SaveVerdict", "VerifyReport", "verify", "verify_saves"]
+__all__ = ["VerifyReport", "verify", "verify_saves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,30 +275,13 @@ class _Check:
             self._on_progress(self._before + self.done, self._total)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveVerdict:
-    """The result of verifying one save.
-
-    Attributes:
-        step: the training step.
-        path: its directory.
-        report: what was read; None if the save could not be opened.
-        findings: an error for each problem.
-    """
-
-    step: int
-    path: str
-    report: VerifyReport | None
-    findings: tuple[StateExchangeError, ...]
-
-
 def verify_saves(
     path: str | os.PathLike[str],
     *,
     checks: Collection[str] = (),
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Iterator[SaveVerdict]:
-    """Read and check every save of a directory of steps, oldest first, and yield the result of each.
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Iterator[tuple[int, VerifyReport]]:
+    """Read and check every save of a directory of steps, oldest first, and yield (step, result) of each.
 
     Not collective. Problems become findings, not exceptions. A save that is removed meanwhile is left out.
 
@@ -313,7 +291,7 @@ def verify_saves(
         on_progress: called with (bytes done, bytes in total).
 
     Yields:
-        The result of a save.
+        The step and the result of a save.
 
     Raises:
         NotFoundError: the directory does not exist, or has no saves.
@@ -323,44 +301,32 @@ def verify_saves(
         >>> import torch
         >>> import statexchange as sx
         >>> report = sx.Checkpoints("saves").save({"w": torch.zeros(2)}, 10)
-        >>> for verdict in verify_saves("saves"):
-        ...     verdict.step, verdict.findings
+        >>> for step, report in verify_saves("saves"):
+        ...     step, report.findings
         (10, ())
     """
     root = saves_path(path)
-    steps = list_save_directories(root)
-    sizes = {step: sum(save.nbytes) for step, save in read_saves(root).items() if isinstance(save, SaveManifest)}
-    total, done_before = sum(sizes.values()), 0
-    for step in steps:
-        folder = os.path.join(root, step_name(step))
-        progress = None
-        if on_progress is not None:
+    saves = check_saves(root)
+    total = sum(sum(save.manifest.nbytes) for save in saves if save.manifest is not None)
+    done_before = 0
+    for save in saves:
+        if save.manifest is None:  # the ranks' files alone would look like another format
+            yield save.step, _unreadable_save(save.path, save.problems)
+            continue
+
+        def report_part(done: int, _: int, before: int = done_before) -> None:
             # The files' sizes may differ from those in the manifest: the sum never exceeds the total.
-            progress = partial(_report_part, on_progress, done_before, total)
-        verdict = _verdict(step, folder, checks, progress)
-        done_before += sizes.get(step, 0)
-        if verdict is not None:
-            yield verdict
+            on_progress(min(before + done, total), total)
+
+        try:
+            report = verify(os.path.join(root, step_name(save.step)), checks=checks, on_progress=report_part)
+        except NotFoundError:
+            continue
+        except StateExchangeError as error:
+            report = _unreadable_save(save.path, (error,))
+        yield save.step, report
+        done_before += sum(save.manifest.nbytes)
 
 
-def _report_part(on_progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:
-    """Report the progress of one save as a part of all."""
-    on_progress(min(before + done, total), total)
-
-
-def _verdict(
-    step: int, folder: str, checks: Collection[str], on_progress: Callable[[int, int], None] | None
-) -> SaveVerdict | None:
-    """Verify one save; None if it was removed meanwhile."""
-    shown = without_secrets(folder)
-    missing = IncompleteError(f"there is no {MANIFEST} in this step's directory: it is no save any more", path=folder)
-    try:
-        report = verify(folder, checks=checks, on_progress=on_progress)
-    except NotFoundError:
-        is_there = not is_remote(folder) and os.path.isdir(local_path(folder))
-        return SaveVerdict(step, shown, None, (missing,)) if is_there else None
-    except StateExchangeError as error:
-        return SaveVerdict(step, shown, None, (error,))
-    if report.kind != "save":  # without the manifest the ranks' files look like another format
-        return SaveVerdict(step, shown, None, (missing,))
-    return SaveVerdict(step, shown, report, report.findings)
+def _unreadable_save(path: str, findings: tuple[StateExchangeError, ...]) -> VerifyReport:
+    return VerifyReport(path, "save", num_tensors=0, num_boxes=0, num_unproven=0, nbytes=0, findings=findings)
