@@ -5,26 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from statexchange.errors import (
-    CorruptError,
-    IncompleteError,
-    OverlapError,
-    StateExchangeError,
-    UnsupportedError,
-)
+from statexchange.errors import IncompleteError, OverlapError, ReplicaError, StateExchangeError, UnsupportedError
 from statexchange.formats.sections import sections_of
 from statexchange.report.summary import aliases_of
-from statexchange.sharding.plan import HolderLabel, prove_cover, replica_error
+from statexchange.sharding.plan import RankShards, plan_merge, replica_error
 from statexchange.sharding.shards import Box, full_box
 from statexchange.tensors import ITEMSIZE, PACKED, element_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from statexchange.formats.source import ShardFile, Source
     from statexchange.storage.store import ByteRange
 
-__all__ = ["Region", "TensorFacts", "element_box", "group_box", "tensor_facts"]
+__all__ = ["Region", "TensorFacts", "cover_problems", "element_box", "group_box", "tensor_facts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,30 +82,27 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         IncompleteError, CorruptError: its file is missing or broken, so that no header tells about it.
     """
     kept = _kept_name(source, name)
-    found = [(file, file.tensors[kept]) for file in source.files if kept in file.tensors]
-    if not found:
+    numbers = [number for number, file in enumerate(source.files) if kept in file.tensors]
+    if not numbers:
         _refuse_unreadable(source, name)
         return None
-    shard = found[0][1].shard
-    for shard_file, tensor in found:
-        if (tensor.shard.dtype, tensor.shard.global_shape) != (shard.dtype, shard.global_shape):
-            raise CorruptError("two files disagree on dtype or shape", name=name, path=shard_file.path)
-    copies: dict[Box, list[tuple[ShardFile, ByteRange]]] = {}
-    for shard_file, tensor in found:
-        for box, stored in zip(tensor.shard.boxes, tensor.byte_ranges, strict=True):
-            copies.setdefault(box, []).append((shard_file, stored))
-    problems = list(_differing_copies(source, name, copies))
-    labels: dict[Box, list[HolderLabel]] = {}
-    for box, of_box in copies.items():
-        if box.numel:
-            labels[box] = [source.label_of(file) for file, _ in of_box]
+
+    def stored_digest(number: int, index: int) -> str | None:
+        return source.files[number].tensors[kept].byte_ranges[index].digest
+
+    problems = []
     is_covered = True
-    try:
-        prove_cover(name, shard.global_shape, labels)
-    except (IncompleteError, OverlapError, UnsupportedError) as error:
-        is_covered = False
-        if not (is_part and isinstance(error, IncompleteError)):
-            problems.append(error)
+    for problem in cover_problems(source, kept, numbers, stored_digest):
+        is_covered &= isinstance(problem, ReplicaError)
+        if not (is_part and isinstance(problem, IncompleteError)):
+            problems.append(problem)
+    copies: dict[Box, list[tuple[ShardFile, ByteRange]]] = {}
+    for number in numbers:
+        file = source.files[number]
+        tensor = file.tensors[kept]
+        for box, stored in zip(tensor.shard.boxes, tensor.byte_ranges, strict=True):
+            copies.setdefault(box, []).append((file, stored))
+    shard = source.files[numbers[0]].tensors[kept].shard
     regions = []
     for box, of_box in copies.items():
         files = tuple(dict.fromkeys(source.path_below(file) for file, _ in of_box))
@@ -129,6 +120,39 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         is_covered=is_covered,
         problems=tuple(problems),
     )
+
+
+def cover_problems(
+    source: Source, name: str, numbers: Sequence[int], digest_of: Callable[[int, int], str | None]
+) -> Iterator[StateExchangeError]:
+    """Yield an error if the boxes of a tensor do not cover it exactly once, else one for each copy that differs.
+
+    Args:
+        source: the source.
+        name: the tensor's name.
+        numbers: the numbers of the files that have the tensor.
+        digest_of: returns the digest of a box by the numbers of its file and of the box; None if it is not known.
+
+    Raises:
+        CorruptError, ReplicaError: two files disagree on dtype or shape.
+    """
+    holders = []
+    for number in numbers:
+        file = source.files[number]
+        holders.append(RankShards(file.rank, [file.tensors[name].shard], label=source.label_of(file)))
+    try:
+        plan = plan_merge(holders).tensors[name]
+    except (IncompleteError, OverlapError, UnsupportedError) as error:
+        yield error
+        return
+    for piece in plan.pieces:
+        expected = digest_of(numbers[piece.holder], piece.box_index)
+        for holder, index in piece.replicas:
+            digest = digest_of(numbers[holder], index)
+            if None not in (expected, digest) and expected != digest:
+                first, other = source.files[numbers[piece.holder]], source.files[numbers[holder]]
+                labels = source.label_of(first), source.label_of(other)
+                yield replica_error(name, piece.box, *labels, path=other.path)
 
 
 def element_box(dtype: str, box: Box) -> Box:
@@ -163,14 +187,3 @@ def _refuse_unreadable(source: Source, name: str) -> None:
             if problem.name == name or problem.path == unreadable.path:
                 raise problem
         raise IncompleteError("its file is missing or broken", name=name, path=unreadable.path)
-
-
-def _differing_copies(
-    source: Source, name: str, copies: dict[Box, list[tuple[ShardFile, ByteRange]]]
-) -> Iterator[StateExchangeError]:
-    """Yield an error for each copy of a region whose digest differs from that of the first one."""
-    for box, of_box in copies.items():
-        (first, expected), *others = of_box
-        for file, stored in others:
-            if None not in (stored.digest, expected.digest) and stored.digest != expected.digest:
-                yield replica_error(name, box, source.label_of(first), source.label_of(file), path=file.path)

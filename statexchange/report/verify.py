@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from statexchange.errors import (
@@ -22,9 +23,9 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.sealed_files import check_sealed_file, sealed_files
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.report.hub_metadata import HubComparison, compare_with_cache, compare_with_hub
+from statexchange.report.tensor_facts import cover_problems
 from statexchange.report.value_checks import CHECKS, FileTails, TensorChecks, ValueFindingError
-from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import RankShards, TensorPlan, plan_merge, prove_cover, replica_error
+from statexchange.sharding.plan import prove_cover
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.save_check import check_saves
 from statexchange.storage.steps import saves_path, step_name
@@ -236,35 +237,18 @@ class _Check:
 
     def _prove_cover(self, name: str, numbers: list[int]) -> None:
         """Prove the cover of one tensor, which is in the files with these numbers, and compare its replicas."""
-        shard_files = [self._source.files[number] for number in numbers]
-        rank_shards = []
-        for shard_file in shard_files:
-            label = self._source.label_of(shard_file)
-            rank_shards.append(RankShards(shard_file.rank, [shard_file.tensors[name].shard], label=label))
-        plan = plan_merge(rank_shards, ExportOptions())
-        for tensor in plan.files[0].tensors:
-            self._compare_replicas(tensor, numbers)
-
-    def _compare_replicas(self, tensor: TensorPlan, numbers: list[int]) -> None:
-        for piece in tensor.pieces:
-            expected = self._digest(numbers[piece.holder], tensor.source, piece.box_index)
-            for holder, index in piece.replicas:
-                found = self._digest(numbers[holder], tensor.source, index)
-                if expected is not None and found is not None and expected != found:
-                    first, other = (self._source.files[numbers[at]] for at in (piece.holder, holder))
-                    labels = self._source.label_of(first), self._source.label_of(other)
-                    self.findings.append(replica_error(tensor.source, piece.box, *labels))
+        self.findings += cover_problems(self._source, name, numbers, partial(self._digest, name))
 
     def digests(self) -> dict[str, list[str]]:
         """Return the digests of each tensor's boxes; [] if several files have parts of it, whose order is not known."""
         digests: dict[str, list[str]] = {}
         for number, shard_file in enumerate(self._source.files):
             for name, tensor in shard_file.tensors.items():
-                of_boxes = [self._digest(number, name, index) for index in range(len(tensor.byte_ranges))]
+                of_boxes = [self._digest(name, number, index) for index in range(len(tensor.byte_ranges))]
                 digests[name] = [] if name in digests or None in of_boxes else list(filter(None, of_boxes))
         return digests
 
-    def _digest(self, number: int, name: str, index: int) -> str | None:
+    def _digest(self, name: str, number: int, index: int) -> str | None:
         """Return the digest of a box; None if it could not be read, which is another finding."""
         stored = self._source.files[number].tensors[name].byte_ranges[index].digest
         return stored if stored is not None else self._computed.get((number, name, index))
