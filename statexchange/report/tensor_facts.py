@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from statexchange.errors import IncompleteError, OverlapError, ReplicaError, StateExchangeError, UnsupportedError
+from statexchange.errors import IncompleteError, OverlapError, StateExchangeError, UnsupportedError
 from statexchange.formats.sections import sections_of
 from statexchange.report.summary import aliases_of
 from statexchange.sharding.plan import RankShards, plan_merge, replica_error
@@ -52,7 +52,6 @@ class TensorFacts:
         nbytes: its bytes, each counted once.
         section: the section of a job's state to which it belongs; None if that is not known.
         regions: its regions, in the order of the files.
-        is_covered: whether the regions cover each element exactly once.
         problems: the errors that follow from headers.
     """
 
@@ -63,7 +62,6 @@ class TensorFacts:
     nbytes: int
     section: str | None
     regions: tuple[Region, ...]
-    is_covered: bool
     problems: tuple[StateExchangeError, ...]
 
 
@@ -91,9 +89,7 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         return source.files[number].tensors[kept].byte_ranges[index].digest
 
     problems = []
-    is_covered = True
     for problem in cover_problems(source, kept, numbers, stored_digest):
-        is_covered &= isinstance(problem, ReplicaError)
         if not (is_part and isinstance(problem, IncompleteError)):
             problems.append(problem)
     copies: dict[Box, list[tuple[ShardFile, ByteRange]]] = {}
@@ -117,7 +113,6 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         nbytes=full_box(shard.global_shape).numel * ITEMSIZE[shard.dtype],
         section=next((section.name for section in sections_of(source) if kept in section.names), None),
         regions=tuple(regions),
-        is_covered=is_covered,
         problems=tuple(problems),
     )
 
