@@ -126,13 +126,13 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
     by_ranks = configs.plain_configs(source)
     comparison = configs.compare_configs(by_ranks) if by_ranks else None
     entries = configs.plain_entries(source)
-    model = configs.model_config(source) if not by_ranks else None
+    model = configs.model_config(source.config_store) if not by_ranks else None
     output.warn_of(source.problems)
     output.line(_title(path, source))
     if comparison is not None:
         _write_comparison(output, by_ranks, comparison)
     if model is not None:
-        _write_section(output, "config.json", model[1])
+        _write_section(output, "config.json", model)
     if source.others:
         output.line()
         output.line("entries that are not tensors")
@@ -151,7 +151,7 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
         "configs": [{"ranks": ranks, "config": config} for ranks, config in by_ranks.items()],
         "common": None if comparison is None else comparison.common,
         "differing": [] if comparison is None else comparison.differing,
-        "model_config": None if model is None else model[1],
+        "model_config": model,
         "entries": entries,
         "others": dict(source.others),
         "metadata": dict(source.metadata),

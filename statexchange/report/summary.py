@@ -14,9 +14,9 @@ from statexchange.formats.packed import packing_notes
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
 from statexchange.formats.source import FLAT_PARAMETERS, Part, ShardFile, Source, is_flat_parameter
+from statexchange.report.configs import model_config
 from statexchange.report.tree import ModuleNode, module_tree
 from statexchange.sharding.shards import Shard, full_box
-from statexchange.storage.location import parse_json
 from statexchange.tensors import ITEMSIZE, element_shape
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "tensor_rows",
 ]
 
-_MAX_MODEL, _MAX_CONFIG_BYTES = 60, 4 << 20
+_MAX_MODEL = 60  # characters of a model's class
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,15 +246,11 @@ def model_of(source: Source) -> str | None:
 
     Frameworks that save shards, such as verl, keep the model's config.json in a folder ``huggingface``.
     """
-    store = source.opened.store
-    has_config = CONFIG in source.opened.names
-    if not has_config and "huggingface" not in store.directories:
-        return None
+    store = source.config_store
     try:
-        if not has_config:
+        if store is not None and CONFIG not in store.files and "huggingface" in store.directories:
             store = store.below("huggingface")
-        text = store.read_small(CONFIG, _MAX_CONFIG_BYTES)
-        config = parse_json(text, store.path_of(CONFIG), store.budget)
+        config = model_config(store)
     except StateExchangeError:
         return None
     if not isinstance(config, dict):
