@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
     from statexchange.report.rounds import RankRow
     from statexchange.report.saves import SaveRow, UnfinishedRow
-    from statexchange.report.summary import TensorRow
+    from statexchange.report.tensor_rows import TensorRow
 
 _UNKNOWN = "?"
 _HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "HELD-BY")
@@ -49,7 +49,7 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
     """
     from statexchange.formats.registry import holds_saves, open_source
     from statexchange.formats.source import abbreviated_list, abbreviated_reasons
-    from statexchange.report.summary import known_bytes, tensor_rows
+    from statexchange.report.tensor_rows import known_bytes, tensor_rows
 
     if rounds or holds_saves(path):
         if include or picture is not None:

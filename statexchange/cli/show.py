@@ -266,8 +266,9 @@ def _show_tensor(
     *,
     is_part: bool,
 ) -> int:
-    from statexchange.report.summary import aliases_of, tensor_rows
+    from statexchange.report.summary import aliases_of
     from statexchange.report.tensor_facts import tensor_facts
+    from statexchange.report.tensor_rows import tensor_rows
 
     facts = tensor_facts(source, name, is_part=is_part)
     if facts is None:
