@@ -200,11 +200,14 @@ def _time_limit_s(steps: int) -> float:
 def _run_ranks(world_size: int, args: tuple[str, str, int, str], on_progress: OnProgress) -> list[dict[str, Any]]:
     from statexchange.testing.ranks import run_ranks
 
-    def on_message(_rank: int, event: dict[str, Any]) -> None:
-        on_progress(event)
-
-    timeout_s = _time_limit_s(args[2])
-    found = run_ranks(demo_rank, world_size, backend="gloo", args=args, timeout_s=timeout_s, on_message=on_message)
+    found = run_ranks(
+        demo_rank,
+        world_size,
+        backend="gloo",
+        args=args,
+        timeout_s=_time_limit_s(args[2]),
+        on_message=lambda _rank, event: on_progress(event),
+    )
     if "refused" in found[0]:
         raise from_record(found[0]["refused"])
     return found

@@ -307,7 +307,7 @@ def _reason(problem: StateExchangeError) -> str:
 
 def _file_of(problem: StateExchangeError, folder: str) -> str:
     """Return a space and the name of the file with the problem, "" if it is of the whole folder."""
-    if problem.path is None or problem.path.rstrip("/") in (folder.rstrip("/"), os.path.abspath(folder)):
+    if problem.path is None or problem.path.rstrip("/") == folder.rstrip("/"):
         return ""
     return f" {abbreviated_names([_shown(problem.path, folder)])}"
 

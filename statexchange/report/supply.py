@@ -45,13 +45,6 @@ class Supplied:
         """Bytes of the whole tensor."""
         return full_box(self.shape).numel * ITEMSIZE[self.dtype]
 
-    def nbytes_by_rank(self) -> Counter[int]:
-        """Return the bytes that each rank supplied."""
-        nbytes: Counter[int] = Counter()
-        for box, rank in self.boxes:
-            nbytes[rank] += box.numel * ITEMSIZE[self.dtype]
-        return nbytes
-
 
 @dataclass(frozen=True, slots=True)
 class Supply:
@@ -158,7 +151,8 @@ def nbytes_by_rank(tensors: Sequence[Supplied]) -> Counter[int]:
     """Return the bytes that each rank supplied of all tensors."""
     total: Counter[int] = Counter()
     for tensor in tensors:
-        total.update(tensor.nbytes_by_rank())
+        for box, rank in tensor.boxes:
+            total[rank] += box.numel * ITEMSIZE[tensor.dtype]
     return total
 
 
@@ -181,7 +175,7 @@ def cells_of(tensor: Supplied) -> list[Cell]:
     boxes = [(box, rank) for box, rank in tensor.boxes if box.numel]
     dims = [dim for dim, size in enumerate(tensor.shape) if any(box.shape[dim] != size for box, _ in boxes)]
     if len(dims) > 2 or len(boxes) > MAX_CELLS:
-        return shares(tensor.nbytes_by_rank(), tensor.nbytes)
+        return shares(nbytes_by_rank([tensor]), tensor.nbytes)
     cells = []
     for box, rank in boxes:
         x, y, width, height = 0.0, 0.0, 1.0, 1.0

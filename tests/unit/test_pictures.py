@@ -16,7 +16,7 @@ from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import NotFoundError
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source
-from statexchange.report.supply import Supplied, cells_of, supply_of
+from statexchange.report.supply import Supplied, cells_of, nbytes_by_rank, supply_of
 from statexchange.report.supply_picture import supply_picture
 from statexchange.sharding.shards import Box
 from statexchange.storage.tensorfile import ShardData
@@ -83,7 +83,7 @@ def shares(rectangles: list[dict[str, str]]) -> dict[str, float]:
 
 def test_ranks_are_listed_by_what_they_supplied_largest_first(quarters: Path) -> None:
     tensors = tensors_of(quarters)
-    assert [(t.name, t.nbytes, dict(t.nbytes_by_rank())) for t in tensors] == [
+    assert [(t.name, t.nbytes, dict(nbytes_by_rank([t]))) for t in tensors] == [
         ("matrix", 80, {0: 18, 1: 6, 2: 42, 3: 14}),
         ("vector", 4, {0: 2, 1: 2}),
         ("same", 3, {2: 3}),
@@ -96,7 +96,7 @@ def test_a_published_directory_shows_the_same_ranks(quarters: Path, tmp_path: Pa
     merge_checkpoint(quarters, tmp_path / "out")
     (matrix, *_), (expected, *_) = tensors_of(tmp_path / "out"), tensors_of(quarters)
     assert isinstance(matrix, Supplied)
-    assert matrix.nbytes_by_rank() == expected.nbytes_by_rank()
+    assert nbytes_by_rank([matrix]) == nbytes_by_rank([expected])
     assert "rank 3" in picture(tmp_path / "out")
 
 
