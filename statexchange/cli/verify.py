@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from statexchange.errors import StateExchangeError
     from statexchange.report.hub_metadata import HubComparison
+    from statexchange.report.value_checks import Check
     from statexchange.report.verify import VerifyReport
 
 _NOT_IN_DATA = ("findings", "hub", "notes")  # notes are the warnings of the JSON
@@ -106,7 +107,7 @@ def _finding_alone(output: Output, error: StateExchangeError) -> int:
     return output.finish(None, rows=("findings", _records([error])), problems=[error])
 
 
-def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: float) -> None:
+def _show(output: Output, report: VerifyReport, checks: Sequence[Check], seconds: float) -> None:
     read = f"{format_bytes(report.nbytes)} read in {format_seconds(seconds)}"
     output.line(f"{report.path}: {report.kind}, {_tensors_text(report)}, {read}")
     _show_findings(output, report.findings)
@@ -149,7 +150,7 @@ def _show_hub(output: Output, hub: HubComparison) -> None:
     output.line(f"{len(hub.equal):,} {are_equal} of the download; {len(hub.not_covered):,} not covered")
 
 
-def _verify_saves(output: Output, path: str, checks: Sequence[str]) -> int:
+def _verify_saves(output: Output, path: str, checks: Sequence[Check]) -> int:
     from statexchange.report.verify import verify_saves
 
     findings: list[StateExchangeError] = []

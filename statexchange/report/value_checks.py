@@ -137,7 +137,7 @@ class TensorChecks:
     the first copy of a box is checked here; `verify` compares copies.
     """
 
-    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], checks: Collection[str]) -> None:
+    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], checks: Collection[Check]) -> None:
         self._name, self._dtype, self._shape = name, dtype, shape
         self._last_name = name.rpartition(".")[2]
         self._checks = set(checks) & _applicable(dtype, self._last_name)
@@ -355,7 +355,7 @@ class FileTails:
                 yield checks.tail(stored_box, stored_box.tail, following)
 
 
-def _applicable(dtype: str, last_name: str) -> set[str]:
+def _applicable(dtype: str, last_name: str) -> set[Check]:
     """Return the checks that say something about a tensor."""
     if dtype == "BOOL":
         return set()
