@@ -79,7 +79,9 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         UnsupportedError: its dtype or kind is not supported.
         IncompleteError, CorruptError: its file is missing or broken, so that no header tells about it.
     """
-    kept = _kept_name(source, name)
+    # A tensor is kept under its own name, unless it is tied.
+    has_name = any(name in file.tensors for file in source.files)
+    kept = name if has_name else aliases_of(source).get(name, name)
     numbers = [number for number, file in enumerate(source.files) if kept in file.tensors]
     if not numbers:
         _refuse_unreadable(source, name)
@@ -162,13 +164,6 @@ def group_box(dtype: str, box: Box) -> Box:
     size = PACKED[dtype]
     begin, end = box.offsets[-1] // size, -(-box.ends[-1] // size)
     return Box((*box.offsets[:-1], begin), (*box.shape[:-1], end - begin))
-
-
-def _kept_name(source: Source, name: str) -> str:
-    """Return the name under which a tensor is kept: its own, unless it is tied."""
-    if any(name in shard_file.tensors for shard_file in source.files):
-        return name
-    return aliases_of(source).get(name, name)
 
 
 def _refuse_unreadable(source: Source, name: str) -> None:

@@ -228,11 +228,8 @@ class _Check:
             for name in shard_file.tensors:
                 by_name.setdefault(name, []).append(number)
         for name, numbers in by_name.items():
-            self._guard(self._prove_cover, name, numbers)
-
-    def _prove_cover(self, name: str, numbers: list[int]) -> None:
-        """Prove the cover of one tensor, which is in the files with these numbers, and compare its replicas."""
-        self.findings += cover_problems(self._source, name, numbers, partial(self._digest, name))
+            problems = cover_problems(self._source, name, numbers, partial(self._digest, name))
+            self._guard(self.findings.extend, problems)
 
     def digests(self) -> dict[str, list[str]]:
         """Return the digests of each tensor's boxes; [] if several files have parts of it, whose order is not known."""
