@@ -53,7 +53,7 @@ class DemoReport:
     `first_mesh` and `mesh` are the (data parallel, tensor parallel) ranks of the job that was killed and of the one
     that resumed and exported, of `first_world_size` and `world_size` ranks. `first_losses` are the losses until the
     kill; `losses` are those of the exported model: the first `resumed_step` by the first job, the others by the second.
-    `mismatches` names the tensors of which a rank's shard, or the whole, differs from the merged file in any bit.
+    `mismatches` names the tensors that differ from the merged file in any bit.
     `logits_error` is the greatest difference between the merged model's logits and the sharded model's, relative to the
     greatest logit. By rank, `shard_bytes` is what it held and `rank_bytes` what it supplied to the files.
     `root_peak_growth_bytes` is how much the export raised root's peak. `path` is the merged checkpoint, or None if it
@@ -117,7 +117,7 @@ def run_demo(
     with tempfile.TemporaryDirectory(prefix="statexchange-demo-") as scratch:
         merged = _merged_path(keep or scratch)
         saved = os.path.join(scratch, "saves")
-        losses, mesh = _train_until_killed(world_size, saved, steps, on_progress)
+        losses = _train_until_killed(world_size, saved, steps, on_progress)
         args = (saved, merged, steps, _write_config(scratch))
         ranks = _run_ranks(min(world_size, _RESUMED_RANKS), args, on_progress)
         on_progress({"phase": "load", "path": merged})
@@ -125,9 +125,10 @@ def run_demo(
         resumed = facts["resumed_step"]
         return DemoReport(
             first_world_size=world_size,
-            first_mesh=mesh,
+            first_mesh=_mesh_shape(world_size),
             first_losses=tuple(losses),
             world_size=len(ranks),
+            mesh=_mesh_shape(len(ranks)),
             losses=(*losses[:resumed], *facts.pop("resumed_losses")),
             **facts,
             **_load(merged, ranks[0]["logits"]),
@@ -166,20 +167,13 @@ def _write_config(directory: str) -> str:
     return directory
 
 
-def _train_until_killed(
-    world_size: int, saved: str, steps: int, on_progress: OnProgress
-) -> tuple[list[float], tuple[int, int]]:
-    """Train, save half-way and kill all ranks a little later; return their losses and mesh."""
+def _train_until_killed(world_size: int, saved: str, steps: int, on_progress: OnProgress) -> list[float]:
+    """Train, save half-way and kill all ranks a little later; return their losses."""
     from statexchange.testing.ranks import RankFailure, run_ranks
 
     losses: list[float] = []
-    mesh = (1, 1)
 
     def on_message(_rank: int, event: dict[str, Any]) -> None:
-        nonlocal mesh
-        if event["phase"] == "mesh":
-            mesh = tuple(event["mesh"])
-            return
         losses.append(event["loss"])
         on_progress(event)
 
@@ -196,7 +190,7 @@ def _train_until_killed(
         text = f"the ranks of the demo's first job were to be killed, and ended otherwise:\n{outcomes}"
         raise RankFailure(text, outcomes=outcomes)
     on_progress({"phase": "killed", "step": len(losses), "ranks": world_size})
-    return losses, mesh
+    return losses
 
 
 def _time_limit_s(steps: int) -> float:
@@ -206,11 +200,14 @@ def _time_limit_s(steps: int) -> float:
 def _run_ranks(world_size: int, args: tuple[str, str, int, str], on_progress: OnProgress) -> list[dict[str, Any]]:
     from statexchange.testing.ranks import run_ranks
 
-    def on_message(_rank: int, event: dict[str, Any]) -> None:
-        on_progress(event)
-
-    timeout_s = _time_limit_s(args[2])
-    found = run_ranks(demo_rank, world_size, backend="gloo", args=args, timeout_s=timeout_s, on_message=on_message)
+    found = run_ranks(
+        demo_rank,
+        world_size,
+        backend="gloo",
+        args=args,
+        timeout_s=_time_limit_s(args[2]),
+        on_message=lambda _rank, event: on_progress(event),
+    )
     if "refused" in found[0]:
         raise from_record(found[0]["refused"])
     return found
@@ -219,12 +216,11 @@ def _run_ranks(world_size: int, args: tuple[str, str, int, str], on_progress: On
 def _load(merged: str, reference: list[list[float]]) -> dict[str, Any]:
     """Load the merged checkpoint into an unsharded model by safetensors; return its part of the report."""
     import torch
-    from safetensors.torch import load_file
 
     from statexchange.demo_model import Llama, LlamaConfig, generate
 
     model = Llama(LlamaConfig())
-    state = {name: tensor for path in _weight_files(merged) for name, tensor in load_file(path).items()}
+    state = _merged_tensors(merged)
     model.load_state_dict(state)
     with _one_thread():
         whole, text = _logits(model), generate(model, _PROMPTS[0], _GENERATED_BYTES)
@@ -251,8 +247,15 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _weight_files(directory: str) -> list[str]:
-    return [os.path.join(directory, name) for name in sorted(os.listdir(directory)) if name.endswith(".safetensors")]
+def _merged_tensors(directory: str) -> dict[str, Tensor]:
+    """Return the tensors of the merged checkpoint, which safetensors reads."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for name in os.listdir(directory):
+        if name.endswith(".safetensors"):
+            tensors |= load_file(os.path.join(directory, name))
+    return tensors
 
 
 def _logits(model: Llama) -> Tensor:
@@ -272,11 +275,7 @@ def killed_rank(saved: str, steps: int) -> None:
     """
     import torch.distributed as dist
 
-    from statexchange.testing.ranks import report
-
     job = _Job(saved)
-    if dist.get_rank() == 0:
-        report({"phase": "mesh", "mesh": list(job.mesh.shape)})
     half = steps // 2
     job.train(range(half), steps)
     if half:
@@ -311,7 +310,6 @@ def demo_rank(saved: str, out_dir: str, steps: int, config_dir: str) -> dict[str
     except StateExchangeError as error:  # the same on all ranks: the parent process raises it
         return {"refused": to_record(error, mesh.get_rank(), "export")}
     facts = {
-        "mesh": tuple(mesh.shape),
         "resumed_step": resumed,
         "resumed_losses": tuple(losses),
         "step_seconds": tuple(seconds),
@@ -331,14 +329,17 @@ def demo_rank(saved: str, out_dir: str, steps: int, config_dir: str) -> dict[str
     }
 
 
+def _mesh_shape(world_size: int) -> tuple[int, int]:
+    """Return the (data parallel, tensor parallel) ranks of a job."""
+    tensor_parallel = 2 if world_size % 2 == 0 else 1
+    return world_size // tensor_parallel, tensor_parallel
+
+
 def _mesh() -> DeviceMesh:
     from torch.distributed import get_world_size
     from torch.distributed.device_mesh import init_device_mesh
 
-    world_size = get_world_size()
-    tensor_parallel = 2 if world_size % 2 == 0 else 1
-    shape = (world_size // tensor_parallel, tensor_parallel)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    return init_device_mesh("cpu", _mesh_shape(get_world_size()), mesh_dim_names=("dp", "tp"))
 
 
 class _Job:
@@ -375,40 +376,24 @@ class _Job:
         return losses, seconds
 
 
-@contextlib.contextmanager
-def _merged_slices(merged: str) -> Iterator[dict[str, Any]]:
-    """Yield safetensors' lazy slice of each merged tensor; indexing one reads that region."""
-    from safetensors import safe_open
-
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(safe_open(path, "pt")) for path in _weight_files(merged)]
-        yield {name: file.get_slice(name) for file in files for name in file.keys()}  # noqa: SIM118
-
-
 def _mismatches(state: Mapping[str, DTensor], merged: str) -> Iterator[str]:
-    """Yield the names of tensors whose shard here, or whole, differs from the merged one in any bit. Collective."""
-    # If FSDP2 and tensor parallelism shard the same dim, full_tensor gathers twice, and torch warns that this is slow.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    with _merged_slices(merged) as slices:
-        for name, tensor in state.items():
-            whole = tensor.full_tensor()  # collective: all ranks call it, whatever they have found so far
-            if name not in slices or not (_same_bits(whole, slices[name][:]) and _same_shard(tensor, slices[name])):
-                yield name
-
-
-def _same_shard(tensor: DTensor, merged: Any) -> bool:
-    local = tensor.to_local()
-    if not local.numel():
-        return True
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
-    ends = zip(chunk.offsets, chunk.sizes, strict=True)
-    return _same_bits(local, merged[tuple(slice(start, start + size) for start, size in ends)])
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Yield the names of tensors that differ from the merged ones in any bit. Collective."""
     import torch
 
-    return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+    # If FSDP2 and tensor parallelism shard the same dim, full_tensor gathers twice, and torch warns that this is slow.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    tensors = _merged_tensors(merged)
+    for name, tensor in state.items():
+        whole = tensor.full_tensor()  # collective: all ranks call it, whatever they have found so far
+        if name not in tensors or not torch.equal(_bytes_of(whole), _bytes_of(tensors[name])):
+            yield name
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor: as numbers, NaN differ from themselves and -0.0 equals 0.0."""
+    import torch
+
+    return tensor.flatten().view(torch.uint8)
 
 
 def _peak_bytes() -> int:

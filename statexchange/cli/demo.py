@@ -40,7 +40,7 @@ def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
     from statexchange.demo import run_demo
 
     commands.refuse_other_ranks()
-    picture = _picture_of(keep)
+    picture = None if keep is None else PictureFile.at(os.path.join(resolve_path(keep, "--keep"), _PICTURE))
     watch = _DemoProgress(output, steps, picture)
     try:
         report = run_demo(ranks, keep=keep, steps=steps, on_progress=watch)
@@ -50,10 +50,6 @@ def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
     _show(output, report, watch.supplied, drawn)
     data = {**fields_of(report), "tensors_equal": report.tensors_equal, "picture": drawn}
     return output.finish(data, code="OK" if report.ok else "FINDINGS")
-
-
-def _picture_of(keep: str | None) -> PictureFile | None:
-    return None if keep is None else PictureFile.at(os.path.join(resolve_path(keep, "--keep"), _PICTURE))
 
 
 class _DemoProgress:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import TYPE_CHECKING
 
 import click
@@ -17,13 +16,11 @@ from statexchange.sharding.options import CallOptions, ExportOptions
 from statexchange.units import format_shape
 
 if TYPE_CHECKING:
-    from statexchange.report.diff import DiffReport, TensorDiff
+    from statexchange.report.diff import TensorDiff
     from statexchange.report.value_sums import ValueDiff
 
 _HEADER = ("NAME", "DIFFERS", "ELEMENTS", "MAX-ABS", "REL-L2", "COSINE", "FIRST", "NAN")
-_DROP = ("COSINE", "FIRST", "ELEMENTS", "NAN")
-_BAR_ROOM = 32  # columns beside the name
-_LAYER = re.compile(r"(?:[^.]+\.)*?[0-9]{1,9}(?=\.)", re.ASCII)  # a name up to its first number
+_DROP = ("COSINE", "FIRST", "ELEMENTS", "NAN", "MAX-ABS")
 _BAR, _DECADES = 20, 10  # a full bar is a relative difference of 1 and more; each decade less is a tenth shorter
 
 _RENAME = "--rename REGEX=REPL gives tensors of A the names of tensors of B"
@@ -62,12 +59,13 @@ def command(output: Output, a: str, b: str, *, stat: bool, **arguments: object) 
         notes.append(_RENAME)
     for note in notes:
         output.message(f"note: {note}")
-    if stat:
-        _show_bars(output, report)
-    elif report.differing:
-        output.table(_HEADER, map(_cells, report.differing), right=_HEADER[2:6], drop=_DROP)
-        if output.aligned:
-            _show_layers(output, report)
+    if report.differing:
+        header = (*_HEADER, "SIZE") if stat else _HEADER
+        rows = []
+        for tensor in report.differing:
+            bar = (_bar(output, tensor.values),) if stat else ()
+            rows.append((*_cells(tensor), *bar))
+        output.table(header, rows, right=_HEADER[2:6], drop=_DROP)
     output.line(str(report))
     data = {
         "a": report.a,
@@ -93,13 +91,8 @@ def _cells(tensor: TensorDiff) -> tuple[str, ...]:
         f"{values.relative_l2:.3g}",
         f"{values.cosine:.6f}",
         "-" if values.first is None else format_shape(values.first),
-        _num_nan(values),
+        f"{values.num_nan_a:,} {values.num_nan_b:,}" if values.num_nan_a or values.num_nan_b else "-",
     )
-
-
-def _num_nan(values: ValueDiff) -> str:
-    """Return the numbers of NaN in A and in B, "-" if there are none."""
-    return f"{values.num_nan_a:,} {values.num_nan_b:,}" if values.num_nan_a or values.num_nan_b else "-"
 
 
 def _difference(tensor: TensorDiff) -> str:
@@ -112,47 +105,9 @@ def _difference(tensor: TensorDiff) -> str:
     return tensor.status
 
 
-def _show_bars(output: Output, report: DiffReport) -> None:
-    """Write a line for each tensor that differs: a bar by the relative difference, on a logarithmic scale."""
-    lines = []
-    for tensor in report.differing:
-        values = tensor.values
-        if values is None or not values.relative_l2:  # NaN alone, or the sign of a zero
-            nan = "" if values is None or _num_nan(values) == "-" else f", NaN {_num_nan(values)}"
-            lines.append((tensor.name, _difference(tensor) + nan))
-        else:
-            lines.append((tensor.name, _bar(output, values.relative_l2)))
-    _write_named(output, lines)
-
-
-def _show_layers(output: Output, report: DiffReport) -> None:
-    """Write a bar for each layer in which values differ, by its tensor with the largest relative difference."""
-    largest: dict[str, float] = {}
-    for tensor in report.differing:
-        match = _LAYER.match(tensor.name)
-        if match is not None and tensor.values is not None and tensor.values.relative_l2 > 0:
-            largest[match[0]] = max(tensor.values.relative_l2, largest.get(match[0], 0.0))
-    if len(largest) < 2:
-        return
-    output.line()
-    output.line("largest REL-L2 of each layer")
-    _write_named(output, [(layer, _bar(output, largest[layer])) for layer in sorted(largest, key=_by_number)])
-    output.line()
-
-
-def _write_named(output: Output, lines: list[tuple[str, str]]) -> None:
-    names = [output.fitted(name, _BAR_ROOM) for name, _ in lines]
-    width = max(map(len, names), default=0)
-    for name, (_, text) in zip(names, lines, strict=True):
-        output.line(f"{name:<{width}} | {text}")
-
-
-def _by_number(layer: str) -> tuple[str, int]:
-    prefix, _, number = layer.rpartition(".")
-    return prefix, int(number)
-
-
-def _bar(output: Output, relative: float) -> str:
-    """Return a relative difference with its bar."""
-    decades = max(0.0, _DECADES + math.log10(min(relative, 1.0)))
-    return f"{relative:8.1e} {output.bar(max(1, round(_BAR * decades / _DECADES)))}"
+def _bar(output: Output, values: ValueDiff | None) -> str:
+    """Return a bar by the relative difference, on a logarithmic scale; "" without one, as of NaN alone."""
+    if values is None or not values.relative_l2:
+        return ""
+    decades = max(0.0, _DECADES + math.log10(min(values.relative_l2, 1.0)))
+    return output.bar(max(1, round(_BAR * decades / _DECADES)))

@@ -8,10 +8,10 @@ import click
 
 from statexchange.cli import commands
 from statexchange.cli.output import Output, Row, fields_of
-from statexchange.cli.picture_file import SVG_OF_SAVES, PictureFile, picture_options
+from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError
 from statexchange.formats.source import abbreviated_list, abbreviated_reasons
-from statexchange.units import format_bytes, format_count, format_number, format_ranks, format_time, printable
+from statexchange.units import format_bytes, format_count, format_number, format_ranks, format_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _MAX_NAMES = 4  # shown of a part's files
 _DEPTH = 4  # of the tree: a layer's attention and MLP, in most models
 _TREE_HEADER = ("MODULE", "PARAMETERS", "BYTES")
-_MIN_BAR, _MAX_BAR = 10, 40
+_BAR = 20  # characters of all bytes
 
 
 @commands.command
@@ -56,10 +56,8 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
     if depth is None and tree:
         depth = _DEPTH
     if holds_saves(path):
-        if picture is not None:
-            raise InvalidArgumentError(SVG_OF_SAVES, path=path)
-        if depth is not None:
-            text = "--tree shows the modules of a model, and this directory has saves: name one of them"
+        if picture is not None or depth is not None:
+            text = "--svg and --tree show one checkpoint, and this directory has saves: name one of them"
             raise InvalidArgumentError(text, path=path)
         return _summarize_saves(output, path)
     summary = summarize(path, tree_depth=depth)
@@ -91,24 +89,19 @@ def _draw_parameters(path: str, picture: PictureFile) -> None:
 
 def _show_tree(output: Output, tree: ModuleNode) -> None:
     """Write a row for each module: indented and with a bar by its bytes, or with exact numbers for programs."""
-    if not output.aligned:
-        exact = (
-            (node.path, str(node.num_parameters), str(node.nbytes)) for _, node in tree.walk(0) if node is not tree
-        )
-        output.table(_TREE_HEADER, exact)
-        return
-    rows, sizes = [], []
+    header = (*_TREE_HEADER, "SHARE") if output.aligned else _TREE_HEADER
+    rows: list[tuple[str, ...]] = []
     for level, node in tree.walk(-1):
-        if level >= 0:
-            alike = f" ({node.num_alike:,} alike)" if ".." in node.name else ""
-            name = printable(f"{'  ' * level}{node.name}{alike}")
-            rows.append((name, format_count(node.num_parameters), format_bytes(node.nbytes)))
-            sizes.append(node.nbytes)
-    width = sum(max(map(len, column)) + len("  ") for column in zip(_TREE_HEADER, *rows, strict=True))
-    room = min(_MAX_BAR, max(_MIN_BAR, output.width - width))
-    bars = [output.bar(round(room * size / (tree.nbytes or 1))) for size in sizes]
-    cells = [(*row, bar) for row, bar in zip(rows, bars, strict=True)]
-    output.table((*_TREE_HEADER, "SHARE"), cells, right=_TREE_HEADER[1:])
+        if node is tree:
+            continue
+        if not output.aligned:
+            rows.append((node.path, str(node.num_parameters), str(node.nbytes)))
+            continue
+        alike = f" ({node.num_alike:,} alike)" if ".." in node.name else ""
+        bar = output.bar(round(_BAR * node.nbytes / (tree.nbytes or 1)))
+        name = f"{'  ' * level}{node.name}{alike}"
+        rows.append((name, format_count(node.num_parameters), format_bytes(node.nbytes), bar))
+    output.table(header, rows, right=_TREE_HEADER[1:])
 
 
 def _rank_statuses(path: str, summary: Summary) -> list[RankStatus]:

@@ -10,7 +10,7 @@ import click
 from statexchange.cli import commands
 from statexchange.cli.options import option
 from statexchange.cli.output import Output, Row, fields_of, worst_code
-from statexchange.cli.picture_file import SVG_OF_SAVES, PictureFile, picture_options
+from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError, did_you_mean, without_secrets
 from statexchange.units import format_ranks, format_shape, format_time
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
     from statexchange.report.rounds import RankRow
     from statexchange.report.saves import SaveRow, UnfinishedRow
-    from statexchange.report.summary import TensorRow
+    from statexchange.report.tensor_rows import TensorRow
 
 _UNKNOWN = "?"
 _HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "HELD-BY")
@@ -49,16 +49,13 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
     """
     from statexchange.formats.registry import holds_saves, open_source
     from statexchange.formats.source import abbreviated_list, abbreviated_reasons
-    from statexchange.report.summary import known_bytes, tensor_rows
+    from statexchange.report.tensor_rows import known_bytes, tensor_rows
 
-    if rounds:
-        if picture is not None:
-            raise InvalidArgumentError("--svg draws tensors, and --rounds lists files: leave one out")
-        return _list_rounds(output, path, include)
-    if holds_saves(path):
-        if picture is not None:
-            raise InvalidArgumentError(SVG_OF_SAVES, path=path)
-        return _list_saves(output, path, include)
+    if rounds or holds_saves(path):
+        if include or picture is not None:
+            listed = "--rounds lists files: leave it out" if rounds else "this directory has saves: name one of them"
+            raise InvalidArgumentError(f"--include and --svg are for tensors, and {listed}", path=path)
+        return _list_rounds(output, path) if rounds else _list_saves(output, path)
     source = open_source(path, strict=False)
     rows = _selected(tensor_rows(source), include)
     cells = [_cells(output, row, source.has_ranks) for row in rows]
@@ -109,11 +106,9 @@ def _cells(output: Output, row: TensorRow, has_ranks: bool) -> tuple[str, ...]:
     return row.name, row.dtype, shape, nbytes, held_by
 
 
-def _list_rounds(output: Output, path: str, include: Sequence[str]) -> int:
+def _list_rounds(output: Output, path: str) -> int:
     from statexchange.report.rounds import list_rounds
 
-    if include:
-        raise InvalidArgumentError("--include selects tensors, and --rounds lists files: leave one out")
     report = list_rounds(path)
     cells = [_round_cells(output, row) for row in report.rows]
     output.table(_ROUNDS_HEADER, cells, right=("ROUND", "BYTES"), drop=("WRITTEN",), sentences=True)
@@ -130,13 +125,9 @@ def _round_cells(output: Output, row: RankRow) -> tuple[str, ...]:
     return row.run, str(row.round), "-" if row.rank is None else str(row.rank), written, output.size(row.nbytes), state
 
 
-def _list_saves(output: Output, path: str, include: Sequence[str]) -> int:
+def _list_saves(output: Output, path: str) -> int:
     from statexchange.report.saves import list_saves
 
-    if include:
-        raise InvalidArgumentError(
-            "--include selects tensors, and this directory has saves: name one of them", path=path
-        )
     report = list_saves(path)
     unfinished = [_unfinished_row(row) for row in report.unfinished]
     cells = [_save_cells(output, row) for row in (*report.saves, *unfinished)]

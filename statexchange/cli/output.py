@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from statexchange import settings
 from statexchange.cli.table_layout import aligned, narrowed
 from statexchange.errors import ReplicaError, StateExchangeError, without_secrets
-from statexchange.units import format_bytes, printable, shortened
+from statexchange.units import format_bytes, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,7 +35,6 @@ __all__ = [
 
 SCHEMA = 1
 _WIDE_COLUMNS = 200  # of a terminal on which nothing is shortened
-_LEAST_TEXT = 16  # characters that are left of a shortened text
 _MAX_TEXT = 5000  # characters of a field of an error
 FORMATS = ("auto", "human", "json", "jsonl")
 EXIT_CODES = {  # the most severe first: of several findings it decides
@@ -125,15 +124,6 @@ class Output:
         for key, value in rows:
             self.line(f"{key:<{width}}  {value}")
 
-    @property
-    def _is_narrow(self) -> bool:
-        """Whether lines must fit a terminal: in a wide one, and in pipes, nothing is shortened."""
-        return sys.stdout.isatty() and self.width < _WIDE_COLUMNS
-
-    def fitted(self, text: str, room: int) -> str:
-        """Return `text`, without its middle if it would leave fewer than `room` columns of a narrow terminal free."""
-        return shortened(text, max(_LEAST_TEXT, self.width - room)) if self._is_narrow else text
-
     def size(self, nbytes: int | None) -> str:
         """Return the cell of a number of bytes: exact for programs, rounded for people, "-" if it is not known."""
         if nbytes is None:
@@ -157,7 +147,7 @@ class Output:
         if not self.human:
             return
         cells: Sequence[Sequence[str]] = [list(header), *([printable(cell) for cell in row] for row in rows)]
-        if self._is_narrow:
+        if sys.stdout.isatty() and self.width < _WIDE_COLUMNS:
             cells = narrowed(cells, self.width, drop, sentences)
         lines = aligned(cells, right) if self.aligned else ["\t".join(row) for row in cells]
         self._write(sys.stdout, self._styled(lines[0], _BOLD, sys.stdout))

@@ -16,9 +16,7 @@ from statexchange.storage.location import is_remote, resolve_path
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SVG_OF_SAVES", "PictureFile", "picture_options"]
-
-SVG_OF_SAVES = "--svg draws one checkpoint, and this directory has saves: name one of them"
+__all__ = ["PictureFile", "picture_options"]
 
 
 def picture_options(help_text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -31,11 +29,7 @@ def picture_options(help_text: str) -> Callable[[Callable[..., int]], Callable[.
         def with_picture(*arguments: Any, svg: str | None, overwrite: bool, **options: Any) -> int:
             if svg is not None and len(options.get("paths", ())) > 1:
                 raise InvalidArgumentError("--svg draws one checkpoint: name one PATH")
-            picture = (
-                None
-                if svg is None
-                else PictureFile.at(svg, overwrite, "choose another, or replace it with --overwrite")
-            )
+            picture = None if svg is None else PictureFile.at(svg, overwrite)
             return function(*arguments, picture=picture, **options)
 
         return with_picture
@@ -56,8 +50,8 @@ class PictureFile:
     overwrite: bool
 
     @classmethod
-    def at(cls, path: str, overwrite: bool = False, otherwise: str = "remove it, or choose another") -> PictureFile:
-        """Return the file at a path; `otherwise` is what a user can do if it exists.
+    def at(cls, path: str, overwrite: bool = False) -> PictureFile:
+        """Return the file at a path.
 
         Raises:
             InvalidArgumentError: it is not the path of a local file.
@@ -74,7 +68,8 @@ class PictureFile:
         except OSError as error:
             raise StorageError.of(error, "look for the picture's file", path=resolved) from error
         if not overwrite:
-            raise TargetExistsError(f"a file of this name exists: {otherwise}", path=resolved)
+            text = "a file of this name exists: choose another, or replace it, for which --svg has --overwrite"
+            raise TargetExistsError(text, path=resolved)
         if not stat.S_ISREG(mode):
             raise UnsafeError("not a regular file, and therefore not replaced", path=resolved)
         return cls(resolved, overwrite)

@@ -53,19 +53,18 @@ def command(output: Output, paths: tuple[str, ...], only: str | None, sort: str)
     """
     from statexchange.report.scan import scan
 
-    num_directories = num_found = 0
+    num_directories = 0
     rows: list[ScanRow] = []
     with LiveLine(output, "scan") as live:
 
         def count(folder: str) -> None:
             nonlocal num_directories
             num_directories += 1
-            live.show(lambda _: f"{num_directories:,} directories, {num_found:,} checkpoints  {folder}")
+            live.show(lambda _: f"{num_directories:,} directories, {len(rows):,} checkpoints  {folder}")
 
         for path in paths:
             for row in scan(path, on_directory=count):
-                num_found += 1
-                rows.append(row)
+                rows.append(row)  # one by one, as `count` shows their number
     broken = [row for row in rows if row.status == "broken"]
     shown = [row for row in rows if only in (None, row.status)]
     if sort != "path":

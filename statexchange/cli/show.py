@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
+import sys
 from dataclasses import replace
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +17,7 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, did_you_mea
 from statexchange.units import format_bytes, format_ranks, format_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from statexchange.formats.source import Source
     from statexchange.report.configs import ConfigComparison
@@ -24,12 +25,11 @@ if TYPE_CHECKING:
     from statexchange.report.tensor_values import Bin, ValueStatistics
     from statexchange.sharding.shards import Box
 
-_CORNER = (4, 6)  # rows and columns of the default slice
+_CORNER = (slice(4), slice(6))  # rows and columns of the default slice
+_PART = re.compile(r"(-?[0-9]{1,18})|(-?[0-9]{1,18})?:(-?[0-9]{1,18})?")  # one index, or begin:end
 _BAR = 40
-# What a terminal shows at most: regions of a tensor, items of a container, characters of a value. Of a longer value it
-# shows the first _CUT_VALUE characters.
-_MAX_ROWS, _MAX_ITEMS, _MAX_VALUE, _CUT_VALUE = 32, 100, 300, 60
-_ALL = "a pipe or --json has all"
+# A terminal shows values of at most _MAX_VALUE characters, and the first _CUT_VALUE characters of longer ones.
+_MAX_VALUE, _CUT_VALUE = 300, 60
 _ABSENT = "(no such key)"
 
 Slice = tuple[int | slice, ...]
@@ -39,24 +39,18 @@ def _parse_slice(context: click.Context, parameter: click.Parameter, value: str 
     """Return the index that an expression such as ``0:2,:8`` stands for, as numpy takes it."""
     if value is None:
         return None
-    text = value.strip().removeprefix("[").removesuffix("]")
     index: list[int | slice] = []
-    for part in text.split(",") if text else []:
-        numbers = [number.strip() for number in part.split(":")]
-        if len(numbers) > 2 or not all(_is_number(number) for number in numbers if number) or numbers == [""]:
-            raise click.BadParameter(
-                f"{value!r} is not of the form 0:2,:8 (begin:end, or one index)", context, parameter
-            )
-        if len(numbers) == 1:
-            index.append(int(numbers[0]))
+    for part in value.strip().removeprefix("[").removesuffix("]").split(","):
+        match = _PART.fullmatch(part.strip())
+        if match is None:
+            text = f"{value!r} is not of the form 0:2,:8 (begin:end, or one index)"
+            raise click.BadParameter(text, context, parameter)
+        number, begin, end = match.groups()
+        if number is not None:
+            index.append(int(number))
         else:
-            index.append(slice(*(int(number) if number else None for number in numbers)))
+            index.append(slice(int(begin) if begin else None, int(end) if end else None))
     return tuple(index)
-
-
-def _is_number(text: str) -> bool:
-    digits = text.removeprefix("-")
-    return digits.isascii() and digits.isdigit() and len(digits) <= 18
 
 
 @commands.command
@@ -132,13 +126,13 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
     by_ranks = configs.plain_configs(source)
     comparison = configs.compare_configs(by_ranks) if by_ranks else None
     entries = configs.plain_entries(source)
-    model = configs.model_config(source) if not by_ranks else None
+    model = configs.model_config(source.config_store) if not by_ranks else None
     output.warn_of(source.problems)
     output.line(_title(path, source))
     if comparison is not None:
         _write_comparison(output, by_ranks, comparison)
     if model is not None:
-        _write_section(output, "config.json", model[1])
+        _write_section(output, "config.json", model)
     if source.others:
         output.line()
         output.line("entries that are not tensors")
@@ -157,7 +151,7 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
         "configs": [{"ranks": ranks, "config": config} for ranks, config in by_ranks.items()],
         "common": None if comparison is None else comparison.common,
         "differing": [] if comparison is None else comparison.differing,
-        "model_config": None if model is None else model[1],
+        "model_config": model,
         "entries": entries,
         "others": dict(source.others),
         "metadata": dict(source.metadata),
@@ -206,15 +200,12 @@ def _write_section(output: Output, title: str, value: Any) -> None:
 
 def _write_entries(output: Output, entries: Mapping[str, Any], others: Mapping[str, str]) -> None:
     """Write entries that are not tensors: their values, or what they are."""
-    hidden = max(0, len(others) - _MAX_ITEMS) if output.aligned else 0
-    for name, description in islice(others.items(), len(others) - hidden):
+    for name, description in others.items():
         if name in entries:
             for line in _tree_lines(name, entries[name], 1, output.aligned):
                 output.line(line)
         else:
             output.line(f"  {name}: {description}")
-    if hidden:
-        output.line(f"  and {hidden:,} more ({_ALL})")
 
 
 def _tree_lines(key: str, value: Any, depth: int, is_cut: bool) -> Iterator[str]:
@@ -238,11 +229,8 @@ def _body_lines(value: Any, depth: int, is_cut: bool) -> Iterator[str]:
         items = [(key, item) for key, item in value.items() if key != "__name__"]
     else:
         items = [(f"[{number}]", item) for number, item in enumerate(value)]
-    hidden = max(0, len(items) - _MAX_ITEMS) if is_cut else 0
-    for key, item in items[: len(items) - hidden]:
+    for key, item in items:
         yield from _tree_lines(key, item, depth, is_cut)
-    if hidden:
-        yield "  " * depth + f"and {hidden:,} more ({_ALL})"
 
 
 def _is_nested(value: Any) -> bool:
@@ -262,7 +250,7 @@ def _value_text(value: Any, is_cut: bool) -> str:
     size = ""
     if isinstance(value, str | list | tuple):
         size = f"{len(value):,} {'characters' if isinstance(value, str) else 'items'}; "
-    return f"{text[:_CUT_VALUE]}... ({size}{_ALL})"
+    return f"{text[:_CUT_VALUE]}... ({size}a pipe or --json has all)"
 
 
 # Tensors
@@ -278,8 +266,9 @@ def _show_tensor(
     *,
     is_part: bool,
 ) -> int:
-    from statexchange.report.summary import aliases_of, tensor_rows
+    from statexchange.report.summary import aliases_of
     from statexchange.report.tensor_facts import tensor_facts
+    from statexchange.report.tensor_rows import tensor_rows
 
     facts = tensor_facts(source, name, is_part=is_part)
     if facts is None:
@@ -301,9 +290,9 @@ def _show_tensor(
     box = _box_of(facts, index)
     if picture is not None:
         from statexchange.report.supply import supply_of
-        from statexchange.report.supply_picture import tensor_picture
+        from statexchange.report.supply_picture import supply_picture
 
-        picture.write(tensor_picture(supply_of(source), facts.tied_to or facts.name))
+        picture.write(supply_picture(supply_of(source).select({facts.tied_to or facts.name})))
     values = read_slice(facts, box)
     with Progress(output, "show") as progress:
         statistics = read_statistics(facts, progress)
@@ -322,7 +311,7 @@ def _show_tensor(
         "path": path,
         "kind": source.kind,
         **{key: getattr(facts, key) for key in ("name", "tied_to", "dtype", "shape", "nbytes", "section")},
-        "slice": {**box._asdict(), "values": values},
+        "slice": {**box._asdict(), "values": values.tolist()},
         "statistics": record,
         "problems": problems,
         "picture": None if picture is None else picture.path,
@@ -346,28 +335,16 @@ def _show_entry(output: Output, path: str, source: Source, name: str) -> int:
 
 def _box_of(facts: TensorFacts, index: Slice | None) -> Box:
     """Return the block that an index stands for; without one the first corner."""
-    from statexchange.sharding.shards import Box
+    from statexchange.sharding.shards import selected_box
 
-    shape = facts.shape
+    num_dims = len(facts.shape)
     if index is None:
-        rows, columns = _CORNER
-        sizes = (*(1,) * (len(shape) - 2), rows, columns)[-len(shape) :] if shape else ()
-        return Box((0,) * len(shape), tuple(map(min, sizes, shape)))
-    if len(index) > len(shape):
-        text = f"--slice has {len(index)} dims, and this tensor has {len(shape)}: its shape is {format_shape(shape)}"
-        raise InvalidArgumentError(text, name=facts.name)
-    begins, sizes_of_box = [], []
-    for dim, size in enumerate(shape):
-        step = index[dim] if dim < len(index) else slice(None)
-        if isinstance(step, int):
-            if not -size <= step < size:
-                text = f"--slice is outside of the tensor: index {step} of dim {dim}, which has {size}"
-                raise InvalidArgumentError(text, name=facts.name)
-            step = slice(step % size, step % size + 1)
-        begin, end, _ = step.indices(size)
-        begins.append(begin)
-        sizes_of_box.append(max(0, end - begin))
-    return Box(tuple(begins), tuple(sizes_of_box))
+        index = ((slice(1),) * num_dims + _CORNER)[-num_dims:] if num_dims else ()
+    try:
+        return selected_box(facts.shape, index)
+    except IndexError:
+        text = f"--slice is outside of the tensor, whose shape is {format_shape(facts.shape)}"
+        raise InvalidArgumentError(text, name=facts.name) from None
 
 
 def _write_tensor(output: Output, facts: TensorFacts, *, has_ranks: bool) -> None:
@@ -379,48 +356,36 @@ def _write_tensor(output: Output, facts: TensorFacts, *, has_ranks: bool) -> Non
         fields.append(("tied to", facts.tied_to))
     output.fields(fields)
     output.line()
-    rows = facts.regions[:_MAX_ROWS] if output.aligned else facts.regions
     cells = []
-    for region in rows:
+    for region in facts.regions:
         more = f" and {len(region.files) - 1} more" if len(region.files) > 1 else ""
         ranks = (format_ranks(region.holders),) if has_ranks else ()
         cells.append((str(region.box), output.size(region.nbytes), *ranks, f"{region.files[0]}{more}"))
     output.table(
         ("REGION", "BYTES", *(("RANKS",) if has_ranks else ()), "FILE"), cells, right=("BYTES",), drop=("BYTES",)
     )
-    if len(rows) < len(facts.regions):
-        output.line(f"and {len(facts.regions) - len(rows):,} more regions ({_ALL})")
 
 
 def _write_values(output: Output, box: Box, values: Any, facts: TensorFacts) -> None:
+    import numpy as np
+
     output.line()
     if not box.numel:
         output.line(f"values {box}: none")
         return
     output.line(f"values {box}" + (" of " + format_shape(facts.shape) if box.shape != facts.shape else ""))
-    blocks = list(_rows_of(values, box.shape, box.offsets))
-    texts = [
-        (at, [[_number_text(one, exact=not output.aligned) for one in row] for row in rows]) for at, rows in blocks
-    ]
-    width = max(len(text) for _, rows in texts for row in rows for text in row)
-    for at, rows in texts:
-        if at:
-            output.line(f"  [{', '.join(map(str, at))}]")
-        for row in rows:
-            output.line("  " + "  ".join(f"{text:>{width}}" for text in row))
-
-
-def _rows_of(
-    values: Any, shape: Sequence[int], offsets: Sequence[int], at: tuple[int, ...] = ()
-) -> Iterator[tuple[tuple[int, ...], list[list[Any]]]]:
-    """Yield the matrices of a block, each with its index in the leading dims."""
-    if len(shape) > 2:
-        for number, below in enumerate(values):
-            yield from _rows_of(below, shape[1:], offsets[1:], (*at, offsets[0] + number))
-    elif len(shape) == 2:
-        yield at, values
-    else:
-        yield at, [values if shape else [values]]
+    texts = [_number_text(value, exact=not output.aligned) for value in values.flat]
+    width = max(map(len, texts))
+    matrix = np.array([text.rjust(width) for text in texts]).reshape(box.shape)
+    written = np.array2string(
+        matrix,
+        separator="  ",
+        formatter={"all": str},
+        threshold=sys.maxsize,
+        max_line_width=sys.maxsize,
+    )
+    for line in written.splitlines():
+        output.line(f"  {line}")
 
 
 def _number_text(value: Any, *, exact: bool = False) -> str:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from statexchange.errors import StateExchangeError
     from statexchange.report.hub_metadata import HubComparison
-    from statexchange.report.verify import SaveVerdict, VerifyReport
+    from statexchange.report.value_checks import Check
+    from statexchange.report.verify import VerifyReport
 
 _NOT_IN_DATA = ("findings", "hub", "notes")  # notes are the warnings of the JSON
 
@@ -106,7 +107,7 @@ def _finding_alone(output: Output, error: StateExchangeError) -> int:
     return output.finish(None, rows=("findings", _records([error])), problems=[error])
 
 
-def _show(output: Output, report: VerifyReport, checks: Sequence[str], seconds: float) -> None:
+def _show(output: Output, report: VerifyReport, checks: Sequence[Check], seconds: float) -> None:
     read = f"{format_bytes(report.nbytes)} read in {format_seconds(seconds)}"
     output.line(f"{report.path}: {report.kind}, {_tensors_text(report)}, {read}")
     _show_findings(output, report.findings)
@@ -149,40 +150,25 @@ def _show_hub(output: Output, hub: HubComparison) -> None:
     output.line(f"{len(hub.equal):,} {are_equal} of the download; {len(hub.not_covered):,} not covered")
 
 
-def _verify_saves(output: Output, path: str, checks: Sequence[str]) -> int:
+def _verify_saves(output: Output, path: str, checks: Sequence[Check]) -> int:
     from statexchange.report.verify import verify_saves
 
     findings: list[StateExchangeError] = []
     records: list[Row] = []
     began = time.perf_counter()
     with Progress(output, "verify") as progress:
-        for verdict in verify_saves(path, checks=checks, on_progress=progress):
+        for step, report in verify_saves(path, checks=checks, on_progress=progress):
             now = time.perf_counter()
-            _show_save(output, verdict, now - began)
+            read = format_transfer(report.num_tensors, report.nbytes, now - began)
             began = now
-            findings += verdict.findings
-            records.append(_save_record(verdict))
+            found = format_number(len(report.findings), "finding") if report.findings else "ok"
+            output.line(f"step {step}: {read}: {found}")
+            _show_findings(output, report.findings)
+            findings += report.findings
+            record = {key: getattr(report, key) for key in ("path", "num_tensors", "num_boxes", "nbytes")}
+            code, found_here = worst_code(report.findings), _records(report.findings)
+            records.append({"step": step, **record, "code": code, "findings": found_here})
     num_whole = sum(record["code"] in ("OK", "FINDINGS") for record in records)
     output.line(f"{num_whole:,} of {len(records):,} saves are whole")
     data = {"path": without_secrets(path), "kind": "saves", "num_saves": len(records), "num_whole": num_whole}
     return output.finish(data, rows=("saves", records), problems=findings)
-
-
-def _show_save(output: Output, verdict: SaveVerdict, seconds: float) -> None:
-    """Write one line, and one for each finding."""
-    report, findings = verdict.report, verdict.findings
-    read = "not read" if report is None else format_transfer(report.num_tensors, report.nbytes, seconds)
-    output.line(f"step {verdict.step}: {read}: {format_number(len(findings), 'finding') if findings else 'ok'}")
-    _show_findings(output, findings)
-
-
-def _save_record(verdict: SaveVerdict) -> Row:
-    counts = {key: getattr(verdict.report, key, None) for key in ("num_tensors", "num_boxes", "nbytes")}
-    findings = verdict.findings
-    return {
-        "step": verdict.step,
-        "path": verdict.path,
-        "code": worst_code(findings),
-        **counts,
-        "findings": _records(findings),
-    }

@@ -125,7 +125,7 @@ def source_warnings(source: Source, digests: Mapping[str, Sequence[str]] = Mappi
     Raises:
         ReplacedError: a config was replaced while it was read.
     """
-    store = source.small_files or (source.opened.store if source.opened.file is None else None)
+    store = source.config_store
     if store is None or source.problems or source.unreadable:
         return ()
     files: dict[str, bytes] = {}

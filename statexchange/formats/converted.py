@@ -61,8 +61,8 @@ def configs_beside(source: Source) -> list[KnownConfig]:
 
 def config_files_beside(source: Source) -> list[KnownConfig]:
     """Return the config.json of a source; [] without one."""
-    store = source.small_files or source.opened.store
-    if (source.small_files is not None or source.opened.file is None) and CONFIG in store.files:
+    store = source.config_store
+    if store is not None and CONFIG in store.files:
         return config_of(store.path_of(CONFIG), store.read_small(CONFIG), store.budget)
     return []
 

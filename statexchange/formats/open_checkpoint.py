@@ -19,7 +19,7 @@ from statexchange.errors import (
 )
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.sharding.plan import HolderLabel, prove_cover, replica_error
-from statexchange.sharding.shards import Box, full_box, intersect, is_inside
+from statexchange.sharding.shards import Box, full_box, intersect, is_inside, selected_box
 from statexchange.storage.store import ByteRange
 from statexchange.tensors import ITEMSIZE, PACKED, TorchTensor
 
@@ -160,12 +160,9 @@ class StoredTensor:
         if not is_block or len(keys) > num_dims:
             text = f"an index of {self.dtype} must be integers and slices of step 1, {num_dims} at most: read(box=...)"
             raise InvalidArgumentError(text, name=self.name)
-        keys += (slice(None),) * (len(self.shape) - len(keys))
         # An integer selects one index here, and its dim is removed from what was read.
-        selected = [range(size)[key] for size, key in zip(self.shape, keys, strict=True)]
-        ranges = [range(part, part + 1) if isinstance(part, int) else part for part in selected]
-        block = self.read(([part.start for part in ranges], [len(part) for part in ranges]))
-        return block[tuple(0 if isinstance(part, int) else slice(None) for part in selected)]
+        block = self.read(selected_box(self.shape, keys))
+        return block[tuple(0 if isinstance(key, int) else slice(None) for key in keys)]
 
     def _check_copies(self) -> None:
         """Read copies without digests once, and raise ReplicaError if they differ."""

@@ -502,6 +502,15 @@ class Source:
         """Return what error messages call a file: its rank, or its name if it is no rank's."""
         return shard_file.rank if self.has_ranks else shard_file.name
 
+    @property
+    def config_store(self) -> Store | None:
+        """The directory with the model's config, where there is one; None if a single file was opened."""
+        return self.small_files or (self.opened.store if self.opened.file is None else None)
+
+    def path_below(self, shard_file: ShardFile) -> str:
+        """Return a file's path below the directory that was opened."""
+        return shard_file.path.removeprefix(f"{self.opened.store.path.rstrip('/')}/")
+
     def rank_shards(self) -> list[RankShards]:
         """Return each rank's shards for the merge plan."""
         rank_shards = []

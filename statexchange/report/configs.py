@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +24,6 @@ __all__ = [
     "plain_configs",
     "plain_entries",
 ]
-
-_MAX_CONFIG_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +98,15 @@ def plain_entries(source: Source) -> dict[str, Any]:
     return {name: plain_stored(text, source.path, source.budget) for name, text in texts.items()}
 
 
-def model_config(source: Source) -> tuple[str, Any] | None:
-    """Return the path and content of the config.json beside the tensors of a source; None if there is none.
+def model_config(store: Store | None) -> Any:
+    """Return the content of the config.json in a source's `config_store`; None if there is none.
 
     Raises:
         CorruptError: it is broken.
     """
-    stores: Iterable[Store | None] = (source.small_files, source.opened.store if source.opened.file is None else None)
-    for store in stores:
-        if store is not None and store.listing.get(CONFIG) == "file":
-            path = store.path_of(CONFIG)
-            return path, parse_json(store.read_small(CONFIG, _MAX_CONFIG_BYTES), path, store.budget)
-    return None
+    if store is None or CONFIG not in store.files:
+        return None
+    return parse_json(store.read_small(CONFIG), store.path_of(CONFIG), store.budget)
 
 
 def compare_configs(configs: Mapping[tuple[int, ...], Any]) -> ConfigComparison:

@@ -14,7 +14,7 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from statexchange.errors import (
@@ -100,10 +100,21 @@ def compare_with_hub(
         files = _files_at(opened)
         if opened.file is not None:
             records = {name: file for name, file in records.items() if name == opened.file}
-        comparison = _Comparison(files)
+        findings: list[StateExchangeError] = []
+        commits, expected = set(), {}
         for name, record in records.items():
-            comparison.add_record(name, record, opened.store)
-        return comparison.run(on_progress)
+            try:
+                commit, etag = _read_record(record.open())
+            except StateExchangeError as error:
+                findings.append(error)
+                continue
+            commits.add(commit)
+            if name not in files:
+                text = "the metadata lists this file, and it is missing"
+                findings.append(IncompleteError(text, path=opened.store.path_of(name)))
+            elif _ETAG.fullmatch(etag):
+                expected[name] = etag
+        return _compared(files, expected, commits, findings, on_progress)
 
 
 def compare_with_cache(
@@ -118,10 +129,9 @@ def compare_with_cache(
     """
     if not any(_Lazy(opened.store, name).blob for name in opened.names):
         return None
-    comparison = _Comparison(_files_at(opened))
-    comparison.expected = {name: file.blob for name, file in comparison.files.items() if file.blob is not None}
-    comparison.commits |= set(_SNAPSHOT.findall(opened.store.path))
-    return comparison.run(on_progress)
+    files = _files_at(opened)
+    expected = {name: file.blob for name, file in files.items() if file.blob is not None}
+    return _compared(files, expected, set(_SNAPSHOT.findall(opened.store.path)), [], on_progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,65 +180,43 @@ def _files_below(store: Store, prefix: str = "", depth: int = 0) -> Iterator[tup
         yield from _files_below(store.below(name), f"{prefix}{name}/", depth + 1)
 
 
-@dataclass(slots=True)
-class _Comparison:
-    """A comparison of `files` with the hashes in `expected`, both by name."""
-
-    files: dict[str, _Lazy]
-    expected: dict[str, str] = field(default_factory=dict)
-    commits: set[str] = field(default_factory=set)
-    findings: list[StateExchangeError] = field(default_factory=list)
-
-    def add_record(self, name: str, record: _Lazy, store: Store) -> None:
-        """Add the hash of a file from its metadata, or a finding."""
+def _compared(
+    files: dict[str, _Lazy],
+    expected: dict[str, str],
+    commits: set[str],
+    findings: list[StateExchangeError],
+    on_progress: Callable[[int, int], None] | None,
+) -> HubComparison:
+    """Hash the files and compare them with the hashes in `expected`, both by name; add to `findings`."""
+    equal: list[str] = []
+    opened: dict[str, StoredFile] = {}
+    for name in expected:
         try:
-            commit, etag = _read_record(record.open())
+            opened[name] = files[name].open()
         except StateExchangeError as error:
-            self.findings.append(error)
-            return
-        self.commits.add(commit)
-        if name not in self.files:
-            text = "the metadata lists this file, and it is missing"
-            self.findings.append(IncompleteError(text, path=store.path_of(name)))
-        elif _ETAG.fullmatch(etag):
-            self.expected[name] = etag
-
-    def run(self, on_progress: Callable[[int, int], None] | None) -> HubComparison:
-        """Hash the files."""
-        equal: list[str] = []
-        opened: dict[str, StoredFile] = {}
-        for name in self.expected:
-            try:
-                opened[name] = self.files[name].open()
-            except StateExchangeError as error:
-                self.findings.append(error)
-        total, done = sum(file.size for file in opened.values()), 0
-        for name, file in opened.items():
-            etag = self.expected[name]
-            is_sha256 = len(etag) == 64
-            hasher = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
-            memory = memoryview(bytearray(min(WINDOW_BYTES, file.size)))
-            for begin in range(0, file.size, WINDOW_BYTES):
-                window = memory[: min(WINDOW_BYTES, file.size - begin)]
-                file.read_into(window, begin)
-                hasher.update(window)
-                done += len(window)
-                if on_progress is not None:
-                    on_progress(done, total)
-            file.check_unchanged()
-            digest = hasher.hexdigest()
-            if digest == etag:
-                equal.append(name)
-                continue
-            text = f"the {'SHA-256' if is_sha256 else 'SHA-1 as a git blob'} differs from that of the download"
-            self.findings.append(CorruptError(text, path=file.path, expected=etag, found=digest))
-        return HubComparison(
-            equal=tuple(sorted(equal)),
-            findings=tuple(self.findings),
-            not_covered=tuple(sorted(self.files.keys() - self.expected.keys())),
-            commits=tuple(sorted(self.commits)),
-            nbytes=done,
-        )
+            findings.append(error)
+    total, done = sum(file.size for file in opened.values()), 0
+    for name, file in opened.items():
+        etag = expected[name]
+        is_sha256 = len(etag) == 64
+        hasher = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+        memory = memoryview(bytearray(min(WINDOW_BYTES, file.size)))
+        for begin in range(0, file.size, WINDOW_BYTES):
+            window = memory[: min(WINDOW_BYTES, file.size - begin)]
+            file.read_into(window, begin)
+            hasher.update(window)
+            done += len(window)
+            if on_progress is not None:
+                on_progress(done, total)
+        file.check_unchanged()
+        digest = hasher.hexdigest()
+        if digest == etag:
+            equal.append(name)
+            continue
+        text = f"the {'SHA-256' if is_sha256 else 'SHA-1 as a git blob'} differs from that of the download"
+        findings.append(CorruptError(text, path=file.path, expected=etag, found=digest))
+    not_covered = sorted(files.keys() - expected.keys())
+    return HubComparison(tuple(sorted(equal)), tuple(findings), tuple(not_covered), tuple(sorted(commits)), done)
 
 
 def _read_record(file: StoredFile) -> tuple[str, str]:

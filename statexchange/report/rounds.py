@@ -101,7 +101,6 @@ class _Listing:
     rows: list[RankRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[StateExchangeError] = field(default_factory=list)  # of manifests
-    known: dict[str, ConfigFacts] = field(default_factory=dict)  # by text: most ranks have equal configs
 
     def add_round(self, run: str, number: int) -> None:
         """Add the rows of a round; nothing for one that was dropped, or is dropped meanwhile."""
@@ -139,8 +138,7 @@ class _Listing:
         where = (name.run, name.round, name.rank, name.world_size)
         try:
             file = self.view.open(receipt)
-            if file.config not in self.known:
-                self.known[file.config] = config_facts(file.config, file.path, file.file.budget)
+            facts = config_facts(file.config, file.path, file.file.budget)
         except NotFoundError as error:
             if not is_committed:
                 return None
@@ -151,7 +149,6 @@ class _Listing:
         except StateExchangeError as error:
             return RankRow(*where, "broken", is_committed, path, self.view.size_of(name), problem=error)
         stored = file.file
-        facts = self.known[file.config]
         return RankRow(*where, "whole", is_committed, path, stored.size, stored.modified, facts)
 
     def _add_missing(self, names: list[RankName]) -> None:

@@ -30,7 +30,8 @@ from statexchange.errors import (
 from statexchange.formats.model_files import unread_weights
 from statexchange.formats.registry import UNFINISHED_DOWNLOAD, Probe, probe
 from statexchange.formats.source import abbreviated_names
-from statexchange.report.summary import count_parameters, model_of, tensor_rows
+from statexchange.report.summary import count_parameters, model_of
+from statexchange.report.tensor_rows import tensor_rows
 from statexchange.storage.files import hidden_target
 from statexchange.storage.location import is_remote, resolve_path
 from statexchange.storage.steps import step_of
@@ -306,7 +307,7 @@ def _reason(problem: StateExchangeError) -> str:
 
 def _file_of(problem: StateExchangeError, folder: str) -> str:
     """Return a space and the name of the file with the problem, "" if it is of the whole folder."""
-    if problem.path is None or problem.path.rstrip("/") in (folder.rstrip("/"), os.path.abspath(folder)):
+    if problem.path is None or problem.path.rstrip("/") == folder.rstrip("/"):
         return ""
     return f" {abbreviated_names([_shown(problem.path, folder)])}"
 

@@ -13,26 +13,22 @@ from statexchange.formats.model_files import CONFIG
 from statexchange.formats.packed import packing_notes
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
-from statexchange.formats.source import FLAT_PARAMETERS, Part, ShardFile, Source, is_flat_parameter
+from statexchange.formats.source import FLAT_PARAMETERS, Part, Source, is_flat_parameter
+from statexchange.report.configs import model_config
+from statexchange.report.tensor_rows import TensorRow, known_bytes, tensor_rows
 from statexchange.report.tree import ModuleNode, module_tree
-from statexchange.sharding.shards import Shard, full_box
-from statexchange.storage.location import parse_json
-from statexchange.tensors import ITEMSIZE, element_shape
 
 __all__ = [
     "SectionSummary",
     "Summary",
-    "TensorRow",
     "aliases_of",
     "count_parameters",
-    "known_bytes",
     "model_of",
     "model_rows",
     "summarize",
-    "tensor_rows",
 ]
 
-_MAX_MODEL, _MAX_CONFIG_BYTES = 60, 4 << 20
+_MAX_MODEL = 60  # characters of a model's class
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,34 +98,6 @@ class Summary:
     problems: tuple[StateExchangeError, ...]
     notes: tuple[str, ...] = ()
     tree: ModuleNode | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TensorRow:
-    """One tensor of a checkpoint.
-
-    Attributes:
-        name: its name.
-        dtype: its dtype; "?" if only the name is known.
-        shape: its global shape, in elements; None if only the name is known.
-        nbytes: its bytes; None if they are not known.
-        holders: ranks (or numbers of files) that have a part of it; empty if it cannot be read.
-        num_boxes: number of stored boxes.
-        file: the first file that has a part of it.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...] | None
-    nbytes: int | None
-    holders: tuple[int, ...]
-    num_boxes: int
-    file: str
-
-    @property
-    def num_parameters(self) -> int:
-        """Number of its elements; 0 if only the name is known."""
-        return 0 if self.shape is None else full_box(self.shape).numel
 
 
 def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) -> Summary:
@@ -246,15 +214,11 @@ def model_of(source: Source) -> str | None:
 
     Frameworks that save shards, such as verl, keep the model's config.json in a folder ``huggingface``.
     """
-    store = source.opened.store
-    has_config = CONFIG in source.opened.names
-    if not has_config and "huggingface" not in store.directories:
-        return None
+    store = source.config_store
     try:
-        if not has_config:
+        if store is not None and CONFIG not in store.files and "huggingface" in store.directories:
             store = store.below("huggingface")
-        text = store.read_small(CONFIG, _MAX_CONFIG_BYTES)
-        config = parse_json(text, store.path_of(CONFIG), store.budget)
+        config = model_config(store)
     except StateExchangeError:
         return None
     if not isinstance(config, dict):
@@ -262,39 +226,3 @@ def model_of(source: Source) -> str | None:
     classes = config.get("architectures")
     name = classes[0] if isinstance(classes, list) and classes else config.get("model_type")
     return name[:_MAX_MODEL] if isinstance(name, str) else None
-
-
-def tensor_rows(source: Source) -> list[TensorRow]:
-    """Return a row for each tensor of a source, in its order. Not collective."""
-    files: dict[str, list[ShardFile]] = {}
-    shards: dict[str, Shard] = {}  # the last one of each tensor
-    num_boxes: Counter[str] = Counter()
-    for shard_file, tensor in source.shards():
-        shard = shards[tensor.shard.name] = tensor.shard
-        files.setdefault(shard.name, []).append(shard_file)
-        num_boxes[shard.name] += len(shard.boxes)
-    rows: dict[str, TensorRow] = {}
-    for name, holders in files.items():
-        shard = shards[name]
-        rows[name] = TensorRow(
-            name,
-            shard.dtype,
-            element_shape(shard.dtype, shard.global_shape),
-            full_box(shard.global_shape).numel * ITEMSIZE[shard.dtype],
-            tuple(shard_file.rank for shard_file in holders),
-            num_boxes[name],
-            holders[0].path.rpartition("/")[2],
-        )
-    for unreadable in source.unreadable:
-        if unreadable.name not in rows:
-            dtype, shape, nbytes = unreadable.dtype or "?", unreadable.shape, unreadable.nbytes
-            if nbytes is None and shape is not None and dtype in ITEMSIZE:
-                nbytes = full_box(shape).numel * ITEMSIZE[dtype]
-            file = unreadable.path.rpartition("/")[2]
-            rows[unreadable.name] = TensorRow(unreadable.name, dtype, shape, nbytes, (), 0, file)
-    return list(rows.values())
-
-
-def known_bytes(rows: Iterable[TensorRow]) -> int:
-    """Return the sum of the bytes of tensors, without tensors whose size is not known."""
-    return sum(row.nbytes or 0 for row in rows)

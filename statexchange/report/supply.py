@@ -23,7 +23,6 @@ __all__ = [
     "Supplied",
     "Supply",
     "cells_of",
-    "cut_dims",
     "nbytes_by_rank",
     "shares",
     "supply_of",
@@ -45,13 +44,6 @@ class Supplied:
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return full_box(self.shape).numel * ITEMSIZE[self.dtype]
-
-    def nbytes_by_rank(self) -> Counter[int]:
-        """Return the bytes that each rank supplied."""
-        nbytes: Counter[int] = Counter()
-        for box, rank in self.boxes:
-            nbytes[rank] += box.numel * ITEMSIZE[self.dtype]
-        return nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +114,10 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
                 unknown.append(name)
             else:
                 tensors.append(Supplied(name, tensor.dtype, tensor.shape, ()))
-    files = {} if has_ranks or manifest is not None else _file_names(source)
+    files = {}
+    if manifest is None and not has_ranks:
+        # Several files may have one `rank`, as those of the parts of a directory such as verl's.
+        files = {number: source.path_below(shard_file) for number, shard_file in enumerate(source.files)}
     return Supply(
         source.path,
         "rank" if has_ranks else "file",
@@ -152,25 +147,12 @@ def _stored_tensors(source: Source) -> Iterator[Supplied]:
         yield Supplied(name, dtype, shape, tuple(ranks.items()))
 
 
-def _file_names(source: Source) -> dict[int, str]:
-    """Return the names of the files by number, below the innermost directory that has all of them.
-
-    Several files may have one `rank`, as those of the parts of a directory such as verl's.
-    """
-    paths = [shard_file.path.split("/") for shard_file in source.files]
-    depth = 0
-    for directories in zip(*(parts[:-1] for parts in paths), strict=False):
-        if len(set(directories)) > 1:
-            break
-        depth += 1
-    return {number: "/".join(parts[depth:]) for number, parts in enumerate(paths)}
-
-
 def nbytes_by_rank(tensors: Sequence[Supplied]) -> Counter[int]:
     """Return the bytes that each rank supplied of all tensors."""
     total: Counter[int] = Counter()
     for tensor in tensors:
-        total.update(tensor.nbytes_by_rank())
+        for box, rank in tensor.boxes:
+            total[rank] += box.numel * ITEMSIZE[tensor.dtype]
     return total
 
 
@@ -185,30 +167,22 @@ class Cell:
     rank: int
 
 
-def cut_dims(tensor: Supplied) -> list[tuple[int, bool]]:
-    """Return the dims along which a tensor is cut, with whether each runs across instead of down in a picture."""
-    ndim = len(tensor.shape)
-    boxes = [box for box, _ in tensor.boxes if box.numel]
-    dims = [dim for dim in range(ndim) if any(box.shape[dim] != tensor.shape[dim] for box in boxes)]
-    return [(dim, dim == ndim - 1 or position % 2 == 1) for position, dim in enumerate(dims)]
-
-
 def cells_of(tensor: Supplied) -> list[Cell]:
     """Divide the unit square among a tensor's boxes, by their sizes; dim 0 runs down.
 
     A plane shows two dims: the boxes of a tensor that is cut along more, or into too many, are summed by rank.
     """
-    dims = cut_dims(tensor)
-    if len(dims) > 2 or len(tensor.boxes) > MAX_CELLS:
-        return shares(tensor.nbytes_by_rank(), tensor.nbytes)
+    boxes = [(box, rank) for box, rank in tensor.boxes if box.numel]
+    dims = [dim for dim, size in enumerate(tensor.shape) if any(box.shape[dim] != size for box, _ in boxes)]
+    if len(dims) > 2 or len(boxes) > MAX_CELLS:
+        return shares(nbytes_by_rank([tensor]), tensor.nbytes)
     cells = []
-    for box, rank in tensor.boxes:
-        if not box.numel:
-            continue
+    for box, rank in boxes:
         x, y, width, height = 0.0, 0.0, 1.0, 1.0
-        for dim, across in dims:
+        for dim in dims:
             begin, extent = box.offsets[dim] / tensor.shape[dim], box.shape[dim] / tensor.shape[dim]
-            if across:
+            # The last dim runs across, and so does the second of two.
+            if dim == len(tensor.shape) - 1 or dim != dims[0]:
                 x, width = begin, extent
             else:
                 y, height = begin, extent

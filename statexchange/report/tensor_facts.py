@@ -5,26 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from statexchange.errors import (
-    CorruptError,
-    IncompleteError,
-    OverlapError,
-    StateExchangeError,
-    UnsupportedError,
-)
+from statexchange.errors import IncompleteError, OverlapError, StateExchangeError, UnsupportedError
 from statexchange.formats.sections import sections_of
 from statexchange.report.summary import aliases_of
-from statexchange.sharding.plan import HolderLabel, prove_cover, replica_error
+from statexchange.sharding.plan import RankShards, plan_merge, replica_error
 from statexchange.sharding.shards import Box, full_box
 from statexchange.tensors import ITEMSIZE, PACKED, element_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from statexchange.formats.source import ShardFile, Source
     from statexchange.storage.store import ByteRange
 
-__all__ = ["Region", "TensorFacts", "element_box", "group_box", "tensor_facts"]
+__all__ = ["Region", "TensorFacts", "cover_problems", "element_box", "group_box", "tensor_facts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +52,6 @@ class TensorFacts:
         nbytes: its bytes, each counted once.
         section: the section of a job's state to which it belongs; None if that is not known.
         regions: its regions, in the order of the files.
-        is_covered: whether the regions cover each element exactly once.
         problems: the errors that follow from headers.
     """
 
@@ -69,7 +62,6 @@ class TensorFacts:
     nbytes: int
     section: str | None
     regions: tuple[Region, ...]
-    is_covered: bool
     problems: tuple[StateExchangeError, ...]
 
 
@@ -87,35 +79,31 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         UnsupportedError: its dtype or kind is not supported.
         IncompleteError, CorruptError: its file is missing or broken, so that no header tells about it.
     """
-    kept = _kept_name(source, name)
-    found = [(file, file.tensors[kept]) for file in source.files if kept in file.tensors]
-    if not found:
+    # A tensor is kept under its own name, unless it is tied.
+    has_name = any(name in file.tensors for file in source.files)
+    kept = name if has_name else aliases_of(source).get(name, name)
+    numbers = [number for number, file in enumerate(source.files) if kept in file.tensors]
+    if not numbers:
         _refuse_unreadable(source, name)
         return None
-    shard = found[0][1].shard
-    for shard_file, tensor in found:
-        if (tensor.shard.dtype, tensor.shard.global_shape) != (shard.dtype, shard.global_shape):
-            raise CorruptError("two files disagree on dtype or shape", name=name, path=shard_file.path)
+
+    def stored_digest(number: int, index: int) -> str | None:
+        return source.files[number].tensors[kept].byte_ranges[index].digest
+
+    problems = []
+    for problem in cover_problems(source, kept, numbers, stored_digest):
+        if not (is_part and isinstance(problem, IncompleteError)):
+            problems.append(problem)
     copies: dict[Box, list[tuple[ShardFile, ByteRange]]] = {}
-    for shard_file, tensor in found:
+    for number in numbers:
+        file = source.files[number]
+        tensor = file.tensors[kept]
         for box, stored in zip(tensor.shard.boxes, tensor.byte_ranges, strict=True):
-            copies.setdefault(box, []).append((shard_file, stored))
-    problems = list(_differing_copies(source, name, copies))
-    labels: dict[Box, list[HolderLabel]] = {}
-    for box, of_box in copies.items():
-        if box.numel:
-            labels[box] = [source.label_of(file) for file, _ in of_box]
-    is_covered = True
-    try:
-        prove_cover(name, shard.global_shape, labels)
-    except (IncompleteError, OverlapError, UnsupportedError) as error:
-        is_covered = False
-        if not (is_part and isinstance(error, IncompleteError)):
-            problems.append(error)
-    prefix = f"{source.opened.store.path.rstrip('/')}/"
+            copies.setdefault(box, []).append((file, stored))
+    shard = source.files[numbers[0]].tensors[kept].shard
     regions = []
     for box, of_box in copies.items():
-        files = tuple(dict.fromkeys(file.path.removeprefix(prefix) for file, _ in of_box))
+        files = tuple(dict.fromkeys(source.path_below(file) for file, _ in of_box))
         holders = tuple(dict.fromkeys(file.rank for file, _ in of_box))
         nbytes = box.numel * ITEMSIZE[shard.dtype]
         regions.append(Region(element_box(shard.dtype, box), holders, files, nbytes, of_box[0][1]))
@@ -127,9 +115,41 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         nbytes=full_box(shard.global_shape).numel * ITEMSIZE[shard.dtype],
         section=next((section.name for section in sections_of(source) if kept in section.names), None),
         regions=tuple(regions),
-        is_covered=is_covered,
         problems=tuple(problems),
     )
+
+
+def cover_problems(
+    source: Source, name: str, numbers: Sequence[int], digest_of: Callable[[int, int], str | None]
+) -> Iterator[StateExchangeError]:
+    """Yield an error if the boxes of a tensor do not cover it exactly once, else one for each copy that differs.
+
+    Args:
+        source: the source.
+        name: the tensor's name.
+        numbers: the numbers of the files that have the tensor.
+        digest_of: returns the digest of a box by the numbers of its file and of the box; None if it is not known.
+
+    Raises:
+        CorruptError, ReplicaError: two files disagree on dtype or shape.
+    """
+    holders = []
+    for number in numbers:
+        file = source.files[number]
+        holders.append(RankShards(file.rank, [file.tensors[name].shard], label=source.label_of(file)))
+    try:
+        plan = plan_merge(holders).tensors[name]
+    except (IncompleteError, OverlapError, UnsupportedError) as error:
+        yield error
+        return
+    for piece in plan.pieces:
+        expected = digest_of(numbers[piece.holder], piece.box_index)
+        for holder, index in piece.replicas:
+            digest = digest_of(numbers[holder], index)
+            if None not in (expected, digest) and expected != digest:
+                first, other = source.files[numbers[piece.holder]], source.files[numbers[holder]]
+                labels = source.label_of(first), source.label_of(other)
+                yield replica_error(name, piece.box, *labels, path=other.path)
 
 
 def element_box(dtype: str, box: Box) -> Box:
@@ -146,13 +166,6 @@ def group_box(dtype: str, box: Box) -> Box:
     return Box((*box.offsets[:-1], begin), (*box.shape[:-1], end - begin))
 
 
-def _kept_name(source: Source, name: str) -> str:
-    """Return the name under which a tensor is kept: its own, unless it is tied."""
-    if any(name in shard_file.tensors for shard_file in source.files):
-        return name
-    return aliases_of(source).get(name, name)
-
-
 def _refuse_unreadable(source: Source, name: str) -> None:
     """Raise the reason why a listed tensor cannot be read; do nothing for a name that is not listed."""
     for unreadable in source.unreadable:
@@ -164,14 +177,3 @@ def _refuse_unreadable(source: Source, name: str) -> None:
             if problem.name == name or problem.path == unreadable.path:
                 raise problem
         raise IncompleteError("its file is missing or broken", name=name, path=unreadable.path)
-
-
-def _differing_copies(
-    source: Source, name: str, copies: dict[Box, list[tuple[ShardFile, ByteRange]]]
-) -> Iterator[StateExchangeError]:
-    """Yield an error for each copy of a region whose digest differs from that of the first one."""
-    for box, of_box in copies.items():
-        (first, expected), *others = of_box
-        for file, stored in others:
-            if None not in (stored.digest, expected.digest) and stored.digest != expected.digest:
-                yield replica_error(name, box, source.label_of(first), source.label_of(file), path=file.path)

@@ -22,7 +22,7 @@ from statexchange.storage import regions
 from statexchange.tensors import ITEMSIZE, PACKED, array_over, numpy_dtype
 
 if TYPE_CHECKING:
-    from statexchange.report.tensor_facts import Region, TensorFacts
+    from statexchange.report.tensor_facts import TensorFacts
 
 __all__ = ["Bin", "ValueStatistics", "read_slice", "read_statistics"]
 
@@ -74,7 +74,7 @@ class ValueStatistics:
 
 
 def read_slice(facts: TensorFacts, box: Box) -> Any:
-    """Return the values in a block, given in elements, as nested lists, with None for those that no file has.
+    """Return the values in a block, given in elements, as an array of Python's numbers; None where no file has one.
 
     Not collective.
 
@@ -109,7 +109,7 @@ def read_slice(facts: TensorFacts, box: Box) -> Any:
     shown = np.empty(box.shape, object)
     shown[...] = values.astype(object)  # a numpy scalar would stay one
     shown[~is_known] = None
-    return shown.tolist()
+    return shown
 
 
 def read_statistics(facts: TensorFacts, on_progress: Callable[[int, int], None] | None = None) -> ValueStatistics:
@@ -127,33 +127,19 @@ def read_statistics(facts: TensorFacts, on_progress: Callable[[int, int], None] 
     problems: list[CorruptError] = []
     total, done = sum(region.nbytes for region in facts.regions), 0
     ahead = regions.READ_AHEAD_BYTES // (16 if facts.dtype in PACKED else 1)  # values take up to 16 times the bytes
-    for index, region in enumerate(facts.regions):
+    for region in facts.regions:
         stored_box = group_box(facts.dtype, region.box)
         digest = regions.BoxDigest(region.stored, stored_box, facts.dtype)
-        earlier = () if facts.is_covered else facts.regions[:index]
         for window, data in regions.blocks(region.stored, stored_box.shape, facts.dtype, ahead):
-            placed = regions.to_global(window, stored_box)
             if digest:
-                digest.update(placed, data)
-            values = _values_over(data, facts.dtype, window.shape)
-            sums.add(_not_in(earlier, element_box(facts.dtype, placed), values))
+                digest.update(regions.to_global(window, stored_box), data)
+            sums.add(_values_over(data, facts.dtype, window.shape))
             done += len(data)
             if on_progress is not None:
                 on_progress(done, total)
         problems += digest.problems(facts.name, region.holders[0])
         region.stored.file.check_unchanged()
     return sums.result(total, problems)
-
-
-def _not_in(earlier: Sequence[Region], box: Box, values: Any) -> Any:
-    """Return the values of a block that lie in no earlier region."""
-    shared = [part for part in (intersect(region.box, box) for region in earlier) if part is not None]
-    if not shared:
-        return values
-    is_new = np.ones(box.shape, np.bool_)
-    for part in shared:
-        is_new[regions.slices_within(part, box)] = False
-    return values[is_new]
 
 
 def _values_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:

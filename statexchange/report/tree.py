@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from statexchange.report.tensor_rows import TensorRow
 
 __all__ = ["ModuleNode", "module_tree"]
-
-
-class TreeTensor(Protocol):
-    """A tensor of the tree: name, sizes, and the dtype and shape by which tensors are alike."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...] | None: ...
-    @property
-    def num_parameters(self) -> int: ...
-    @property
-    def nbytes(self) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +48,12 @@ class _Branch:
 
     def __init__(self) -> None:
         self.below: dict[str, _Branch] = {}
-        self.tensors: list[TreeTensor] = []
+        self.tensors: list[TensorRow] = []
         self.num_tensors = self.num_parameters = self.nbytes = 0
         self.form = 0
 
 
-def module_tree(rows: Iterable[TreeTensor], depth: int) -> ModuleNode:
+def module_tree(rows: Iterable[TensorRow], depth: int) -> ModuleNode:
     """Return the tree of the tensors' names, down to `depth` parts of a name.
 
     Successive numbered modules, such as layers.0 to layers.31, are one node if all below them has the same names,

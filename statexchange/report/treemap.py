@@ -16,8 +16,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.errors import NotFoundError
-from statexchange.report.summary import TensorRow, known_bytes, model_of, model_rows, tensor_rows
+from statexchange.report.summary import model_of, model_rows
 from statexchange.report.svg import MARGIN, WIDTH, Drawing, lightened, palette, text_width, title_of
+from statexchange.report.tensor_rows import TensorRow, known_bytes, tensor_rows
 from statexchange.units import format_bytes, format_count, format_number, format_shape, shortened
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _OTHERS = "#8a8a8a"
 _FONT, _LINE, _PAD, _MIN_LABEL = 11, 14, 4, 9  # size of labels, height of a line, space around; least columns
 _NO_NAME = "(no name)"
 _NUMBER = re.compile("([0-9]+)")
-_INK, _PAPER = "#111111", 'fill="#ffffff" fill-opacity=".9" rx="2"'
+_INK = "#111111"
 
 
 @dataclass(slots=True)
@@ -66,43 +67,6 @@ class _Area(NamedTuple):
     y: float
     width: float
     height: float
-
-    def below(self, others: Sequence[_Area], step: float) -> _Area:
-        """Return this area, moved down by so many steps that it overlaps none of the others."""
-        area = self
-        while any(area._overlaps(other) for other in others):
-            area = area._replace(y=area.y + step)
-        return area
-
-    def _overlaps(self, other: _Area) -> bool:
-        return (
-            self.x < other.x + other.width
-            and other.x < self.x + self.width
-            and self.y < other.y + other.height
-            and other.y < self.y + self.height
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    """The area of a node. It is filled for a tensor, and for a module whose parts are too small.
-
-    Attributes:
-        module: the name of the module whose label is above it, which its own label does not repeat.
-        level: 1 for a top.
-        colour: what fills it; "" for a module that has cells.
-    """
-
-    node: _Node
-    area: _Area
-    module: str
-    level: int
-    colour: str = ""
-
-    @property
-    def has_caption(self) -> bool:
-        """Whether the name of a module is written, as on the two upper levels and for each layer."""
-        return self.level <= 2 or self.node.name.rpartition(".")[2].isdecimal()
 
 
 def parameters_picture(source: Source) -> str:
@@ -160,7 +124,7 @@ def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
     if coloured:
         drawing.legend(_legend(coloured, tops[len(coloured) :], root.numel), 3)
     layout = _Layout(root, tops, _Area(MARGIN, drawing.y, WIDTH - 2 * MARGIN, _HEIGHT))
-    _draw(drawing, layout, root.numel)
+    layout.draw(drawing)
     drawing.y += _HEIGHT + MARGIN // 2
     listed = ", ".join(f"{shortened(top.name, 100)}: {top.numel}" for top in coloured)
     return drawing.document(f"{root.num_tensors} tensors, {root.numel} parameters. {listed}.")
@@ -235,27 +199,42 @@ def _legend(coloured: Sequence[_Node], others: Sequence[_Node], numel: int) -> l
 
 
 class _Layout:
-    """The cells and groups of a picture."""
+    """The areas of a picture: those that are filled, and the outlines of modules around them.
+
+    An area is filled for a tensor, and for a module whose parts are too small.
+    """
 
     def __init__(self, root: _Node, tops: Sequence[_Node], area: _Area) -> None:
-        self.cells: list[_Cell] = []
-        self.groups: list[_Cell] = []
+        self._cells: list[tuple[_Node, _Area, _Node]] = []  # with the top in which each lies
+        self._outlines: list[tuple[int, _Area]] = []  # with the level, 1 for a top
+        self._numel = root.numel
         self._scale = area.width * area.height / root.numel
         shown = self._shown("", tops) or [_Node("", root.numel, root.num_tensors, is_rest=True)]
         for top, part in zip(shown, _divided([top.numel for top in shown], area), strict=True):
-            self._place(top, part, 1, "", lightened(top.colour, _LIGHTENED))
+            self._place(top, part, 1, top)
 
-    def _place(self, node: _Node, area: _Area, level: int, module: str, colour: str) -> None:
-        """Divide the area of a node among its parts; `module` is the one whose label is above it."""
+    def _place(self, node: _Node, area: _Area, level: int, top: _Node) -> None:
+        """Divide the area of a node among its parts."""
         shown = self._shown(node.name, node.children)
         if not shown:
-            self.cells.append(_Cell(node, area, module, level, colour))
+            self._cells.append((node, area, top))
             return
-        group = _Cell(node, area, module, level)
-        self.groups.append(group)
-        inner = node.name if group.has_caption else module
+        self._outlines.append((level, area))
         for part, of_part in zip(shown, _divided([part.numel for part in shown], area), strict=True):
-            self._place(part, of_part, level + 1, inner, colour)
+            self._place(part, of_part, level + 1, top)
+
+    def draw(self, drawing: Drawing) -> None:
+        """Draw the areas, then the outlines, the widest last, then the labels."""
+        drawing.begin_group('class="c l"')
+        for node, area, top in self._cells:
+            fill = f'fill="{lightened(top.colour, _LIGHTENED)}"'
+            drawing.rectangle(*area, fill, tooltip=_tooltip(node, self._numel))
+        drawing.end_group()
+        for level, area in sorted(self._outlines, reverse=True):
+            width = {1: 3, 2: 1.8}.get(level, 1.2)
+            drawing.rectangle(*area, f'class="o" stroke-width="{width}"')
+        for node, area, top in self._cells:
+            _label(drawing, node, area, "" if node is top else top.name)
 
     def _shown(self, name: str, parts: Sequence[_Node]) -> list[_Node]:
         """Return the parts with an area of their own, largest first, the small ones as one; none if all are small."""
@@ -287,23 +266,7 @@ def _divided(weights: Sequence[int], area: _Area) -> Iterator[_Area]:
     yield from _divided(weights[count:], parts[1])
 
 
-# --- Drawing ---
-
-
-def _draw(drawing: Drawing, layout: _Layout, numel: int) -> None:
-    drawing.begin_group('class="c l"')
-    for cell in layout.cells:
-        drawing.rectangle(*cell.area, f'fill="{cell.colour}"', tooltip=_tooltip(cell.node, numel))
-    drawing.end_group()
-    for group in sorted(layout.groups, key=lambda group: -group.level):
-        width = {1: 3, 2: 1.8}.get(group.level, 1.2)
-        drawing.rectangle(*group.area, f'class="o" stroke-width="{width}"')
-    captions: list[_Area] = []
-    for group in sorted(layout.groups, key=lambda group: group.level):
-        if group.has_caption:
-            _caption(drawing, group, captions)
-    for cell in layout.cells:
-        _label(drawing, cell, captions)
+# --- Texts ---
 
 
 def _tooltip(node: _Node, numel: int) -> str:
@@ -314,42 +277,23 @@ def _tooltip(node: _Node, numel: int) -> str:
     return f"{node.name}\n{others}, {size}" if node.name else f"{others}, {size}"
 
 
-def _caption(drawing: Drawing, group: _Cell, captions: list[_Area]) -> None:
-    """Write the name of a module into its upper left corner, below the captions that are there."""
-    text = _relative(group.node.name, group.module)
-    texts = [f"{text} {format_count(group.node.numel)}"] if group.level == 1 else []
-    text = _fitting([*texts, text], group.area.width - 2 * _PAD)
-    area = _Area(group.area.x + 3, group.area.y + 3, text_width(text, _FONT) + 2 * _PAD, _LINE + 1)
-    area = area.below(captions, _LINE + 3)
-    if not text or area.y + area.height > group.area.y + group.area.height:
-        return
-    captions.append(area)
-    drawing.rectangle(*area, _PAPER)
-    drawing.text(area.x + _PAD, area.y + _FONT, text, "n b1" if group.level == 1 else "n", colour=_INK)
-
-
-def _label(drawing: Drawing, cell: _Cell, captions: Sequence[_Area]) -> None:
-    """Write the name and number of parameters of a cell into its middle, or below the captions that are there."""
-    node, (x, y, width, height) = cell.node, cell.area
+def _label(drawing: Drawing, node: _Node, area: _Area, module: str) -> None:
+    """Write the name and number of parameters of a node into the middle of its area, without the module's name."""
     if node.is_rest:
         names = [f"{node.num_tensors:,} {'others' if node.name else 'tensors'}"]
     else:
-        name = _relative(node.name, cell.module)
+        name = _relative(node.name, module)
         short = name.removesuffix(".weight")
         names = [name or _NO_NAME, short, short.rpartition(".")[2]]
-    lines = [_fitting(names, width - _PAD)]
+    lines = [_fitting(names, area.width - _PAD)]
     count = format_count(node.numel)
-    if height >= 2 * _LINE + 2 * _PAD and text_width(count, _FONT) <= width - 2 * _PAD:
+    if area.height >= 2 * _LINE + 2 * _PAD and text_width(count, _FONT) <= area.width - 2 * _PAD:
         lines.append(count)
-    if not lines[0] or height < _LINE + _PAD:
+    if not lines[0] or area.height < _LINE + _PAD:
         return
-    wide = max(text_width(line, _FONT) for line in lines)
-    area = _Area(x + (width - wide) / 2, y + (height - len(lines) * _LINE) / 2, wide, len(lines) * _LINE)
-    area = area.below(captions, _PAD)
-    if area.y + area.height > y + height:
-        return
+    top = area.y + (area.height - len(lines) * _LINE) / 2
     for number, line in enumerate(lines):
-        drawing.text(x + width / 2, area.y + _FONT + number * _LINE, line, "n m", colour=_INK)
+        drawing.text(area.x + area.width / 2, top + _FONT + number * _LINE, line, "n m", colour=_INK)
 
 
 def _fitting(texts: Sequence[str], width: float) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from statexchange.errors import StateExchangeError
@@ -33,7 +33,6 @@ CHECKS: tuple[Check, ...] = get_args(Check)
 _PAGE_BYTES = 4096  # the least that is lost at once: a page of the client's cache
 _ZERO_PAGE, _NONZERO = bytes(_PAGE_BYTES), re.compile(rb"[^\0]")
 _MIN_ELEMENTS = 16  # fewer that are all equal say nothing
-_LOOK_BYTES = 512  # most windows show in their first bytes that they are neither zero nor constant
 
 # By the last part of a name.
 _MASK = re.compile("mask", re.IGNORECASE)  # only looked at for NaN
@@ -70,15 +69,16 @@ class ValueFindingError(StateExchangeError):
         return f"{self.check}: {super().__str__()}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _StoredBox:
     """A box as it lies in a file, with its rank; and the runs of zero bytes in it, by offsets in the file."""
 
     stored: ByteRange
     box: Box
     rank: int | None
-    runs: tuple[tuple[int, int], ...] = ()
-    tail: int = 0  # zero bytes at its end
+    runs: list[tuple[int, int]] = field(default_factory=list)  # of at least a page, but for the one at its end
+    tail: int = 0  # zero bytes up to the last one seen
+    num_seen: int = 0  # bytes
 
     @property
     def end(self) -> int:
@@ -87,6 +87,27 @@ class _StoredBox:
     @property
     def is_zero(self) -> bool:
         return self.tail == self.stored.nbytes
+
+    def find_runs(self, data: memoryview) -> None:
+        """Find the runs of zero bytes in the next bytes of the file."""
+        import numpy as np
+
+        begin = self.stored.begin + self.num_seen
+        self.num_seen += len(data)
+        if not np.frombuffer(data, np.uint8).any():
+            self.tail += len(data)
+            return
+        octets = bytes(data)  # a memoryview has no `find`
+        rest = octets.rstrip(b"\0")
+        at = len(octets) - len(octets.lstrip(b"\0"))
+        if self.tail + at >= _PAGE_BYTES:
+            self.runs.append((begin - self.tail, begin + at))
+        self.tail = len(octets) - len(rest)
+        while (first := rest.find(_ZERO_PAGE, at)) >= 0:
+            nonzero = _NONZERO.search(rest, first)
+            assert nonzero is not None  # at the latest the last byte of `rest`
+            at = nonzero.start()
+            self.runs.append((begin + first, begin + at))
 
 
 @dataclass(slots=True)
@@ -109,34 +130,6 @@ class _Special:
             self.first, self.where = first, where
 
 
-@dataclass(slots=True)
-class _ZeroRuns:
-    """Finds the runs of at least a page of zero bytes in a box, whose bytes come in the order of the file."""
-
-    at: int  # offset in the file of the next byte
-    runs: list[tuple[int, int]] = field(default_factory=list)  # those that end before the end of the box
-    tail: int = 0  # zero bytes up to the last one seen
-
-    def add(self, data: memoryview) -> None:
-        import numpy as np
-
-        begin, self.at = self.at, self.at + len(data)
-        if not np.frombuffer(data, np.uint8).any():
-            self.tail += len(data)
-            return
-        octets = bytes(data)  # a memoryview has no `find`
-        rest = octets.rstrip(b"\0")
-        at = len(octets) - len(octets.lstrip(b"\0"))
-        if self.tail + at >= _PAGE_BYTES:
-            self.runs.append((begin - self.tail, begin + at))
-        self.tail = len(octets) - len(rest)
-        while (first := rest.find(_ZERO_PAGE, at)) >= 0:
-            nonzero = _NONZERO.search(rest, first)
-            assert nonzero is not None  # at the latest the last byte of `rest`
-            at = nonzero.start()
-            self.runs.append((begin + first, begin + at))
-
-
 class TensorChecks:
     """Checks one tensor, box by box, in any order of the boxes. Not thread-safe.
 
@@ -144,7 +137,7 @@ class TensorChecks:
     the first copy of a box is checked here; `verify` compares copies.
     """
 
-    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], checks: Collection[str]) -> None:
+    def __init__(self, name: str, dtype: str, shape: tuple[int, ...], checks: Collection[Check]) -> None:
         self._name, self._dtype, self._shape = name, dtype, shape
         self._last_name = name.rpartition(".")[2]
         self._checks = set(checks) & _applicable(dtype, self._last_name)
@@ -154,7 +147,6 @@ class TensorChecks:
         self._value: bytes | None = None  # of the first element
         self._is_equal = True
         self._is_zero = True
-        self._runs: _ZeroRuns | None = None
         self._current: _StoredBox | None = None
 
     def looks_for(self, check: Check) -> bool:
@@ -170,9 +162,6 @@ class TensorChecks:
         if not self._checks or box in self._boxes or not box.numel:
             return False
         self._current = _StoredBox(stored, box, rank)
-        # The bytes of a strided box do not come in the order of the file.
-        looks_for_runs = stored.strides is None and self._checks & {"zero-tail", "zero-pages"}
-        self._runs = _ZeroRuns(stored.begin) if looks_for_runs else None
         return True
 
     def add(self, window: Box, data: memoryview) -> None:
@@ -183,8 +172,9 @@ class TensorChecks:
             if masks is not None:
                 self._nan.add(masks[0], window, self._current)
                 self._inf.add(masks[1], window, self._current)
-        if self._runs is not None:
-            self._runs.add(data)
+        # The bytes of a strided box do not come in the order of the file.
+        if self._checks & {"zero-tail", "zero-pages"} and self._current.stored.strides is None:
+            self._current.find_runs(data)
         if self._is_equal or self._is_zero:
             self._compare(data)
 
@@ -195,22 +185,18 @@ class TensorChecks:
         itemsize = ITEMSIZE[self._dtype]
         if self._value is None:
             self._value = bytes(data[:itemsize])
-        for nbytes in (_LOOK_BYTES // itemsize * itemsize, len(data)):
-            array = np.frombuffer(data[:nbytes], np.uint8)
-            if self._is_equal:
-                is_first = bytes(array[:itemsize]) == self._value
-                self._is_equal = is_first and np.array_equal(array[itemsize:], array[:-itemsize])
-            if self._is_zero:
-                self._is_zero = _is_zero(data[:nbytes], self._dtype)
+        if self._is_equal:
+            array = np.frombuffer(data, np.uint8)
+            is_first = bytes(array[:itemsize]) == self._value
+            self._is_equal = is_first and np.array_equal(array[itemsize:], array[:-itemsize])
+        if self._is_zero:
+            self._is_zero = _is_zero(data, self._dtype)
 
     def end(self) -> _StoredBox:
         """End the box, and return it for the `FileTails` of its file."""
         assert self._current is not None
-        current = self._current
-        if self._runs is not None:
-            current = replace(current, runs=tuple(self._runs.runs), tail=self._runs.tail)
-        self._boxes[current.box] = current
-        return current
+        self._boxes[self._current.box] = self._current
+        return self._current
 
     def findings(self) -> Iterator[ValueFindingError]:
         """Yield what was found."""
@@ -369,7 +355,7 @@ class FileTails:
                 yield checks.tail(stored_box, stored_box.tail, following)
 
 
-def _applicable(dtype: str, last_name: str) -> set[str]:
+def _applicable(dtype: str, last_name: str) -> set[Check]:
     """Return the checks that say something about a tensor."""
     if dtype == "BOOL":
         return set()

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 __all__ = ["ValueDiff", "ValueSums", "same_bytes"]
 
 _MAX_EXACT = 1 << 53  # float64 has each whole number up to this
-_MAX_EXACT_SIZE = 1 << 62
 _TILE = 1 << 19  # elements at once: fewer make threads wait for Python's lock more often
 _DOT = 1 << 10  # elements of a dot product: few enough for float32 to be precise
 _MIN_SQUARES = 1e-24  # of a tile in float32: the squares that float32 rounds to 0 are less than 1e-8 of a larger sum
@@ -228,25 +227,14 @@ def _make_exact(size: Any, *sides: tuple[Any, Any]) -> None:
     """
     import numpy as np
 
-    if not any(values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values, _ in sides):
+    are_wide = [values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values, _ in sides]
+    if not any(are_wide) or any(wide.dtype.kind == "c" for _, wide in sides):
         return
-    rounded = (size < _MAX_EXACT_SIZE) & (np.maximum(*(np.abs(wide) for _, wide in sides)) >= _MAX_EXACT)
-    for values, wide in sides:
-        if values.dtype.kind not in "iub":
-            rounded &= np.abs(wide) >= _MAX_EXACT
-    if rounded.any():
-        one, other = (_modulo_64_bits(values[rounded]) for values, _ in sides)
-        size[rounded] = np.minimum(one - other, other - one)
-
-
-def _modulo_64_bits(values: Any) -> Any:
-    """Return whole numbers modulo 2**64: floats from 2**53 on are whole."""
-    import numpy as np
-
-    if values.dtype.kind in "iub":
-        return values.astype(np.uint64)
-    values = values.astype(np.float64)
-    return np.where(values < 0, values.astype(np.int64).astype(np.uint64), values.astype(np.uint64))
+    rounded = np.isfinite(size) & (np.maximum(*(np.abs(wide) for _, wide in sides)) >= _MAX_EXACT)
+    # Python's integers are exact. Fractions do not count: a float that has one is far below _MAX_EXACT.
+    exact = (values if is_wide else wide for is_wide, (values, wide) in zip(are_wide, sides, strict=True))
+    pairs = zip(*(side[rounded].tolist() for side in exact), strict=True)
+    size[rounded] = [abs(int(first) - int(second)) for first, second in pairs]
 
 
 def _differing_bits(a: Any, b: Any) -> Any:

@@ -12,8 +12,6 @@ from functools import partial
 from typing import Any
 
 from statexchange.errors import (
-    IncompleteError,
-    InvalidArgumentError,
     NotFoundError,
     ReplacedError,
     StateExchangeError,
@@ -24,17 +22,14 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.sealed_files import check_sealed_file, sealed_files
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.report.hub_metadata import HubComparison, compare_with_cache, compare_with_hub
-from statexchange.report.value_checks import CHECKS, FileTails, TensorChecks, ValueFindingError
-from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import RankShards, TensorPlan, plan_merge, prove_cover, replica_error
-from statexchange.storage.location import is_remote
+from statexchange.report.tensor_facts import cover_problems
+from statexchange.report.value_checks import Check, FileTails, TensorChecks, ValueFindingError
+from statexchange.sharding.plan import prove_cover
 from statexchange.storage.regions import BoxDigest, blocks, to_global
-from statexchange.storage.save_check import list_save_directories
-from statexchange.storage.steps import read_saves, saves_path, step_name
-from statexchange.storage.store import local_path
-from statexchange.storage.tensorfile import MANIFEST, SaveManifest
+from statexchange.storage.save_check import check_saves
+from statexchange.storage.steps import saves_path, step_name
 
-__all__ = ["SaveVerdict", "VerifyReport", "verify", "verify_saves"]
+__all__ = ["VerifyReport", "verify", "verify_saves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +63,7 @@ class VerifyReport:
 def verify(
     path: str | os.PathLike[str],
     *,
-    checks: Collection[str] = (),
+    checks: Collection[Check] = (),
     against: str | os.PathLike[str] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
@@ -78,7 +73,7 @@ def verify(
 
     Args:
         path: a path or URL of any format that `open_checkpoint` reads.
-        checks: the checks of values to make, of `value_checks.CHECKS`.
+        checks: the checks of values to make.
         against: a directory with the metadata of a download from the Hub, with which files are compared. Without it,
             files of a snapshot in the Hub's cache are compared with the names of their blobs, which are hashes.
         on_progress: called with (bytes done, bytes in total).
@@ -90,7 +85,6 @@ def verify(
         NotFoundError: there is no checkpoint at the path, or no metadata at `against`.
         ReplacedError: the checkpoint was replaced twice while it was read.
         UnsupportedError: the format is one that is not read.
-        InvalidArgumentError: there is no such check.
 
     Example:
         >>> import numpy
@@ -100,9 +94,6 @@ def verify(
         >>> report.num_tensors, report.nbytes, report.findings
         (1, 32, ())
     """
-    unknown = sorted(set(checks) - set(CHECKS))
-    if unknown:
-        raise InvalidArgumentError(f"there is no check {unknown[0]!r}: there are {', '.join(CHECKS)}")
     for is_last_attempt in (False, True):
         with open_source(path, strict=False) as source:
             source.read_ahead()
@@ -138,7 +129,7 @@ class _Check:
     def __init__(
         self,
         source: Source,
-        checks: Collection[str],
+        checks: Collection[Check],
         hub: HubComparison | None,
         on_progress: Callable[[int, int], None] | None,
     ) -> None:
@@ -237,39 +228,19 @@ class _Check:
             for name in shard_file.tensors:
                 by_name.setdefault(name, []).append(number)
         for name, numbers in by_name.items():
-            self._guard(self._prove_cover, name, numbers)
-
-    def _prove_cover(self, name: str, numbers: list[int]) -> None:
-        """Prove the cover of one tensor, which is in the files with these numbers, and compare its replicas."""
-        shard_files = [self._source.files[number] for number in numbers]
-        rank_shards = []
-        for shard_file in shard_files:
-            label = self._source.label_of(shard_file)
-            rank_shards.append(RankShards(shard_file.rank, [shard_file.tensors[name].shard], label=label))
-        plan = plan_merge(rank_shards, ExportOptions())
-        for tensor in plan.files[0].tensors:
-            self._compare_replicas(tensor, numbers)
-
-    def _compare_replicas(self, tensor: TensorPlan, numbers: list[int]) -> None:
-        for piece in tensor.pieces:
-            expected = self._digest(numbers[piece.holder], tensor.source, piece.box_index)
-            for holder, index in piece.replicas:
-                found = self._digest(numbers[holder], tensor.source, index)
-                if expected is not None and found is not None and expected != found:
-                    first, other = (self._source.files[numbers[at]] for at in (piece.holder, holder))
-                    labels = self._source.label_of(first), self._source.label_of(other)
-                    self.findings.append(replica_error(tensor.source, piece.box, *labels))
+            problems = cover_problems(self._source, name, numbers, partial(self._digest, name))
+            self._guard(self.findings.extend, problems)
 
     def digests(self) -> dict[str, list[str]]:
         """Return the digests of each tensor's boxes; [] if several files have parts of it, whose order is not known."""
         digests: dict[str, list[str]] = {}
         for number, shard_file in enumerate(self._source.files):
             for name, tensor in shard_file.tensors.items():
-                of_boxes = [self._digest(number, name, index) for index in range(len(tensor.byte_ranges))]
+                of_boxes = [self._digest(name, number, index) for index in range(len(tensor.byte_ranges))]
                 digests[name] = [] if name in digests or None in of_boxes else list(filter(None, of_boxes))
         return digests
 
-    def _digest(self, number: int, name: str, index: int) -> str | None:
+    def _digest(self, name: str, number: int, index: int) -> str | None:
         """Return the digest of a box; None if it could not be read, which is another finding."""
         stored = self._source.files[number].tensors[name].byte_ranges[index].digest
         return stored if stored is not None else self._computed.get((number, name, index))
@@ -280,40 +251,23 @@ class _Check:
             self._on_progress(self._before + self.done, self._total)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveVerdict:
-    """The result of verifying one save.
-
-    Attributes:
-        step: the training step.
-        path: its directory.
-        report: what was read; None if the save could not be opened.
-        findings: an error for each problem.
-    """
-
-    step: int
-    path: str
-    report: VerifyReport | None
-    findings: tuple[StateExchangeError, ...]
-
-
 def verify_saves(
     path: str | os.PathLike[str],
     *,
-    checks: Collection[str] = (),
-    on_progress: Callable[[int, int], None] | None = None,
-) -> Iterator[SaveVerdict]:
-    """Read and check every save of a directory of steps, oldest first, and yield the result of each.
+    checks: Collection[Check] = (),
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Iterator[tuple[int, VerifyReport]]:
+    """Read and check every save of a directory of steps, oldest first, and yield (step, result) of each.
 
     Not collective. Problems become findings, not exceptions. A save that is removed meanwhile is left out.
 
     Args:
         path: the directory or URL in which `Checkpoints` saves.
-        checks: the checks of values to make, of `value_checks.CHECKS`.
+        checks: the checks of values to make.
         on_progress: called with (bytes done, bytes in total).
 
     Yields:
-        The result of a save.
+        The step and the result of a save.
 
     Raises:
         NotFoundError: the directory does not exist, or has no saves.
@@ -323,44 +277,32 @@ def verify_saves(
         >>> import torch
         >>> import statexchange as sx
         >>> report = sx.Checkpoints("saves").save({"w": torch.zeros(2)}, 10)
-        >>> for verdict in verify_saves("saves"):
-        ...     verdict.step, verdict.findings
+        >>> for step, report in verify_saves("saves"):
+        ...     step, report.findings
         (10, ())
     """
     root = saves_path(path)
-    steps = list_save_directories(root)
-    sizes = {step: sum(save.nbytes) for step, save in read_saves(root).items() if isinstance(save, SaveManifest)}
-    total, done_before = sum(sizes.values()), 0
-    for step in steps:
-        folder = os.path.join(root, step_name(step))
-        progress = None
-        if on_progress is not None:
+    saves = check_saves(root)
+    total = sum(sum(save.manifest.nbytes) for save in saves if save.manifest is not None)
+    done_before = 0
+    for save in saves:
+        if save.manifest is None:  # the ranks' files alone would look like another format
+            yield save.step, _unreadable_save(save.path, save.problems)
+            continue
+
+        def report_part(done: int, _: int, before: int = done_before) -> None:
             # The files' sizes may differ from those in the manifest: the sum never exceeds the total.
-            progress = partial(_report_part, on_progress, done_before, total)
-        verdict = _verdict(step, folder, checks, progress)
-        done_before += sizes.get(step, 0)
-        if verdict is not None:
-            yield verdict
+            on_progress(min(before + done, total), total)
+
+        try:
+            report = verify(os.path.join(root, step_name(save.step)), checks=checks, on_progress=report_part)
+        except NotFoundError:
+            continue
+        except StateExchangeError as error:
+            report = _unreadable_save(save.path, (error,))
+        yield save.step, report
+        done_before += sum(save.manifest.nbytes)
 
 
-def _report_part(on_progress: Callable[[int, int], None], before: int, total: int, done: int, _: int) -> None:
-    """Report the progress of one save as a part of all."""
-    on_progress(min(before + done, total), total)
-
-
-def _verdict(
-    step: int, folder: str, checks: Collection[str], on_progress: Callable[[int, int], None] | None
-) -> SaveVerdict | None:
-    """Verify one save; None if it was removed meanwhile."""
-    shown = without_secrets(folder)
-    missing = IncompleteError(f"there is no {MANIFEST} in this step's directory: it is no save any more", path=folder)
-    try:
-        report = verify(folder, checks=checks, on_progress=on_progress)
-    except NotFoundError:
-        is_there = not is_remote(folder) and os.path.isdir(local_path(folder))
-        return SaveVerdict(step, shown, None, (missing,)) if is_there else None
-    except StateExchangeError as error:
-        return SaveVerdict(step, shown, None, (error,))
-    if report.kind != "save":  # without the manifest the ranks' files look like another format
-        return SaveVerdict(step, shown, None, (missing,))
-    return SaveVerdict(step, shown, report, report.findings)
+def _unreadable_save(path: str, findings: tuple[StateExchangeError, ...]) -> VerifyReport:
+    return VerifyReport(path, "save", num_tensors=0, num_boxes=0, num_unproven=0, nbytes=0, findings=findings)

@@ -32,6 +32,7 @@ __all__ = [
     "linear_offset",
     "numel_of",
     "region_text",
+    "selected_box",
     "shape_from_json",
     "sizes_from_json",
 ]
@@ -156,6 +157,21 @@ def c_contiguous(box: Box, shape: Sequence[int]) -> bool:
 def full_box(shape: tuple[int, ...]) -> Box:
     """Return the box that covers a whole tensor of `shape`."""
     return Box((0,) * len(shape), tuple(shape))  # a torch.Size is equal to the tuple, and found for it
+
+
+def selected_box(shape: Sequence[int], index: Sequence[int | slice]) -> Box:
+    """Return the block that integers and slices of step 1 select, as numpy has it; an integer selects one index.
+
+    Raises:
+        IndexError: there are more of them than dims, or an integer is outside of its dim.
+    """
+    if len(index) > len(shape):
+        raise IndexError(f"{len(index)} indices for {len(shape)} dims")
+    offsets, sizes = list((0,) * len(shape)), list(shape)
+    for dim, key in enumerate(index):
+        selected = range(shape[dim])[key]
+        offsets[dim], sizes[dim] = (selected, 1) if isinstance(selected, int) else (selected.start, len(selected))
+    return Box(tuple(offsets), tuple(sizes))
 
 
 def is_inside(box: Box, shape: Sequence[int]) -> bool:

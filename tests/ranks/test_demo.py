@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from scripts import HOME, page_block, run_commands
 
-from statexchange.demo import DemoReport, _merged_slices, _mesh, _mismatches, _same_shard, run_demo
+from statexchange.demo import DemoReport, _mesh, _mismatches, run_demo
 from statexchange.errors import MissingExtraError, TargetExistsError
 
 
@@ -106,7 +106,7 @@ def test_transformers_loads_the_export_and_gives_the_same_logits(demo: tuple[Pat
 
 @pytest.mark.slow
 @pytest.mark.ranks(4, backend="gloo")
-def test_one_altered_bit_is_found_in_shards_and_in_the_whole(tmp_path: Path) -> None:
+def test_one_altered_bit_is_found(tmp_path: Path) -> None:
     import torch
     import torch.distributed as dist
     from safetensors.torch import save_file
@@ -122,9 +122,6 @@ def test_one_altered_bit_is_found_in_shards_and_in_the_whole(tmp_path: Path) -> 
         save_file(whole, tmp_path / "model.safetensors")
     dist.barrier()
     assert list(_mismatches(state, os.fspath(tmp_path))) == [name, "lm_head.weight"]
-    with _merged_slices(os.fspath(tmp_path)) as merged:
-        same_shard = _same_shard(state[name], merged[name])
-    assert same_shard == (dist.get_rank() != 3), "the last row lies on the last rank of both axes"
 
 
 @pytest.mark.slow

@@ -84,8 +84,8 @@ def test_show_draws_the_regions_of_one_tensor(call: CommandLine, published: Path
     plain = call("show", published, "up.weight")
     assert plain[0] == 0
     assert call("show", published, "up.weight", "--svg", picture) == plain
-    assert "F32 [4,3] · 48 B · 1 region" in texts_of(picture)
-    assert "[0:4, 0:3]" in texts_of(picture)
+    assert {"up.weight", "F32 [4,3]", "48 B"} <= {*texts_of(picture)}
+    assert not {"down.weight", "norm"} & {*texts_of(picture)}
     assert call("show", published, "up.weight", "--svg", picture)[0] == 7
     code, _, err = call("show", published, "--svg", tmp_path / "none.svg")
     assert code == 2
@@ -133,7 +133,7 @@ def test_a_file_that_exists_is_replaced_only_with_overwrite(
     picture.write_text("mine")
     code, out, err = call(command, published, "--svg", picture)
     assert (code, out) == (7, "")
-    assert "replace it with --overwrite" in err
+    assert "--overwrite" in err
     assert picture.read_text() == "mine"
     assert call(command, published, "--svg", picture, "--overwrite")[0] == 0
     assert titles(picture) >= {"up.weight"}

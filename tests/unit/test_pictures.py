@@ -8,7 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from drawn import SVG, texts
+from drawn import SVG
 from stored import write_raw
 from workspaces import commit_round, held
 
@@ -16,8 +16,8 @@ from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import NotFoundError
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source
-from statexchange.report.supply import Supplied, cells_of, supply_of
-from statexchange.report.supply_picture import supply_picture, tensor_picture
+from statexchange.report.supply import Supplied, cells_of, nbytes_by_rank, supply_of
+from statexchange.report.supply_picture import supply_picture
 from statexchange.sharding.shards import Box
 from statexchange.storage.tensorfile import ShardData
 from statexchange.units import format_bytes, format_shape
@@ -83,7 +83,7 @@ def shares(rectangles: list[dict[str, str]]) -> dict[str, float]:
 
 def test_ranks_are_listed_by_what_they_supplied_largest_first(quarters: Path) -> None:
     tensors = tensors_of(quarters)
-    assert [(t.name, t.nbytes, dict(t.nbytes_by_rank())) for t in tensors] == [
+    assert [(t.name, t.nbytes, dict(nbytes_by_rank([t]))) for t in tensors] == [
         ("matrix", 80, {0: 18, 1: 6, 2: 42, 3: 14}),
         ("vector", 4, {0: 2, 1: 2}),
         ("same", 3, {2: 3}),
@@ -96,7 +96,7 @@ def test_a_published_directory_shows_the_same_ranks(quarters: Path, tmp_path: Pa
     merge_checkpoint(quarters, tmp_path / "out")
     (matrix, *_), (expected, *_) = tensors_of(tmp_path / "out"), tensors_of(quarters)
     assert isinstance(matrix, Supplied)
-    assert matrix.nbytes_by_rank() == expected.nbytes_by_rank()
+    assert nbytes_by_rank([matrix]) == nbytes_by_rank([expected])
     assert "rank 3" in picture(tmp_path / "out")
 
 
@@ -229,34 +229,13 @@ def test_boxes_that_make_too_many_cells_are_summed_by_rank(tmp_path: Path) -> No
     assert time.process_time() - began < 5
 
 
-def svg_of_tensor(source: Path, name: str) -> str:
-    return tensor_picture(supply_of(source), name)
-
-
-def test_one_tensor_is_drawn_to_scale_with_a_list_of_its_regions(quarters: Path) -> None:
-    svg = svg_of_tensor(quarters, "matrix")
-    found = shares(drawn(svg)["matrix"])
-    assert [pytest.approx(share, rel=1e-3) for share in found.values()] == [18 / 80, 6 / 80, 42 / 80, 14 / 80]
-    written = texts(ET.fromstring(svg))
-    assert written[:2] == [
-        "Which rank supplied which bytes of matrix",
-        "U8 [10,8] · 80 B · 4 regions · dim 0 runs down, dim 1 runs across",
-    ]
-    assert written[-12:] == [
-        *("rank 0", "[0:3, 0:6]", "18 B"),
-        *("rank 1", "[0:3, 6:8]", "6 B"),
-        *("rank 2", "[3:10, 0:6]", "42 B"),
-        *("rank 3", "[3:10, 6:8]", "14 B"),
-    ]
-    assert "U8 [] · 1 B · 1 region" in svg_of_tensor(quarters, "scalar")
-    with pytest.raises(NotFoundError, match="no such tensor"):
-        svg_of_tensor(quarters, "matri")
-
-
-def test_one_tensor_of_many_ranks_has_a_legend_of_the_first_and_a_short_list(tmp_path: Path) -> None:
-    ranks = [[("w", (50, 2), (rank, 0), (1, 2))] for rank in range(40)]
-    svg = svg_of_tensor(write_workspace(tmp_path / "ws", ranks), "w")
+def test_one_tensor_of_many_ranks_has_a_legend_of_the_first(tmp_path: Path) -> None:
+    ranks = [[("w", (50, 2), (rank, 0), (1, 2)), ("other", (50, 2), (rank, 0), (1, 2))] for rank in range(40)]
+    root = write_workspace(tmp_path / "ws", ranks)
+    svg = supply_picture(supply_of(root).select({"w"}))
     assert "24 more · 48 B · 48.0%" in svg
-    assert "and 20 more" in svg
     assert "not supplied · 20 B · 20.0%" in svg
     assert drawn(svg)["w"][0]["fill"] == "url(#not-there)"
+    assert list(drawn(svg)) == ["w"]
+    with pytest.raises(NotFoundError, match="no tensor to draw"):
+        supply_picture(supply_of(root).select({"v"}))

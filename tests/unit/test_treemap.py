@@ -9,8 +9,8 @@ import pytest
 from drawn import SVG, texts
 
 from statexchange.errors import NotFoundError
-from statexchange.report.summary import TensorRow
 from statexchange.report.svg import lightened, palette
+from statexchange.report.tensor_rows import TensorRow
 from statexchange.report.treemap import _INK, _LIGHTENED, _OTHERS, treemap
 
 WHOLE = 860 * 520
