@@ -374,8 +374,7 @@ class Communicator:
             raise
         self.agree(phase=name, timeout_s=timeout_s)
 
-    @contextlib.contextmanager
-    def checking(self, call: str) -> Iterator[None]:
+    def checking(self, call: str) -> contextlib.AbstractContextManager[None]:
         """Run a block that validates the arguments of `call`: what it raises on one rank, all raise.
 
         Collective only on error: a rank whose block succeeds does not communicate here, and raises in its next call.
@@ -383,8 +382,8 @@ class Communicator:
         Args:
             call: the name of the public call, for errors.
 
-        Yields:
-            Nothing.
+        Returns:
+            The block's context.
 
         Raises:
             InvalidArgumentError: the block raised TypeError, ValueError or AttributeError; others keep their type.
@@ -396,12 +395,7 @@ class Communicator:
             Traceback (most recent call last):
             statexchange.errors.InvalidArgumentError: ...
         """
-        try:
-            yield
-        except Exception as refusal:
-            if refusal is self._session.dead or refusal is self._session.shared_error:
-                raise  # on all ranks already
-            self._session.refuse(call, refusal)
+        return self._session.checking(call)
 
     def progress(self) -> None:
         """Report that bytes move: ranks that wait for this one extend their deadlines. Not collective.

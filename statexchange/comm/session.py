@@ -51,7 +51,7 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import current_thread
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
@@ -302,6 +302,17 @@ class Session:
             step = f"{verb}, refused: {refusal}"
             self.all_gather_bytes(Call(step, failure=self.record(refusal, step_text(step))), b"")
         raise refusal
+
+    @contextlib.contextmanager
+    def checking(self, verb: str) -> Iterator[None]:
+        """A block that prepares the arguments of `verb`: what it raises on one rank, all raise. Collective then."""
+        self.raise_if_dead()
+        try:
+            yield
+        except Exception as refusal:
+            if refusal is self.dead or refusal is self.shared_error:
+                raise  # on all ranks already
+            self.refuse(verb, refusal)
 
     def record(self, error: BaseException, phase: str) -> dict[str, Any]:
         """Return the record that carries an error of this rank to the others."""

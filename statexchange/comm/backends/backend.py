@@ -24,7 +24,7 @@ from statexchange.errors import InvalidArgumentError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-    from statexchange.comm.backends.reduction import Finish, Reduction
+    from statexchange.comm.backends.reduction import Finish
 
 __all__ = ["Backend", "Between", "Leaders", "check_ranks", "gather_in_two_steps"]
 
@@ -83,8 +83,8 @@ class Backend(ABC):
     """Whether its tensor methods call `wait.enter` themselves; for others it has been called before."""
 
     @functools.cached_property
-    def reductions(self) -> dict[object, Reduction]:
-        """A cache of `Reduction` objects, by op and dtype."""
+    def reductions(self) -> dict[object, Any]:
+        """A cache of the `Reduction` objects of `collectives`, by op and dtype."""
         return {}
 
     @abstractmethod
@@ -137,10 +137,12 @@ class Backend(ABC):
         return reduction.reduces_locally(op, dtype)
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """Reduce `tensor` over all ranks, in place. Collective."""
+        """Reduce `tensor` over all ranks, in place. Collective. From all bytes, it is right for every dtype."""
         from statexchange.comm.backends import reduction
 
-        reduction.reduce_gathered(self, tensor, op, finish, wait)
+        gathered = self.all_gather_bytes(reduction.to_bytes(tensor), wait)
+        parts = [reduction.from_bytes(data, tensor.dtype).to(tensor.device) for data in gathered]
+        reduction.reduce_parts(tensor, parts, op, finish)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
         """Reduce `tensor` over all ranks, in place on `root` only. Collective."""
