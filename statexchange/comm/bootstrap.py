@@ -222,10 +222,10 @@ def _shared_memory_backend(page: ControlPage, bootstrap: Backend, timeout_s: flo
     """Return the backend over `page`; None, on all ranks, if /dev/shm has too little room for it. Collective."""
     from statexchange.comm.backends.shared_memory import SharedMemoryBackend
 
-    backend = SharedMemoryBackend(page, bootstrap)
+    backend = SharedMemoryBackend(page, "threads" if bootstrap.name == "threads" else "shm")
     if page.kind == "memfd" or backend.reserve(Wait(timeout_s, "the reservation of shared memory")):
         return backend
-    backend.release()
+    backend.close()
     return None
 
 

@@ -448,13 +448,13 @@ def gather(
 
     def body(wait: Wait) -> list[TensorKindT]:
         if root is not None and route.rank != root:
-            backend.gather(given.bytes, None, root, wait)
+            backend.flat.gather(given.bytes, None, root, wait)
             return []
         gathered = given.data.new_empty(route.world_size * given.data.numel())
         if root is None:
             backend.all_gather(given.bytes, gathered.view(torch.uint8), wait)
         else:
-            backend.gather(given.bytes, gathered.view(torch.uint8), root, wait)
+            backend.flat.gather(given.bytes, gathered.view(torch.uint8), root, wait)
         parts = gathered.view(route.world_size, *given.tensor.shape)
         return [cast("TensorKindT", _as_kind(part, given.kind, route)) for part in parts]
 
@@ -522,7 +522,7 @@ def scatter(
         sizes = [metadata.nbytes for metadata in by_rank]
         data = torch.cat([flat.bytes.cpu() for flat in flats]) if is_root else None
         received = torch.empty(sizes[route.rank], dtype=torch.uint8, device="cpu")
-        backend.scatter(data, sizes, received, root, wait)
+        backend.flat.scatter(data, sizes, received, root, wait)
         return by_rank[route.rank].tensor_over(received, route)
 
     return route.collective(call, backend, body, async_op)
@@ -542,7 +542,7 @@ def all_to_all(
         sizes = [metadata.nbytes for metadata in by_sender]
         data = torch.cat([flat.bytes for flat in flats])
         received = data.new_empty(sum(sizes))
-        backend.all_to_all(data, [flat.bytes.numel() for flat in flats], received, sizes, wait)
+        backend.flat.all_to_all(data, [flat.bytes.numel() for flat in flats], received, sizes, wait)
         parts = torch.split(received, sizes)
         return [metadata.tensor_over(part, route) for part, metadata in zip(parts, by_sender, strict=True)]
 
@@ -603,18 +603,20 @@ def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool
         refusal, text = error, f"refused: {error}"
     note = f"rank {route.rank} called {verb} {text} {'to' if verb == 'send' else 'from'} {peer} at {call_site()}"
 
+    mover = backend.flat
+
     def body(wait: Wait) -> TensorT:
         exchange_notes = _send_note_first if verb == "send" else _receive_note_first
-        different_note = exchange_notes(backend, peer, text, note, wait)
+        different_note = exchange_notes(mover, peer, text, note, wait)
         if refusal is not None:
             raise refusal
         if different_note is not None:
             raise MismatchError(f"ranks are in different calls: {note}; {different_note}")
         assert flat is not None
         if verb == "send":
-            backend.send(flat.bytes, peer, _DATA, wait)
+            mover.send(flat.bytes, peer, _DATA, wait)
             return tensor
-        backend.recv(flat.bytes, peer, _DATA, wait)
+        mover.recv(flat.bytes, peer, _DATA, wait)
         return flat.write_back()
 
     return route.session.deliver(backend, verb, peer, f"{verb} {text}", body, async_op)

@@ -541,6 +541,8 @@ class Session:
         if self.monitor is not None:
             self.monitor.close()
         self.backend.close()
+        if self.transport is not self.backend:
+            self.transport.close()
 
 
 class Route:
@@ -573,7 +575,7 @@ class Route:
     @property
     def hierarchy(self) -> Backend | None:
         """The backend that reduces within each host first and then between hosts, if this is one."""
-        return self._backend if self._backend.name == "hierarchical" else None
+        return None if self._backend.flat is self._backend else self._backend
 
     @overload
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: Literal[False]) -> T: ...

@@ -1,8 +1,9 @@
 """The interface of a backend: how ranks move bytes and reduce tensors.
 
-To add a backend, subclass `Backend` in a module of this folder and give it `all_gather_bytes`, `new_group`, `send` and
-`recv`: every collective has a plain implementation by `all_gather_bytes` here, which a backend overrides for speed.
-A backend without `send` and `recv` can only be a bootstrap backend (bootstrap.py). `init` (init.py) chooses it, and
+To add a backend, subclass `Backend` in a module of this folder and give it `all_gather_bytes`, `send` and `recv`, and,
+if it carries messages before there is shared memory, `new_group`: every collective has a plain implementation by
+`all_gather_bytes` here, which a backend overrides for speed. A backend without `send` and `recv` can only be a
+bootstrap backend (bootstrap.py). `init` (init.py) chooses it, and
 `tests/conformance` checks it.
 
 Rules for an implementation. It never blocks without polling its `wait`. A method that raises keeps alive the tensors
@@ -91,14 +92,19 @@ class Backend(ABC):
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's payload, of any length, in rank order. Collective."""
 
-    @abstractmethod
-    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+    @property
+    def flat(self) -> Backend:
+        """The backend that moves bytes between single ranks: another one if this reduces within hosts first."""
+        return self
+
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002
         """Return a new backend over `ranks` of this one, in that order. Collective over those ranks only.
 
         Raises:
             StallError: ranks have not called within `timeout_s`; `missing` has them, by their ranks in this backend.
                 A group that can be made without the others does not wait for them.
         """
+        raise UnsupportedError(f"the {self.name} backend makes no groups")
 
     def absent_ranks(self) -> Sequence[int]:
         """Return the ranks that have not begun to form a communicator; () if they are not known. Not collective."""
@@ -118,7 +124,7 @@ class Backend(ABC):
         """Report to ranks that wait for this one in a collective that it leaves, and why. Not collective."""
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)
-        """Free what the backend holds, also the backend over which it was made. Not collective."""
+        """Free what the backend holds, but no backend that the session closes. Not collective."""
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:  # noqa: ARG002 (shared memory uses it)
         """Return `nbytes` (> 0) of uint8 memory that this backend reduces fastest. Collective, with equal `nbytes`."""

@@ -90,7 +90,7 @@ class _Steps:
 class HierarchicalBackend(Backend):
     """The backend of one rank among ranks of several hosts.
 
-    Reductions, broadcasts and all-gathers take the three steps, everything else uses `transport`.
+    Reductions, broadcasts and all-gathers take the three steps; `flat`, the transport, does everything else.
     """
 
     name = "hierarchical"
@@ -124,13 +124,14 @@ class HierarchicalBackend(Backend):
         # Whether the ranks of each host are consecutive.
         self._has_consecutive_ranks = list(topology.nodes) == sorted(topology.nodes)
 
+    @property
+    def flat(self) -> Backend:
+        """The transport."""
+        return self._transport
+
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Delegate to the transport."""
         return self._transport.all_gather_bytes(payload, wait)
-
-    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Delegate to the transport."""
-        return self._transport.new_group(ranks, timeout_s)
 
     def leave(self, error: BaseException | None) -> None:
         """Report to the ranks of this host. The failure detector reports to the others."""
@@ -138,11 +139,8 @@ class HierarchicalBackend(Backend):
         self._transport.leave(error)
 
     def close(self) -> None:
-        """Close all parts. Not collective."""
-        self._transport.close()
+        """Release the host's memory; the other groups hold nothing. Not collective."""
         self.node.close()
-        if self.leaders is not None:
-            self.leaders.close()
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:
         """Return memory in which the ranks of this host reduce fastest. Collective."""
@@ -255,30 +253,6 @@ class HierarchicalBackend(Backend):
         for rank, part in enumerate(into.view(self.world_size, size)):
             node, place = self._place_of(rank)
             part.copy_(parts[node, place])
-
-    def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
-        """Delegate to the transport."""
-        self._transport.gather(data, into, root, wait)
-
-    def scatter(
-        self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
-    ) -> None:
-        """Delegate to the transport."""
-        self._transport.scatter(data, sizes, into, root, wait)
-
-    def all_to_all(
-        self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
-    ) -> None:
-        """Delegate to the transport."""
-        self._transport.all_to_all(data, sizes, into, into_sizes, wait)
-
-    def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
-        """Delegate to the transport."""
-        self._transport.send(data, dst, tag, wait)
-
-    def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
-        """Delegate to the transport."""
-        self._transport.recv(data, src, tag, wait)
 
     @property
     def _node_rank(self) -> int:

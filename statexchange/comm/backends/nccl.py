@@ -53,10 +53,6 @@ class NCCLBackend(Backend):
         """Return every rank's payload, through the CPU backend. Collective."""
         return self._cpu.all_gather_bytes(payload, wait)
 
-    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Return a CPU backend over `ranks`. Collective over them."""
-        return self._cpu.new_group(ranks, timeout_s)
-
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:  # noqa: ARG002
         """Return memory of the current GPU. Not collective."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device_type)

@@ -74,22 +74,16 @@ def _tensor_over(memory: Any) -> torch.Tensor:
 
 
 class SharedMemoryBackend(Backend):
-    """The backend of one rank among the ranks of a host, over `page`. `bootstrap` only makes groups.
+    """The backend of one rank among the ranks of a host, over `page`; "threads" if these are threads."""
 
-    It is called "threads" over a bootstrap of that name.
-    """
-
-    name = "shm"
     enters_itself = True
 
-    def __init__(self, page: ControlPage, bootstrap: Backend) -> None:
-        if bootstrap.name == "threads":
-            self.name = bootstrap.name
+    def __init__(self, page: ControlPage, name: str = "shm") -> None:
+        self.name = name
         self.rank = page.rank
         self.world_size = page.world_size
         self._small_bytes = min(_SMALL_BYTES // self.world_size, _WINDOW_BYTES)
         self._page = page
-        self._bootstrap = bootstrap
         self._pool = ArenaPool(page.kind)
         self._staging: Arena | None = None
         self._turn = 0
@@ -107,21 +101,12 @@ class SharedMemoryBackend(Backend):
         """Return every rank's payload, through the page. Collective."""
         return self._page.all_gather_bytes(payload, None, _MESSAGE, wait)
 
-    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Return a group of the bootstrap backend. Collective over `ranks`."""
-        return self._bootstrap.new_group(ranks, timeout_s)
-
     def leave(self, error: BaseException | None) -> None:
         """Announce leaving on the page. Not collective."""
         self._page.leave(error)
 
     def close(self) -> None:
-        """Release all memory, except what tensors refer to, and close the bootstrap backend. Not collective."""
-        self.release()
-        self._bootstrap.close()
-
-    def release(self) -> None:
-        """Leave the page and release all memory, but keep the bootstrap backend. Not collective."""
+        """Leave the page and release all memory, except what tensors refer to. Not collective."""
         self._page.leave()
         for region in self._regions.values():
             region.arena.close()
