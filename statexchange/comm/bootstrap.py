@@ -27,7 +27,7 @@ from statexchange.comm.backends.single import SingleBackend
 from statexchange.comm.calls import public_call_name
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.failure.control_page import ControlPage
-from statexchange.comm.failure.monitor import GroupMonitor, forming_group
+from statexchange.comm.failure.monitor import UNWATCHED, FailureMonitor, forming_group
 from statexchange.comm.failure.page_setup import open_control_page
 from statexchange.comm.failure.start import start_failure_detector
 from statexchange.comm.session import Session
@@ -110,7 +110,7 @@ def form_communicator(
         if start is not None:
             bootstrap, _ = start()
         forks.cut_off_in_children(_inheritance)
-        alone = Session(SingleBackend(), bootstrap, None, None, Topology(0, (0,), (platform.node(),)), timeout_s)
+        alone = Session(SingleBackend(), bootstrap, None, UNWATCHED, Topology(0, (0,), (platform.node(),)), timeout_s)
         return Communicator(alone, _run_identity(secrets.token_hex(8)), form_communicator)
     try:
         comm = Communicator(*_form_session(bootstrap, timeout_s, prefer, check, start), form_communicator)
@@ -173,7 +173,7 @@ def _form_session(
         prefer = _prefer_without_torch(prefer)
     devices = None
     if page is not None:
-        with _failing_together(page, page, topology):
+        with _failing_together(page, topology):
             if start is not None:
                 bootstrap, devices = start()
                 start = None
@@ -184,7 +184,7 @@ def _form_session(
             ), run
     _report_no_shared_memory(topology, prefer)
     detector = start_failure_detector(bootstrap, topology, timeout_s)
-    with _failing_together(None, detector, topology):
+    with _failing_together(detector, topology):
         if start is not None:
             bootstrap, devices = start()
         transport = bootstrap.transport(timeout_s)
@@ -196,18 +196,15 @@ def _form_session(
 
 
 @contextlib.contextmanager
-def _failing_together(page: ControlPage | None, monitor: GroupMonitor | None, topology: Topology) -> Iterator[None]:
+def _failing_together(monitor: FailureMonitor, topology: Topology) -> Iterator[None]:
     """A block of `init`: an error of one rank is raised on all ranks, and names that rank. Collective."""
     try:
         with forming_group(monitor, topology.hosts):
             yield
     except BaseException as error:
         reported = from_record(to_record(error, topology.rank, "init", topology.hosts[topology.rank]))
-        if page is not None:
-            page.leave(reported)
-        if monitor is not None:
-            monitor.report_failure(reported)
-            monitor.close()
+        monitor.report_failure(reported)
+        monitor.close()
         raise
 
 

@@ -410,10 +410,9 @@ class Communicator:
         """
         if self._session.is_inherited:
             self._session.raise_if_dead()
-        monitor = self._session.monitor
-        if monitor is not None:
-            monitor.report_progress()
-            if monitor.collective_requested():
+        if self.world_size > 1:
+            self._session.monitor.report_progress()
+            if self._session.monitor.collective_requested():
                 raise AbandonedError
 
     def barrier(self, timeout_s: float | None = None, tag: str | None = None) -> None:

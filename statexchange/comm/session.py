@@ -68,7 +68,7 @@ from statexchange.comm.calls import (
     step_text,
 )
 from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError, closed_error
-from statexchange.comm.failure.monitor import AbandonedError, GroupMonitor, PeerMonitor, forming_group, named_failure
+from statexchange.comm.failure.monitor import AbandonedError, FailureMonitor, PeerMonitor, forming_group, named_failure
 from statexchange.comm.topology import Topology
 from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work, WorkQueue
@@ -115,7 +115,7 @@ class Session:
         backend: Backend,
         transport: Backend,
         page: ControlPage | None,
-        monitor: GroupMonitor | None,
+        monitor: FailureMonitor,
         topology: Topology,
         timeout_s: float,
         *,
@@ -211,8 +211,7 @@ class Session:
         if call.failure is not None and self.world_size > 1:
             # Work that was begun before raises it, if the ranks find there that their calls differ.
             self._pending_failure = call.failure
-            if self.monitor is not None:
-                self.monitor.request_collective()
+            self.monitor.request_collective()
 
         def job() -> list[bytes]:
             if self.world_size == 1:
@@ -279,7 +278,7 @@ class Session:
         """Begin a call: return its Wait, whose `enter` compares calls. Raise if the group has ended."""
         if self.dead is not None:
             self.raise_if_dead()
-        if self.page is None and self.monitor is not None:
+        if self.page is None:
             self.monitor.set_current_op(call.text)
             self.monitor.check(call.text)  # a rank may have given up the call before, which this one had completed
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
@@ -346,7 +345,7 @@ class Session:
                 return body(Wait(self.timeout_s, call.text, PeerMonitor(self.monitor, peer)))
             except AbandonedError:
                 self._has_cut_message = True
-                if self._last_shared_error is not None and not self._is_collective_requested():
+                if self._last_shared_error is not None and not self.monitor.collective_requested():
                     self.fail(call, self._last_shared_error)  # this rank has already joined the collective
                 raise
 
@@ -365,12 +364,9 @@ class Session:
 
     def _join_requested_collective(self, call: Call) -> NoReturn:
         """Join the collective for which `call` was broken off, and raise the failure that it reports. Collective."""
-        if self._is_collective_requested():
+        if self.monitor.collective_requested():
             self.all_gather_bytes(Call.of_all(f"{call.text}, broken off"), b"")
         raise self.dead or self._last_shared_error or AbandonedError
-
-    def _is_collective_requested(self) -> bool:
-        return self.monitor is not None and self.monitor.collective_requested()
 
     def drain(self) -> None:
         """Return when all work under way is done; its errors are raised by `wait`. Not collective."""
@@ -471,11 +467,8 @@ class Session:
         if isinstance(error, PeerError):
             error = named_failure(error, self.monitor, self.topology.hosts)
         self.dead = error if isinstance(error, StateExchangeError) else from_record(self.record(error, call.text))
-        if self.page is not None:
-            self.page.leave(self.dead)
+        self.monitor.report_failure(self.dead)
         self.backend.leave(self.dead)
-        if self.monitor is not None:
-            self.monitor.report_failure(self.dead)
 
     def forming_group(self) -> contextlib.AbstractContextManager[None]:
         """A block that forms a group of ranks of this one: it raises when one of this group's ranks fails.
@@ -530,7 +523,7 @@ class Session:
         if self.page is not None:
             self.page.leave(reported)
         self.backend.leave(reported)
-        if self.monitor is not None and reported is not None:
+        if reported is not None:
             self.monitor.report_failure(reported)
         if self.dead is None:
             ended = "this rank's code" if public is None else public
@@ -538,8 +531,7 @@ class Session:
             self.dead = closed_error(self.rank, since)
         for queue in [self._queue, *self._peer_queues.values()]:
             queue.close(_CLOSE_S)
-        if self.monitor is not None:
-            self.monitor.close()
+        self.monitor.close()
         self.backend.close()
         if self.transport is not self.backend:
             self.transport.close()

@@ -358,7 +358,7 @@ def test_a_mismatch_is_raised_on_all_ranks_of_two_hosts(counts: tuple[int, int])
 
 
 def wait_without_failure_detector(victim: int) -> Any:
-    bootstrap.start_failure_detector = lambda *_: None  # type: ignore[assignment]
+    bootstrap.start_failure_detector = lambda *_: UNWATCHED
     return wait_for_victim(victim, "all_reduce", "", TIMEOUT_S)
 
 

@@ -32,7 +32,7 @@ class _StepMonitor(OuterMonitor):
     gets the missing ranks from the world's monitor when a deadline has passed.
     """
 
-    def __init__(self, world: FailureMonitor | None) -> None:
+    def __init__(self, world: FailureMonitor) -> None:
         super().__init__(world)
         self.raised: StateExchangeError | None = None
 
@@ -83,8 +83,7 @@ class _Steps:
 
     def _stall(self, seen: tuple[int, ...]) -> StallError:
         """Return the error for the deadline: a rank's leader may be missing only because it waits for another host."""
-        wait = self._wait
-        return wait.stall_error((wait.monitor.missing_ranks() if wait.monitor is not None else ()) or seen)
+        return self._wait.stall_error(self._wait.monitor.missing_ranks() or seen)
 
 
 class HierarchicalBackend(Backend):

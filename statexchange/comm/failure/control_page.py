@@ -37,7 +37,7 @@ import os
 from typing import Any
 
 from statexchange.comm import forks
-from statexchange.comm.failure.monitor import GroupMonitor
+from statexchange.comm.failure.monitor import FailureMonitor
 from statexchange.comm.wait import Pace, Wait
 from statexchange.errors import (
     NotInitializedError,
@@ -88,11 +88,10 @@ class DifferentCallsError(Exception):
     """Raised on all ranks of a barrier at which they have different fingerprints."""
 
 
-class ControlPage(GroupMonitor):
+class ControlPage(FailureMonitor):
     """One rank's side of the page. Collective calls must be made by all ranks in the same order.
 
-    As a monitor it leaves `set_current_op`, `report_failure` and `close` empty: the page holds arrivals and leaving
-    already.
+    As a monitor it leaves `set_current_op` and `close` empty: the page holds arrivals and leaving already.
     """
 
     def __init__(self, memory: memoryview, rank: int, world_size: int, kind: Kind = "memfd") -> None:
@@ -311,6 +310,10 @@ class ControlPage(GroupMonitor):
         self._set(_LEFT, _GONE_WITH_ERROR if error is not None else _GONE_QUIETLY)
         self._drop_spills()
         self._attached.clear()
+
+    def report_failure(self, error: StateExchangeError) -> None:
+        """Announce that this rank will not arrive any more, and why. Not collective."""
+        self.leave(error)
 
     def _drop_spills(self) -> None:
         for arena in self._spill.values():

@@ -38,7 +38,7 @@ from typing import Any
 
 from statexchange.comm import forks
 from statexchange.comm.failure.connection import JsonConnection
-from statexchange.comm.failure.monitor import GroupMonitor
+from statexchange.comm.failure.monitor import FailureMonitor
 from statexchange.comm.topology import Topology
 from statexchange.errors import PeerError, StateExchangeError, from_record, to_record
 from statexchange.processes import process_is_alive
@@ -71,7 +71,7 @@ class GroupView:
     updated: float = field(default_factory=time.monotonic)
 
 
-class FailureDetector(GroupMonitor):
+class FailureDetector(FailureMonitor):
     """One rank's side of failure detection between hosts. Made by `start_failure_detector`.
 
     The rank's own threads call the public methods; `_run` is the detector thread. Each attribute that both use is

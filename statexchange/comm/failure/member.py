@@ -16,8 +16,7 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from statexchange.comm.failure.connection import ConnectionEndedError, JsonConnection
 from statexchange.comm.failure.detector import FailureDetector, GroupView
@@ -30,8 +29,7 @@ _RECONNECT_S = 0.5
 _REFUSALS_OF_DEAD = 2
 
 
-@dataclass(frozen=True)
-class CoordinatorAddress:
+class CoordinatorAddress(NamedTuple):
     """The addresses and the port of the coordinator, and the nonce that only ranks of this group have."""
 
     addresses: list[str]
