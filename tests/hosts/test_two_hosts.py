@@ -15,6 +15,7 @@ from two_hosts import NAMES, Outcome, TwoHosts, init_on_two_hosts, report, seen_
 
 import statexchange as sx
 from statexchange.comm import bootstrap
+from statexchange.comm.failure.monitor import UNWATCHED
 
 TIMEOUT_S = 3.0
 Act = Callable[[sx.comm.Communicator], Any]
