@@ -55,7 +55,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from statexchange.comm import network, tcp_store
-from statexchange.comm.tcp_store import LostServerError, Server, SharedStore
+from statexchange.comm.tcp_store import Joining, LostServerError, Server, SharedStore
 from statexchange.errors import (
     InvalidArgumentError,
     NotInitializedError,
@@ -185,8 +185,7 @@ class DirectoryRendezvous:
         self._path = path
         self._rank = rank
         self._world_size = world_size
-        self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._joining = Joining.begin(rank, world_size, timeout_s, str(path))
         self._nonce = secrets.token_hex(16)
         slowdown = max(1.0, world_size / _MANY_RANKS)
         self._poll_s = _POLL_S * slowdown
@@ -212,7 +211,7 @@ class DirectoryRendezvous:
             finally:
                 self._remove()
         except LostServerError as error:
-            raise tcp_store.lost_rank_0_error(error) from error
+            raise PeerError(0, tcp_store.PHASE, f"its store ended: {error}") from error
         except OSError as error:
             if isinstance(error, StateExchangeError):
                 raise
@@ -242,7 +241,7 @@ class DirectoryRendezvous:
         refusal = OSError(errno.EADDRNOTAVAIL, "this host has no network address")
         for address in self._addresses(nonces):
             try:
-                return Server.on(address, self._timeout_s)
+                return Server.on(address, self._joining.timeout_s)
             except OSError as error:
                 refusal = OSError(error.errno, f"{error.strerror or error} ({address})")
         raise refusal
@@ -281,9 +280,7 @@ class DirectoryRendezvous:
 
     def _gather_all(self, server: Server, nonces: list[str]) -> SharedStore:
         """Wait until all ranks have joined, remove the files, and notify them. Return the store."""
-        where = str(self._path)
         store = self._connect(server.nonce, server.address, server.port)
-        tcp_store.enroll(store, 0, self._nonce, where)
         refusals = {f"refusal-{nonce}.json" for nonce in nonces}
 
         def poll() -> None:
@@ -294,16 +291,13 @@ class DirectoryRendezvous:
                     if found is not None:
                         raise NotInitializedError(str(found.get("why")), rank=found.get("rank"))
 
-        with tcp_store.failure_announced(store, self._world_size):
-            tcp_store.wait_for_all(store, self._world_size, self._deadline, self._timeout_s, where, poll)
-        self._remove()
-        tcp_store.complete(store)
+        self._joining.join(store, self._nonce, poll, self._remove)
         return SharedStore(store, 0, self._world_size, server)
 
     def _connect(self, nonce: str, address: str, port: int) -> Any:
         """Return a client of the server that has `nonce`; OSError if it cannot be reached."""
-        remaining = max(self._deadline - time.monotonic(), 2 * _POLL_S)
-        store = tcp_store.connect(address, port, self._timeout_s, min(_CONNECT_S, remaining / 2))
+        remaining = max(self._joining.deadline - time.monotonic(), 2 * _POLL_S)
+        store = tcp_store.connect(address, port, self._joining.timeout_s, min(_CONNECT_S, remaining / 2))
         if tcp_store.server_nonce(store) != nonce:
             raise OSError(errno.ECONNREFUSED, "another program answers there")
         return tcp_store.namespaced(store, nonce)
@@ -313,7 +307,6 @@ class DirectoryRendezvous:
     def _follow(self) -> SharedStore:
         answer = self._wait_for_answer()
         self._num_made = max(self._num_made, answer.num_made)
-        where = str(self._path)
         if answer.refusal is not None:
             raise NotInitializedError(
                 f"rank 0 on {answer.host} cannot listen for the other ranks: {answer.refusal}", rank=0
@@ -328,8 +321,7 @@ class DirectoryRendezvous:
             self._linger({answer.nonces[0]})
             raise NotInitializedError(why, rank=self._rank) from error
         self._remove()  # before joining: rank 0 removes the directory when all have joined
-        tcp_store.enroll(store, self._rank, self._nonce, where)
-        tcp_store.wait_until_complete(store, self._world_size, self._deadline, self._timeout_s, where)
+        self._joining.join(store, self._nonce)
         return SharedStore(store, self._rank, self._world_size)
 
     def _wait_for_answer(self) -> _Answer:
@@ -377,13 +369,13 @@ class DirectoryRendezvous:
 
     def _pause(self) -> None:
         """Sleep until the next scan; raise StallError past the deadline."""
-        if time.monotonic() > self._deadline:
-            where, ranks = str(self._path), range(self._world_size)
+        if time.monotonic() > self._joining.deadline:
+            ranks = range(self._world_size)
             if never_seen := [rank for rank in ranks if rank not in self._seen]:
-                raise tcp_store.absent_error(never_seen, where, self._timeout_s)
+                raise self._joining.absent_error(never_seen)
             if gone := [rank for rank in ranks if rank not in self._present]:
-                raise tcp_store.left_error(gone, where, self._timeout_s)
-            raise tcp_store.unanswered_error(where, self._timeout_s)
+                raise self._joining.left_error(gone)
+            raise self._joining.unanswered_error()
         time.sleep(self._poll_s)
 
     def _living(self, directory: int, names: list[str]) -> dict[int, str]:
@@ -435,7 +427,7 @@ class DirectoryRendezvous:
             raise _ConflictError(InvalidArgumentError(text, expected=self._world_size, found=hello.world_size))
         if living.get(rank, nonce) != nonce:
             text = f"two processes claim rank {rank} in {self._path}"
-            raise _ConflictError(PeerError(rank, "the rendezvous", text))
+            raise _ConflictError(PeerError(rank, tcp_store.PHASE, text))
         self._num_made = max(self._num_made, hello.num_made)
 
     def _linger(self, nonces: set[str], seconds: float = _LINGER_S) -> None:

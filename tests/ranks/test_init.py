@@ -187,14 +187,14 @@ def test_at_its_deadline_a_rank_waits_a_moment_for_rank_0_to_decide(decision: st
     server = tcp_store.Server.at("127.0.0.1", 0, 20.0)
     store = tcp_store.namespaced(tcp_store.connect("127.0.0.1", server.port, 20.0, 5.0), server.nonce)
     for rank in range(3):
-        tcp_store.enroll(store, rank, f"process {rank}", "there")
+        store.set(f"joined/{rank}", f"process {rank}")
     record = json.dumps(to_record(sx.errors.StallError("rank 1 came too late", missing=(1,)), 0, "the rendezvous"))
     decides = threading.Timer(0.3, lambda: server.store.set(decision, record))
     if decision is not None:
         decides.start()
 
     def waits() -> None:
-        tcp_store.wait_until_complete(store, 3, time.monotonic(), 0.1, "there")
+        tcp_store.Joining(1, 3, 0.1, "there", time.monotonic()).wait_until_complete(store)
 
     if decision == "complete":
         waits()
