@@ -43,7 +43,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import platform
 import re
@@ -52,8 +51,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO, TypeVar
 
+from statexchange import messages
 from statexchange.comm import network, tcp_store
 from statexchange.comm.tcp_store import Joining, LostServerError, Server, SharedStore
 from statexchange.errors import (
@@ -68,6 +68,7 @@ from statexchange.settings import gloo_interface
 
 __all__ = ["DirectoryRendezvous"]
 
+T = TypeVar("T")
 _POLL_S = 0.02
 _BEAT_S = 0.25
 _SETTLE_S = 0.04  # four ticks of the slowest server clock seen, 100 Hz
@@ -110,18 +111,17 @@ def _open_directory(path: Path) -> tuple[int, int]:
         os.close(parent)
 
 
-def _new_file(directory: int, name: str) -> TextIO:
-    return open(os.open(name, _NEW_FILE, 0o600, dir_fd=directory), "w", encoding="utf-8")
+def _new_file(directory: int, name: str) -> BinaryIO:
+    return open(os.open(name, _NEW_FILE, 0o600, dir_fd=directory), "wb")
 
 
-def _read(directory: int, name: str) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if the file is gone, not complete, or holds anything else."""
+def _read(directory: int, name: str, kind: type[T]) -> T | None:
+    """Return the record in a file; None if the file is gone, not complete, or holds anything else."""
     try:
-        with open(os.open(name, _ANY_FILE, dir_fd=directory), encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, ValueError):
+        with open(os.open(name, _ANY_FILE, dir_fd=directory), "rb") as file:
+            return messages.decode(file.read(), kind, name, -1)
+    except (OSError, ValueError):  # a MismatchError is a ValueError
         return None
-    return found if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +132,6 @@ class _Hello:
     network: str | None
     world_size: int
     num_made: int
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any] | None) -> _Hello | None:
-        """Return the hello, None if `raw` is not a complete one."""
-        try:
-            if raw is None or raw.keys() != cls.__dataclass_fields__.keys():
-                return None
-            owner = Owner.from_json(raw["owner"])
-        except ValueError:
-            return None
-        if type(raw["world_size"]) is not int or type(raw["num_made"]) is not int:
-            return None
-        return cls(owner, raw["network"], raw["world_size"], raw["num_made"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +146,14 @@ class _Answer:
     refusal: str | None
     num_made: int
     """Directories at the end of the path that this rendezvous has made: the last rank to leave removes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The contents of the refusal of a rank that cannot connect."""
+
+    rank: int
+    why: str
 
 
 @dataclass(slots=True)
@@ -265,17 +260,8 @@ class DirectoryRendezvous:
         return sorted(known, key=network.is_loopback)
 
     def _answer(self, nonces: list[str], server: Server | None, refusal: str | None) -> None:
-        answer = {
-            "nonces": nonces,
-            "host": platform.node(),
-            "address": "",
-            "port": 0,
-            "server": "",
-            "refusal": refusal,
-            "num_made": self._num_made,
-        }
-        if server is not None:
-            answer.update(address=server.address, port=server.port, server=server.nonce)
+        address, port, nonce = ("", 0, "") if server is None else (server.address, server.port, server.nonce)
+        answer = _Answer(nonces, platform.node(), address, port, nonce, refusal, self._num_made)
         self._publish(f"answer-{self._nonce}.json", answer)
 
     def _gather_all(self, server: Server, nonces: list[str]) -> SharedStore:
@@ -287,9 +273,9 @@ class DirectoryRendezvous:
             self._beat()
             with self._scanned() as (directory, names):
                 for name in refusals & set(names):
-                    found = _read(directory, name)
-                    if found is not None:
-                        raise NotInitializedError(str(found.get("why")), rank=found.get("rank"))
+                    refusal = _read(directory, name, _Refusal)
+                    if refusal is not None:
+                        raise NotInitializedError(refusal.why, rank=refusal.rank)
 
         self._joining.join(store, self._nonce, poll, self._remove)
         return SharedStore(store, 0, self._world_size, server)
@@ -317,7 +303,7 @@ class DirectoryRendezvous:
             why = tcp_store.unreachable_text(
                 self._rank, answer.host, answer.address, answer.port, error.strerror or error
             )
-            self._publish(f"refusal-{self._nonce}.json", {"rank": self._rank, "why": why})
+            self._publish(f"refusal-{self._nonce}.json", _Refusal(self._rank, why))
             self._linger({answer.nonces[0]})
             raise NotInitializedError(why, rank=self._rank) from error
         self._remove()  # before joining: rank 0 removes the directory when all have joined
@@ -331,30 +317,20 @@ class DirectoryRendezvous:
                 if beaten:
                     self._living(directory, names)  # so that an error can name missing ranks; rank 0 scans more often
                 for name in names:
-                    answer = _read(directory, name) if _ANSWER.fullmatch(name) else None
+                    answer = _read(directory, name, _Answer) if _ANSWER.fullmatch(name) else None
                     if answer is not None and self._is_mine(answer):
-                        return _Answer(**answer)
+                        return answer
             self._pause()
 
-    def _is_mine(self, answer: dict[str, Any]) -> bool:
-        nonces = answer.get("nonces")
-        if answer.keys() != _Answer.__dataclass_fields__.keys() or not isinstance(nonces, list):
-            return False
-        if type(answer["num_made"]) is not int:
-            return False
-        return len(nonces) == self._world_size and nonces[self._rank] == self._nonce
+    def _is_mine(self, answer: _Answer) -> bool:
+        return len(answer.nonces) == self._world_size and answer.nonces[self._rank] == self._nonce
 
     # Hellos and liveness
 
     def _publish_hello(self) -> None:
         with self._opened():
             pass  # makes what is missing of the path, which the hello then reports
-        hello = {
-            "owner": Owner.current().to_json(),
-            "network": network_identity(),
-            "world_size": self._world_size,
-            "num_made": self._num_made,
-        }
+        hello = _Hello(Owner.current(), network_identity(), self._world_size, self._num_made)
         self._publish(f"hello-{self._rank}-{self._nonce}.json", hello)
 
     def _wait_for_hellos(self) -> list[str]:
@@ -405,7 +381,7 @@ class DirectoryRendezvous:
 
     def _hello_of(self, directory: int, name: str, nonce: str) -> _Hello | None:
         if nonce not in self._hellos:
-            hello = _Hello.from_json(_read(directory, name))
+            hello = _read(directory, name, _Hello)
             if hello is None:
                 return None
             self._hellos[nonce] = hello
@@ -459,21 +435,21 @@ class DirectoryRendezvous:
         with self._opened() as directory:
             yield directory, os.listdir(directory)
 
-    def _put(self, name: str, value: dict[str, Any] | None = None) -> None:
-        """Write a new file, empty without a value; retry if another rendezvous removes the directory meanwhile."""
+    def _put(self, name: str, content: bytes = b"") -> None:
+        """Write a new file; retry if another rendezvous removes the directory meanwhile."""
         for attempt in range(_PUT_ATTEMPTS):
             try:
                 with self._opened() as directory, _new_file(directory, name) as file:
-                    file.write("" if value is None else json.dumps(value))
+                    file.write(content)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE) or attempt == _PUT_ATTEMPTS - 1:
                     raise
             else:
                 break
 
-    def _publish(self, name: str, value: dict[str, Any]) -> None:
-        """Write a new file; the next beat then changes the directory once more, after a tick of the server's clock."""
-        self._put(name, value)
+    def _publish(self, name: str, record: _Hello | _Answer | _Refusal) -> None:
+        """Write a record to a new file; the next beat then changes the directory again, after a tick of the server."""
+        self._put(name, messages.encoded(record, type(record)))
         self._beat_due = time.monotonic() + _SETTLE_S
 
     def _beat(self) -> bool:

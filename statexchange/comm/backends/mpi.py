@@ -288,25 +288,10 @@ class MPIBackend(Backend):
             received = [into.numpy(), data.numel(), self._mpi.BYTE]
             self._run(lambda: self._comm.Iallgather(self._bytes(data), received), into.numel(), wait)
 
-    def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
-        """Call Igather. Collective."""
-        if data.numel():
-            received = None if into is None else [into.numpy(), data.numel(), self._mpi.BYTE]
-            nbytes = data.numel() * self.world_size
-            self._run(lambda: self._comm.Igather(self._bytes(data), received, root), nbytes, wait)
-
-    def scatter(
-        self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
-    ) -> None:
-        """Call Iscatterv. Collective."""
-        if sum(sizes):
-            sent = None if data is None else self._parts(data, sizes)
-            self._run(lambda: self._comm.Iscatterv(sent, self._bytes(into), root), sum(sizes), wait)
-
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """Call Ialltoallv. Collective."""
+        """Call Ialltoallv; `gather` and `scatter` use this, too. Collective."""
         sent, received = self._parts(data, sizes), self._parts(into, into_sizes)
         self._run(lambda: self._comm.Ialltoallv(sent, received), data.numel() + into.numel(), wait)
 

@@ -386,25 +386,12 @@ class SharedMemoryBackend(Backend):
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Gather through the staging buffers. Collective."""
         wait.enter()
-        self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(self._parts(into))], wait)
-
-    def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:  # noqa: ARG002
-        """Gather through the staging buffers. Collective."""
-        wait.enter()
-        parts = [] if into is None else self._parts(into)
-        self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(parts)], wait)
-
-    def scatter(
-        self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
-    ) -> None:
-        """Scatter through root's staging buffer. Collective."""
-        wait.enter()
-        self._move(data, sum(sizes), [(root, sum(sizes[: self.rank]), into)], wait)
+        self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(into.view(self.world_size, -1))], wait)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """Exchange through the staging buffers. Collective."""
+        """Exchange through the staging buffers; `gather` and `scatter` use this, too. Collective."""
         wait.enter()
         answers = self._page.all_gather_bytes(json.dumps(list(sizes)).encode(), None, _SIZES, wait)
         sizes_by_rank = [json.loads(answer) for answer in answers]
@@ -412,9 +399,6 @@ class SharedMemoryBackend(Backend):
         for rank, part in enumerate(torch.split(into, list(into_sizes))):
             reads.append((rank, sum(sizes_by_rank[rank][: self.rank]), part))
         self._move(data, max(map(sum, sizes_by_rank)), reads, wait)
-
-    def _parts(self, into: torch.Tensor) -> list[torch.Tensor]:
-        return list(into.view(self.world_size, -1))
 
     def _move(
         self, ours: torch.Tensor | None, longest: int, reads: Sequence[tuple[int, int, torch.Tensor]], wait: Wait

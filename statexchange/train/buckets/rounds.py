@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import MismatchError
@@ -120,8 +122,9 @@ class RoundSummary:
         reports = []
         for rank, message in enumerate(messages):
             reports.append(ArrivalReport.from_bytes(message[_HEADER.size :], num_parameters, rank))
-        distinct = {report.states for report in reports}
-        return cls(headers, reports, _combined(distinct, int.__or__), _combined(distinct, int.__and__))
+        distinct = {report.states for report in reports}  # in most rounds only one
+        states = np.array([np.frombuffer(flags, np.uint8) for flags in distinct])
+        return cls(headers, reports, np.bitwise_or.reduce(states).tobytes(), np.bitwise_and.reduce(states).tobytes())
 
     @property
     def active(self) -> list[int]:
@@ -177,14 +180,3 @@ def _check_steps(headers: Sequence[RoundHeader]) -> None:
             f"rank {rank} is in step {step}, rank {other_rank} in step {other_step}: all ranks must call backward "
             "and step equally often"
         )
-
-
-def _combined(states: set[bytes], operator: Callable[[int, int], int]) -> bytes:
-    """Combine the distinct flags of ranks by `operator`, "or" or "and". In most rounds there is only one."""
-    first, *others = states
-    if not others:
-        return first
-    bits = int.from_bytes(first, "little")
-    for other in others:
-        bits = operator(bits, int.from_bytes(other, "little"))
-    return bits.to_bytes(len(first), "little")
