@@ -9,8 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
-from statexchange.comm.communicator import Communicator
-from statexchange.comm.typed import from_all
+from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import MismatchError
 from statexchange.tensors import TensorLike, overlap_groups
 from statexchange.train.parameter_specs import shortened
