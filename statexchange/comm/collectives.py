@@ -583,7 +583,8 @@ def empty(route: Route, shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
         memory = backend.empty(nbytes, wait) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
         return memory[:nbytes].view(dtype).view(tuple(shape))
 
-    return route.collective(Call(f"empty {str(dtype)[6:]}{list(shape)}"), backend, body, async_op=False)
+    call = Call(f"empty {str(dtype)[6:]}{list(shape)}")
+    return cast("torch.Tensor", route.collective(call, backend, body, async_op=False))
 
 
 def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool) -> TensorT | Work[TensorT]:
@@ -606,8 +607,7 @@ def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool
     mover = backend.flat
 
     def body(wait: Wait) -> TensorT:
-        exchange_notes = _send_note_first if verb == "send" else _receive_note_first
-        different_note = exchange_notes(mover, peer, text, note, wait)
+        different_note = _note_if_different(mover, verb, peer, text, note, wait)
         if refusal is not None:
             raise refusal
         if different_note is not None:
@@ -622,30 +622,17 @@ def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool
     return route.session.deliver(backend, verb, peer, f"{verb} {text}", body, async_op)
 
 
-def _send_note_first(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
-    """Send the sender's note and receive the receiver's; return that if it differs, else None."""
-    backend.send(_note(text, note), peer, _OFFER, wait)
-    answer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
-    backend.recv(answer, peer, _ANSWER, wait)
-    return _text_if_different(text, answer)
-
-
-def _receive_note_first(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
-    """Receive the sender's note and send the receiver's; return the sender's if it differs, else None."""
-    offer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
-    backend.recv(offer, peer, _OFFER, wait)
-    backend.send(_note(text, note), peer, _ANSWER, wait)
-    return _text_if_different(text, offer)
-
-
-def _note(text: str, note: str) -> torch.Tensor:
+def _note_if_different(mover: Backend, verb: str, peer: int, text: str, note: str, wait: Wait) -> str | None:
+    """Exchange notes with the peer, the sender's first; return the peer's for errors, None if it expects the same."""
     shown = note.encode()[: _NOTE_BYTES - 8].ljust(_NOTE_BYTES - 8, b"\0")
-    return torch.frombuffer(bytearray(fingerprint_of(text).to_bytes(8, "little") + shown), dtype=torch.uint8)
-
-
-def _text_if_different(text: str, note: torch.Tensor) -> str | None:
-    """Return the peer's text for errors; None if its hash is that of `text`."""
-    received = bytes(note.numpy().data)
-    if int.from_bytes(received[:8], "little") == fingerprint_of(text):
-        return None
-    return received[8:].rstrip(b"\0").decode(errors="replace")
+    own_hash = fingerprint_of(text).to_bytes(8, "little")
+    sent = torch.frombuffer(bytearray(own_hash + shown), dtype=torch.uint8)
+    received = torch.empty_like(sent)
+    if verb == "send":
+        mover.send(sent, peer, _OFFER, wait)
+        mover.recv(received, peer, _ANSWER, wait)
+    else:
+        mover.recv(received, peer, _OFFER, wait)
+        mover.send(sent, peer, _ANSWER, wait)
+    answer = bytes(received.numpy().data)
+    return None if answer[:8] == own_hash else answer[8:].rstrip(b"\0").decode(errors="replace")

@@ -53,7 +53,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from threading import current_thread
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, NoReturn, TypeVar
 
 from statexchange import values
 from statexchange.comm import forks
@@ -166,9 +166,9 @@ class Session:
 
     def _claim(self, call: Call) -> None:
         """Make this thread the caller. If another one is it and still runs, fail: end this group on all ranks."""
-        if is_autograd_thread():
-            return
         thread = current_thread()
+        if thread is self._caller or is_autograd_thread():
+            return
         with self._claiming:
             caller = self._caller
             if caller is None or not caller.is_alive():
@@ -224,22 +224,21 @@ class Session:
             if call.failure is not None:
                 self._pending_failure = None
 
-    @overload
-    def run(self, call: Call, job: Callable[[], T], queued_for: None = ...) -> T: ...
-    @overload
-    def run(self, call: Call, job: Callable[[], T], queued_for: Backend | None) -> T | Work[T]: ...
-    def run(self, call: Call, job: Callable[[], T], queued_for: Backend | None = None) -> T | Work[T]:
-        """Run `job` in the order of calls: now, or in the queue's thread, as work of a backend. Collective."""
-        if current_thread() is not self._caller:
+    def run(self, call: Call, job: Callable[[], T]) -> T:
+        """Run `job` in the order of calls. Collective."""
+        if current_thread() is not self._caller:  # as `_claim` tests, too, whose call would slow down small tensors
             self._claim(call)
-        if queued_for is not None:
-            call.site = call_site()
-            self.has_begun_work = True
-            queued = self._for_caller(queued_for, lambda: self._one_at_a_time(call, job, is_shared=False))
-            return self._queue.submit(call.text, queued)
         if self.has_begun_work:
             self._queue.drain()
         return self._one_at_a_time(call, job)
+
+    def submit(self, call: Call, job: Callable[[], T], backend: Backend) -> Work[T]:
+        """Have the queue's thread run `job`, work of `backend`, in the order of calls. Collective."""
+        self._claim(call)
+        call.site = call_site()
+        self.has_begun_work = True
+        queued = self._for_caller(backend, lambda: self._one_at_a_time(call, job, is_shared=False))
+        return self._queue.submit(call.text, queued)
 
     def _one_at_a_time(self, call: Call, job: Callable[[], T], *, is_shared: bool = True) -> T:
         """Run `job` as `guarded` does, unless this rank is inside a call."""
@@ -336,8 +335,7 @@ class Session:
         """
         queue = self._peer_queues.setdefault((verb, peer), WorkQueue(f"statexchange {verb} {peer}"))
         call = Call(f"{operation} ({'to' if verb == 'send' else 'from'} rank {peer})")
-        if current_thread() is not self._caller:
-            self._claim(call)
+        self._claim(call)
 
         def job() -> T:
             self.raise_if_dead()
@@ -457,10 +455,7 @@ class Session:
             # Name the public calls, which the user has made, and not their steps.
             for account in accounts:
                 account["text"] = account["public"] or account["text"]
-        lines = []
-        for rank, account in enumerate(accounts):
-            lines.append(f"rank {rank} called {account['text']} at {account['site']}")
-        return MismatchError("ranks are in different calls: " + "; ".join(lines))
+        return _different_calls_error(range(self.world_size), [(each["text"], each["site"]) for each in accounts])
 
     def fail(self, call: Call, error: BaseException) -> None:
         """End this group: keep the error for later calls, and report it to the other ranks. Not collective."""
@@ -500,10 +495,7 @@ class Session:
         answers = group.all_gather_bytes(encoded([list(ranks), call_site()]), wait)
         orders = [values.decode(answer) for answer in answers]
         if any(order != list(ranks) for order, _ in orders):
-            lines = []
-            for rank, (order, site) in zip(members, orders, strict=True):
-                lines.append(f"rank {rank} called new_group({order}) at {site}")
-            raise MismatchError("ranks are in different calls: " + "; ".join(lines))
+            raise _different_calls_error(members, [(f"new_group({order})", site) for order, site in orders])
 
     def raise_first(self, call: Call, records: Sequence[dict[str, Any] | None], cause: Exception | None) -> None:
         """Raise the failure of the lowest rank that has one. All have equal `records`; `cause` is this rank's error."""
@@ -535,6 +527,12 @@ class Session:
         self.backend.close()
         if self.transport is not self.backend:
             self.transport.close()
+
+
+def _different_calls_error(ranks: Sequence[int], calls: Sequence[tuple[str, str]]) -> MismatchError:
+    """Return the error for ranks that have made different `calls`, given as text and site."""
+    lines = [f"rank {rank} called {text} at {site}" for rank, (text, site) in zip(ranks, calls, strict=True)]
+    return MismatchError("ranks are in different calls: " + "; ".join(lines))
 
 
 class Route:
@@ -569,10 +567,6 @@ class Route:
         """The backend that reduces within each host first and then between hosts, if this is one."""
         return None if self._backend.flat is self._backend else self._backend
 
-    @overload
-    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: Literal[False]) -> T: ...
-    @overload
-    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]: ...
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]:
         """Run `body` after all ranks have entered, in the order of calls. Collective."""
         session = self.session
@@ -590,4 +584,4 @@ class Route:
                 session.page.sync(wait)  # as all ranks have entered, but some may not have their results yet
             return result
 
-        return session.run(call, job, backend if async_op else None)
+        return session.submit(call, job, backend) if async_op else session.run(call, job)
