@@ -57,12 +57,11 @@ def launched_backend(kind: str, path: str) -> Backend:
         return mpi.MPIBackend(mpi.world())
     import torch.distributed as dist
 
-    from statexchange.comm.backends import torch_groups
     from statexchange.comm.backends.gloo import TorchBackend
     from statexchange.comm.backends.store import StoreBootstrap
 
     if kind == "gloo":
-        group = torch_groups.default_group()
+        group = dist.group.WORLD
         assert group is not None
         return TorchBackend(group, 10.0)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -202,7 +202,7 @@ def checks_all_methods(b: Backend) -> None:
 
 def checks_calls_of_nccl(b: TorchBackend) -> None:
     """Run NCCL's backend over Gloo's process group: it calls what every process group has, so no GPU is needed."""
-    nccl = NCCLBackend(torch_groups.default_group(), b)
+    nccl = NCCLBackend(dist.group.WORLD, b)
     gathers_bytes(nccl)
     moves_bytes(nccl)
     moves_unequal_bytes(nccl)
@@ -290,12 +290,12 @@ def test_a_world_of_one_can_be_made_again_and_again() -> None:
         shared = rendezvous.store_of(launch("none", 1), 1.0)
         bootstrap = StoreBootstrap(shared.store, shared.rank, shared.world_size)
         assert bootstrap.all_gather_bytes(b"x", wait()) == [b"x"]
-        assert bootstrap.gloo(5.0).all_gather_bytes(b"y", wait()) == [b"y"]
+        assert bootstrap.transport(5.0).all_gather_bytes(b"y", wait()) == [b"y"]
 
 
 def starts_gloo(path: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    group = torch_groups.start_gloo(dist.FileStore(path, size), rank, size, 10.0)
+    group = torch_groups.start("gloo", dist.FileStore(path, size), rank, size, 10.0)
     b = TorchBackend(group, 10.0)
     assert b.all_gather_bytes(bytes([rank]), wait()) == [b"\0", b"\1"]
     dist.destroy_process_group()
@@ -307,13 +307,13 @@ def test_torchs_default_group_starts_on_a_store(tmp_path: Any) -> None:
 
 def test_nccl_without_a_gpu_names_what_is_missing() -> None:
     with pytest.raises((sx.errors.MissingExtraError, sx.errors.UnsupportedError), match="NCCL"):
-        torch_groups.start_nccl(dist.HashStore(), 0, 1, 1.0)
+        torch_groups.start("nccl", dist.HashStore(), 0, 1, 1.0)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_nccl_is_correct_on_one_gpu() -> None:
-    group = torch_groups.start_nccl(dist.HashStore(), 0, 1, 30.0)
+    group = torch_groups.start("nccl", dist.HashStore(), 0, 1, 30.0)
     b = NCCLBackend(group, TorchBackend(group, 30.0))
     try:
         assert b.all_gather_bytes(b"x", wait()) == [b"x"]

@@ -250,25 +250,6 @@ class _GlooBackend(Backend):
         reduce_parts(result, parts.view(self.world_size, size).unbind(), op, finish)
         return result
 
-    def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        """Reduce small tensors on root; of large ones each rank reduces a part, and root gathers them. Collective."""
-        if tensor.numel() and self._is_small(tensor):
-            rows = tensor.new_empty(self.world_size * tensor.numel()) if self.rank == root else None
-            self.gather(tensor.view(torch.uint8), None if rows is None else rows.view(torch.uint8), root, wait)
-            if rows is not None:
-                reduce_parts(tensor, rows.view(self.world_size, -1).unbind(), op, finish)
-        elif tensor.numel():
-            for block in _blocks(tensor):
-                self._reduce_in_parts(block, op, root, finish, wait)
-
-    def _reduce_in_parts(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        sizes = _shares(tensor.numel(), self.world_size)
-        own_part = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
-        sent_bytes = [own_part.numel() if rank == root else 0 for rank in range(self.world_size)]
-        received_bytes = [size * tensor.itemsize if self.rank == root else 0 for size in sizes]
-        into = tensor.view(torch.uint8) if self.rank == root else own_part.new_empty(0)
-        self.all_to_all(own_part, sent_bytes, into, received_bytes, wait)
-
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         """Get this rank's part from all ranks, and reduce it. Collective."""
         if not tensor.numel():

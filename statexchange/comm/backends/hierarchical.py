@@ -89,7 +89,7 @@ class _Steps:
 class HierarchicalBackend(Backend):
     """The backend of one rank among ranks of several hosts.
 
-    Reductions, broadcasts and all-gathers take the three steps; `flat`, the transport, does everything else.
+    All-reduces, broadcasts and all-gathers take the three steps; `flat`, the transport, does everything else.
     """
 
     name = "hierarchical"
@@ -169,22 +169,6 @@ class HierarchicalBackend(Backend):
             finish(tensor)
         self._share(tensor.view(torch.uint8), steps)
 
-    def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        """Reduce to the leader, between the leaders to that of root's host, and pass it to root. Collective."""
-        if not tensor.numel():
-            return
-        steps = _Steps(self, wait)
-        root_node, root_place = self._place_of(root)
-        passes_on = root_node == self._node_rank and root_place != 0  # root is on this host, but does not lead it
-        changes_tensor = self._is_leader or passes_on
-        result = tensor.clone() if self.rank != root and changes_tensor else tensor
-        steps.on_node(lambda node, inner: node.reduce(result, op, 0, Finish(), inner))
-        steps.between(lambda leaders, inner: leaders.reduce(result, op, root_node, Finish(), inner))
-        if passes_on:
-            self._share(result.view(torch.uint8), steps)
-        if self.rank == root:
-            finish(result)
-
     def through_leaders(self, tensor: torch.Tensor, between: Between, wait: Wait) -> None:
         """Sum on the leader, call `between` there, and broadcast back. Collective."""
         steps = _Steps(self, wait)
@@ -211,31 +195,19 @@ class HierarchicalBackend(Backend):
             self._share(data, steps)
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
-        """Gather within each host, between the leaders, and broadcast to each host what came from others.
-
-        Collective.
-        """
+        """Gather within each host, between the leaders, and broadcast to each host. Collective."""
         if not data.numel():
             return
         steps = _Steps(self, wait)
-        of_host = data
-        if self.node.world_size > 1:
-            of_host = data.new_empty(self.node.world_size * data.numel())
-            steps.on_node(lambda node, inner: node.all_gather(data, of_host, inner))
+        of_host = data.new_empty(self.node.world_size * data.numel())
+        of_host[: data.numel()] = data  # all of it, on a host of one rank, which makes no step there
+        steps.on_node(lambda node, inner: node.all_gather(data, of_host, inner))
         steps.between(lambda leaders, inner: self._gather_hosts(leaders, of_host, into, inner))
-        begin = end = 0  # what this rank has already, if that is one block of `into`
-        if self._has_consecutive_ranks:
-            begin = self.topology.node_ranks[0] * data.numel()
-            end = begin + of_host.numel()
-        if not self._is_leader:
-            into[begin:end] = of_host[: end - begin]
-        for foreign in (into[:begin], into[end:]):
-            self._share(foreign, steps)
+        self._share(into, steps)
 
     def _share(self, data: torch.Tensor, steps: _Steps) -> None:
         """Copy the leader's `data` to all ranks of its host."""
-        if data.numel():
-            steps.on_node(lambda node, inner: node.broadcast(data, 0, inner))
+        steps.on_node(lambda node, inner: node.broadcast(data, 0, inner))
 
     def _gather_hosts(self, leaders: Backend, of_host: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Gather every host's block among the leaders; those of smaller hosts are padded."""
