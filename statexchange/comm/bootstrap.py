@@ -294,15 +294,11 @@ def _topology(infos: Sequence[_RankInfo], rank: int) -> Topology:
     identities = list(dict.fromkeys(info.host_identity for info in infos))
     nodes = tuple(identities.index(info.host_identity) for info in infos)
     hosts = tuple(info.host for info in infos)
-    local_ranks = [info.launchers_local_rank for info in infos if info.launchers_local_rank is not None]
-    if len(local_ranks) < len(infos):
+    local_ranks = tuple(info.launchers_local_rank for info in infos if info.launchers_local_rank is not None)
+    expected = {(node, local_rank) for node in nodes for local_rank in range(nodes.count(node))}
+    if len(local_ranks) < len(infos) or set(zip(nodes, local_ranks, strict=True)) != expected:
         return Topology(rank, nodes, hosts)
-    expected = []
-    for node in range(len(identities)):
-        expected += [(node, local_rank) for local_rank in range(nodes.count(node))]
-    if sorted(zip(nodes, local_ranks, strict=True)) != expected:
-        return Topology(rank, nodes, hosts)
-    return Topology(rank, nodes, hosts, tuple(local_ranks))
+    return Topology(rank, nodes, hosts, local_ranks)
 
 
 def _run_identity(nonce: str) -> str:

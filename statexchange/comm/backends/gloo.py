@@ -214,7 +214,7 @@ class _GlooBackend(Backend):
         """
         if not tensor.numel():
             return
-        if self._is_small(tensor):
+        if tensor.nbytes * self.world_size <= _SMALL_BYTES:
             rows = tensor.new_empty(self.world_size * tensor.numel())
             self.all_gather(tensor.view(torch.uint8), rows.view(torch.uint8), wait)
             reduce_parts(tensor, rows.view(self.world_size, -1).unbind(), op, finish)
@@ -224,14 +224,12 @@ class _GlooBackend(Backend):
             self._run(wait, lambda: self._group.allreduce([tensor], options))
             finish(tensor)
         else:
-            for block in _blocks(tensor):
+            for block in torch.split(tensor, _BLOCK_BYTES // tensor.itemsize):  # to need little memory besides it
                 self._all_reduce_in_parts(block, op, finish, wait)
 
-    def _is_small(self, tensor: torch.Tensor) -> bool:
-        return tensor.nbytes * self.world_size <= _SMALL_BYTES
-
     def _all_reduce_in_parts(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        sizes = _shares(tensor.numel(), self.world_size)
+        share, more = divmod(tensor.numel(), self.world_size)
+        sizes = [share + (rank < more) for rank in range(self.world_size)]
         own_part = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
         sent_bytes = [own_part.numel()] * self.world_size
         received_bytes = [size * tensor.itemsize for size in sizes]
@@ -272,15 +270,6 @@ def _end_threads() -> None:
         backend._break_off()  # noqa: SLF001 (our own)
     for thread in list(_waiting_threads):
         thread.join(GRACE_S)
-
-
-def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Split `tensor`, so that a reduction needs little memory besides it."""
-    return torch.split(tensor, _BLOCK_BYTES // tensor.itemsize)
-
-
-def _shares(count: int, parts: int) -> list[int]:
-    return [count // parts + (part < count % parts) for part in range(parts)]
 
 
 class TorchBackend(_GlooBackend):
