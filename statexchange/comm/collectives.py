@@ -446,15 +446,19 @@ def gather(
             route.session.check_root(root)
         given, backend = _flat_for(route, tensor, written=False)
 
+    has_result = root in (None, route.rank)
+
     def body(wait: Wait) -> list[TensorKindT]:
-        if root is not None and route.rank != root:
-            backend.flat.gather(given.bytes, None, root, wait)
-            return []
-        gathered = given.data.new_empty(route.world_size * given.data.numel())
+        gathered = given.data.new_empty(route.world_size * given.data.numel() if has_result else 0)
         if root is None:
             backend.all_gather(given.bytes, gathered.view(torch.uint8), wait)
         else:
-            backend.flat.gather(given.bytes, gathered.view(torch.uint8), root, wait)
+            nbytes = given.bytes.numel()
+            sent = [nbytes if rank == root else 0 for rank in range(route.world_size)]
+            received = [nbytes if has_result else 0] * route.world_size
+            backend.flat.all_to_all(given.bytes, sent, gathered.view(torch.uint8), received, wait)
+        if not has_result:
+            return []
         parts = gathered.view(route.world_size, *given.tensor.shape)
         return [cast("TensorKindT", _as_kind(part, given.kind, route)) for part in parts]
 
@@ -490,7 +494,9 @@ def _metadata_from_json(message: bytes) -> list[_TensorMetadata]:
     return [_TensorMetadata(*raw) for raw in json.loads(message)]
 
 
-def _one_per_rank(route: Route, tensors: Sequence[TensorLike]) -> tuple[list[FlatTensor[Any]], Backend]:
+def _one_per_rank(
+    route: Route, tensors: Sequence[TensorLike], backend: Backend | None = None
+) -> tuple[list[FlatTensor[Any]], Backend]:
     """Return one flat tensor for each rank, and the backend for them: that of CPUs if they are on several devices."""
     if not isinstance(tensors, list | tuple):
         raise InvalidArgumentError(f"give a list with one tensor for each rank, not {type_text(tensors)}")
@@ -498,32 +504,46 @@ def _one_per_rank(route: Route, tensors: Sequence[TensorLike]) -> tuple[list[Fla
         raise InvalidArgumentError(
             "there must be one tensor for each rank", expected=route.world_size, found=len(tensors)
         )
-    device_types = {tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu" for tensor in tensors}
-    backend = route.backend_for(device_types.pop() if len(device_types) == 1 else "cpu")
+    if backend is None:
+        device_types = {tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu" for tensor in tensors}
+        backend = route.backend_for(device_types.pop() if len(device_types) == 1 else "cpu")
     return [FlatTensor(tensor, backend.device_type, written=False) for tensor in tensors], backend
+
+
+def _exchanged(
+    route: Route, call: Call, backend: Backend, flats: Sequence[FlatTensor[Any]], wait: Wait
+) -> list[TensorLike]:
+    """Send tensor i of `flats`, which may be empty, to rank i; return what the ranks send to this one. Collective."""
+    messages = route.session.messages(call, _metadata_json(flats), None, wait)
+    by_sender = [_metadata_from_json(message)[route.rank :][:1] for message in messages]  # [] of a rank without tensors
+    sizes = [sum(metadata.nbytes for metadata in one_or_none) for one_or_none in by_sender]
+    data = torch.empty(0, dtype=torch.uint8, device=backend.device_type)
+    if flats:
+        data = torch.cat([flat.bytes for flat in flats])
+    sent = [flat.bytes.numel() for flat in flats] or [0] * route.world_size
+    received = data.new_empty(sum(sizes))
+    backend.flat.all_to_all(data, sent, received, sizes, wait)
+    tensors = []
+    for one_or_none, part in zip(by_sender, torch.split(received, sizes), strict=True):
+        tensors += [metadata.tensor_over(part, route) for metadata in one_or_none]
+    return tensors
 
 
 def scatter(
     route: Route, tensors: Sequence[TensorLike] | None, root: int, async_op: bool
 ) -> TensorLike | Work[TensorLike]:
     """See `Communicator.scatter`. Collective."""
-    is_root = route.rank == root
+    backend = route.backend_for("cpu")  # only root knows the device of its tensors
     flats: list[FlatTensor[Any]] = []
     with route.session.checking("scatter"):
         route.session.check_root(root)
-        if is_root:
-            flats, _ = _one_per_rank(route, () if tensors is None else tensors)
+        if route.rank == root:
+            flats, _ = _one_per_rank(route, () if tensors is None else tensors, backend)
     call = Call(f"scatter from {root}")
-    backend = route.backend_for("cpu")
 
     def body(wait: Wait) -> TensorLike:
-        messages = route.session.messages(call, _metadata_json(flats), None, wait)
-        by_rank = _metadata_from_json(messages[root])
-        sizes = [metadata.nbytes for metadata in by_rank]
-        data = torch.cat([flat.bytes.cpu() for flat in flats]) if is_root else None
-        received = torch.empty(sizes[route.rank], dtype=torch.uint8, device="cpu")
-        backend.flat.scatter(data, sizes, received, root, wait)
-        return by_rank[route.rank].tensor_over(received, route)
+        (received,) = _exchanged(route, call, backend, flats, wait)
+        return received
 
     return route.collective(call, backend, body, async_op)
 
@@ -535,18 +555,7 @@ def all_to_all(
     with route.session.checking("all_to_all"):
         flats, backend = _one_per_rank(route, tensors)
     call = Call("all_to_all")
-
-    def body(wait: Wait) -> list[TensorLike]:
-        messages = route.session.messages(call, _metadata_json(flats), None, wait)
-        by_sender = [_metadata_from_json(message)[route.rank] for message in messages]
-        sizes = [metadata.nbytes for metadata in by_sender]
-        data = torch.cat([flat.bytes for flat in flats])
-        received = data.new_empty(sum(sizes))
-        backend.flat.all_to_all(data, [flat.bytes.numel() for flat in flats], received, sizes, wait)
-        parts = torch.split(received, sizes)
-        return [metadata.tensor_over(part, route) for part, metadata in zip(parts, by_sender, strict=True)]
-
-    return route.collective(call, backend, body, async_op)
+    return route.collective(call, backend, lambda wait: _exchanged(route, call, backend, flats, wait), async_op)
 
 
 def reduce_scatter(route: Route, tensor: TensorKindT, op: object, async_op: bool) -> TensorKindT | Work[TensorKindT]:

@@ -184,22 +184,6 @@ class Backend(ABC):
         for part, answer in zip(into.view(self.world_size, -1), answers, strict=True):
             part.copy_(reduction.from_bytes(answer, data.dtype))
 
-    def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
-        """Write every rank's `data` into `into`, which is given on `root` only, in rank order. Collective."""
-        sizes = [data.numel() if rank == root else 0 for rank in range(self.world_size)]
-        into = data.new_empty(0) if into is None else into
-        self.all_to_all(data, sizes, into, [into.numel() // self.world_size] * self.world_size, wait)
-
-    def scatter(
-        self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
-    ) -> None:
-        """Write this rank's part of root's `data` into `into`; all ranks know all `sizes`. Collective."""
-        if data is None:
-            sizes = [0] * self.world_size
-            data = into.new_empty(0)
-        into_sizes = [into.numel() if rank == root else 0 for rank in range(self.world_size)]
-        self.all_to_all(data, sizes, into, into_sizes, wait)
-
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:

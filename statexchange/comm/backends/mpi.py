@@ -291,7 +291,7 @@ class MPIBackend(Backend):
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """Call Ialltoallv; `gather` and `scatter` use this, too. Collective."""
+        """Call Ialltoallv. Collective."""
         sent, received = self._parts(data, sizes), self._parts(into, into_sizes)
         self._run(lambda: self._comm.Ialltoallv(sent, received), data.numel() + into.numel(), wait)
 

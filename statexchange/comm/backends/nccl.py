@@ -103,7 +103,7 @@ class NCCLBackend(Backend):
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """Exchange by NCCL; `gather` and `scatter` use this, too. Collective."""
+        """Exchange by NCCL. Collective."""
         self._run(lambda: self._group.alltoall_base(into, data, list(into_sizes), list(sizes)), wait)
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:

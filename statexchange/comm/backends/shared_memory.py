@@ -391,7 +391,7 @@ class SharedMemoryBackend(Backend):
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """Exchange through the staging buffers; `gather` and `scatter` use this, too. Collective."""
+        """Exchange through the staging buffers. Collective."""
         wait.enter()
         answers = self._page.all_gather_bytes(json.dumps(list(sizes)).encode(), None, _SIZES, wait)
         sizes_by_rank = [json.loads(answer) for answer in answers]
