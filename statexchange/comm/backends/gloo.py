@@ -281,7 +281,11 @@ class TorchBackend(_GlooBackend):
         self._presence = note_presence(group)
         self.name = str(dist.get_backend(group))
         moves_cpu_tensors = self.name == "gloo" or "cpu:gloo" in dist.get_backend_config(group)
-        super().__init__(group if moves_cpu_tensors else _gloo_group_of(self._ranks, timeout_s))
+        if not moves_cpu_tensors:
+            group = make_gloo_group(
+                store_of_ranks(self._ranks), self._ranks.index(dist.get_rank()), self._ranks, timeout_s
+            )
+        super().__init__(group)
 
     def absent_ranks(self) -> Sequence[int]:
         """Return the ranks that have not made a backend over this group. Not collective."""
@@ -338,8 +342,3 @@ def of_ranks(ranks: Sequence[int], timeout_s: float) -> Backend:
     """
     check_ranks(ranks, dist.get_rank(), dist.get_world_size())
     return StoreBackend(store_of_ranks(ranks), list(ranks).index(dist.get_rank()), len(ranks), timeout_s, ranks)
-
-
-def _gloo_group_of(ranks: Sequence[int], timeout_s: float) -> Any:
-    """Return a Gloo group of these ranks of torch's default group. Collective over them only."""
-    return make_gloo_group(store_of_ranks(ranks), list(ranks).index(dist.get_rank()), ranks, timeout_s)
