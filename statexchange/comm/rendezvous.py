@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from statexchange.comm import tcp_store
 from statexchange.comm.backends.backend import Backend
-from statexchange.comm.backends.torch_groups import torch_errors, unused_prefix
+from statexchange.comm.backends.torch_groups import as_timedelta, torch_errors, unused_prefix
 from statexchange.comm.rendezvous_directory import DirectoryRendezvous
 from statexchange.comm.tcp_store import Joining, LostServerError, Server, SharedStore
 from statexchange.comm.wait import Wait
@@ -77,7 +77,7 @@ def _torchruns_store(timeout_s: float) -> SharedStore:
     began = time.monotonic()
     try:
         with torch_errors(Wait(timeout_s, "torchrun's store")):
-            store, rank, size = next(iter(_stores.rendezvous("env://", timeout=tcp_store.as_timedelta(timeout_s))))
+            store, rank, size = next(iter(_stores.rendezvous("env://", timeout=as_timedelta(timeout_s))))
     except ValueError as error:
         if isinstance(error, StateExchangeError):
             raise

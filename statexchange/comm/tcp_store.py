@@ -27,12 +27,11 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from statexchange.comm.backends.torch_groups import first_line
+from statexchange.comm.backends.torch_groups import as_timedelta, first_line
 from statexchange.errors import (
     NotInitializedError,
     StallError,
@@ -47,7 +46,6 @@ __all__ = [
     "LostServerError",
     "Server",
     "SharedStore",
-    "as_timedelta",
     "connect",
     "namespaced",
     "server_nonce",
@@ -58,13 +56,7 @@ _stores: Any = dist  # torch.distributed exports the store classes, but hides th
 _POLL_S = 0.02
 _ATTEMPT_S = 5.0  # for one attempt to connect
 _NOTICE_S = 1.0  # for the other ranks to read an error
-_LONGEST_S = 1e8  # three years
 PHASE = "the rendezvous"
-
-
-def as_timedelta(timeout_s: float) -> timedelta:
-    """Return a number of seconds, which may be inf, as a timedelta for torch."""
-    return timedelta(seconds=min(timeout_s, _LONGEST_S))
 
 
 class LostServerError(Exception):

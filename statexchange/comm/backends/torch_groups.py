@@ -27,6 +27,7 @@ __all__ = [
     "GRACE_S",
     "LONGEST_S",
     "absent_ranks",
+    "as_timedelta",
     "await_keys",
     "await_ranks",
     "first_line",
@@ -173,7 +174,12 @@ def first_line(error: BaseException) -> str:
 
 def torch_timeout(wait: Wait, more_s: float = GRACE_S) -> timedelta:
     """Return torch's own timeout: longer than `wait`, whose deadline comes first, but finite, so that threads end."""
-    return timedelta(seconds=min(wait.timeout_s + more_s, LONGEST_S))
+    return as_timedelta(wait.timeout_s + more_s)
+
+
+def as_timedelta(timeout_s: float) -> timedelta:
+    """Return a number of seconds, which may be inf, as a timedelta for torch."""
+    return timedelta(seconds=min(timeout_s, LONGEST_S))
 
 
 def reduce_options(options: Any, op: str) -> Any:

@@ -207,7 +207,10 @@ class FailureDetector(FailureMonitor):
             # What this rank reported before it closed goes out before the goodbye.
             self._run_requests()
             self._post(["goodbye", self._op_number, self._goodbye])
-            self._finish(time.monotonic() + _FINISH_S)
+            deadline = time.monotonic() + _FINISH_S
+            for key in list(self._selector.get_map().values()):  # what was sent arrives, the goodbye among it
+                if isinstance(key.data, JsonConnection):
+                    key.data.finish(deadline)
         finally:
             self.drop()
 
@@ -287,8 +290,4 @@ class FailureDetector(FailureMonitor):
 
     def _suspects(self) -> tuple[int, ...]:
         """Return the ranks that may be the reason why no status of the coordinator has arrived."""
-        raise NotImplementedError
-
-    def _finish(self, deadline: float) -> None:
-        """Wait until what was sent has arrived, the goodbye among it."""
         raise NotImplementedError

@@ -132,10 +132,6 @@ class Member(FailureDetector):
             return (0,)
         return tuple(rank for rank, node in enumerate(nodes) if node == nodes[0])
 
-    def _finish(self, deadline: float) -> None:
-        if self._connection is not None:
-            self._connection.finish(deadline)
-
 
 def connect_member(
     topology: Topology, processes: list[tuple[int, int]], coordinator: CoordinatorAddress
