@@ -174,7 +174,9 @@ def _form_session(
     page = _page_of(bootstrap, infos, all_gather_bytes)
     run = _run_identity(infos[0].nonce)
     if not all(info.has_torch for info in infos):
-        prefer = _prefer_without_torch(prefer)
+        if prefer == "shm":
+            raise missing_extra('init("shm")', "torch")
+        prefer = "transport"  # the backend over shared memory needs torch
     devices = None
     if page is not None:
         with _failing_together(page, topology):
@@ -203,7 +205,8 @@ def _page_of(
     backend: Backend, infos: Sequence[_RankInfo], all_gather_bytes: Callable[[bytes], list[bytes]]
 ) -> ControlPage | None:
     """Return a control page of the ranks of `backend`; None, on all, if they cannot share memory. Collective."""
-    if None in {info.memory for info in infos} or len({info.memory for info in infos}) > 1:
+    memories = {info.memory for info in infos}
+    if None in memories or len(memories) > 1:
         return None
     return open_control_page(backend.rank, backend.world_size, all_gather_bytes)
 
@@ -219,13 +222,6 @@ def _failing_together(monitor: FailureMonitor, topology: Topology) -> Iterator[N
         monitor.report_failure(reported)
         monitor.close()
         raise
-
-
-def _prefer_without_torch(prefer: str) -> str:
-    """Return the `prefer` to use where a rank lacks torch: the backend over shared memory needs it."""
-    if prefer == "shm":
-        raise missing_extra('init("shm")', "torch")
-    return "transport"
 
 
 def _shared_memory_backend(page: ControlPage, bootstrap: Backend, timeout_s: float) -> Backend | None:

@@ -83,7 +83,7 @@ def _torchruns_store(timeout_s: float) -> SharedStore:
             raise
         raise NotInitializedError(f"the environment lacks the address of torchrun's store: {error}") from error
     store = _stores.PrefixStore(unused_prefix("rendezvous"), store)
-    joining = Joining(rank, size, timeout_s, "torchrun's store", began + timeout_s)
+    joining = Joining(rank, size, timeout_s, "torchrun's store", began)
     try:
         joining.join(store, secrets.token_hex(16))
     except LostServerError as error:
@@ -149,7 +149,7 @@ def _port_of(url: str) -> int | None:
 
 
 def _store_at_address(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> SharedStore:
-    joining = Joining.begin(rank, world_size, timeout_s, f"tcp://{host}:{port}")
+    joining = Joining(rank, world_size, timeout_s, f"tcp://{host}:{port}")
     if rank != 0:
         return SharedStore(_joined_store(host, port, joining), rank, world_size)
     server = Server.at(host, port, timeout_s)

@@ -51,7 +51,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from statexchange import messages
 from statexchange.comm import network, tcp_store
@@ -109,10 +109,6 @@ def _open_directory(path: Path) -> tuple[int, int]:
         return os.open(path.name, _DIRECTORY, dir_fd=parent), num_made
     finally:
         os.close(parent)
-
-
-def _new_file(directory: int, name: str) -> BinaryIO:
-    return open(os.open(name, _NEW_FILE, 0o600, dir_fd=directory), "wb")
 
 
 def _read(directory: int, name: str, kind: type[T]) -> T | None:
@@ -180,7 +176,7 @@ class DirectoryRendezvous:
         self._path = path
         self._rank = rank
         self._world_size = world_size
-        self._joining = Joining.begin(rank, world_size, timeout_s, str(path))
+        self._joining = Joining(rank, world_size, timeout_s, str(path))
         self._nonce = secrets.token_hex(16)
         slowdown = max(1.0, world_size / _MANY_RANKS)
         self._poll_s = _POLL_S * slowdown
@@ -439,7 +435,10 @@ class DirectoryRendezvous:
         """Write a new file; retry if another rendezvous removes the directory meanwhile."""
         for attempt in range(_PUT_ATTEMPTS):
             try:
-                with self._opened() as directory, _new_file(directory, name) as file:
+                with (
+                    self._opened() as directory,
+                    open(os.open(name, _NEW_FILE, 0o600, dir_fd=directory), "wb") as file,
+                ):
                     file.write(content)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE) or attempt == _PUT_ATTEMPTS - 1:

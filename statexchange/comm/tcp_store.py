@@ -26,7 +26,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -166,18 +166,18 @@ def namespaced(store: Any, nonce: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """One rank's part in the joining of a store by all ranks, until `deadline`. `where` is its place, for errors."""
+    """One rank's part in the joining of a store by all ranks, from now on. `where` is the store's place, for errors."""
 
     rank: int
     world_size: int
     timeout_s: float
     where: str
-    deadline: float
+    began: float = field(default_factory=time.monotonic)
 
-    @classmethod
-    def begin(cls, rank: int, world_size: int, timeout_s: float, where: str) -> Joining:
-        """Return one whose deadline is `timeout_s` from now."""
-        return cls(rank, world_size, timeout_s, where, time.monotonic() + timeout_s)
+    @property
+    def deadline(self) -> float:
+        """The time at which this rank gives up, of the monotonic clock."""
+        return self.began + self.timeout_s
 
     def join(
         self, store: Any, nonce: str, poll: Callable[[], None] = lambda: None, finish: Callable[[], None] = lambda: None

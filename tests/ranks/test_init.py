@@ -196,7 +196,7 @@ def test_at_its_deadline_a_rank_waits_a_moment_for_rank_0_to_decide(decision: st
         decides.start()
 
     def waits() -> None:
-        tcp_store.Joining(1, 3, 0.1, "there", time.monotonic()).wait_until_complete(store)
+        tcp_store.Joining(1, 3, 0.1, "there", time.monotonic() - 0.1).wait_until_complete(store)
 
     if decision == "complete":
         waits()

@@ -187,7 +187,8 @@ class HierarchicalBackend(Backend):
             return
         steps = _Steps(self, wait)
         root_node, root_place = self._place_of(root)
-        begins_here = root_node == self._node_rank and root_place != 0  # root is on this host, but does not lead it
+        # Whether root is on this host, but does not lead it
+        begins_here = root_node == self.topology.nodes[self.rank] and root_place != 0
         if begins_here:
             steps.on_node(lambda node, inner: node.broadcast(data, root_place, inner))
         steps.between(lambda leaders, inner: leaders.broadcast(data, root_node, inner))
@@ -224,10 +225,6 @@ class HierarchicalBackend(Backend):
         for rank, part in enumerate(into.view(self.world_size, size)):
             node, place = self._place_of(rank)
             part.copy_(parts[node, place])
-
-    @property
-    def _node_rank(self) -> int:
-        return self.topology.nodes[self.rank]
 
     def _place_of(self, rank: int) -> tuple[int, int]:
         """Return the host of a rank, and its number there in rank order."""
