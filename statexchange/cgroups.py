@@ -10,15 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Headroom", "memory_headroom", "memory_left", "unescape_mountinfo"]
-
-
-@dataclass(frozen=True, slots=True)
-class Headroom:
-    """The bytes that may still be used, and the directory of the cgroup that sets the limit."""
-
-    nbytes: int
-    cgroup: str
+__all__ = ["memory_headrooms", "memory_left", "unescape_mountinfo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +33,7 @@ _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 def memory_left() -> tuple[int, str]:
     """Return the bytes of memory that this process may still use, and in words what sets the limit. Not collective."""
-    room, where = _host_memory_left(), "on this host"
-    limited = memory_headroom()
-    if limited is not None and limited.nbytes < room:
-        return limited.nbytes, f"in the cgroup {limited.cgroup}"
-    return room, where
+    return min([(_host_memory_left(), "on this host"), *memory_headrooms()])
 
 
 def _host_memory_left() -> int:
@@ -55,8 +43,8 @@ def _host_memory_left() -> int:
     return 1024 * (kibibytes["MemAvailable:"] + kibibytes["SwapFree:"])
 
 
-def memory_headroom(proc: str = "/proc/self") -> Headroom | None:
-    """Return the smallest headroom of all memory cgroups above this process; None without a limit.
+def memory_headrooms(proc: str = "/proc/self") -> list[tuple[int, str]]:
+    """Return the headroom in each memory cgroup above this process that has a limit, and which one that is.
 
     Both cgroup versions are read. Headroom is the limit minus the usage. File pages do not count as used, because the
     kernel drops them when it needs memory. Pages of tmpfs and shared memory do count, because it cannot drop them.
@@ -67,8 +55,8 @@ def memory_headroom(proc: str = "/proc/self") -> Headroom | None:
         for ancestor in _up_to(mount, directory):
             nbytes = _headroom_of(ancestor, _FILES[version])
             if nbytes is not None:
-                found.append(Headroom(nbytes, ancestor))
-    return min(found, key=lambda headroom: headroom.nbytes, default=None)
+                found.append((nbytes, f"in the cgroup {ancestor}"))
+    return found
 
 
 def _memory_cgroups(proc: str) -> Iterator[tuple[str, str, str]]:

@@ -8,7 +8,8 @@ for all records at once. Two `Piece(holder, copies)`, `Piece(0, (3, 4))` and `Pi
 
 Hints may be bool, int (from 0 to 2**64 - 1), float, str, bytes, object (any JSON value), Literal, None, unions,
 dataclasses, namedtuples, and tuples, lists, sets and mappings of these. Equal tuples of numbers (shapes, offsets)
-travel once, and so do equal values of a hint `Shared[...]`. Files never contain messages, so messages need no version.
+travel once, and so do equal values of a hint `Shared[...]`. No file that lasts contains messages (those of a rendezvous
+in a directory do not last), so messages need no version.
 """
 
 from __future__ import annotations

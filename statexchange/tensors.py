@@ -136,8 +136,8 @@ DTYPE_NAMES = {
     "complex128": "C128",
 }
 LONG_NAMES = {name: long_name for long_name, name in DTYPE_NAMES.items()}
-# Packed dtypes that torch has. They have no arithmetic and no casts, and numpy lacks them.
-TORCH_PACKED = {"float4_e2m1fn_x2": "F4"}
+# With the packed dtypes that torch has. They have no arithmetic and no casts, and numpy lacks them.
+_TORCH_NAMES = {**DTYPE_NAMES, "float4_e2m1fn_x2": "F4"}
 # numpy copies unsigned integers faster than opaque bytes; 16 bytes have no integer, so complex stands for them.
 _WORD = {1: "u1", 2: "u2", 3: "V3", 4: "u4", 8: "u8", 16: "c16"}
 
@@ -168,8 +168,7 @@ def group_shape(dtype: str, shape: Sequence[int]) -> tuple[int, ...] | None:
 @functools.lru_cache(maxsize=256)
 def name_of_dtype(dtype: Hashable) -> str | None:
     """Return the safetensors name of a dtype of torch or numpy; None if there is none."""
-    name = str(dtype).removeprefix("torch.")
-    return DTYPE_NAMES.get(name, TORCH_PACKED.get(name))
+    return _TORCH_NAMES.get(str(dtype).removeprefix("torch."))
 
 
 @functools.cache
@@ -196,8 +195,8 @@ def torch_dtype(dtype: str) -> Any:
     """Return torch's dtype for a safetensors name; raise UnsupportedError if torch has none."""
     import torch
 
-    packed = {name: long_name for long_name, name in TORCH_PACKED.items()}
-    found = getattr(torch, LONG_NAMES.get(dtype, packed.get(dtype, "")), None)
+    long_names = {name: long_name for long_name, name in _TORCH_NAMES.items()}
+    found = getattr(torch, long_names.get(dtype, ""), None)
     if found is None:
         raise UnsupportedError(f"torch {torch.__version__} has no dtype for {dtype}")
     return found

@@ -671,23 +671,14 @@ class _PlainDecoder(_Decoder):
     def _text(self, raw: JsonObject) -> str:
         return str(raw["value"])
 
-    def _dtype_text(self, raw: JsonObject) -> str:
-        return f"torch.{raw['value']}"
-
     def _number(self, raw: JsonObject) -> object:
         return self.value(raw["value"])
 
-    def _complex_text(self, raw: JsonObject) -> str:
-        return str(self._complex(raw))
+    def _built_text(self, raw: JsonObject) -> str:
+        return str(_Decoder.BUILDERS[raw[_TAG]](self, raw))
 
     def _bytes_text(self, raw: JsonObject) -> str:
         return str(self._bytes(raw))
-
-    def _timedelta_text(self, raw: JsonObject) -> str:
-        return str(self._timedelta(raw))
-
-    def _size_items(self, raw: JsonObject) -> object:
-        return self._tuple(raw)
 
     def _list(self, raw: JsonObject) -> list[Value]:
         return self._items(raw["value"])
@@ -708,11 +699,9 @@ class _PlainDecoder(_Decoder):
         **_Decoder.BUILDERS,
         **dict.fromkeys(("path", "datetime", "date", "time", "device"), _text),
         **dict.fromkeys(("set", "frozenset", "deque"), _list),
-        "size": _size_items,
-        "timedelta": _timedelta_text,
-        "dtype": _dtype_text,
+        **dict.fromkeys(("timedelta", "complex", "dtype"), _built_text),
+        "size": _Decoder.BUILDERS["tuple"],
         "number": _number,
-        "complex": _complex_text,
         **dict.fromkeys(("bytes", "bytesio"), _bytes_text),
         "dict": _dict,
         "leaf": _kept,

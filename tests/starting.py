@@ -9,7 +9,6 @@ from sweeps import slow
 import statexchange as sx
 from statexchange.comm import bootstrap
 from statexchange.comm.backends.backend import Backend
-from statexchange.comm.failure import page_setup
 from statexchange.comm.wait import Wait
 
 THREADS_AND_PROCESSES = ("threads", "gloo")
@@ -40,7 +39,7 @@ def start(backend: str, directory: str, hosts: str | None = None) -> sx.comm.Com
         return sx.init("shm", rendezvous=f"file://{directory}")
     if backend == "hierarchical":
         host = (hosts or HOSTS[int(os.environ["WORLD_SIZE"])])[int(os.environ["RANK"])]
-        bootstrap.host_identity = page_setup.host_identity = lambda: host
+        bootstrap.host_identity = lambda: host
         return sx.init("auto", rendezvous=f"file://{directory}")
     return sx.init(backend)
 
@@ -58,12 +57,11 @@ def launched_backend(kind: str, path: str) -> Backend:
         return mpi.MPIBackend(mpi.world())
     import torch.distributed as dist
 
-    from statexchange.comm.backends import torch_groups
     from statexchange.comm.backends.gloo import TorchBackend
     from statexchange.comm.backends.store import StoreBootstrap
 
     if kind == "gloo":
-        group = torch_groups.default_group()
+        group = dist.group.WORLD
         assert group is not None
         return TorchBackend(group, 10.0)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

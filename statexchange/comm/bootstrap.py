@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import json
 import logging
+import os
 import platform
 import re
 import secrets
@@ -26,9 +27,8 @@ from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.single import SingleBackend
 from statexchange.comm.calls import public_call_name
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.failure.control_page import ControlPage
-from statexchange.comm.failure.monitor import GroupMonitor, forming_group
-from statexchange.comm.failure.page_setup import open_control_page
+from statexchange.comm.failure.control_page import ControlPage, open_control_page
+from statexchange.comm.failure.monitor import UNWATCHED, FailureMonitor, forming_group
 from statexchange.comm.failure.start import start_failure_detector
 from statexchange.comm.session import Session
 from statexchange.comm.topology import Topology
@@ -42,7 +42,7 @@ from statexchange.errors import (
     missing_extra,
     to_record,
 )
-from statexchange.processes import host_identity
+from statexchange.processes import host_identity, pid_namespace
 from statexchange.settings import detect_launch
 from statexchange.shared_memory import sweep
 
@@ -110,7 +110,7 @@ def form_communicator(
         if start is not None:
             bootstrap, _ = start()
         forks.cut_off_in_children(_inheritance)
-        alone = Session(SingleBackend(), bootstrap, None, None, Topology(0, (0,), (platform.node(),)), timeout_s)
+        alone = Session(SingleBackend(), bootstrap, None, UNWATCHED, Topology(0, (0,), (platform.node(),)), timeout_s)
         return Communicator(alone, _run_identity(secrets.token_hex(8)), form_communicator)
     try:
         comm = Communicator(*_form_session(bootstrap, timeout_s, prefer, check, start), form_communicator)
@@ -127,6 +127,8 @@ class _RankInfo(NamedTuple):
     """The record that each rank sends to all before they have failure detection."""
 
     host_identity: str
+    memory: str | None
+    """Equal on ranks that may share memory; None on a machine that does not keep stores in order or has no memfd."""
     host: str
     nonce: str
     launchers_local_rank: int | None
@@ -158,8 +160,10 @@ def _form_session(
 ) -> tuple[Session, str]:
     """Return the session of all ranks and the name of their run. Collective."""
     all_gather_bytes = functools.partial(_all_gather_bytes, bootstrap, timeout_s)
+    keeps_order = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
     own = _RankInfo(
         host_identity(),
+        f"{host_identity()} {pid_namespace()}" if keeps_order else None,
         platform.node(),
         secrets.token_hex(8),
         launchers_local_rank(bootstrap),
@@ -167,13 +171,15 @@ def _form_session(
     )
     infos = [_RankInfo(*json.loads(answer)) for answer in all_gather_bytes(json.dumps(own).encode())]
     topology = _topology(infos, bootstrap.rank)
-    page = open_control_page(bootstrap.rank, bootstrap.world_size, all_gather_bytes)
+    page = _page_of(bootstrap, infos, all_gather_bytes)
     run = _run_identity(infos[0].nonce)
     if not all(info.has_torch for info in infos):
-        prefer = _prefer_without_torch(prefer)
+        if prefer == "shm":
+            raise missing_extra('init("shm")', "torch")
+        prefer = "transport"  # the backend over shared memory needs torch
     devices = None
     if page is not None:
-        with _failing_together(page, page, topology):
+        with _failing_together(page, topology):
             if start is not None:
                 bootstrap, devices = start()
                 start = None
@@ -184,52 +190,54 @@ def _form_session(
             ), run
     _report_no_shared_memory(topology, prefer)
     detector = start_failure_detector(bootstrap, topology, timeout_s)
-    with _failing_together(None, detector, topology):
+    with _failing_together(detector, topology):
         if start is not None:
             bootstrap, devices = start()
         transport = bootstrap.transport(timeout_s)
         shares_hosts = 1 < len(topology.leaders) < len(topology.nodes)  # several hosts, and one with several ranks
         is_hierarchical = prefer == "auto" and shares_hosts
-        backend = _hierarchical_backend(transport, topology, timeout_s) if is_hierarchical else transport
+        backend = _hierarchical_backend(transport, topology, infos, timeout_s) if is_hierarchical else transport
     session = Session(backend, transport, None, detector, topology, timeout_s, check=check, device_backend=devices)
     return session, run
 
 
+def _page_of(
+    backend: Backend, infos: Sequence[_RankInfo], all_gather_bytes: Callable[[bytes], list[bytes]]
+) -> ControlPage | None:
+    """Return a control page of the ranks of `backend`; None, on all, if they cannot share memory. Collective."""
+    memories = {info.memory for info in infos}
+    if None in memories or len(memories) > 1:
+        return None
+    return open_control_page(backend.rank, backend.world_size, all_gather_bytes)
+
+
 @contextlib.contextmanager
-def _failing_together(page: ControlPage | None, monitor: GroupMonitor | None, topology: Topology) -> Iterator[None]:
+def _failing_together(monitor: FailureMonitor, topology: Topology) -> Iterator[None]:
     """A block of `init`: an error of one rank is raised on all ranks, and names that rank. Collective."""
     try:
         with forming_group(monitor, topology.hosts):
             yield
     except BaseException as error:
         reported = from_record(to_record(error, topology.rank, "init", topology.hosts[topology.rank]))
-        if page is not None:
-            page.leave(reported)
-        if monitor is not None:
-            monitor.report_failure(reported)
-            monitor.close()
+        monitor.report_failure(reported)
+        monitor.close()
         raise
-
-
-def _prefer_without_torch(prefer: str) -> str:
-    """Return the `prefer` to use where a rank lacks torch: the backend over shared memory needs it."""
-    if prefer == "shm":
-        raise missing_extra('init("shm")', "torch")
-    return "transport"
 
 
 def _shared_memory_backend(page: ControlPage, bootstrap: Backend, timeout_s: float) -> Backend | None:
     """Return the backend over `page`; None, on all ranks, if /dev/shm has too little room for it. Collective."""
     from statexchange.comm.backends.shared_memory import SharedMemoryBackend
 
-    backend = SharedMemoryBackend(page, bootstrap)
+    backend = SharedMemoryBackend(page, "threads" if bootstrap.name == "threads" else "shm")
     if page.kind == "memfd" or backend.reserve(Wait(timeout_s, "the reservation of shared memory")):
         return backend
-    backend.release()
+    backend.close()
     return None
 
 
-def _hierarchical_backend(bootstrap: Backend, topology: Topology, timeout_s: float) -> Backend:
+def _hierarchical_backend(
+    bootstrap: Backend, topology: Topology, infos: Sequence[_RankInfo], timeout_s: float
+) -> Backend:
     """Return a backend with shared memory, or else the transport, within hosts, and the transport between.
 
     Collective.
@@ -242,7 +250,7 @@ def _hierarchical_backend(bootstrap: Backend, topology: Topology, timeout_s: flo
     def all_gather_bytes(payload: bytes) -> list[bytes]:
         return local.all_gather_bytes(payload, Wait(timeout_s, "the formation of a host's group"))
 
-    page = None if is_alone else open_control_page(local.rank, local.world_size, all_gather_bytes)
+    page = None if is_alone else _page_of(local, [infos[rank] for rank in topology.node_ranks], all_gather_bytes)
     shared = None if page is None else _shared_memory_backend(page, local, timeout_s)
     node = local if shared is None else shared
     is_leader = topology.rank == topology.node_ranks[0]
@@ -282,15 +290,11 @@ def _topology(infos: Sequence[_RankInfo], rank: int) -> Topology:
     identities = list(dict.fromkeys(info.host_identity for info in infos))
     nodes = tuple(identities.index(info.host_identity) for info in infos)
     hosts = tuple(info.host for info in infos)
-    local_ranks = [info.launchers_local_rank for info in infos if info.launchers_local_rank is not None]
-    if len(local_ranks) < len(infos):
+    local_ranks = tuple(info.launchers_local_rank for info in infos if info.launchers_local_rank is not None)
+    expected = {(node, local_rank) for node in nodes for local_rank in range(nodes.count(node))}
+    if len(local_ranks) < len(infos) or set(zip(nodes, local_ranks, strict=True)) != expected:
         return Topology(rank, nodes, hosts)
-    expected = []
-    for node in range(len(identities)):
-        expected += [(node, local_rank) for local_rank in range(nodes.count(node))]
-    if sorted(zip(nodes, local_ranks, strict=True)) != expected:
-        return Topology(rank, nodes, hosts)
-    return Topology(rank, nodes, hosts, tuple(local_ranks))
+    return Topology(rank, nodes, hosts, local_ranks)
 
 
 def _run_identity(nonce: str) -> str:

@@ -1,8 +1,11 @@
 """The calls on tensors: check arguments, make them contiguous, and write results back.
 
 Each collective here has three steps. It prepares this rank's arguments; if they are wrong, all ranks raise the error,
-since others may have called with good ones (`_prepared`). It builds a `Call`, whose description the ranks compare. And
-it gives the session a body, which runs once the ranks have compared their calls, maybe in another thread.
+since others may have called with good ones (`Session.checking`). It builds a `Call`, whose description the ranks
+compare. And it gives the session a body, which runs once the ranks have compared their calls, maybe in another thread.
+
+A reduction that cannot be right is refused before anything is sent. A dtype that a backend does not reduce right itself
+is converted to one that it does (`Reduction`).
 
 `send` and `recv` concern two ranks, which compare what they are about to do before any data moves, by three messages
 with tags 0, 1 and 2: the sender's note goes to the receiver, the receiver's note to the sender, then the data. A note
@@ -15,19 +18,20 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 
 from statexchange.comm.backends.backend import Backend, Between
-from statexchange.comm.backends.reduction import Reduction
+from statexchange.comm.backends.reduction import COMPLEX, FLOATS, HALVES, INTS, NO_FINISH, Finish
 from statexchange.comm.calls import Call, call_site, fingerprint_of
 from statexchange.comm.session import Route
 from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work
-from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, type_text
+from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError, UnsupportedError, type_text
 from statexchange.tensors import (
     TensorKindT,
     TensorLike,
@@ -57,6 +61,149 @@ T = TypeVar("T")
 _SHOWN = 300  # characters of a list of tensors in a message
 _OFFER, _ANSWER, _DATA = 0, 1, 2  # tags: of the sender's note, the receiver's note, and the data
 _NOTE_BYTES = 320
+_OPS = ("sum", "avg", "min", "max", "prod")
+_INT64_MAX = 2**63 - 1
+
+
+def _op_name(op: object) -> str:
+    """Return one of _OPS for a name or a torch ReduceOp. Not collective."""
+    name = op.lower() if isinstance(op, str) else str(op).rpartition(".")[2].lower()
+    name = {"product": "prod"}.get(name, name)
+    if name not in _OPS:
+        raise InvalidArgumentError(f"unknown op {op!r}; known: {', '.join(_OPS)}")
+    return name
+
+
+def _range_of_results(limits: torch.iinfo, factor: int) -> tuple[int, int]:
+    """Return the least and the greatest int64 whose product with `factor` lies within `limits`."""
+    if factor == 0:
+        return -_INT64_MAX - 1, _INT64_MAX
+    low, high = (limits.min, limits.max) if factor > 0 else (-limits.max, -limits.min)
+    size = abs(factor)
+    return max(-(-low // size), -_INT64_MAX - 1), min(high // size, _INT64_MAX)
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """The reduction of one dtype by one op on one backend. Made by `of`, which refuses what cannot be right."""
+
+    op: str
+    dtype: torch.dtype
+    finish: Finish
+    native: bool
+    """Whether the backend reduces the dtype itself; else the tensor is converted."""
+    text: str
+    """The operation as text, which ranks compare."""
+
+    @classmethod
+    def of(cls, op: object, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
+        """Return how `op` reduces `dtype` on `backend`; raise UnsupportedError if no result can be right.
+
+        Not collective.
+        """
+        factor = float(scale)
+        if factor != 1:
+            return cls._of(_op_name(op), dtype, factor, backend)
+        cached: Reduction | None = backend.reductions.get((op, dtype))
+        if cached is None:
+            cached = backend.reductions[op, dtype] = cls._of(_op_name(op), dtype, 1.0, backend)
+        return cached
+
+    @classmethod
+    def _of(cls, op: str, dtype: torch.dtype, scale: float, backend: Backend) -> Reduction:
+        plain = "sum" if op == "avg" else op
+        exact = dtype in INTS or dtype == torch.bool
+        if not exact and dtype not in FLOATS + COMPLEX:
+            raise UnsupportedError(f"{dtype} can be moved but not reduced: convert it first")
+        if dtype in COMPLEX and plain in ("min", "max"):
+            raise UnsupportedError(f"{op} of {dtype}: complex numbers have no order")
+        if exact and op == "avg":
+            raise UnsupportedError(f"avg of {dtype}: convert it to a floating dtype first")
+        if exact and scale != 1 and (dtype == torch.bool or not float(scale).is_integer()):
+            raise UnsupportedError(f"{dtype} cannot be scaled by {scale}: convert it to a floating dtype first")
+        native = backend.reduces(plain, dtype)
+        if dtype in COMPLEX and plain == "sum":  # torch.add multiplies by 1, which makes complex infinities NaN
+            native = False
+        if exact:  # sums and products must be checked for overflow
+            native = native and dtype != torch.bool and plain in ("min", "max") and scale == 1
+        finish = Finish(backend.world_size if op == "avg" else 1, scale)
+        text = plain if finish.divisor == 1 else "avg"
+        if scale != 1:
+            text += f" times {scale!r}"
+        return cls(plain, dtype, finish, native, text)
+
+    def all_reduce(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> None:
+        """Reduce `tensor` over all ranks, in place. Collective."""
+        if self.native:
+            backend.all_reduce(tensor, self.op, self.finish, wait)
+        else:
+            tensor.copy_(self._by_conversion(backend, tensor, wait))
+
+    def reduce(self, backend: Backend, tensor: torch.Tensor, root: int, wait: Wait) -> None:
+        """Reduce `tensor` over all ranks, in place on `root` only. Collective."""
+        if self.native:
+            backend.reduce(tensor, self.op, root, self.finish, wait)
+            return
+        result = self._by_conversion(backend, tensor, wait)
+        if backend.rank == root:
+            tensor.copy_(result)
+
+    def reduce_scatter(self, backend: Backend, tensor: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
+        """Write this rank's part of the reduction into `into`. Collective."""
+        if self.native:
+            backend.reduce_scatter(tensor, into, self.op, self.finish, wait)
+        else:
+            into.copy_(self._by_conversion(backend, tensor, wait).view(backend.world_size, -1)[backend.rank])
+
+    def _by_conversion(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        """Return the reduction of a copy of `tensor` in a dtype that the backend reduces right, or by Backend's own."""
+        if self.dtype == torch.bool:
+            return self._run(backend, tensor.to(torch.uint8), "max" if self.op in ("sum", "max") else "min", wait)
+        if self.dtype in INTS:
+            return self._integers(backend, tensor, wait)
+        if self.dtype in COMPLEX:
+            return self._complex(backend, tensor, wait)
+        wide = tensor.to(torch.float32) if self.dtype in HALVES else tensor.clone()
+        if self.op in ("min", "max"):
+            result = self._with_nan(backend, wide, wait)
+        else:
+            result = self._run(backend, wide, self.op, wait)
+        self.finish(result)
+        return result
+
+    def _run(self, backend: Backend, tensor: torch.Tensor, op: str, wait: Wait) -> torch.Tensor:
+        backend.all_reduce(tensor, op, NO_FINISH, wait)
+        return tensor
+
+    def _with_nan(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        """Reduce min or max, and NaN apart: with NaN a transport's result depends on the order of ranks."""
+        nan = tensor.isnan()
+        anywhere = self._run(backend, nan.to(torch.uint8), "max", wait).bool()
+        least = float("-inf") if self.op == "max" else float("inf")
+        return self._run(backend, tensor.masked_fill_(nan, least), self.op, wait).masked_fill_(anywhere, float("nan"))
+
+    def _integers(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        """Reduce in int64, and in float64 too where int64 could wrap; raise on all ranks if a result does not fit."""
+        factor = int(self.finish.scale)
+        result = self._run(backend, tensor.to(torch.int64, copy=True), self.op, wait)
+        lowest, highest = _range_of_results(torch.iinfo(self.dtype), factor)
+        outside = (result < lowest) | (result > highest)
+        if self.op == "prod" or (self.op == "sum" and self.dtype == torch.int64):
+            # A result that has wrapped is off by a multiple of 2**64, far more than float64 is.
+            approximate = self._run(backend, tensor.double(), self.op, wait)
+            outside |= approximate.sub_(result).abs_() > 2.0**63
+        if bool(outside.any()) or abs(factor) > _INT64_MAX:
+            raise NumericOverflowError(f"the {self.op} over ranks does not fit into {self.dtype}: convert it first")
+        return result * factor
+
+    def _complex(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        result = tensor.clone()
+        if self.op == "sum":
+            self._run(backend, torch.view_as_real(result).view(-1), "sum", wait)
+            self.finish(result)
+        else:
+            Backend.all_reduce(backend, result, self.op, self.finish, wait)  # the plain one: transports lack it
+        return result
 
 
 class FlatTensor(Generic[TensorT]):
@@ -145,15 +292,6 @@ def _tensor_of_array(array: np.ndarray[Any, Any], *, written: bool) -> torch.Ten
     return cast("torch.Tensor", as_torch(plain if plain.flags.writeable else plain.copy()))
 
 
-def _prepared(route: Route, verb: str, prepare: Callable[[], T]) -> T:
-    """Return what `prepare` makes of the arguments; if it raises, all ranks raise. Collective in that case."""
-    route.session.raise_if_dead()
-    try:
-        return prepare()
-    except Exception as refusal:  # noqa: BLE001 (whatever it is, it must reach the others)
-        route.session.refuse(verb, refusal)
-
-
 def _target(given: FlatTensor[TensorT], out: TensorT) -> FlatTensor[TensorT]:
     """Return where the result goes: into `out`, which must be like `given`."""
     target = FlatTensor(out, given.data.device.type, written=True)
@@ -183,7 +321,7 @@ def all_reduce(
         given, backend = _flat_for(route, tensor, written=out is None)
         target = given if out is None else _target(given, out)
         reduction = Reduction.of(op, given.data.dtype, scale, backend)
-    except Exception as refusal:  # noqa: BLE001 (as `_prepared`, whose call would slow down small tensors)
+    except Exception as refusal:  # noqa: BLE001 (as `checking`, which would slow down small tensors)
         route.session.refuse("all_reduce", refusal)
 
     def body(wait: Wait) -> TensorT:
@@ -206,18 +344,15 @@ def all_reduce_multiple(
     route: Route, tensors: Sequence[TensorT], op: object, scale: float, contiguous: bool, async_op: bool
 ) -> list[TensorT] | Work[list[TensorT]]:
     """See `Communicator.all_reduce_multiple`. Collective."""
-
-    def prepare() -> tuple[list[TensorT], list[_ReducedTogether]]:
+    by_key: dict[object, _ReducedTogether] = {}
+    with route.session.checking("all_reduce_multiple"):
         given = list(tensors)
-        groups: dict[object, _ReducedTogether] = {}
         for i, tensor in enumerate(given):
             flat, backend = _flat_for(route, tensor, written=True)
             key = (flat.data.dtype, flat.data.device) if contiguous else i
             reduction = Reduction.of(op, flat.data.dtype, scale, backend)
-            groups.setdefault(key, _ReducedTogether(reduction, backend, [])).flats.append(flat)
-        return given, list(groups.values())
-
-    given, groups = _prepared(route, "all_reduce_multiple", prepare)
+            by_key.setdefault(key, _ReducedTogether(reduction, backend, [])).flats.append(flat)
+    groups = list(by_key.values())
     first_backend = groups[0].backend if groups else route.backend_for("cpu")
 
     def body(wait: Wait) -> list[TensorT]:
@@ -251,14 +386,11 @@ def reduce(
 ) -> TensorT | Work[TensorT]:
     """See `Communicator.reduce`. Collective."""
     is_root = route.rank == root
-
-    def prepare() -> tuple[FlatTensor[TensorT], FlatTensor[TensorT], Reduction, Backend]:
+    with route.session.checking("reduce"):
         route.session.check_root(root)
         given, backend = _flat_for(route, tensor, written=is_root and out is None)
         target = _target(given, out) if is_root and out is not None else given
-        return given, target, Reduction.of(op, given.data.dtype, 1.0, backend), backend
-
-    given, target, reduction, backend = _prepared(route, "reduce", prepare)
+        reduction = Reduction.of(op, given.data.dtype, 1.0, backend)
 
     def body(wait: Wait) -> TensorT:
         result = target.start_from(given)
@@ -270,14 +402,11 @@ def reduce(
 
 def through_leaders(route: Route, tensor: TensorLike, between: Between, operation: str) -> None:
     """See `Communicator.through_leaders`. Collective."""
-
-    def prepare() -> tuple[FlatTensor[torch.Tensor], Backend]:
+    with route.session.checking(operation):
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
             raise InvalidArgumentError(f"expected a tensor of a floating dtype, not {type(tensor).__name__}")
         backend = route.hierarchy or route.backend_for(tensor.device.type)
-        return FlatTensor(tensor, backend.device_type, written=True), backend
-
-    given, backend = _prepared(route, operation, prepare)
+        given = FlatTensor(tensor, backend.device_type, written=True)
 
     def body(wait: Wait) -> None:
         if given.data.numel():
@@ -292,13 +421,10 @@ def through_leaders(route: Route, tensor: TensorLike, between: Between, operatio
 def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, async_op: bool) -> TensorT | Work[TensorT]:
     """See `Communicator.broadcast`. Collective."""
     is_root = route.rank == root
-
-    def prepare() -> tuple[FlatTensor[TensorT], FlatTensor[TensorT], Backend]:
+    with route.session.checking("broadcast"):
         route.session.check_root(root)
         given, backend = _flat_for(route, tensor, written=out is None and not is_root)
-        return given, given if out is None else _target(given, out), backend
-
-    given, target, backend = _prepared(route, "broadcast", prepare)
+        target = given if out is None else _target(given, out)
 
     def body(wait: Wait) -> TensorT:
         moved = given if is_root else target
@@ -315,23 +441,24 @@ def gather(
 ) -> list[TensorKindT] | Work[list[TensorKindT]]:
     """See `Communicator.gather`, and `Communicator.all_gather` for the `root` None. Collective."""
     verb = "all_gather" if root is None else "gather"
-
-    def prepare() -> tuple[FlatTensor[TensorKindT], Backend]:
+    with route.session.checking(verb):
         if root is not None:
             route.session.check_root(root)
-        return _flat_for(route, tensor, written=False)
+        given, backend = _flat_for(route, tensor, written=False)
 
-    given, backend = _prepared(route, verb, prepare)
+    has_result = root in (None, route.rank)
 
     def body(wait: Wait) -> list[TensorKindT]:
-        if root is not None and route.rank != root:
-            backend.gather(given.bytes, None, root, wait)
-            return []
-        gathered = given.data.new_empty(route.world_size * given.data.numel())
+        gathered = given.data.new_empty(route.world_size * given.data.numel() if has_result else 0)
         if root is None:
             backend.all_gather(given.bytes, gathered.view(torch.uint8), wait)
         else:
-            backend.gather(given.bytes, gathered.view(torch.uint8), root, wait)
+            nbytes = given.bytes.numel()
+            sent = [nbytes if rank == root else 0 for rank in range(route.world_size)]
+            received = [nbytes if has_result else 0] * route.world_size
+            backend.flat.all_to_all(given.bytes, sent, gathered.view(torch.uint8), received, wait)
+        if not has_result:
+            return []
         parts = gathered.view(route.world_size, *given.tensor.shape)
         return [cast("TensorKindT", _as_kind(part, given.kind, route)) for part in parts]
 
@@ -367,7 +494,9 @@ def _metadata_from_json(message: bytes) -> list[_TensorMetadata]:
     return [_TensorMetadata(*raw) for raw in json.loads(message)]
 
 
-def _one_per_rank(route: Route, tensors: Sequence[TensorLike]) -> tuple[list[FlatTensor[Any]], Backend]:
+def _one_per_rank(
+    route: Route, tensors: Sequence[TensorLike], backend: Backend | None = None
+) -> tuple[list[FlatTensor[Any]], Backend]:
     """Return one flat tensor for each rank, and the backend for them: that of CPUs if they are on several devices."""
     if not isinstance(tensors, list | tuple):
         raise InvalidArgumentError(f"give a list with one tensor for each rank, not {type_text(tensors)}")
@@ -375,36 +504,46 @@ def _one_per_rank(route: Route, tensors: Sequence[TensorLike]) -> tuple[list[Fla
         raise InvalidArgumentError(
             "there must be one tensor for each rank", expected=route.world_size, found=len(tensors)
         )
-    device_types = {tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu" for tensor in tensors}
-    backend = route.backend_for(device_types.pop() if len(device_types) == 1 else "cpu")
+    if backend is None:
+        device_types = {tensor.device.type if isinstance(tensor, torch.Tensor) else "cpu" for tensor in tensors}
+        backend = route.backend_for(device_types.pop() if len(device_types) == 1 else "cpu")
     return [FlatTensor(tensor, backend.device_type, written=False) for tensor in tensors], backend
+
+
+def _exchanged(
+    route: Route, call: Call, backend: Backend, flats: Sequence[FlatTensor[Any]], wait: Wait
+) -> list[TensorLike]:
+    """Send tensor i of `flats`, which may be empty, to rank i; return what the ranks send to this one. Collective."""
+    messages = route.session.messages(call, _metadata_json(flats), None, wait)
+    by_sender = [_metadata_from_json(message)[route.rank :][:1] for message in messages]  # [] of a rank without tensors
+    sizes = [sum(metadata.nbytes for metadata in one_or_none) for one_or_none in by_sender]
+    data = torch.empty(0, dtype=torch.uint8, device=backend.device_type)
+    if flats:
+        data = torch.cat([flat.bytes for flat in flats])
+    sent = [flat.bytes.numel() for flat in flats] or [0] * route.world_size
+    received = data.new_empty(sum(sizes))
+    backend.flat.all_to_all(data, sent, received, sizes, wait)
+    tensors = []
+    for one_or_none, part in zip(by_sender, torch.split(received, sizes), strict=True):
+        tensors += [metadata.tensor_over(part, route) for metadata in one_or_none]
+    return tensors
 
 
 def scatter(
     route: Route, tensors: Sequence[TensorLike] | None, root: int, async_op: bool
 ) -> TensorLike | Work[TensorLike]:
     """See `Communicator.scatter`. Collective."""
-    is_root = route.rank == root
-
-    def prepare() -> list[FlatTensor[Any]]:
+    backend = route.backend_for("cpu")  # only root knows the device of its tensors
+    flats: list[FlatTensor[Any]] = []
+    with route.session.checking("scatter"):
         route.session.check_root(root)
-        if not is_root:
-            return []
-        flats, _ = _one_per_rank(route, () if tensors is None else tensors)
-        return flats
-
-    flats = _prepared(route, "scatter", prepare)
+        if route.rank == root:
+            flats, _ = _one_per_rank(route, () if tensors is None else tensors, backend)
     call = Call(f"scatter from {root}")
-    backend = route.backend_for("cpu")
 
     def body(wait: Wait) -> TensorLike:
-        messages = route.session.messages(call, _metadata_json(flats), None, wait)
-        by_rank = _metadata_from_json(messages[root])
-        sizes = [metadata.nbytes for metadata in by_rank]
-        data = torch.cat([flat.bytes.cpu() for flat in flats]) if is_root else None
-        received = torch.empty(sizes[route.rank], dtype=torch.uint8, device="cpu")
-        backend.scatter(data, sizes, received, root, wait)
-        return by_rank[route.rank].tensor_over(received, route)
+        (received,) = _exchanged(route, call, backend, flats, wait)
+        return received
 
     return route.collective(call, backend, body, async_op)
 
@@ -413,33 +552,20 @@ def all_to_all(
     route: Route, tensors: Sequence[TensorLike], async_op: bool
 ) -> list[TensorLike] | Work[list[TensorLike]]:
     """See `Communicator.all_to_all`. Collective."""
-    flats, backend = _prepared(route, "all_to_all", lambda: _one_per_rank(route, tensors))
+    with route.session.checking("all_to_all"):
+        flats, backend = _one_per_rank(route, tensors)
     call = Call("all_to_all")
-
-    def body(wait: Wait) -> list[TensorLike]:
-        messages = route.session.messages(call, _metadata_json(flats), None, wait)
-        by_sender = [_metadata_from_json(message)[route.rank] for message in messages]
-        sizes = [metadata.nbytes for metadata in by_sender]
-        data = torch.cat([flat.bytes for flat in flats])
-        received = data.new_empty(sum(sizes))
-        backend.all_to_all(data, [flat.bytes.numel() for flat in flats], received, sizes, wait)
-        parts = torch.split(received, sizes)
-        return [metadata.tensor_over(part, route) for part, metadata in zip(parts, by_sender, strict=True)]
-
-    return route.collective(call, backend, body, async_op)
+    return route.collective(call, backend, lambda wait: _exchanged(route, call, backend, flats, wait), async_op)
 
 
 def reduce_scatter(route: Route, tensor: TensorKindT, op: object, async_op: bool) -> TensorKindT | Work[TensorKindT]:
     """See `Communicator.reduce_scatter`. Collective."""
-
-    def prepare() -> tuple[FlatTensor[TensorKindT], Reduction, Backend]:
-        flat, backend = _flat_for(route, tensor, written=False)
-        whole = flat.tensor.shape
+    with route.session.checking("reduce_scatter"):
+        given, backend = _flat_for(route, tensor, written=False)
+        whole = given.tensor.shape
         if not whole or whole[0] % route.world_size:
-            raise InvalidArgumentError(f"dimension 0 of {flat.text} cannot be cut into {route.world_size} parts")
-        return flat, Reduction.of(op, flat.data.dtype, 1.0, backend), backend
-
-    given, reduction, backend = _prepared(route, "reduce_scatter", prepare)
+            raise InvalidArgumentError(f"dimension 0 of {given.text} cannot be cut into {route.world_size} parts")
+        reduction = Reduction.of(op, given.data.dtype, 1.0, backend)
 
     def body(wait: Wait) -> TensorKindT:
         rows, *others = given.tensor.shape
@@ -451,16 +577,13 @@ def reduce_scatter(route: Route, tensor: TensorKindT, op: object, async_op: bool
     return route.collective(Call(f"reduce_scatter {reduction.text} {given.text}"), backend, body, async_op)
 
 
-def _nbytes_of(shape: Sequence[int], dtype: torch.dtype) -> int:
-    is_shape = isinstance(shape, (list, tuple)) and all(type(size) is int and size >= 0 for size in shape)
-    if not is_shape or not isinstance(dtype, torch.dtype):
-        raise InvalidArgumentError(f"expected a shape, such as (2, 3), and a torch dtype, not {shape!r} and {dtype!r}")
-    return math.prod(shape) * dtype.itemsize
-
-
 def empty(route: Route, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """See `Communicator.empty`. Collective."""
-    nbytes = _prepared(route, "empty", lambda: _nbytes_of(shape, dtype))
+    with route.session.checking("empty"):
+        is_shape = isinstance(shape, (list, tuple)) and all(type(size) is int and size >= 0 for size in shape)
+        if not is_shape or not isinstance(dtype, torch.dtype):
+            raise InvalidArgumentError(f"expected a shape, as (2, 3), and a torch dtype, not {shape!r} and {dtype!r}")
+    nbytes = math.prod(shape) * dtype.itemsize
     backend = route.backend_for("cpu")
 
     def body(wait: Wait) -> torch.Tensor:
@@ -469,7 +592,8 @@ def empty(route: Route, shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
         memory = backend.empty(nbytes, wait) if nbytes else torch.empty(0, dtype=torch.uint8, device="cpu")
         return memory[:nbytes].view(dtype).view(tuple(shape))
 
-    return route.collective(Call(f"empty {str(dtype)[6:]}{list(shape)}"), backend, body, async_op=False)
+    call = Call(f"empty {str(dtype)[6:]}{list(shape)}")
+    return cast("torch.Tensor", route.collective(call, backend, body, async_op=False))
 
 
 def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool) -> TensorT | Work[TensorT]:
@@ -489,47 +613,35 @@ def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool
         refusal, text = error, f"refused: {error}"
     note = f"rank {route.rank} called {verb} {text} {'to' if verb == 'send' else 'from'} {peer} at {call_site()}"
 
+    mover = backend.flat
+
     def body(wait: Wait) -> TensorT:
-        exchange_notes = _send_note_first if verb == "send" else _receive_note_first
-        different_note = exchange_notes(backend, peer, text, note, wait)
+        different_note = _note_if_different(mover, verb, peer, text, note, wait)
         if refusal is not None:
             raise refusal
         if different_note is not None:
             raise MismatchError(f"ranks are in different calls: {note}; {different_note}")
         assert flat is not None
         if verb == "send":
-            backend.send(flat.bytes, peer, _DATA, wait)
+            mover.send(flat.bytes, peer, _DATA, wait)
             return tensor
-        backend.recv(flat.bytes, peer, _DATA, wait)
+        mover.recv(flat.bytes, peer, _DATA, wait)
         return flat.write_back()
 
     return route.session.deliver(backend, verb, peer, f"{verb} {text}", body, async_op)
 
 
-def _send_note_first(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
-    """Send the sender's note and receive the receiver's; return that if it differs, else None."""
-    backend.send(_note(text, note), peer, _OFFER, wait)
-    answer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
-    backend.recv(answer, peer, _ANSWER, wait)
-    return _text_if_different(text, answer)
-
-
-def _receive_note_first(backend: Backend, peer: int, text: str, note: str, wait: Wait) -> str | None:
-    """Receive the sender's note and send the receiver's; return the sender's if it differs, else None."""
-    offer = torch.empty(_NOTE_BYTES, dtype=torch.uint8, device="cpu")
-    backend.recv(offer, peer, _OFFER, wait)
-    backend.send(_note(text, note), peer, _ANSWER, wait)
-    return _text_if_different(text, offer)
-
-
-def _note(text: str, note: str) -> torch.Tensor:
+def _note_if_different(mover: Backend, verb: str, peer: int, text: str, note: str, wait: Wait) -> str | None:
+    """Exchange notes with the peer, the sender's first; return the peer's for errors, None if it expects the same."""
     shown = note.encode()[: _NOTE_BYTES - 8].ljust(_NOTE_BYTES - 8, b"\0")
-    return torch.frombuffer(bytearray(fingerprint_of(text).to_bytes(8, "little") + shown), dtype=torch.uint8)
-
-
-def _text_if_different(text: str, note: torch.Tensor) -> str | None:
-    """Return the peer's text for errors; None if its hash is that of `text`."""
-    received = bytes(note.numpy().data)
-    if int.from_bytes(received[:8], "little") == fingerprint_of(text):
-        return None
-    return received[8:].rstrip(b"\0").decode(errors="replace")
+    own_hash = fingerprint_of(text).to_bytes(8, "little")
+    sent = torch.frombuffer(bytearray(own_hash + shown), dtype=torch.uint8)
+    received = torch.empty_like(sent)
+    if verb == "send":
+        mover.send(sent, peer, _OFFER, wait)
+        mover.recv(received, peer, _ANSWER, wait)
+    else:
+        mover.recv(received, peer, _OFFER, wait)
+        mover.send(sent, peer, _ANSWER, wait)
+    answer = bytes(received.numpy().data)
+    return None if answer[:8] == own_hash else answer[8:].rstrip(b"\0").decode(errors="replace")

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
-from statexchange import values
+from statexchange import messages, values
 from statexchange.comm.arena_exchange import ArenaExchange
 from statexchange.comm.backends.backend import Backend, check_ranks
 from statexchange.comm.calls import Call, encoded, step_text
@@ -34,8 +35,9 @@ if TYPE_CHECKING:
     from statexchange.comm.backends.backend import Between
     from statexchange.comm.work import Work
 
-__all__ = ["AbandonedError", "CommLike", "Communicator", "ReduceOpLike"]
+__all__ = ["AbandonedError", "CommLike", "Communicator", "ReduceOpLike", "agree", "from_all", "from_root"]
 
+T = TypeVar("T")
 # What callers may pass as `comm`.
 CommLike: TypeAlias = "Communicator | torch.distributed.ProcessGroup | DeviceMesh | MPI.Comm"
 # What callers may pass as `op`.
@@ -374,8 +376,7 @@ class Communicator:
             raise
         self.agree(phase=name, timeout_s=timeout_s)
 
-    @contextlib.contextmanager
-    def checking(self, call: str) -> Iterator[None]:
+    def checking(self, call: str) -> contextlib.AbstractContextManager[None]:
         """Run a block that validates the arguments of `call`: what it raises on one rank, all raise.
 
         Collective only on error: a rank whose block succeeds does not communicate here, and raises in its next call.
@@ -383,8 +384,8 @@ class Communicator:
         Args:
             call: the name of the public call, for errors.
 
-        Yields:
-            Nothing.
+        Returns:
+            The block's context.
 
         Raises:
             InvalidArgumentError: the block raised TypeError, ValueError or AttributeError; others keep their type.
@@ -396,12 +397,7 @@ class Communicator:
             Traceback (most recent call last):
             statexchange.errors.InvalidArgumentError: ...
         """
-        try:
-            yield
-        except Exception as refusal:
-            if refusal is self._session.dead or refusal is self._session.shared_error:
-                raise  # on all ranks already
-            self._session.refuse(call, refusal)
+        return self._session.checking(call)
 
     def progress(self) -> None:
         """Report that bytes move: ranks that wait for this one extend their deadlines. Not collective.
@@ -416,10 +412,9 @@ class Communicator:
         """
         if self._session.is_inherited:
             self._session.raise_if_dead()
-        monitor = self._session.monitor
-        if monitor is not None:
-            monitor.report_progress()
-            if monitor.collective_requested():
+        if self.world_size > 1:
+            self._session.monitor.report_progress()
+            if self._session.monitor.collective_requested():
                 raise AbandonedError
 
     def barrier(self, timeout_s: float | None = None, tag: str | None = None) -> None:
@@ -1214,3 +1209,48 @@ def _refusal_of(timeout_s: object) -> InvalidArgumentError | None:
     except InvalidArgumentError as refusal:
         return refusal
     return None
+
+
+# Messages of typed records: every rank checks what it reads
+
+
+def from_all(
+    comm: Communicator, value: T, kind: type[T] | UnionType, what: str, check: Callable[[T], object] | None = None
+) -> list[T]:
+    """Return the values of all ranks in rank order; `kind`, `what` and `check` are as for `decode`. Collective."""
+    if comm.world_size == 1:
+        return [value]
+    found = []
+    # A rank decodes its own value, too: what cannot be read is an error on all ranks, and none goes on alone.
+    for rank, data in enumerate(comm.all_gather_bytes(messages.encoded(value, kind), operation=what)):
+        found.append(messages.decode(data, kind, what, rank, check))
+    return found
+
+
+def from_root(comm: Communicator, value: T, kind: type[T] | UnionType, what: str, root: int = 0) -> T:
+    """Return the value of `root` on all ranks; those of the others are ignored. Collective."""
+    if comm.world_size == 1:
+        return value
+    data = b""
+    if comm.rank == root:
+        data = messages.encoded(value, kind)
+    # Every backend has all_gather_bytes, which also finds ranks that are in another call.
+    return messages.decode(comm.all_gather_bytes(data, operation=what)[root], kind, what, root)
+
+
+def agree(comm: Communicator, failure: Exception | None, phase: str, value: T | None, kind: type[T]) -> list[T]:
+    """Wait for all ranks as `Communicator.agree` does, and return the values of all in rank order. Collective.
+
+    `value` may be None on a rank that has a failure.
+    """
+    if comm.world_size == 1:
+        comm.agree(failure, phase=phase)
+        assert value is not None
+        return [value]
+    note: object = None
+    if value is not None:
+        note = messages.encode(value, kind)
+    found = []
+    for rank, raw in enumerate(comm.agree(failure, phase=phase, note=note)):
+        found.append(messages.decode(raw, kind, f"its note on {phase}", rank))
+    return found

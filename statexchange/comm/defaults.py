@@ -232,14 +232,19 @@ def _from_mesh(mesh: DeviceMesh) -> Communicator:
 
     The registry finds it by its ranks, since slicing a mesh makes a new object each time.
     """
-    from statexchange.comm.backends.gloo import of_ranks
-
     torch_group = torch_default_group()
     ranks = sorted(mesh.mesh.flatten().tolist())
     if torch_group is not None and len(ranks) == torch_group.size():
         return from_process_group(torch_group)
+    return _of_world_ranks(torch_group, ranks, "mesh")
+
+
+def _of_world_ranks(torch_group: object, ranks: Sequence[int], use: str) -> Communicator:
+    """Return the communicator of some ranks of torch's default group for one `use`. Collective over them, once."""
+    from statexchange.comm.backends.gloo import of_ranks
+
     return _registry.adopt(
-        torch_group, lambda wait_s: form_communicator(of_ranks(ranks, wait_s), wait_s), None, "mesh", *ranks
+        torch_group, lambda wait_s: form_communicator(of_ranks(ranks, wait_s), wait_s), None, use, *ranks
     )
 
 
@@ -385,12 +390,8 @@ def members(ranks: Sequence[int], group: CommLike | None = None) -> Communicator
     world = current()
     if world is not None or torch_group is None:
         return (world or as_communicator(None)).new_group(ranks)
-    from statexchange.comm.backends.gloo import of_ranks
-
     # The default group has no communicator yet, and making one would need ranks that do not take part.
-    return _registry.adopt(
-        torch_group, lambda wait_s: form_communicator(of_ranks(ranks, wait_s), wait_s), None, "ranks", *ranks
-    )
+    return _of_world_ranks(torch_group, ranks, "ranks")
 
 
 def current() -> Communicator | None:

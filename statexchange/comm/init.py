@@ -194,11 +194,9 @@ def _make_by_torch(options: InitOptions, timeout_s: float) -> Communicator:
     store, rank, size = shared.lasting, shared.rank, shared.world_size
 
     def start() -> tuple[Backend, Backend | None]:
-        if not is_nccl:
-            return TorchBackend(torch_groups.start_gloo(store, rank, size, timeout_s), timeout_s), None
-        group = torch_groups.start_nccl(store, rank, size, timeout_s)
+        group = torch_groups.start("nccl" if is_nccl else "gloo", store, rank, size, timeout_s)
         transport = TorchBackend(group, timeout_s)
-        return transport, NCCLBackend(group, transport)
+        return transport, NCCLBackend(group, transport) if is_nccl else None
 
     return form_communicator(StoreBootstrap(store, rank, size), timeout_s, prefer=prefer, check=check, start=start)
 

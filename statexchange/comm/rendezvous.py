@@ -32,9 +32,9 @@ import torch.distributed as dist
 
 from statexchange.comm import tcp_store
 from statexchange.comm.backends.backend import Backend
-from statexchange.comm.backends.torch_groups import torch_errors, unused_prefix
+from statexchange.comm.backends.torch_groups import as_timedelta, torch_errors, unused_prefix
 from statexchange.comm.rendezvous_directory import DirectoryRendezvous
-from statexchange.comm.tcp_store import LostServerError, Server, SharedStore
+from statexchange.comm.tcp_store import Joining, LostServerError, Server, SharedStore
 from statexchange.comm.wait import Wait
 from statexchange.errors import InvalidArgumentError, NotInitializedError, StateExchangeError
 from statexchange.settings import Launch, has_agent_store
@@ -74,32 +74,21 @@ def store_of(launch: Launch, timeout_s: float) -> SharedStore:
 
 
 def _torchruns_store(timeout_s: float) -> SharedStore:
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     try:
         with torch_errors(Wait(timeout_s, "torchrun's store")):
-            store, rank, size = next(iter(_stores.rendezvous("env://", timeout=tcp_store.as_timedelta(timeout_s))))
+            store, rank, size = next(iter(_stores.rendezvous("env://", timeout=as_timedelta(timeout_s))))
     except ValueError as error:
         if isinstance(error, StateExchangeError):
             raise
         raise NotInitializedError(f"the environment lacks the address of torchrun's store: {error}") from error
     store = _stores.PrefixStore(unused_prefix("rendezvous"), store)
-    where = "torchrun's store"
+    joining = Joining(rank, size, timeout_s, "torchrun's store", began)
     try:
-        tcp_store.enroll(store, rank, secrets.token_hex(16), where)
-        if rank == 0:
-            _lead_at_store(store, size, deadline, timeout_s, where)
-        else:
-            tcp_store.wait_until_complete(store, size, deadline, timeout_s, where)
+        joining.join(store, secrets.token_hex(16))
     except LostServerError as error:
-        raise NotInitializedError(f"{where} has ended: {error}") from error
+        raise NotInitializedError(f"{joining.where} has ended: {error}") from error
     return SharedStore(store, rank, size)
-
-
-def _lead_at_store(store: Any, world_size: int, deadline: float, timeout_s: float, where: str) -> None:
-    """Wait until all ranks have joined `store`, then write that it is complete, or why it failed. Rank 0 only."""
-    with tcp_store.failure_announced(store, world_size):
-        tcp_store.wait_for_all(store, world_size, deadline, timeout_s, where, lambda: None)
-    tcp_store.complete(store)
 
 
 def _store_by_mpi(backend: Backend, timeout_s: float) -> SharedStore:
@@ -160,44 +149,38 @@ def _port_of(url: str) -> int | None:
 
 
 def _store_at_address(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> SharedStore:
-    deadline = time.monotonic() + timeout_s
-    where = f"tcp://{host}:{port}"
+    joining = Joining(rank, world_size, timeout_s, f"tcp://{host}:{port}")
     if rank != 0:
-        return SharedStore(_joined_store(host, port, rank, world_size, deadline, timeout_s), rank, world_size)
+        return SharedStore(_joined_store(host, port, joining), rank, world_size)
     server = Server.at(host, port, timeout_s)
     try:
         store = tcp_store.namespaced(tcp_store.connect(host, server.port, timeout_s, timeout_s), server.nonce)
-        tcp_store.enroll(store, 0, server.nonce, where)
-        _lead_at_store(store, world_size, deadline, timeout_s, where)
+        joining.join(store, server.nonce)
     except BaseException:
         server.close()  # else a caller that keeps the error would keep the port open
         raise
     return SharedStore(store, 0, world_size, server)
 
 
-def _joined_store(host: str, port: int, rank: int, world_size: int, deadline: float, timeout_s: float) -> Any:
+def _joined_store(host: str, port: int, joining: Joining) -> Any:
     """Return a client of the store that rank 0 serves or will serve, once all ranks have joined it."""
-    where = f"tcp://{host}:{port}"
     nonce = secrets.token_hex(16)
     has_joined = False
     reason: object = ""
     while True:
         try:
-            store = tcp_store.connect(host, port, timeout_s, deadline - time.monotonic())
+            store = tcp_store.connect(host, port, joining.timeout_s, joining.deadline - time.monotonic())
             server = tcp_store.server_nonce(store)
             if server is not None and server not in _completed:
                 has_joined = True
                 store = tcp_store.namespaced(store, server)
-                tcp_store.enroll(store, rank, nonce, where)
-                tcp_store.wait_until_complete(store, world_size, deadline, timeout_s, where)
+                joining.join(store, nonce)
                 _completed.add(server)
                 return store
         except StateExchangeError:  # of which a StallError is an OSError
             raise
         except (OSError, LostServerError) as error:
             reason = error  # a server of an earlier rendezvous, or of one that was given up: another may follow
-        if time.monotonic() > deadline:
-            if has_joined:
-                raise tcp_store.left_error([0], where, timeout_s)
-            raise tcp_store.absent_error([0], where, timeout_s, reason)
+        if time.monotonic() > joining.deadline:
+            raise joining.left_error([0]) if has_joined else joining.absent_error([0], reason)
         time.sleep(_POLL_S)

@@ -43,7 +43,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import platform
 import re
@@ -52,10 +51,11 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TypeVar
 
+from statexchange import messages
 from statexchange.comm import network, tcp_store
-from statexchange.comm.tcp_store import LostServerError, Server, SharedStore
+from statexchange.comm.tcp_store import Joining, LostServerError, Server, SharedStore
 from statexchange.errors import (
     InvalidArgumentError,
     NotInitializedError,
@@ -68,6 +68,7 @@ from statexchange.settings import gloo_interface
 
 __all__ = ["DirectoryRendezvous"]
 
+T = TypeVar("T")
 _POLL_S = 0.02
 _BEAT_S = 0.25
 _SETTLE_S = 0.04  # four ticks of the slowest server clock seen, 100 Hz
@@ -110,18 +111,13 @@ def _open_directory(path: Path) -> tuple[int, int]:
         os.close(parent)
 
 
-def _new_file(directory: int, name: str) -> TextIO:
-    return open(os.open(name, _NEW_FILE, 0o600, dir_fd=directory), "w", encoding="utf-8")
-
-
-def _read(directory: int, name: str) -> dict[str, Any] | None:
-    """Return the JSON object in a file; None if the file is gone, not complete, or holds anything else."""
+def _read(directory: int, name: str, kind: type[T]) -> T | None:
+    """Return the record in a file; None if the file is gone, not complete, or holds anything else."""
     try:
-        with open(os.open(name, _ANY_FILE, dir_fd=directory), encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, ValueError):
+        with open(os.open(name, _ANY_FILE, dir_fd=directory), "rb") as file:
+            return messages.decode(file.read(), kind, name, -1)
+    except (OSError, ValueError):  # a MismatchError is a ValueError
         return None
-    return found if isinstance(found, dict) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,19 +128,6 @@ class _Hello:
     network: str | None
     world_size: int
     num_made: int
-
-    @classmethod
-    def from_json(cls, raw: dict[str, Any] | None) -> _Hello | None:
-        """Return the hello, None if `raw` is not a complete one."""
-        try:
-            if raw is None or raw.keys() != cls.__dataclass_fields__.keys():
-                return None
-            owner = Owner.from_json(raw["owner"])
-        except ValueError:
-            return None
-        if type(raw["world_size"]) is not int or type(raw["num_made"]) is not int:
-            return None
-        return cls(owner, raw["network"], raw["world_size"], raw["num_made"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +142,14 @@ class _Answer:
     refusal: str | None
     num_made: int
     """Directories at the end of the path that this rendezvous has made: the last rank to leave removes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The contents of the refusal of a rank that cannot connect."""
+
+    rank: int
+    why: str
 
 
 @dataclass(slots=True)
@@ -185,8 +176,7 @@ class DirectoryRendezvous:
         self._path = path
         self._rank = rank
         self._world_size = world_size
-        self._timeout_s = timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._joining = Joining(rank, world_size, timeout_s, str(path))
         self._nonce = secrets.token_hex(16)
         slowdown = max(1.0, world_size / _MANY_RANKS)
         self._poll_s = _POLL_S * slowdown
@@ -212,7 +202,7 @@ class DirectoryRendezvous:
             finally:
                 self._remove()
         except LostServerError as error:
-            raise tcp_store.lost_rank_0_error(error) from error
+            raise PeerError(0, tcp_store.PHASE, f"its store ended: {error}") from error
         except OSError as error:
             if isinstance(error, StateExchangeError):
                 raise
@@ -242,7 +232,7 @@ class DirectoryRendezvous:
         refusal = OSError(errno.EADDRNOTAVAIL, "this host has no network address")
         for address in self._addresses(nonces):
             try:
-                return Server.on(address, self._timeout_s)
+                return Server.on(address, self._joining.timeout_s)
             except OSError as error:
                 refusal = OSError(error.errno, f"{error.strerror or error} ({address})")
         raise refusal
@@ -266,44 +256,30 @@ class DirectoryRendezvous:
         return sorted(known, key=network.is_loopback)
 
     def _answer(self, nonces: list[str], server: Server | None, refusal: str | None) -> None:
-        answer = {
-            "nonces": nonces,
-            "host": platform.node(),
-            "address": "",
-            "port": 0,
-            "server": "",
-            "refusal": refusal,
-            "num_made": self._num_made,
-        }
-        if server is not None:
-            answer.update(address=server.address, port=server.port, server=server.nonce)
+        address, port, nonce = ("", 0, "") if server is None else (server.address, server.port, server.nonce)
+        answer = _Answer(nonces, platform.node(), address, port, nonce, refusal, self._num_made)
         self._publish(f"answer-{self._nonce}.json", answer)
 
     def _gather_all(self, server: Server, nonces: list[str]) -> SharedStore:
         """Wait until all ranks have joined, remove the files, and notify them. Return the store."""
-        where = str(self._path)
         store = self._connect(server.nonce, server.address, server.port)
-        tcp_store.enroll(store, 0, self._nonce, where)
         refusals = {f"refusal-{nonce}.json" for nonce in nonces}
 
         def poll() -> None:
             self._beat()
             with self._scanned() as (directory, names):
                 for name in refusals & set(names):
-                    found = _read(directory, name)
-                    if found is not None:
-                        raise NotInitializedError(str(found.get("why")), rank=found.get("rank"))
+                    refusal = _read(directory, name, _Refusal)
+                    if refusal is not None:
+                        raise NotInitializedError(refusal.why, rank=refusal.rank)
 
-        with tcp_store.failure_announced(store, self._world_size):
-            tcp_store.wait_for_all(store, self._world_size, self._deadline, self._timeout_s, where, poll)
-        self._remove()
-        tcp_store.complete(store)
+        self._joining.join(store, self._nonce, poll, self._remove)
         return SharedStore(store, 0, self._world_size, server)
 
     def _connect(self, nonce: str, address: str, port: int) -> Any:
         """Return a client of the server that has `nonce`; OSError if it cannot be reached."""
-        remaining = max(self._deadline - time.monotonic(), 2 * _POLL_S)
-        store = tcp_store.connect(address, port, self._timeout_s, min(_CONNECT_S, remaining / 2))
+        remaining = max(self._joining.deadline - time.monotonic(), 2 * _POLL_S)
+        store = tcp_store.connect(address, port, self._joining.timeout_s, min(_CONNECT_S, remaining / 2))
         if tcp_store.server_nonce(store) != nonce:
             raise OSError(errno.ECONNREFUSED, "another program answers there")
         return tcp_store.namespaced(store, nonce)
@@ -313,7 +289,6 @@ class DirectoryRendezvous:
     def _follow(self) -> SharedStore:
         answer = self._wait_for_answer()
         self._num_made = max(self._num_made, answer.num_made)
-        where = str(self._path)
         if answer.refusal is not None:
             raise NotInitializedError(
                 f"rank 0 on {answer.host} cannot listen for the other ranks: {answer.refusal}", rank=0
@@ -324,12 +299,11 @@ class DirectoryRendezvous:
             why = tcp_store.unreachable_text(
                 self._rank, answer.host, answer.address, answer.port, error.strerror or error
             )
-            self._publish(f"refusal-{self._nonce}.json", {"rank": self._rank, "why": why})
+            self._publish(f"refusal-{self._nonce}.json", _Refusal(self._rank, why))
             self._linger({answer.nonces[0]})
             raise NotInitializedError(why, rank=self._rank) from error
         self._remove()  # before joining: rank 0 removes the directory when all have joined
-        tcp_store.enroll(store, self._rank, self._nonce, where)
-        tcp_store.wait_until_complete(store, self._world_size, self._deadline, self._timeout_s, where)
+        self._joining.join(store, self._nonce)
         return SharedStore(store, self._rank, self._world_size)
 
     def _wait_for_answer(self) -> _Answer:
@@ -339,30 +313,20 @@ class DirectoryRendezvous:
                 if beaten:
                     self._living(directory, names)  # so that an error can name missing ranks; rank 0 scans more often
                 for name in names:
-                    answer = _read(directory, name) if _ANSWER.fullmatch(name) else None
+                    answer = _read(directory, name, _Answer) if _ANSWER.fullmatch(name) else None
                     if answer is not None and self._is_mine(answer):
-                        return _Answer(**answer)
+                        return answer
             self._pause()
 
-    def _is_mine(self, answer: dict[str, Any]) -> bool:
-        nonces = answer.get("nonces")
-        if answer.keys() != _Answer.__dataclass_fields__.keys() or not isinstance(nonces, list):
-            return False
-        if type(answer["num_made"]) is not int:
-            return False
-        return len(nonces) == self._world_size and nonces[self._rank] == self._nonce
+    def _is_mine(self, answer: _Answer) -> bool:
+        return len(answer.nonces) == self._world_size and answer.nonces[self._rank] == self._nonce
 
     # Hellos and liveness
 
     def _publish_hello(self) -> None:
         with self._opened():
             pass  # makes what is missing of the path, which the hello then reports
-        hello = {
-            "owner": Owner.current().to_json(),
-            "network": network_identity(),
-            "world_size": self._world_size,
-            "num_made": self._num_made,
-        }
+        hello = _Hello(Owner.current(), network_identity(), self._world_size, self._num_made)
         self._publish(f"hello-{self._rank}-{self._nonce}.json", hello)
 
     def _wait_for_hellos(self) -> list[str]:
@@ -377,13 +341,13 @@ class DirectoryRendezvous:
 
     def _pause(self) -> None:
         """Sleep until the next scan; raise StallError past the deadline."""
-        if time.monotonic() > self._deadline:
-            where, ranks = str(self._path), range(self._world_size)
+        if time.monotonic() > self._joining.deadline:
+            ranks = range(self._world_size)
             if never_seen := [rank for rank in ranks if rank not in self._seen]:
-                raise tcp_store.absent_error(never_seen, where, self._timeout_s)
+                raise self._joining.absent_error(never_seen)
             if gone := [rank for rank in ranks if rank not in self._present]:
-                raise tcp_store.left_error(gone, where, self._timeout_s)
-            raise tcp_store.unanswered_error(where, self._timeout_s)
+                raise self._joining.left_error(gone)
+            raise self._joining.unanswered_error()
         time.sleep(self._poll_s)
 
     def _living(self, directory: int, names: list[str]) -> dict[int, str]:
@@ -413,7 +377,7 @@ class DirectoryRendezvous:
 
     def _hello_of(self, directory: int, name: str, nonce: str) -> _Hello | None:
         if nonce not in self._hellos:
-            hello = _Hello.from_json(_read(directory, name))
+            hello = _read(directory, name, _Hello)
             if hello is None:
                 return None
             self._hellos[nonce] = hello
@@ -435,7 +399,7 @@ class DirectoryRendezvous:
             raise _ConflictError(InvalidArgumentError(text, expected=self._world_size, found=hello.world_size))
         if living.get(rank, nonce) != nonce:
             text = f"two processes claim rank {rank} in {self._path}"
-            raise _ConflictError(PeerError(rank, "the rendezvous", text))
+            raise _ConflictError(PeerError(rank, tcp_store.PHASE, text))
         self._num_made = max(self._num_made, hello.num_made)
 
     def _linger(self, nonces: set[str], seconds: float = _LINGER_S) -> None:
@@ -467,21 +431,24 @@ class DirectoryRendezvous:
         with self._opened() as directory:
             yield directory, os.listdir(directory)
 
-    def _put(self, name: str, value: dict[str, Any] | None = None) -> None:
-        """Write a new file, empty without a value; retry if another rendezvous removes the directory meanwhile."""
+    def _put(self, name: str, content: bytes = b"") -> None:
+        """Write a new file; retry if another rendezvous removes the directory meanwhile."""
         for attempt in range(_PUT_ATTEMPTS):
             try:
-                with self._opened() as directory, _new_file(directory, name) as file:
-                    file.write("" if value is None else json.dumps(value))
+                with (
+                    self._opened() as directory,
+                    open(os.open(name, _NEW_FILE, 0o600, dir_fd=directory), "wb") as file,
+                ):
+                    file.write(content)
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE) or attempt == _PUT_ATTEMPTS - 1:
                     raise
             else:
                 break
 
-    def _publish(self, name: str, value: dict[str, Any]) -> None:
-        """Write a new file; the next beat then changes the directory once more, after a tick of the server's clock."""
-        self._put(name, value)
+    def _publish(self, name: str, record: _Hello | _Answer | _Refusal) -> None:
+        """Write a record to a new file; the next beat then changes the directory again, after a tick of the server."""
+        self._put(name, messages.encoded(record, type(record)))
         self._beat_due = time.monotonic() + _SETTLE_S
 
     def _beat(self) -> bool:

@@ -51,9 +51,9 @@ import operator
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import current_thread
-from typing import Any, Literal, NoReturn, TypeVar, overload
+from typing import Any, NoReturn, TypeVar
 
 from statexchange import values
 from statexchange.comm import forks
@@ -68,7 +68,7 @@ from statexchange.comm.calls import (
     step_text,
 )
 from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError, closed_error
-from statexchange.comm.failure.monitor import AbandonedError, GroupMonitor, PeerMonitor, forming_group, named_failure
+from statexchange.comm.failure.monitor import AbandonedError, FailureMonitor, PeerMonitor, forming_group, named_failure
 from statexchange.comm.topology import Topology
 from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work, WorkQueue
@@ -115,7 +115,7 @@ class Session:
         backend: Backend,
         transport: Backend,
         page: ControlPage | None,
-        monitor: GroupMonitor | None,
+        monitor: FailureMonitor,
         topology: Topology,
         timeout_s: float,
         *,
@@ -166,9 +166,9 @@ class Session:
 
     def _claim(self, call: Call) -> None:
         """Make this thread the caller. If another one is it and still runs, fail: end this group on all ranks."""
-        if is_autograd_thread():
-            return
         thread = current_thread()
+        if thread is self._caller or is_autograd_thread():
+            return
         with self._claiming:
             caller = self._caller
             if caller is None or not caller.is_alive():
@@ -211,8 +211,7 @@ class Session:
         if call.failure is not None and self.world_size > 1:
             # Work that was begun before raises it, if the ranks find there that their calls differ.
             self._pending_failure = call.failure
-            if self.monitor is not None:
-                self.monitor.request_collective()
+            self.monitor.request_collective()
 
         def job() -> list[bytes]:
             if self.world_size == 1:
@@ -225,22 +224,21 @@ class Session:
             if call.failure is not None:
                 self._pending_failure = None
 
-    @overload
-    def run(self, call: Call, job: Callable[[], T], queued_for: None = ...) -> T: ...
-    @overload
-    def run(self, call: Call, job: Callable[[], T], queued_for: Backend | None) -> T | Work[T]: ...
-    def run(self, call: Call, job: Callable[[], T], queued_for: Backend | None = None) -> T | Work[T]:
-        """Run `job` in the order of calls: now, or in the queue's thread, as work of a backend. Collective."""
-        if current_thread() is not self._caller:
+    def run(self, call: Call, job: Callable[[], T]) -> T:
+        """Run `job` in the order of calls. Collective."""
+        if current_thread() is not self._caller:  # as `_claim` tests, too, whose call would slow down small tensors
             self._claim(call)
-        if queued_for is not None:
-            call.site = call_site()
-            self.has_begun_work = True
-            queued = self._for_caller(queued_for, lambda: self._one_at_a_time(call, job, is_shared=False))
-            return self._queue.submit(call.text, queued)
         if self.has_begun_work:
             self._queue.drain()
         return self._one_at_a_time(call, job)
+
+    def submit(self, call: Call, job: Callable[[], T], backend: Backend) -> Work[T]:
+        """Have the queue's thread run `job`, work of `backend`, in the order of calls. Collective."""
+        self._claim(call)
+        call.site = call_site()
+        self.has_begun_work = True
+        queued = self._for_caller(backend, lambda: self._one_at_a_time(call, job, is_shared=False))
+        return self._queue.submit(call.text, queued)
 
     def _one_at_a_time(self, call: Call, job: Callable[[], T], *, is_shared: bool = True) -> T:
         """Run `job` as `guarded` does, unless this rank is inside a call."""
@@ -279,7 +277,7 @@ class Session:
         """Begin a call: return its Wait, whose `enter` compares calls. Raise if the group has ended."""
         if self.dead is not None:
             self.raise_if_dead()
-        if self.page is None and self.monitor is not None:
+        if self.page is None:
             self.monitor.set_current_op(call.text)
             self.monitor.check(call.text)  # a rank may have given up the call before, which this one had completed
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
@@ -302,6 +300,17 @@ class Session:
             step = f"{verb}, refused: {refusal}"
             self.all_gather_bytes(Call(step, failure=self.record(refusal, step_text(step))), b"")
         raise refusal
+
+    @contextlib.contextmanager
+    def checking(self, verb: str) -> Iterator[None]:
+        """A block that prepares the arguments of `verb`: what it raises on one rank, all raise. Collective then."""
+        self.raise_if_dead()
+        try:
+            yield
+        except Exception as refusal:
+            if refusal is self.dead or refusal is self.shared_error:
+                raise  # on all ranks already
+            self.refuse(verb, refusal)
 
     def record(self, error: BaseException, phase: str) -> dict[str, Any]:
         """Return the record that carries an error of this rank to the others."""
@@ -326,8 +335,7 @@ class Session:
         """
         queue = self._peer_queues.setdefault((verb, peer), WorkQueue(f"statexchange {verb} {peer}"))
         call = Call(f"{operation} ({'to' if verb == 'send' else 'from'} rank {peer})")
-        if current_thread() is not self._caller:
-            self._claim(call)
+        self._claim(call)
 
         def job() -> T:
             self.raise_if_dead()
@@ -335,7 +343,7 @@ class Session:
                 return body(Wait(self.timeout_s, call.text, PeerMonitor(self.monitor, peer)))
             except AbandonedError:
                 self._has_cut_message = True
-                if self._last_shared_error is not None and not self._is_collective_requested():
+                if self._last_shared_error is not None and not self.monitor.collective_requested():
                     self.fail(call, self._last_shared_error)  # this rank has already joined the collective
                 raise
 
@@ -354,12 +362,9 @@ class Session:
 
     def _join_requested_collective(self, call: Call) -> NoReturn:
         """Join the collective for which `call` was broken off, and raise the failure that it reports. Collective."""
-        if self._is_collective_requested():
+        if self.monitor.collective_requested():
             self.all_gather_bytes(Call.of_all(f"{call.text}, broken off"), b"")
         raise self.dead or self._last_shared_error or AbandonedError
-
-    def _is_collective_requested(self) -> bool:
-        return self.monitor is not None and self.monitor.collective_requested()
 
     def drain(self) -> None:
         """Return when all work under way is done; its errors are raised by `wait`. Not collective."""
@@ -450,21 +455,15 @@ class Session:
             # Name the public calls, which the user has made, and not their steps.
             for account in accounts:
                 account["text"] = account["public"] or account["text"]
-        lines = []
-        for rank, account in enumerate(accounts):
-            lines.append(f"rank {rank} called {account['text']} at {account['site']}")
-        return MismatchError("ranks are in different calls: " + "; ".join(lines))
+        return _different_calls_error(range(self.world_size), [(each["text"], each["site"]) for each in accounts])
 
     def fail(self, call: Call, error: BaseException) -> None:
         """End this group: keep the error for later calls, and report it to the other ranks. Not collective."""
         if isinstance(error, PeerError):
             error = named_failure(error, self.monitor, self.topology.hosts)
         self.dead = error if isinstance(error, StateExchangeError) else from_record(self.record(error, call.text))
-        if self.page is not None:
-            self.page.leave(self.dead)
+        self.monitor.report_failure(self.dead)
         self.backend.leave(self.dead)
-        if self.monitor is not None:
-            self.monitor.report_failure(self.dead)
 
     def forming_group(self) -> contextlib.AbstractContextManager[None]:
         """A block that forms a group of ranks of this one: it raises when one of this group's ranks fails.
@@ -496,10 +495,7 @@ class Session:
         answers = group.all_gather_bytes(encoded([list(ranks), call_site()]), wait)
         orders = [values.decode(answer) for answer in answers]
         if any(order != list(ranks) for order, _ in orders):
-            lines = []
-            for rank, (order, site) in zip(members, orders, strict=True):
-                lines.append(f"rank {rank} called new_group({order}) at {site}")
-            raise MismatchError("ranks are in different calls: " + "; ".join(lines))
+            raise _different_calls_error(members, [(f"new_group({order})", site) for order, site in orders])
 
     def raise_first(self, call: Call, records: Sequence[dict[str, Any] | None], cause: Exception | None) -> None:
         """Raise the failure of the lowest rank that has one. All have equal `records`; `cause` is this rank's error."""
@@ -519,7 +515,7 @@ class Session:
         if self.page is not None:
             self.page.leave(reported)
         self.backend.leave(reported)
-        if self.monitor is not None and reported is not None:
+        if reported is not None:
             self.monitor.report_failure(reported)
         if self.dead is None:
             ended = "this rank's code" if public is None else public
@@ -527,9 +523,16 @@ class Session:
             self.dead = closed_error(self.rank, since)
         for queue in [self._queue, *self._peer_queues.values()]:
             queue.close(_CLOSE_S)
-        if self.monitor is not None:
-            self.monitor.close()
+        self.monitor.close()
         self.backend.close()
+        if self.transport is not self.backend:
+            self.transport.close()
+
+
+def _different_calls_error(ranks: Sequence[int], calls: Sequence[tuple[str, str]]) -> MismatchError:
+    """Return the error for ranks that have made different `calls`, given as text and site."""
+    lines = [f"rank {rank} called {text} at {site}" for rank, (text, site) in zip(ranks, calls, strict=True)]
+    return MismatchError("ranks are in different calls: " + "; ".join(lines))
 
 
 class Route:
@@ -562,12 +565,8 @@ class Route:
     @property
     def hierarchy(self) -> Backend | None:
         """The backend that reduces within each host first and then between hosts, if this is one."""
-        return self._backend if self._backend.name == "hierarchical" else None
+        return None if self._backend.flat is self._backend else self._backend
 
-    @overload
-    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: Literal[False]) -> T: ...
-    @overload
-    def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]: ...
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]:
         """Run `body` after all ranks have entered, in the order of calls. Collective."""
         session = self.session
@@ -585,4 +584,4 @@ class Route:
                 session.page.sync(wait)  # as all ranks have entered, but some may not have their results yet
             return result
 
-        return session.run(call, job, backend if async_op else None)
+        return session.submit(call, job, backend) if async_op else session.run(call, job)

@@ -26,15 +26,14 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from statexchange.comm.backends.torch_groups import first_line
+from statexchange.comm.backends.torch_groups import as_timedelta, first_line
 from statexchange.errors import (
     NotInitializedError,
-    PeerError,
     StallError,
     StateExchangeError,
     from_record,
@@ -42,36 +41,22 @@ from statexchange.errors import (
 )
 
 __all__ = [
+    "PHASE",
+    "Joining",
     "LostServerError",
     "Server",
     "SharedStore",
-    "absent_error",
-    "as_timedelta",
-    "complete",
     "connect",
-    "enroll",
-    "failure_announced",
-    "left_error",
-    "lost_rank_0_error",
     "namespaced",
     "server_nonce",
-    "unanswered_error",
     "unreachable_text",
-    "wait_for_all",
-    "wait_until_complete",
 ]
 
 _stores: Any = dist  # torch.distributed exports the store classes, but hides them from type checkers
 _POLL_S = 0.02
 _ATTEMPT_S = 5.0  # for one attempt to connect
 _NOTICE_S = 1.0  # for the other ranks to read an error
-_LONGEST_S = 1e8  # three years
-_PHASE = "the rendezvous"
-
-
-def as_timedelta(timeout_s: float) -> timedelta:
-    """Return a number of seconds, which may be inf, as a timedelta for torch."""
-    return timedelta(seconds=min(timeout_s, _LONGEST_S))
+PHASE = "the rendezvous"
 
 
 class LostServerError(Exception):
@@ -179,92 +164,99 @@ def namespaced(store: Any, nonce: str) -> Any:
     return _stores.PrefixStore(nonce, store)
 
 
-def enroll(store: Any, rank: int, nonce: str, where: str) -> None:
-    """Join as `rank`. NotInitializedError if another process has joined as that rank. Not collective."""
-    with _lost_server():
-        joined = store.compare_set(_joined(rank), "", nonce).decode()
-    if joined != nonce:
-        raise NotInitializedError(
-            f"rank {rank} has already joined the rendezvous at {where}: does another job use it?", rank=rank
-        )
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """One rank's part in the joining of a store by all ranks, from now on. `where` is the store's place, for errors."""
 
+    rank: int
+    world_size: int
+    timeout_s: float
+    where: str
+    began: float = field(default_factory=time.monotonic)
 
-def wait_for_all(
-    store: Any, world_size: int, deadline: float, timeout_s: float, where: str, poll: Callable[[], None]
-) -> None:
-    """Return when all ranks have joined. Rank 0 only; `poll` is called between two checks and may raise."""
-    keys = [_joined(rank) for rank in range(world_size)]
-    with _lost_server():
-        while not store.check(keys):
+    @property
+    def deadline(self) -> float:
+        """The time at which this rank gives up, of the monotonic clock."""
+        return self.began + self.timeout_s
+
+    def join(
+        self, store: Any, nonce: str, poll: Callable[[], None] = lambda: None, finish: Callable[[], None] = lambda: None
+    ) -> None:
+        """Join `store`, and return when all ranks have, which rank 0 decides. Collective.
+
+        Rank 0 calls `poll` between two looks at who has joined, and `finish` before the others return. What `poll`
+        raises is raised on all ranks that have joined. Raises NotInitializedError if another process has joined as this
+        rank.
+        """
+        with _lost_server():
+            if store.compare_set(_joined(self.rank), "", nonce).decode() != nonce:
+                text = f"rank {self.rank} has already joined the rendezvous at {self.where}: does another job use it?"
+                raise NotInitializedError(text, rank=self.rank)
+            if self.rank != 0:
+                self.wait_until_complete(store)
+                return
+            try:
+                self._wait_for_all(store, poll)
+            except BaseException as error:
+                with contextlib.suppress(RuntimeError):  # if the server itself has failed
+                    store.set("failed", json.dumps(to_record(error, 0, PHASE)))
+                    self._wait_until_read(store)
+                raise
+            finish()
+            store.set("complete", "1")
+
+    def _wait_for_all(self, store: Any, poll: Callable[[], None]) -> None:
+        while missing := self._missing(store):
             poll()
-            if time.monotonic() > deadline:
-                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                raise absent_error(missing, where, timeout_s)
+            if time.monotonic() > self.deadline:
+                raise self.absent_error(missing)
             time.sleep(_POLL_S)
 
+    def _missing(self, store: Any) -> list[int]:
+        """Return the ranks that have not joined."""
+        if store.check([_joined(rank) for rank in range(self.world_size)]):  # all at once, as there may be thousands
+            return []
+        return [rank for rank in range(self.world_size) if not store.check([_joined(rank)])]
 
-@contextlib.contextmanager
-def failure_announced(store: Any, world_size: int) -> Iterator[None]:
-    """Run a block on rank 0 whose error the ranks that have joined raise, too. Root only."""
-    try:
-        yield
-    except BaseException as error:
-        with contextlib.suppress(RuntimeError):  # if the server itself has failed
-            store.set("failed", json.dumps(to_record(error, 0, _PHASE)))
-            _wait_until_read(store, world_size)
-        raise
+    def _wait_until_read(self, store: Any) -> None:
+        deadline = time.monotonic() + _NOTICE_S
+        others = self.world_size - len({0, *self._missing(store)})
+        while int(store.add("failure_reads", 0)) < others and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
+    def wait_until_complete(self, store: Any) -> None:
+        """Wait until rank 0 has seen that all ranks have joined, or raise its error. For all ranks but 0.
 
-def _wait_until_read(store: Any, world_size: int) -> None:
-    deadline = time.monotonic() + _NOTICE_S
-    others = sum(bool(store.check([_joined(rank)])) for rank in range(1, world_size))
-    while int(store.add("failure_reads", 0)) < others and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
-
-
-def wait_until_complete(store: Any, world_size: int, deadline: float, timeout_s: float, where: str) -> None:
-    """Wait until rank 0 has seen that all ranks have joined, or raise its error. For all ranks but 0.
-
-    If all have joined at the deadline, wait a second more: rank 0 may have reached its own deadline just now, and then
-    publishes that error.
-    """
-    with _lost_server():
+        If all have joined at the deadline, wait a second more: rank 0 may have reached its own deadline just now, and
+        then publishes that error.
+        """
         while not store.check(["complete"]):
             if store.check(["failed"]):
                 record = json.loads(store.get("failed"))
                 store.add("failure_reads", 1)
                 raise from_record(record)
-            if time.monotonic() > deadline:
-                missing = [rank for rank in range(world_size) if not store.check([_joined(rank)])]
-                if missing:
-                    raise absent_error(missing, where, timeout_s)
-                if time.monotonic() > deadline + _NOTICE_S:
-                    raise unanswered_error(where, timeout_s)
+            if time.monotonic() > self.deadline:
+                if missing := self._missing(store):
+                    raise self.absent_error(missing)
+                if time.monotonic() > self.deadline + _NOTICE_S:
+                    raise self.unanswered_error()
             time.sleep(_POLL_S)
 
+    def absent_error(self, ranks: Sequence[int], reason: object = "") -> StallError:
+        """Return the error for ranks that did not join."""
+        text = f"ranks {list(ranks)} did not join at {self.where} in {self.timeout_s:g} s"
+        text += f": {reason}" if reason else ""
+        return StallError(f"{text}; init must be called on all ranks", missing=tuple(ranks), rank=ranks[0])
 
-def complete(store: Any) -> None:
-    """Set the key `complete`, on which the other ranks return. Rank 0 only."""
-    with _lost_server():
-        store.set("complete", "1")
+    def left_error(self, ranks: Sequence[int]) -> StallError:
+        """Return the error for ranks that joined, but left early."""
+        text = f"ranks {list(ranks)} joined at {self.where}, but left before all had joined, which took over"
+        return StallError(f"{text} {self.timeout_s:g} s", missing=tuple(ranks))
 
-
-def absent_error(ranks: Sequence[int], where: str, timeout_s: float, reason: object = "") -> StallError:
-    """Return the error for ranks that did not join."""
-    text = f"ranks {list(ranks)} did not join at {where} in {timeout_s:g} s"
-    text += f": {reason}" if reason else ""
-    return StallError(f"{text}; init must be called on all ranks", missing=tuple(ranks), rank=ranks[0])
-
-
-def left_error(ranks: Sequence[int], where: str, timeout_s: float) -> StallError:
-    """Return the error for ranks that joined, but left early."""
-    text = f"ranks {list(ranks)} joined at {where}, but left before all had joined, which took over {timeout_s:g} s"
-    return StallError(text, missing=tuple(ranks))
-
-
-def unanswered_error(where: str, timeout_s: float) -> StallError:
-    """Return the error for a rendezvous that all ranks joined, but rank 0 did not complete."""
-    return StallError(f"all ranks joined at {where}, but rank 0 did not answer in {timeout_s:g} s", missing=(0,))
+    def unanswered_error(self) -> StallError:
+        """Return the error for a rendezvous that all ranks joined, but rank 0 did not complete."""
+        text = f"all ranks joined at {self.where}, but rank 0 did not answer in {self.timeout_s:g} s"
+        return StallError(text, missing=(0,))
 
 
 def unreachable_text(rank: int, root_host: str, address: str, port: int, reason: object) -> str:
@@ -284,11 +276,6 @@ def _lost_server() -> Iterator[None]:
         raise
     except RuntimeError as error:
         raise LostServerError(first_line(error)) from error
-
-
-def lost_rank_0_error(error: LostServerError) -> PeerError:
-    """Return the error for a rank whose rendezvous has lost rank 0."""
-    return PeerError(0, _PHASE, f"its store ended: {error}")
 
 
 def _joined(rank: int) -> str:

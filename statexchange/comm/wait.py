@@ -104,7 +104,7 @@ class Wait:
             if progress != self._progress:
                 self._progress, self._deadline = progress, now + self.timeout_s
         if now > self._deadline:
-            raise self.stall_error(monitors[0].missing_ranks() if monitors else ())
+            raise self.stall_error(monitors[0].missing_ranks())
 
     def restart(self) -> None:
         """Put off the deadline, as what was awaited so far has come."""
@@ -135,7 +135,7 @@ class Wait:
             if time.monotonic() - began > pace.yielding_s:
                 break
             yield_core()
-        monitors = [monitor for monitor in dict.fromkeys((watched, self.monitor)) if monitor is not None]
+        monitors = {watched or self.monitor: True, self.monitor: True}  # the one that is asked first comes first
         while not done():
-            self._poll(monitors)
+            self._poll(list(monitors))
             time.sleep(min((time.monotonic() - began) / _NAPS_PER_WAIT, _LONGEST_NAP_S))

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from statexchange.comm.communicator import Communicator
-from statexchange.comm.typed import from_root
+from statexchange.comm.communicator import Communicator, from_root
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.conversions.plan import ConversionPlan, plan_conversion
 from statexchange.conversions.rules import ConversionRules

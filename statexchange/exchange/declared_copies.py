@@ -11,8 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from statexchange.checkpoint.notes import JoinedParts, notes_on_equal_parts
-from statexchange.comm.communicator import Communicator
-from statexchange.comm.typed import from_all, from_root
+from statexchange.comm.communicator import Communicator, from_all, from_root
 from statexchange.errors import MismatchError
 from statexchange.sharding.plan import replica_error
 from statexchange.sharding.shards import Box, full_box

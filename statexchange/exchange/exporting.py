@@ -16,8 +16,7 @@ from functools import partial
 from statexchange.checkpoint.extra_files import extra_files, given_files
 from statexchange.checkpoint.notes import note_on_extra_state, notes_on_tensors, notes_on_written
 from statexchange.checkpoint.publication import BoxProvenance, Publication
-from statexchange.comm.communicator import Communicator
-from statexchange.comm.typed import from_root
+from statexchange.comm.communicator import Communicator, from_root
 from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
 from statexchange.exchange.rank_metadata import (
     RankMetadata,

@@ -6,8 +6,7 @@ import contextlib
 import os
 from dataclasses import replace
 
-from statexchange.comm.communicator import Communicator
-from statexchange.comm.typed import from_all
+from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
 from statexchange.exchange.compared_rows import Compared, RowComparison, joined
 from statexchange.exchange.converting import Conversion, convert_live

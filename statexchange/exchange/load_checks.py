@@ -12,8 +12,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_128_hexdigest
 
-from statexchange.comm.communicator import Communicator
-from statexchange.comm.typed import from_all
+from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import (
     InvalidArgumentError,
     NotFoundError,

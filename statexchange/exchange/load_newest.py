@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-from statexchange.comm.communicator import Communicator
-from statexchange.comm.typed import from_root
+from statexchange.comm.communicator import Communicator, from_root
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplicaError, without_secrets
 from statexchange.exchange.load import load_now
 from statexchange.exchange.load_report import LoadReport, LoadRequest

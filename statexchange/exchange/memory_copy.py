@@ -40,8 +40,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from statexchange.comm.communicator import Communicator
-from statexchange.comm.typed import from_all, from_root
+from statexchange.comm.communicator import Communicator, from_all, from_root
 from statexchange.errors import (
     CorruptError,
     IncompleteError,

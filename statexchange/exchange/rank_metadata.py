@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from statexchange.comm.communicator import Communicator
-from statexchange.comm.typed import from_all
+from statexchange.comm.communicator import Communicator, from_all
 from statexchange.conversions.plan import TensorInfo
 from statexchange.errors import CorruptError, InvalidArgumentError, MismatchError
 from statexchange.messages import decode, encoded

@@ -18,8 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from statexchange.comm.communicator import Communicator
-from statexchange.comm.typed import from_all
+from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import (
     CorruptError,
     IncompleteError,

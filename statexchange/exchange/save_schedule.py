@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import TypeAlias
 
-from statexchange.comm.communicator import Communicator
-from statexchange.comm.typed import from_all
+from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.settings import check_timeout, restart_grace_s
 from statexchange.units import format_seconds

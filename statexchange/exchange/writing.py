@@ -20,8 +20,7 @@ from operator import attrgetter
 import numpy as np
 import xxhash
 
-from statexchange.comm.communicator import Communicator
-from statexchange.comm.typed import from_all, from_root
+from statexchange.comm.communicator import Communicator, from_all, from_root
 from statexchange.exchange.rank_metadata import local_box
 from statexchange.exchange.reducing import reduce_copies
 from statexchange.exchange.staging import Staging

@@ -7,9 +7,8 @@ from typing import Literal
 
 import torch
 
-from statexchange.comm.communicator import CommLike, Communicator
+from statexchange.comm.communicator import CommLike, Communicator, from_all
 from statexchange.comm.defaults import as_communicator, public_call
-from statexchange.comm.typed import from_all
 from statexchange.train.parameter_specs import Source, compare_specs, local_part, named_parameters, specs_of
 from statexchange.train.reducers import CoalescingReducer, Reducer
 from statexchange.train.sparse import SparseShape, average_sparse, densified, same_sparse_dims

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import nn
 
-from statexchange.comm.communicator import CommLike
+from statexchange.comm.communicator import CommLike, from_root
 from statexchange.comm.defaults import as_communicator, public_call
-from statexchange.comm.typed import from_root
 from statexchange.errors import InvalidArgumentError
 from statexchange.train.algorithm_optimizer import AlgorithmOptimizer, check_weight
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, as_algorithm

@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from statexchange.comm.communicator import Communicator
-from statexchange.comm.typed import from_all
+from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
 from statexchange.messages import encoded
 from statexchange.tensors import is_dtensor, replicated_part

@@ -32,9 +32,8 @@ import torch
 from torch import nn
 
 from statexchange import values
-from statexchange.comm.communicator import CommLike, Communicator
+from statexchange.comm.communicator import CommLike, Communicator, agree, from_root
 from statexchange.comm.defaults import as_communicator, public_call
-from statexchange.comm.typed import agree, from_root
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, excerpt, type_text
 from statexchange.sharding.paths import joined
 from statexchange.state.tree import (

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import xxhash
 
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import MismatchError
 from statexchange.tensors import TensorLike, overlap_groups
 from statexchange.train.parameter_specs import shortened
@@ -19,7 +19,6 @@ __all__ = ["broadcast_tensors", "check_shared_memory", "windows"]
 _WINDOW_BYTES = 64 << 20  # the largest message, and so the largest copy
 _ALONE_BYTES = 1 << 20  # a tensor of this size or more is sent by itself, without a copy
 _ALIGN_BYTES = 16  # the largest itemsize: any dtype may begin at a multiple of it
-_DIGEST_BYTES = 16
 
 
 def broadcast_tensors(comm: Communicator, tensors: Sequence[TensorLike], root: int) -> None:
@@ -136,34 +135,21 @@ def _copy(sources: Sequence[TensorLike], targets: Sequence[TensorLike]) -> None:
 def check_shared_memory(comm: Communicator, named: Sequence[tuple[str, TensorLike]], root: int) -> None:
     """Raise MismatchError if tensors that share memory, on any rank, do not have root's values. Collective."""
     _, tensors = zip(*named, strict=True)
-    sharing = {*itertools.chain.from_iterable(overlap_groups(tensors))}
-    is_checked = np.zeros(len(tensors), np.uint8)
-    is_checked[list(sharing)] = 1
-    comm.all_reduce(is_checked, "max")
-    numbers = np.flatnonzero(is_checked)
-    if not len(numbers):
+    groups = overlap_groups(tensors)
+    sharing = from_all(comm, sorted(itertools.chain.from_iterable(groups)), list[int], "which tensors share memory")
+    numbers = sorted(set(itertools.chain.from_iterable(sharing)))
+    if not numbers:
         return
-    digests = bytearray()
-    for number in numbers:
-        digests += _digest(tensors[number])
-    mine = np.frombuffer(digests, np.uint8).reshape(-1, _DIGEST_BYTES)
-    differs = np.any(mine != comm.broadcast(mine.copy(), root=root), axis=1)
-    note = None
-    if differs.any():
-        wrong = int(numbers[differs][0])
-        note = [wrong, wrong in sharing]
-    notes = comm.agree(phase="comparing tensors that share memory", note=note)
-    wrong_ones = list(filter(None, notes))
-    failure = None
-    if wrong_ones:
-        first, _ = min(wrong_ones)
+    what = "digests of tensors that share memory"
+    digests = from_all(comm, [_digest(tensors[number]) for number in numbers], list[bytes], what)
+    for place, number in enumerate(numbers):
+        wrong = [rank for rank, theirs in enumerate(digests) if theirs[place] != digests[root][place]]
+        if not wrong:
+            continue
         # One rank names it: the first on which it shares memory, as only that one knows with what.
-        naming_rank = root
-        if [first, True] in notes:
-            naming_rank = notes.index([first, True])
-        if comm.rank == naming_rank:
-            failure = _sharing_error(comm.rank, named, first)
-    comm.agree(failure, phase="naming tensors that share memory")
+        naming_rank = next((rank for rank in wrong if number in sharing[rank]), root)
+        failure = _sharing_error(comm.rank, named, number) if comm.rank == naming_rank else None
+        comm.agree(failure, phase="naming tensors that share memory")
 
 
 def _sharing_error(rank: int, named: Sequence[tuple[str, TensorLike]], number: int) -> MismatchError:
@@ -186,7 +172,7 @@ def _sharing_error(rank: int, named: Sequence[tuple[str, TensorLike]], number: i
 
 
 def _digest(tensor: TensorLike) -> bytes:
-    """Return the digest of a tensor's values, `_DIGEST_BYTES` long."""
+    """Return the digest of a tensor's values."""
     hasher = xxhash.xxh3_128()
     for piece in _pieces(tensor):
         flat, pieces, parts = _staged([piece])

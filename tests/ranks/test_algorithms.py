@@ -20,7 +20,6 @@ from torch import nn
 
 import statexchange as sx
 from statexchange.comm import bootstrap
-from statexchange.comm.failure import page_setup
 from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError
 from statexchange.testing import run_ranks
 from statexchange.train.algorithms import (
@@ -1020,7 +1019,7 @@ def test_quantised_averages_on_uneven_hosts_are_over_ranks(tmp_path: Path) -> No
 
 def refused_without_hierarchy(directory: str) -> list[str]:
     """Ask for a hierarchy on two simulated hosts of two ranks over Gloo alone."""
-    bootstrap.host_identity = page_setup.host_identity = lambda: "aabb"[int(os.environ["RANK"])]
+    bootstrap.host_identity = lambda: "aabb"[int(os.environ["RANK"])]
     comm = sx.init("gloo", rendezvous=f"file://{directory}")
     errors = []
     for name in ("allreduce", "sg-allreduce", "quantize", "decentralize"):

@@ -57,9 +57,6 @@ def moves_bytes(b: Backend) -> None:
             data = ours.clone()
             b.broadcast(data, root, wait())
             assert torch.equal(data, parts[root])
-            into = torch.zeros_like(everything)
-            b.gather(ours, into if b.rank == root else None, root, wait())
-            assert torch.equal(into, everything if b.rank == root else torch.zeros_like(everything))
         assert torch.equal(ours, parts[b.rank])
 
 
@@ -68,11 +65,6 @@ def moves_unequal_bytes(b: Backend) -> None:
     for unit in (0, 1, 50_000):
         sizes = [[unit * ((src + 2 * dst) % 3) for dst in range(n)] for src in range(n)]
         parts = [[torch.full((sizes[s][d],), 16 * s + d, dtype=torch.uint8) for d in range(n)] for s in range(n)]
-        for root in range(n):
-            into = torch.empty(sizes[root][b.rank], dtype=torch.uint8)
-            data = torch.cat(parts[root]) if b.rank == root else None
-            b.scatter(data, sizes[root], into, root, wait())
-            assert torch.equal(into, parts[root][b.rank])
         expected = torch.cat([parts[src][b.rank] for src in range(n)])
         into = torch.empty_like(expected)
         into_sizes = [sizes[src][b.rank] for src in range(n)]
@@ -202,7 +194,7 @@ def checks_all_methods(b: Backend) -> None:
 
 def checks_calls_of_nccl(b: TorchBackend) -> None:
     """Run NCCL's backend over Gloo's process group: it calls what every process group has, so no GPU is needed."""
-    nccl = NCCLBackend(torch_groups.default_group(), b)
+    nccl = NCCLBackend(dist.group.WORLD, b)
     gathers_bytes(nccl)
     moves_bytes(nccl)
     moves_unequal_bytes(nccl)
@@ -290,12 +282,12 @@ def test_a_world_of_one_can_be_made_again_and_again() -> None:
         shared = rendezvous.store_of(launch("none", 1), 1.0)
         bootstrap = StoreBootstrap(shared.store, shared.rank, shared.world_size)
         assert bootstrap.all_gather_bytes(b"x", wait()) == [b"x"]
-        assert bootstrap.gloo(5.0).all_gather_bytes(b"y", wait()) == [b"y"]
+        assert bootstrap.transport(5.0).all_gather_bytes(b"y", wait()) == [b"y"]
 
 
 def starts_gloo(path: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    group = torch_groups.start_gloo(dist.FileStore(path, size), rank, size, 10.0)
+    group = torch_groups.start("gloo", dist.FileStore(path, size), rank, size, 10.0)
     b = TorchBackend(group, 10.0)
     assert b.all_gather_bytes(bytes([rank]), wait()) == [b"\0", b"\1"]
     dist.destroy_process_group()
@@ -307,13 +299,13 @@ def test_torchs_default_group_starts_on_a_store(tmp_path: Any) -> None:
 
 def test_nccl_without_a_gpu_names_what_is_missing() -> None:
     with pytest.raises((sx.errors.MissingExtraError, sx.errors.UnsupportedError), match="NCCL"):
-        torch_groups.start_nccl(dist.HashStore(), 0, 1, 1.0)
+        torch_groups.start("nccl", dist.HashStore(), 0, 1, 1.0)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_nccl_is_correct_on_one_gpu() -> None:
-    group = torch_groups.start_nccl(dist.HashStore(), 0, 1, 30.0)
+    group = torch_groups.start("nccl", dist.HashStore(), 0, 1, 30.0)
     b = NCCLBackend(group, TorchBackend(group, 30.0))
     try:
         assert b.all_gather_bytes(b"x", wait()) == [b"x"]
@@ -328,8 +320,6 @@ def test_nccl_is_correct_on_one_gpu() -> None:
         data = torch.arange(100, dtype=torch.uint8, device="cuda")
         for move in (
             lambda into: b.all_gather(data, into, wait()),
-            lambda into: b.gather(data, into, 0, wait()),
-            lambda into: b.scatter(data, [100], into, 0, wait()),
             lambda into: b.all_to_all(data, [100], into, [100], wait()),
         ):
             into = torch.zeros_like(data)

@@ -29,7 +29,6 @@ from torch import nn
 import statexchange as sx
 from statexchange.comm import bootstrap, defaults
 from statexchange.comm.communicator import Communicator
-from statexchange.comm.failure import page_setup
 from statexchange.errors import InvalidArgumentError, MissingExtraError, NotFoundError, UnsupportedError
 from statexchange.testing import run_ranks
 from statexchange.train.algorithms import Decentralized, dequantize, quantize
@@ -67,13 +66,13 @@ def on_ranks(*sizes: int, backends: tuple[str, ...] = ("shm", "gloo", "mpi", "hi
 
 def run_body(name: str, backend: str, directory: str) -> None:
     """Run the function of a test by its name, on a rank in a process of its own."""
-    identity = bootstrap.host_identity, page_setup.host_identity
+    identity = bootstrap.host_identity
     try:
         comm = start(backend, directory)
         BODIES[name](comm, Path(directory))
         comm.barrier()
     finally:
-        bootstrap.host_identity, page_setup.host_identity = identity
+        bootstrap.host_identity = identity
 
 
 def filled(value: float, n: int = 512, dtype: torch.dtype = torch.float64) -> torch.Tensor:

@@ -32,7 +32,9 @@ from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.comm import defaults, tcp_store
+from statexchange.comm.rendezvous_directory import _Answer, _Hello
 from statexchange.errors import to_record
+from statexchange.messages import encoded
 from statexchange.processes import Owner
 from statexchange.testing import run_ranks
 
@@ -85,8 +87,8 @@ def test_ranks_started_by_hand_meet_at_an_address() -> None:
 
 def put_files_of_a_process(directory: Path, rank: int, nonce: str, owner: Owner) -> None:
     """Write the files of a process that was killed in the rendezvous."""
-    record = {"owner": owner.to_json(), "network": "elsewhere", "world_size": 2, "num_made": 0}
-    (directory / f"hello-{rank}-{nonce}.json").write_text(json.dumps(record))
+    record = encoded(_Hello(owner, "elsewhere", 2, 0), _Hello)
+    (directory / f"hello-{rank}-{nonce}.json").write_bytes(record)
     (directory / f"beat-{nonce}-7").touch()
 
 
@@ -98,8 +100,8 @@ def test_files_of_a_crashed_run_are_ignored(tmp_path: Path) -> None:
         )
         put_files_of_a_process(tmp_path, rank, f"{rank}b".ljust(32, "0"), replace(ours, pid=2**22 - 1, start=1))
     nonces = ["0a".ljust(32, "0"), "1a".ljust(32, "0")]
-    answer = {"nonces": nonces, "host": "h", "address": "192.0.2.1", "port": 1, "server": "0" * 32, "refusal": None}
-    (tmp_path / f"answer-{nonces[0]}.json").write_text(json.dumps(answer))
+    answer = encoded(_Answer(nonces, "h", "192.0.2.1", 1, "0" * 32, None, 0), _Answer)
+    (tmp_path / f"answer-{nonces[0]}.json").write_bytes(answer)
     found = run_ranks(initialises, 2, backend="processes", args=(f"file://{tmp_path}", "shm"))
     assert [row[0] for row in found] == ["shm", "shm"]
     # Files of processes that have provably ended are removed; those of other hosts are not.
@@ -187,14 +189,14 @@ def test_at_its_deadline_a_rank_waits_a_moment_for_rank_0_to_decide(decision: st
     server = tcp_store.Server.at("127.0.0.1", 0, 20.0)
     store = tcp_store.namespaced(tcp_store.connect("127.0.0.1", server.port, 20.0, 5.0), server.nonce)
     for rank in range(3):
-        tcp_store.enroll(store, rank, f"process {rank}", "there")
+        store.set(f"joined/{rank}", f"process {rank}")
     record = json.dumps(to_record(sx.errors.StallError("rank 1 came too late", missing=(1,)), 0, "the rendezvous"))
     decides = threading.Timer(0.3, lambda: server.store.set(decision, record))
     if decision is not None:
         decides.start()
 
     def waits() -> None:
-        tcp_store.wait_until_complete(store, 3, time.monotonic(), 0.1, "there")
+        tcp_store.Joining(1, 3, 0.1, "there", time.monotonic() - 0.1).wait_until_complete(store)
 
     if decision == "complete":
         waits()

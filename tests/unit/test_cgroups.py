@@ -11,7 +11,7 @@ import pytest
 from programs import require_root
 
 from statexchange import cgroups
-from statexchange.cgroups import Headroom, memory_headroom
+from statexchange.cgroups import memory_headrooms
 
 MIB = 1 << 20
 UNLIMITED = 9223372036854771712
@@ -71,11 +71,11 @@ def test_the_least_headroom_of_all_ancestors_counts_without_file_pages(version: 
     group(top / "job" / "step" / "task", version, UNLIMITED if version == 1 else "max", 50 * MIB)
     cgroup = "0::/job/step/task\n" if version == 2 else "5:cpu:/\n4:memory:/job/step/task\n0::/\n"
     here = proc(tmp_path, cgroup, ("/", "sys", V2 if version == 2 else V1))
-    assert memory_headroom(here) == Headroom(500 * MIB, f"{top}/job")
+    assert min(memory_headrooms(here)) == (500 * MIB, f"in the cgroup {top}/job")
     group(top / "job" / "step", version, 590 * MIB, 100 * MIB)
-    assert memory_headroom(here) == Headroom(490 * MIB, f"{top}/job/step")
+    assert min(memory_headrooms(here)) == (490 * MIB, f"in the cgroup {top}/job/step")
     group(top / "job" / "step", version, 90 * MIB, 100 * MIB)
-    assert memory_headroom(here) == Headroom(0, f"{top}/job/step")
+    assert min(memory_headrooms(here)) == (0, f"in the cgroup {top}/job/step")
 
 
 def test_both_versions_may_be_mounted_beside_each_other(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_both_versions_may_be_mounted_beside_each_other(tmp_path: Path) -> None:
     group(tmp_path / "two" / "b", 2, 200 * MIB, 0)
     cgroup = "9:name=systemd:/x\n8:cpu,memory:/a\n0::/b\n"
     mounts = [("/", "cpu", "cgroup cgroup rw,cpu"), ("/", "one", "cgroup cgroup rw,memory,cpu"), ("/", "two", V2)]
-    assert memory_headroom(proc(tmp_path, cgroup, *mounts)) == Headroom(200 * MIB, f"{tmp_path}/two/b")
+    assert min(memory_headrooms(proc(tmp_path, cgroup, *mounts))) == (200 * MIB, f"in the cgroup {tmp_path}/two/b")
 
 
 @pytest.mark.parametrize(
@@ -92,15 +92,15 @@ def test_both_versions_may_be_mounted_beside_each_other(tmp_path: Path) -> None:
 def test_in_a_container_the_mount_is_its_own_cgroup(root: str, path: str, tmp_path: Path) -> None:
     group(tmp_path / "sys fs", 2, 100 * MIB, 60 * MIB, file=20 * MIB)
     here = proc(tmp_path, f"0::{path}\n", (root, "sys\\040fs", V2))
-    assert memory_headroom(here) == Headroom(60 * MIB, f"{tmp_path}/sys fs")
+    assert min(memory_headrooms(here)) == (60 * MIB, f"in the cgroup {tmp_path}/sys fs")
 
 
 @pytest.mark.parametrize("content", ["", "max\n", "soon\n"])
 def test_without_a_limit_the_headroom_is_unknown(content: str, tmp_path: Path) -> None:
     (tmp_path / "sys" / "job").mkdir(parents=True)
     (tmp_path / "sys" / "job" / "memory.max").write_text(content)
-    assert memory_headroom(proc(tmp_path, "0::/job/gone\n", ("/", "sys", V2))) is None
-    assert memory_headroom(str(tmp_path / "no proc")) is None
+    assert memory_headrooms(proc(tmp_path, "0::/job/gone\n", ("/", "sys", V2))) == []
+    assert memory_headrooms(str(tmp_path / "no proc")) == []
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from failure_detectors import HOSTS, RANKS, detectors, failure_of, until
 
 from statexchange.comm.failure import start
 from statexchange.comm.failure.detector import FailureDetector
+from statexchange.comm.failure.monitor import UNWATCHED
 from statexchange.comm.topology import Topology
 from statexchange.errors import PeerError, StallError
 
@@ -134,7 +135,7 @@ def test_if_one_rank_cannot_connect_no_rank_has_a_detector(
 
     monkeypatch.setattr(start, "connect_member", connect_but_rank_2)
     with detectors() as members:
-        assert members == [None] * RANKS
+        assert members == [UNWATCHED] * RANKS
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "ranks [2] cannot reach rank 0" in caplog.text
 
@@ -147,14 +148,14 @@ def test_if_rank_0_cannot_listen_no_rank_has_a_detector(
 
     monkeypatch.setattr(socket, "create_server", refuse)
     with detectors() as members:
-        assert members == [None] * RANKS
+        assert members == [UNWATCHED] * RANKS
     assert len(caplog.records) == 1
 
 
 def test_a_host_name_that_does_not_resolve_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     with detectors() as members:
-        assert None not in members
+        assert UNWATCHED not in members
 
 
 def test_closed_detectors_leave_no_threads_or_sockets() -> None:

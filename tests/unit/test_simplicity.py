@@ -44,10 +44,10 @@ class Walk(NamedTuple):
 
 CEILINGS = {
     "load": Walk(25, 650, 52, 0),
-    "save": Walk(26, 738, 77, 2),
-    "export": Walk(29, 681, 25, 0),
+    "save": Walk(25, 738, 77, 2),
+    "export": Walk(28, 681, 25, 0),
     "merge": Walk(27, 868, 114, 0),
-    "synchronize": Walk(12, 240, 38, 1),
+    "synchronize": Walk(10, 240, 38, 1),
 }
 
 # Run by a fresh interpreter, so that neither pytest's plugins nor plans that are remembered count.

@@ -1,8 +1,9 @@
 """The interface of a backend: how ranks move bytes and reduce tensors.
 
-To add a backend, subclass `Backend` in a module of this folder and give it `all_gather_bytes`, `new_group`, `send` and
-`recv`: every collective has a plain implementation by `all_gather_bytes` here, which a backend overrides for speed.
-A backend without `send` and `recv` can only be a bootstrap backend (bootstrap.py). `init` (init.py) chooses it, and
+To add a backend, subclass `Backend` in a module of this folder and give it `all_gather_bytes`, `send` and `recv`, and,
+if it carries messages before there is shared memory, `new_group`: every collective has a plain implementation by
+`all_gather_bytes` here, which a backend overrides for speed. A backend without `send` and `recv` can only be a
+bootstrap backend (bootstrap.py). `init` (init.py) chooses it, and
 `tests/conformance` checks it.
 
 Rules for an implementation. It never blocks without polling its `wait`. A method that raises keeps alive the tensors
@@ -24,7 +25,7 @@ from statexchange.errors import InvalidArgumentError, UnsupportedError
 if TYPE_CHECKING:
     import torch
 
-    from statexchange.comm.backends.reduction import Finish, Reduction
+    from statexchange.comm.backends.reduction import Finish
 
 __all__ = ["Backend", "Between", "Leaders", "check_ranks", "gather_in_two_steps"]
 
@@ -83,22 +84,27 @@ class Backend(ABC):
     """Whether its tensor methods call `wait.enter` themselves; for others it has been called before."""
 
     @functools.cached_property
-    def reductions(self) -> dict[object, Reduction]:
-        """A cache of `Reduction` objects, by op and dtype."""
+    def reductions(self) -> dict[object, Any]:
+        """A cache of the `Reduction` objects of `collectives`, by op and dtype."""
         return {}
 
     @abstractmethod
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's payload, of any length, in rank order. Collective."""
 
-    @abstractmethod
-    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+    @property
+    def flat(self) -> Backend:
+        """The backend that moves bytes between single ranks: another one if this reduces within hosts first."""
+        return self
+
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002
         """Return a new backend over `ranks` of this one, in that order. Collective over those ranks only.
 
         Raises:
             StallError: ranks have not called within `timeout_s`; `missing` has them, by their ranks in this backend.
                 A group that can be made without the others does not wait for them.
         """
+        raise UnsupportedError(f"the {self.name} backend makes no groups")
 
     def absent_ranks(self) -> Sequence[int]:
         """Return the ranks that have not begun to form a communicator; () if they are not known. Not collective."""
@@ -118,7 +124,7 @@ class Backend(ABC):
         """Report to ranks that wait for this one in a collective that it leaves, and why. Not collective."""
 
     def close(self) -> None:  # noqa: B027 (most hold nothing)
-        """Free what the backend holds, also the backend over which it was made. Not collective."""
+        """Free what the backend holds, but no backend that the session closes. Not collective."""
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:  # noqa: ARG002 (shared memory uses it)
         """Return `nbytes` (> 0) of uint8 memory that this backend reduces fastest. Collective, with equal `nbytes`."""
@@ -137,10 +143,12 @@ class Backend(ABC):
         return reduction.reduces_locally(op, dtype)
 
     def all_reduce(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        """Reduce `tensor` over all ranks, in place. Collective."""
+        """Reduce `tensor` over all ranks, in place. Collective. From all bytes, it is right for every dtype."""
         from statexchange.comm.backends import reduction
 
-        reduction.reduce_gathered(self, tensor, op, finish, wait)
+        gathered = self.all_gather_bytes(reduction.to_bytes(tensor), wait)
+        parts = [reduction.from_bytes(data, tensor.dtype).to(tensor.device) for data in gathered]
+        reduction.reduce_parts(tensor, parts, op, finish)
 
     def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
         """Reduce `tensor` over all ranks, in place on `root` only. Collective."""
@@ -175,22 +183,6 @@ class Backend(ABC):
         answers = self.all_gather_bytes(reduction.to_bytes(data), wait)
         for part, answer in zip(into.view(self.world_size, -1), answers, strict=True):
             part.copy_(reduction.from_bytes(answer, data.dtype))
-
-    def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
-        """Write every rank's `data` into `into`, which is given on `root` only, in rank order. Collective."""
-        sizes = [data.numel() if rank == root else 0 for rank in range(self.world_size)]
-        into = data.new_empty(0) if into is None else into
-        self.all_to_all(data, sizes, into, [into.numel() // self.world_size] * self.world_size, wait)
-
-    def scatter(
-        self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
-    ) -> None:
-        """Write this rank's part of root's `data` into `into`; all ranks know all `sizes`. Collective."""
-        if data is None:
-            sizes = [0] * self.world_size
-            data = into.new_empty(0)
-        into_sizes = [into.numel() if rank == root else 0 for rank in range(self.world_size)]
-        self.all_to_all(data, sizes, into, into_sizes, wait)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait

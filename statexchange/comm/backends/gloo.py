@@ -214,7 +214,7 @@ class _GlooBackend(Backend):
         """
         if not tensor.numel():
             return
-        if self._is_small(tensor):
+        if tensor.nbytes * self.world_size <= _SMALL_BYTES:
             rows = tensor.new_empty(self.world_size * tensor.numel())
             self.all_gather(tensor.view(torch.uint8), rows.view(torch.uint8), wait)
             reduce_parts(tensor, rows.view(self.world_size, -1).unbind(), op, finish)
@@ -224,14 +224,12 @@ class _GlooBackend(Backend):
             self._run(wait, lambda: self._group.allreduce([tensor], options))
             finish(tensor)
         else:
-            for block in _blocks(tensor):
+            for block in torch.split(tensor, _BLOCK_BYTES // tensor.itemsize):  # to need little memory besides it
                 self._all_reduce_in_parts(block, op, finish, wait)
 
-    def _is_small(self, tensor: torch.Tensor) -> bool:
-        return tensor.nbytes * self.world_size <= _SMALL_BYTES
-
     def _all_reduce_in_parts(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
-        sizes = _shares(tensor.numel(), self.world_size)
+        share, more = divmod(tensor.numel(), self.world_size)
+        sizes = [share + (rank < more) for rank in range(self.world_size)]
         own_part = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
         sent_bytes = [own_part.numel()] * self.world_size
         received_bytes = [size * tensor.itemsize for size in sizes]
@@ -249,25 +247,6 @@ class _GlooBackend(Backend):
         result = parts[:size]
         reduce_parts(result, parts.view(self.world_size, size).unbind(), op, finish)
         return result
-
-    def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        """Reduce small tensors on root; of large ones each rank reduces a part, and root gathers them. Collective."""
-        if tensor.numel() and self._is_small(tensor):
-            rows = tensor.new_empty(self.world_size * tensor.numel()) if self.rank == root else None
-            self.gather(tensor.view(torch.uint8), None if rows is None else rows.view(torch.uint8), root, wait)
-            if rows is not None:
-                reduce_parts(tensor, rows.view(self.world_size, -1).unbind(), op, finish)
-        elif tensor.numel():
-            for block in _blocks(tensor):
-                self._reduce_in_parts(block, op, root, finish, wait)
-
-    def _reduce_in_parts(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        sizes = _shares(tensor.numel(), self.world_size)
-        own_part = self._reduced_part(tensor, sizes, op, finish, wait).view(torch.uint8)
-        sent_bytes = [own_part.numel() if rank == root else 0 for rank in range(self.world_size)]
-        received_bytes = [size * tensor.itemsize if self.rank == root else 0 for size in sizes]
-        into = tensor.view(torch.uint8) if self.rank == root else own_part.new_empty(0)
-        self.all_to_all(own_part, sent_bytes, into, received_bytes, wait)
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
         """Get this rank's part from all ranks, and reduce it. Collective."""
@@ -293,15 +272,6 @@ def _end_threads() -> None:
         thread.join(GRACE_S)
 
 
-def _blocks(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Split `tensor`, so that a reduction needs little memory besides it."""
-    return torch.split(tensor, _BLOCK_BYTES // tensor.itemsize)
-
-
-def _shares(count: int, parts: int) -> list[int]:
-    return [count // parts + (part < count % parts) for part in range(parts)]
-
-
 class TorchBackend(_GlooBackend):
     """One rank of a ProcessGroup that torch.distributed knows."""
 
@@ -311,7 +281,11 @@ class TorchBackend(_GlooBackend):
         self._presence = note_presence(group)
         self.name = str(dist.get_backend(group))
         moves_cpu_tensors = self.name == "gloo" or "cpu:gloo" in dist.get_backend_config(group)
-        super().__init__(group if moves_cpu_tensors else _gloo_group_of(self._ranks, timeout_s))
+        if not moves_cpu_tensors:
+            group = make_gloo_group(
+                store_of_ranks(self._ranks), self._ranks.index(dist.get_rank()), self._ranks, timeout_s
+            )
+        super().__init__(group)
 
     def absent_ranks(self) -> Sequence[int]:
         """Return the ranks that have not made a backend over this group. Not collective."""
@@ -368,8 +342,3 @@ def of_ranks(ranks: Sequence[int], timeout_s: float) -> Backend:
     """
     check_ranks(ranks, dist.get_rank(), dist.get_world_size())
     return StoreBackend(store_of_ranks(ranks), list(ranks).index(dist.get_rank()), len(ranks), timeout_s, ranks)
-
-
-def _gloo_group_of(ranks: Sequence[int], timeout_s: float) -> Any:
-    """Return a Gloo group of these ranks of torch's default group. Collective over them only."""
-    return make_gloo_group(store_of_ranks(ranks), list(ranks).index(dist.get_rank()), ranks, timeout_s)

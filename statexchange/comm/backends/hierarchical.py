@@ -32,7 +32,7 @@ class _StepMonitor(OuterMonitor):
     gets the missing ranks from the world's monitor when a deadline has passed.
     """
 
-    def __init__(self, world: FailureMonitor | None) -> None:
+    def __init__(self, world: FailureMonitor) -> None:
         super().__init__(world)
         self.raised: StateExchangeError | None = None
 
@@ -83,14 +83,13 @@ class _Steps:
 
     def _stall(self, seen: tuple[int, ...]) -> StallError:
         """Return the error for the deadline: a rank's leader may be missing only because it waits for another host."""
-        wait = self._wait
-        return wait.stall_error((wait.monitor.missing_ranks() if wait.monitor is not None else ()) or seen)
+        return self._wait.stall_error(self._wait.monitor.missing_ranks() or seen)
 
 
 class HierarchicalBackend(Backend):
     """The backend of one rank among ranks of several hosts.
 
-    Reductions, broadcasts and all-gathers take the three steps, everything else uses `transport`.
+    All-reduces, broadcasts and all-gathers take the three steps; `flat`, the transport, does everything else.
     """
 
     name = "hierarchical"
@@ -124,13 +123,14 @@ class HierarchicalBackend(Backend):
         # Whether the ranks of each host are consecutive.
         self._has_consecutive_ranks = list(topology.nodes) == sorted(topology.nodes)
 
+    @property
+    def flat(self) -> Backend:
+        """The transport."""
+        return self._transport
+
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Delegate to the transport."""
         return self._transport.all_gather_bytes(payload, wait)
-
-    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Delegate to the transport."""
-        return self._transport.new_group(ranks, timeout_s)
 
     def leave(self, error: BaseException | None) -> None:
         """Report to the ranks of this host. The failure detector reports to the others."""
@@ -138,11 +138,8 @@ class HierarchicalBackend(Backend):
         self._transport.leave(error)
 
     def close(self) -> None:
-        """Close all parts. Not collective."""
-        self._transport.close()
+        """Release the host's memory; the other groups hold nothing. Not collective."""
         self.node.close()
-        if self.leaders is not None:
-            self.leaders.close()
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:
         """Return memory in which the ranks of this host reduce fastest. Collective."""
@@ -172,22 +169,6 @@ class HierarchicalBackend(Backend):
             finish(tensor)
         self._share(tensor.view(torch.uint8), steps)
 
-    def reduce(self, tensor: torch.Tensor, op: str, root: int, finish: Finish, wait: Wait) -> None:
-        """Reduce to the leader, between the leaders to that of root's host, and pass it to root. Collective."""
-        if not tensor.numel():
-            return
-        steps = _Steps(self, wait)
-        root_node, root_place = self._place_of(root)
-        passes_on = root_node == self._node_rank and root_place != 0  # root is on this host, but does not lead it
-        changes_tensor = self._is_leader or passes_on
-        result = tensor.clone() if self.rank != root and changes_tensor else tensor
-        steps.on_node(lambda node, inner: node.reduce(result, op, 0, Finish(), inner))
-        steps.between(lambda leaders, inner: leaders.reduce(result, op, root_node, Finish(), inner))
-        if passes_on:
-            self._share(result.view(torch.uint8), steps)
-        if self.rank == root:
-            finish(result)
-
     def through_leaders(self, tensor: torch.Tensor, between: Between, wait: Wait) -> None:
         """Sum on the leader, call `between` there, and broadcast back. Collective."""
         steps = _Steps(self, wait)
@@ -206,7 +187,8 @@ class HierarchicalBackend(Backend):
             return
         steps = _Steps(self, wait)
         root_node, root_place = self._place_of(root)
-        begins_here = root_node == self._node_rank and root_place != 0  # root is on this host, but does not lead it
+        # Whether root is on this host, but does not lead it
+        begins_here = root_node == self.topology.nodes[self.rank] and root_place != 0
         if begins_here:
             steps.on_node(lambda node, inner: node.broadcast(data, root_place, inner))
         steps.between(lambda leaders, inner: leaders.broadcast(data, root_node, inner))
@@ -214,31 +196,19 @@ class HierarchicalBackend(Backend):
             self._share(data, steps)
 
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
-        """Gather within each host, between the leaders, and broadcast to each host what came from others.
-
-        Collective.
-        """
+        """Gather within each host, between the leaders, and broadcast to each host. Collective."""
         if not data.numel():
             return
         steps = _Steps(self, wait)
-        of_host = data
-        if self.node.world_size > 1:
-            of_host = data.new_empty(self.node.world_size * data.numel())
-            steps.on_node(lambda node, inner: node.all_gather(data, of_host, inner))
+        of_host = data.new_empty(self.node.world_size * data.numel())
+        of_host[: data.numel()] = data  # all of it, on a host of one rank, which makes no step there
+        steps.on_node(lambda node, inner: node.all_gather(data, of_host, inner))
         steps.between(lambda leaders, inner: self._gather_hosts(leaders, of_host, into, inner))
-        begin = end = 0  # what this rank has already, if that is one block of `into`
-        if self._has_consecutive_ranks:
-            begin = self.topology.node_ranks[0] * data.numel()
-            end = begin + of_host.numel()
-        if not self._is_leader:
-            into[begin:end] = of_host[: end - begin]
-        for foreign in (into[:begin], into[end:]):
-            self._share(foreign, steps)
+        self._share(into, steps)
 
     def _share(self, data: torch.Tensor, steps: _Steps) -> None:
         """Copy the leader's `data` to all ranks of its host."""
-        if data.numel():
-            steps.on_node(lambda node, inner: node.broadcast(data, 0, inner))
+        steps.on_node(lambda node, inner: node.broadcast(data, 0, inner))
 
     def _gather_hosts(self, leaders: Backend, of_host: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Gather every host's block among the leaders; those of smaller hosts are padded."""
@@ -255,34 +225,6 @@ class HierarchicalBackend(Backend):
         for rank, part in enumerate(into.view(self.world_size, size)):
             node, place = self._place_of(rank)
             part.copy_(parts[node, place])
-
-    def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
-        """Delegate to the transport."""
-        self._transport.gather(data, into, root, wait)
-
-    def scatter(
-        self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
-    ) -> None:
-        """Delegate to the transport."""
-        self._transport.scatter(data, sizes, into, root, wait)
-
-    def all_to_all(
-        self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
-    ) -> None:
-        """Delegate to the transport."""
-        self._transport.all_to_all(data, sizes, into, into_sizes, wait)
-
-    def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
-        """Delegate to the transport."""
-        self._transport.send(data, dst, tag, wait)
-
-    def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
-        """Delegate to the transport."""
-        self._transport.recv(data, src, tag, wait)
-
-    @property
-    def _node_rank(self) -> int:
-        return self.topology.nodes[self.rank]
 
     def _place_of(self, rank: int) -> tuple[int, int]:
         """Return the host of a rank, and its number there in rank order."""

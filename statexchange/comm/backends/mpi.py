@@ -15,7 +15,6 @@ from statexchange.comm.backends.backend import Backend, gather_in_two_steps
 from statexchange.comm.wait import Wait, yield_core
 from statexchange.errors import MissingExtraError, NotInitializedError, PeerError, StallError
 from statexchange.settings import Launch, default_timeout_s
-from statexchange.tensors import DTYPE_NAMES
 
 if TYPE_CHECKING:
     import torch
@@ -28,15 +27,15 @@ _FIRST_FREE_TAG = 3
 _LONG_BYTES = 1 << 16
 _SPIN_S, _TESTS = 0.005, 16  # how long to test a long message at a time, and how often between two yields
 _NUM_TAGS = 30_000  # for groups; every MPI has tags up to 32767
-# MPI types by the names of dtypes, which needs no torch. mpi4py must not choose them: it takes bfloat16 for bytes, and
-# would sum those.
-_FLOATS = {"F64": "DOUBLE", "F32": "FLOAT"}
-_INTS = {"I64": "INT64_T", "I32": "INT32_T", "I16": "INT16_T", "I8": "INT8_T", "U8": "UINT8_T"}
+# MPI types by torch's names of dtypes, which needs no torch. mpi4py must not choose them: it takes bfloat16 for bytes,
+# and would sum those.
+_FLOATS = {"float64": "DOUBLE", "float32": "FLOAT"}
+_INTS = {"int64": "INT64_T", "int32": "INT32_T", "int16": "INT16_T", "int8": "INT8_T", "uint8": "UINT8_T"}
 _one_at_a_time = threading.Lock()
 
 
 def _name_of(dtype: torch.dtype) -> str:
-    return DTYPE_NAMES.get(str(dtype).removeprefix("torch."), "")
+    return str(dtype).removeprefix("torch.")
 
 
 def _mpi() -> Any:
@@ -287,21 +286,6 @@ class MPIBackend(Backend):
         if data.numel():
             received = [into.numpy(), data.numel(), self._mpi.BYTE]
             self._run(lambda: self._comm.Iallgather(self._bytes(data), received), into.numel(), wait)
-
-    def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:
-        """Call Igather. Collective."""
-        if data.numel():
-            received = None if into is None else [into.numpy(), data.numel(), self._mpi.BYTE]
-            nbytes = data.numel() * self.world_size
-            self._run(lambda: self._comm.Igather(self._bytes(data), received, root), nbytes, wait)
-
-    def scatter(
-        self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
-    ) -> None:
-        """Call Iscatterv. Collective."""
-        if sum(sizes):
-            sent = None if data is None else self._parts(data, sizes)
-            self._run(lambda: self._comm.Iscatterv(sent, self._bytes(into), root), sum(sizes), wait)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait

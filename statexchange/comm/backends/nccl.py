@@ -53,10 +53,6 @@ class NCCLBackend(Backend):
         """Return every rank's payload, through the CPU backend. Collective."""
         return self._cpu.all_gather_bytes(payload, wait)
 
-    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Return a CPU backend over `ranks`. Collective over them."""
-        return self._cpu.new_group(ranks, timeout_s)
-
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:  # noqa: ARG002
         """Return memory of the current GPU. Not collective."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device_type)
@@ -107,7 +103,7 @@ class NCCLBackend(Backend):
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
     ) -> None:
-        """Exchange by NCCL; `gather` and `scatter` use this, too. Collective."""
+        """Exchange by NCCL. Collective."""
         self._run(lambda: self._group.alltoall_base(into, data, list(into_sizes), list(sizes)), wait)
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:

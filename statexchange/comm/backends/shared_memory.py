@@ -74,22 +74,16 @@ def _tensor_over(memory: Any) -> torch.Tensor:
 
 
 class SharedMemoryBackend(Backend):
-    """The backend of one rank among the ranks of a host, over `page`. `bootstrap` only makes groups.
+    """The backend of one rank among the ranks of a host, over `page`; "threads" if these are threads."""
 
-    It is called "threads" over a bootstrap of that name.
-    """
-
-    name = "shm"
     enters_itself = True
 
-    def __init__(self, page: ControlPage, bootstrap: Backend) -> None:
-        if bootstrap.name == "threads":
-            self.name = bootstrap.name
+    def __init__(self, page: ControlPage, name: str = "shm") -> None:
+        self.name = name
         self.rank = page.rank
         self.world_size = page.world_size
         self._small_bytes = min(_SMALL_BYTES // self.world_size, _WINDOW_BYTES)
         self._page = page
-        self._bootstrap = bootstrap
         self._pool = ArenaPool(page.kind)
         self._staging: Arena | None = None
         self._turn = 0
@@ -107,21 +101,12 @@ class SharedMemoryBackend(Backend):
         """Return every rank's payload, through the page. Collective."""
         return self._page.all_gather_bytes(payload, None, _MESSAGE, wait)
 
-    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Return a group of the bootstrap backend. Collective over `ranks`."""
-        return self._bootstrap.new_group(ranks, timeout_s)
-
     def leave(self, error: BaseException | None) -> None:
         """Announce leaving on the page. Not collective."""
         self._page.leave(error)
 
     def close(self) -> None:
-        """Release all memory, except what tensors refer to, and close the bootstrap backend. Not collective."""
-        self.release()
-        self._bootstrap.close()
-
-    def release(self) -> None:
-        """Leave the page and release all memory, but keep the bootstrap backend. Not collective."""
+        """Leave the page and release all memory, except what tensors refer to. Not collective."""
         self._page.leave()
         for region in self._regions.values():
             region.arena.close()
@@ -401,20 +386,7 @@ class SharedMemoryBackend(Backend):
     def all_gather(self, data: torch.Tensor, into: torch.Tensor, wait: Wait) -> None:
         """Gather through the staging buffers. Collective."""
         wait.enter()
-        self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(self._parts(into))], wait)
-
-    def gather(self, data: torch.Tensor, into: torch.Tensor | None, root: int, wait: Wait) -> None:  # noqa: ARG002
-        """Gather through the staging buffers. Collective."""
-        wait.enter()
-        parts = [] if into is None else self._parts(into)
-        self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(parts)], wait)
-
-    def scatter(
-        self, data: torch.Tensor | None, sizes: Sequence[int], into: torch.Tensor, root: int, wait: Wait
-    ) -> None:
-        """Scatter through root's staging buffer. Collective."""
-        wait.enter()
-        self._move(data, sum(sizes), [(root, sum(sizes[: self.rank]), into)], wait)
+        self._move(data, data.numel(), [(r, 0, part) for r, part in enumerate(into.view(self.world_size, -1))], wait)
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
@@ -427,9 +399,6 @@ class SharedMemoryBackend(Backend):
         for rank, part in enumerate(torch.split(into, list(into_sizes))):
             reads.append((rank, sum(sizes_by_rank[rank][: self.rank]), part))
         self._move(data, max(map(sum, sizes_by_rank)), reads, wait)
-
-    def _parts(self, into: torch.Tensor) -> list[torch.Tensor]:
-        return list(into.view(self.world_size, -1))
 
     def _move(
         self, ours: torch.Tensor | None, longest: int, reads: Sequence[tuple[int, int, torch.Tensor]], wait: Wait

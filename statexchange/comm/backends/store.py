@@ -103,11 +103,7 @@ class StoreBootstrap(Backend):
         self._groups.append(group)
         return group
 
-    def gloo(self, timeout_s: float) -> StoreBackend:
-        """Return a Gloo group of the same ranks, made at the same store. Collective."""
+    def transport(self, timeout_s: float) -> Backend:
+        """Return a Gloo group of the same ranks, made at the same store, as a store moves no tensors. Collective."""
         store = _stores.PrefixStore(self._unused_prefix("gloo"), self._store)
         return StoreBackend(store, self.rank, self.world_size, timeout_s, bootstrap=self)
-
-    def transport(self, timeout_s: float) -> Backend:
-        """Return a Gloo group, as a store moves no tensors. Collective."""
-        return self.gloo(timeout_s)

@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,17 +27,16 @@ __all__ = [
     "GRACE_S",
     "LONGEST_S",
     "absent_ranks",
+    "as_timedelta",
     "await_keys",
     "await_ranks",
-    "default_group",
     "first_line",
     "known_groups",
     "make_gloo_group",
     "note_presence",
     "ranks_key",
     "reduce_options",
-    "start_gloo",
-    "start_nccl",
+    "start",
     "store_of_ranks",
     "torch_errors",
     "torch_timeout",
@@ -49,11 +48,6 @@ LONGEST_S = 86_400.0  # in place of no deadline, so that threads inside torch en
 GRACE_S = 1.0  # torch's deadlines are this much later than ours; also the longest wait for others in `close`
 _stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
 _uses: Counter[str] = Counter()  # how often a store has been used for a purpose, with different keys each time
-
-
-def default_group() -> dist.ProcessGroup | None:
-    """Return torch.distributed's default group, if it is initialised. Not collective."""
-    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
 
 
 def known_groups() -> list[object]:
@@ -89,38 +83,29 @@ def absent_ranks(store: Any, ranks: Sequence[int]) -> list[int]:
         return []
 
 
-def start_gloo(store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Initialise torch.distributed's default group with Gloo, and return it. Collective."""
-    return _start("gloo", store, rank, world_size, timeout_s)
+def start(backend: Literal["gloo", "nccl"], store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+    """Initialise torch.distributed's default group, and return it; with NCCL for GPUs, Gloo serves CPUs. Collective.
 
-
-def start_nccl(store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Initialise torch.distributed's default group with NCCL for GPUs and Gloo for CPUs, and return it. Collective.
-
-    Raises MissingExtraError or UnsupportedError, before anything is sent, where that cannot be.
+    Raises MissingExtraError or UnsupportedError, before anything is sent, where NCCL cannot be.
     """
-    needs = 'NCCL needs a CUDA build of torch and a GPU: pip install torch from the CUDA index, or use init("auto")'
-    if not dist.is_available() or not dist.is_nccl_available():
-        raise MissingExtraError(f"{needs} (this torch is {torch.__version__})")
-    if not torch.cuda.is_available():
-        raise UnsupportedError(f"{needs} (this host shows no GPU)")
-    return _start("cpu:gloo,cuda:nccl", store, rank, world_size, timeout_s)
-
-
-def _start(backend: str, store: Any, rank: int, world_size: int, timeout_s: float) -> dist.ProcessGroup:
+    if backend == "nccl":
+        needs = 'NCCL needs a CUDA build of torch and a GPU: pip install torch from the CUDA index, or use init("auto")'
+        if not dist.is_available() or not dist.is_nccl_available():
+            raise MissingExtraError(f"{needs} (this torch is {torch.__version__})")
+        if not torch.cuda.is_available():
+            raise UnsupportedError(f"{needs} (this host shows no GPU)")
+    name = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
     operation = "the start of torch.distributed"
     wait = Wait(timeout_s, operation)
     await_ranks(store, rank, range(world_size), wait)
     limit = torch_timeout(wait, more_s=0)
-    start = functools.partial(
-        dist.init_process_group, backend, store=store, rank=rank, world_size=world_size, timeout=limit
+    begin = functools.partial(
+        dist.init_process_group, name, store=store, rank=rank, world_size=world_size, timeout=limit
     )
     # Here torch's deadline, which the group keeps for its collectives, comes before ours, so that torch does not make a
     # group that we have given up.
-    _in_another_thread(start, Wait(timeout_s + GRACE_S, operation))
-    group = default_group()
-    assert group is not None
-    return group
+    _in_another_thread(begin, Wait(timeout_s + GRACE_S, operation))
+    return dist.group.WORLD
 
 
 def unused_prefix(use: str) -> str:
@@ -189,7 +174,12 @@ def first_line(error: BaseException) -> str:
 
 def torch_timeout(wait: Wait, more_s: float = GRACE_S) -> timedelta:
     """Return torch's own timeout: longer than `wait`, whose deadline comes first, but finite, so that threads end."""
-    return timedelta(seconds=min(wait.timeout_s + more_s, LONGEST_S))
+    return as_timedelta(wait.timeout_s + more_s)
+
+
+def as_timedelta(timeout_s: float) -> timedelta:
+    """Return a number of seconds, which may be inf, as a timedelta for torch."""
+    return timedelta(seconds=min(timeout_s, LONGEST_S))
 
 
 def reduce_options(options: Any, op: str) -> Any:

@@ -31,13 +31,15 @@ with an error writes the error before _LEFT, so that a rank that reads _LEFT can
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 from statexchange.comm import forks
-from statexchange.comm.failure.monitor import GroupMonitor
+from statexchange.comm.failure.monitor import FailureMonitor
 from statexchange.comm.wait import Pace, Wait
 from statexchange.errors import (
     NotInitializedError,
@@ -50,7 +52,7 @@ from statexchange.errors import (
 from statexchange.processes import process_is_alive, process_is_stopped, process_start, usable_cores
 from statexchange.shared_memory import Arena, Attached, Kind, attach
 
-__all__ = ["ControlPage", "DifferentCallsError", "closed_error"]
+__all__ = ["ControlPage", "DifferentCallsError", "closed_error", "open_control_page"]
 
 _LENGTH_BYTES = 8
 _SPILLED = 1 << 63
@@ -62,6 +64,7 @@ _SLOT_BYTES = 4096
 _MAILBOX_BYTES = 1024
 _KEPT_BYTES = 1 << 20  # longer messages are rare, and their memory is given back
 _GONE_QUIETLY, _GONE_WITH_ERROR = 1, 2
+_KINDS: tuple[Kind, ...] = ("memfd", "file")
 # One yield may take milliseconds on a busy core, and failures are checked for later.
 _PACE = Pace(100, 1000, 0.05)
 
@@ -88,11 +91,10 @@ class DifferentCallsError(Exception):
     """Raised on all ranks of a barrier at which they have different fingerprints."""
 
 
-class ControlPage(GroupMonitor):
+class ControlPage(FailureMonitor):
     """One rank's side of the page. Collective calls must be made by all ranks in the same order.
 
-    As a monitor it leaves `set_current_op`, `report_failure` and `close` empty: the page holds arrivals and leaving
-    already.
+    As a monitor it leaves `set_current_op` and `close` empty: the page holds arrivals and leaving already.
     """
 
     def __init__(self, memory: memoryview, rank: int, world_size: int, kind: Kind = "memfd") -> None:
@@ -312,6 +314,10 @@ class ControlPage(GroupMonitor):
         self._drop_spills()
         self._attached.clear()
 
+    def report_failure(self, error: StateExchangeError) -> None:
+        """Announce that this rank will not arrive any more, and why. Not collective."""
+        self.leave(error)
+
     def _drop_spills(self) -> None:
         for arena in self._spill.values():
             arena.close()
@@ -323,3 +329,40 @@ def closed_error(rank: int, since: str = "") -> NotInitializedError:
     return NotInitializedError(
         f"this communicator is closed{since}: make a new one, as shutdown() and init() do", rank=rank
     )
+
+
+def open_control_page(
+    rank: int, world_size: int, all_gather_bytes: Callable[[bytes], list[bytes]]
+) -> ControlPage | None:
+    """Open a control page among ranks that can so far only exchange bytes.
+
+    Collective. None, on all ranks, if they cannot share memory or see each other's processes. That is tried, not
+    derived from host names, as containers may separate /proc and /dev/shm. `all_gather_bytes` returns every rank's
+    bytes.
+    """
+    for kind in _KINDS:
+        page = _try_kind(kind, rank, world_size, all_gather_bytes)
+        if page is not None:
+            return page
+    return None
+
+
+def _try_kind(
+    kind: Kind, rank: int, world_size: int, all_gather_bytes: Callable[[bytes], list[bytes]]
+) -> ControlPage | None:
+    """Open the page in an arena of rank 0; return None, on all ranks, if one of them cannot use it. Collective."""
+    arena: Arena | None = None
+    page: ControlPage | None = None
+    with contextlib.suppress(StateExchangeError):  # the others get null: all fall back together
+        arena = Arena.create(ControlPage.nbytes(world_size), kind) if rank == 0 else None
+    address = json.loads(all_gather_bytes(json.dumps(None if arena is None else arena.address).encode())[0])
+    if address is not None:
+        with contextlib.suppress(StateExchangeError):
+            page = ControlPage(attach(address).view, rank, world_size, kind)  # its row has the process id from now on
+    have_all_attached = not any(all_gather_bytes(b"no page" if page is None else b""))
+    if arena is not None:
+        arena.close()
+    if page is None or not have_all_attached:
+        return None
+    can_see_all = all(map(page.can_see, range(world_size)))  # not across PID namespaces
+    return None if any(all_gather_bytes(b"" if can_see_all else b"a hidden process")) else page

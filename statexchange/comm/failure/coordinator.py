@@ -114,10 +114,3 @@ class Coordinator(FailureDetector):
 
     def _status(self) -> dict[str, Any]:
         return {**vars(self._view), "failure": self._failure}
-
-    def _suspects(self) -> tuple[int, ...]:
-        return ()  # only this rank's own thread can be late, so no other rank is suspect
-
-    def _finish(self, deadline: float) -> None:
-        for connection in self._connections.values():
-            connection.finish(deadline)

@@ -38,7 +38,7 @@ from typing import Any
 
 from statexchange.comm import forks
 from statexchange.comm.failure.connection import JsonConnection
-from statexchange.comm.failure.monitor import GroupMonitor
+from statexchange.comm.failure.monitor import FailureMonitor
 from statexchange.comm.topology import Topology
 from statexchange.errors import PeerError, StateExchangeError, from_record, to_record
 from statexchange.processes import process_is_alive
@@ -71,7 +71,7 @@ class GroupView:
     updated: float = field(default_factory=time.monotonic)
 
 
-class FailureDetector(GroupMonitor):
+class FailureDetector(FailureMonitor):
     """One rank's side of failure detection between hosts. Made by `start_failure_detector`.
 
     The rank's own threads call the public methods; `_run` is the detector thread. Each attribute that both use is
@@ -207,7 +207,10 @@ class FailureDetector(GroupMonitor):
             # What this rank reported before it closed goes out before the goodbye.
             self._run_requests()
             self._post(["goodbye", self._op_number, self._goodbye])
-            self._finish(time.monotonic() + _FINISH_S)
+            deadline = time.monotonic() + _FINISH_S
+            for key in list(self._selector.get_map().values()):  # what was sent arrives, the goodbye among it
+                if isinstance(key.data, JsonConnection):
+                    key.data.finish(deadline)
         finally:
             self.drop()
 
@@ -287,8 +290,4 @@ class FailureDetector(GroupMonitor):
 
     def _suspects(self) -> tuple[int, ...]:
         """Return the ranks that may be the reason why no status of the coordinator has arrived."""
-        raise NotImplementedError
-
-    def _finish(self, deadline: float) -> None:
-        """Wait until what was sent has arrived, the goodbye among it."""
-        raise NotImplementedError
+        return ()  # on rank 0, the coordinator itself, only its own thread can be late

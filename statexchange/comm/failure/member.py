@@ -16,8 +16,7 @@ import selectors
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from statexchange.comm.failure.connection import ConnectionEndedError, JsonConnection
 from statexchange.comm.failure.detector import FailureDetector, GroupView
@@ -30,8 +29,7 @@ _RECONNECT_S = 0.5
 _REFUSALS_OF_DEAD = 2
 
 
-@dataclass(frozen=True)
-class CoordinatorAddress:
+class CoordinatorAddress(NamedTuple):
     """The addresses and the port of the coordinator, and the nonce that only ranks of this group have."""
 
     addresses: list[str]
@@ -133,10 +131,6 @@ class Member(FailureDetector):
         if self._host_answers or nodes[0] == nodes[self._topology.rank]:
             return (0,)
         return tuple(rank for rank, node in enumerate(nodes) if node == nodes[0])
-
-    def _finish(self, deadline: float) -> None:
-        if self._connection is not None:
-            self._connection.finish(deadline)
 
 
 def connect_member(

@@ -1,26 +1,25 @@
-"""Interfaces to failure detection, and monitors that forward to others.
+"""The interface to failure detection, and monitors that forward to others.
 
-`FailureMonitor` is what a wait reads: which ranks have failed, which are missing, whether bytes move. `GroupMonitor`
-adds what a session writes: which call this rank is in, its progress, and its failure. Two classes implement it: the
-control page (control_page.py) for ranks of one host, the failure detector (detector.py) for ranks of several hosts.
+From a `FailureMonitor` a wait reads which ranks have failed, which are missing, and whether bytes move; a session tells
+it which call this rank is in, its progress, and its failure. Two classes detect: the control page (control_page.py)
+among ranks of one host, the failure detector (detector.py) among ranks of several hosts.
 
-The methods of `FailureMonitor` must not block: a wait calls them twenty times a second.
+What a wait reads must not block: it is read twenty times a second.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 
 from statexchange.errors import PeerError, StateExchangeError
 
 __all__ = [
+    "UNWATCHED",
     "AbandonedError",
     "FailureMonitor",
-    "GroupMonitor",
     "OuterMonitor",
     "PeerMonitor",
     "forming_group",
@@ -39,45 +38,40 @@ class AbandonedError(Exception):
     """
 
 
-class FailureMonitor(ABC):
-    """The state of the ranks that a wait waits for."""
+class FailureMonitor:
+    """One rank's side of the failure detection of its group. This one, which has no other side, knows of no failure."""
 
-    @abstractmethod
+    # What a wait reads
+
     def check(self, operation: str) -> None:
         """Raise PeerError if a rank is known to have failed; `operation` is what this rank waits for."""
 
-    @abstractmethod
-    def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:
+    def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:  # noqa: ARG002
         """Return why `rank` will not reach `operation`; None if it may. What it sent before it left may yet arrive."""
+        return None
 
-    @abstractmethod
     def missing_ranks(self) -> tuple[int, ...]:
         """Return the ranks that are known not to have reached this rank's call; () if none is known."""
+        return ()
 
-    @abstractmethod
     def progress_count(self) -> int:
         """Return a number that grows while any rank reports progress."""
+        return 0
 
-
-class GroupMonitor(FailureMonitor):
-    """One rank's side of the failure detection of its group."""
-
-    @abstractmethod
-    def report_progress(self) -> None:
-        """Report that bytes move: ranks that wait for this one put off their deadlines."""
-
-    @abstractmethod
-    def request_collective(self) -> None:
-        """Request all ranks at this rank's next collective, which reports a failure; see AbandonedError."""
-
-    @abstractmethod
     def collective_requested(self) -> bool:
         """Whether a rank has requested a collective that this one has not reached yet."""
+        return False
 
-    # The control page keeps these defaults: its ranks read from each other's rows what they would report.
+    # What a session writes
 
     def set_current_op(self, operation: str) -> None:
         """Note that this rank begins its next call."""
+
+    def report_progress(self) -> None:
+        """Report that bytes move: ranks that wait for this one put off their deadlines."""
+
+    def request_collective(self) -> None:
+        """Request all ranks at this rank's next collective, which reports a failure; see AbandonedError."""
 
     def report_failure(self, error: StateExchangeError) -> None:
         """Report to the other ranks that this communicator has failed."""
@@ -86,28 +80,29 @@ class GroupMonitor(FailureMonitor):
         """Report that this rank leaves."""
 
 
-class OuterMonitor(FailureMonitor):
-    """Forwards the failures of another monitor, for waits that are not calls of that monitor's group."""
+UNWATCHED = FailureMonitor()  # of a world of one, and where the ranks cannot reach each other
 
-    def __init__(self, outer: FailureMonitor | None) -> None:
+
+class OuterMonitor(FailureMonitor):
+    """Forwards the failures of another monitor, for waits that are not calls of that monitor's group.
+
+    It names no rank as missing: the numbers of the other group's calls do not apply to these waits.
+    """
+
+    def __init__(self, outer: FailureMonitor) -> None:
         self._outer = outer
 
     def check(self, operation: str) -> None:
         """Raise the failure that the other monitor reports."""
-        if self._outer is not None:
-            self._outer.check(operation)
+        self._outer.check(operation)
 
     def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:
         """Return what the other monitor returns."""
-        return None if self._outer is None else self._outer.departure_of(rank, operation)
-
-    def missing_ranks(self) -> tuple[int, ...]:
-        """Return (): the numbers of the other group's calls do not apply to this wait."""
-        return ()
+        return self._outer.departure_of(rank, operation)
 
     def progress_count(self) -> int:
         """Return the count of the other monitor."""
-        return 0 if self._outer is None else self._outer.progress_count()
+        return self._outer.progress_count()
 
 
 class PeerMonitor(OuterMonitor):
@@ -116,16 +111,15 @@ class PeerMonitor(OuterMonitor):
     When the peer has closed its communicator, the wait goes on for 2 s, as what it sent before may yet arrive.
     """
 
-    def __init__(self, group: GroupMonitor | None, peer: int) -> None:
+    def __init__(self, group: FailureMonitor, peer: int) -> None:
         super().__init__(group)
-        self._group = group
         self._peer = peer
         self._left: float | None = None  # when the peer was first seen to have left
 
     def check(self, operation: str) -> None:
         """Raise the group's failure, AbandonedError, or the error for a peer that has left."""
         super().check(operation)
-        if self._group is not None and self._group.collective_requested():
+        if self._outer.collective_requested():
             raise AbandonedError
         reason = self.departure_of(self._peer, operation)
         if reason is None:
@@ -142,25 +136,25 @@ class PeerMonitor(OuterMonitor):
 
 # A group that is being formed has no monitor yet. Until it has, the one of its parent group watches its ranks.
 
-_outer: ContextVar[FailureMonitor | None] = ContextVar("statexchange_outer_monitor", default=None)
+_outer: ContextVar[FailureMonitor] = ContextVar("statexchange_outer_monitor", default=UNWATCHED)
 
 
-def outer_monitor() -> FailureMonitor | None:
-    """Return the monitor of the `forming_group` block that this is in, if any. Not collective."""
+def outer_monitor() -> FailureMonitor:
+    """Return the monitor of the `forming_group` block that this is in, UNWATCHED outside of one. Not collective."""
     return _outer.get()
 
 
 @contextlib.contextmanager
-def forming_group(monitor: FailureMonitor | None, hosts: Sequence[str]) -> Iterator[None]:
+def forming_group(monitor: FailureMonitor, hosts: Sequence[str]) -> Iterator[None]:
     """A block that forms a group of ranks watched by `monitor`; it raises, with rank and host, when one of them fails.
 
     `hosts` are the names of the ranks' hosts. Inside another such block, which forms the parent of this group, the
     monitor of that block is used, and errors have its ranks.
     """
-    if _outer.get() is not None:
+    if _outer.get() is not UNWATCHED:
         yield
         return
-    token = _outer.set(None if monitor is None else OuterMonitor(monitor))
+    token = _outer.set(monitor if monitor is UNWATCHED else OuterMonitor(monitor))
     try:
         yield
     except PeerError as error:
@@ -172,11 +166,11 @@ def forming_group(monitor: FailureMonitor | None, hosts: Sequence[str]) -> Itera
         _outer.reset(token)
 
 
-def named_failure(error: PeerError, monitor: FailureMonitor | None, hosts: Sequence[str]) -> StateExchangeError:
+def named_failure(error: PeerError, monitor: FailureMonitor, hosts: Sequence[str]) -> StateExchangeError:
     """Return `error` with rank and host. If the transport did not name the rank, wait 2 s for `monitor` to do so."""
     named: StateExchangeError = error
     deadline = time.monotonic() + _NAMING_S
-    while error.rank < 0 and monitor is not None and named is error and time.monotonic() < deadline:
+    while error.rank < 0 and monitor is not UNWATCHED and named is error and time.monotonic() < deadline:
         try:
             monitor.check(error.phase)
             time.sleep(_NAP_S)

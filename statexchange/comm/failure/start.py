@@ -17,6 +17,7 @@ from statexchange.comm.backends.backend import Backend
 from statexchange.comm.failure.coordinator import Coordinator
 from statexchange.comm.failure.detector import FailureDetector
 from statexchange.comm.failure.member import CoordinatorAddress, connect_member
+from statexchange.comm.failure.monitor import UNWATCHED, FailureMonitor
 from statexchange.comm.network import own_addresses
 from statexchange.comm.topology import Topology
 from statexchange.comm.wait import Wait
@@ -27,7 +28,7 @@ __all__ = ["start_failure_detector"]
 _log = logging.getLogger(__name__)
 
 
-def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: float) -> FailureDetector | None:
+def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: float) -> FailureMonitor:
     """Start failure detection among the ranks of `bootstrap`.
 
     Collective. Blocks until all ranks have called.
@@ -38,7 +39,7 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
         timeout_s: how long to wait for the other ranks.
 
     Returns:
-        The detector of this rank, started; None, on all ranks, if some cannot reach rank 0, with a warning.
+        The detector of this rank, started; UNWATCHED, on all ranks, if some cannot reach rank 0, with a warning.
 
     Raises:
         StallError: a rank did not call in time.
@@ -46,47 +47,34 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
     wait = Wait(timeout_s, "the formation of the communicator")
     listener: socket.socket | None = None
     address: CoordinatorAddress | None = None
+    detector: FailureDetector | None = None
     if bootstrap.rank == 0:
         listener, address = _listen(bootstrap.world_size)
     try:
-        offered = None if address is None else [address.addresses, address.port, address.nonce]
-        own = json.dumps([os.getpid(), process_start(os.getpid()) or 0, offered]).encode()
+        own = json.dumps([os.getpid(), process_start(os.getpid()) or 0, address]).encode()
         answers = [json.loads(answer) for answer in bootstrap.all_gather_bytes(own, wait)]
+        if answers[0][2] is not None:
+            processes = [(pid, start) for pid, start, _ in answers]
+            detector = _started(topology, processes, listener, CoordinatorAddress(*answers[0][2]))
+        states = bootstrap.all_gather_bytes(b"no detector" if detector is None else b"", wait)
     except BaseException:
-        if listener is not None:
-            listener.close()
+        for unused in (detector, listener):
+            if unused is not None:
+                unused.close()
         raise
-    coordinator = None if answers[0][2] is None else CoordinatorAddress(*answers[0][2])
-    processes = [(pid, start) for pid, start, _ in answers]
-    detector = _start(topology, processes, listener, coordinator)
-    return _kept_if_on_all(detector, bootstrap, wait, coordinator)
-
-
-def _kept_if_on_all(
-    detector: FailureDetector | None, bootstrap: Backend, wait: Wait, coordinator: CoordinatorAddress | None
-) -> FailureDetector | None:
-    """Return `detector` if every rank has one; else close it, and return None on all ranks. Collective."""
-    try:
-        answers = bootstrap.all_gather_bytes(b"1" if detector is not None else b"0", wait)
-    except BaseException:
-        if detector is not None:
-            detector.close()
-        raise
-    unconnected = [rank for rank, answer in enumerate(answers) if answer != b"1"]
-    if not unconnected:
+    unconnected = [rank for rank, state in enumerate(states) if state]
+    if detector is not None and not unconnected:
         return detector
     if detector is not None:
         detector.close()
     if bootstrap.rank == 0:
-        where = "any address"
-        if coordinator is not None:
-            where = f"{', '.join(coordinator.addresses)}, port {coordinator.port}"
+        where = "any address" if address is None else f"{', '.join(address.addresses)}, port {address.port}"
         _log.warning(
             "ranks %s cannot reach rank 0 at %s: only the transport and deadlines will report ranks that die",
             unconnected,
             where,
         )
-    return None
+    return UNWATCHED
 
 
 def _listen(world_size: int) -> tuple[socket.socket | None, CoordinatorAddress | None]:
@@ -102,15 +90,13 @@ def _listen(world_size: int) -> tuple[socket.socket | None, CoordinatorAddress |
     return listener, CoordinatorAddress(addresses, listener.getsockname()[1], secrets.token_hex(16))
 
 
-def _start(
+def _started(
     topology: Topology,
     processes: list[tuple[int, int]],
     listener: socket.socket | None,
-    coordinator: CoordinatorAddress | None,
+    coordinator: CoordinatorAddress,
 ) -> FailureDetector | None:
     """Return this rank's detector, started; None if it has no connection."""
-    if coordinator is None:
-        return None
     detector: FailureDetector | None
     if listener is not None:
         detector = Coordinator(topology, processes, listener, coordinator.nonce)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
 
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import MismatchError
@@ -116,17 +118,32 @@ class RoundSummary:
         headers = [RoundHeader.from_bytes(message) for message in messages]
         if any(header.plan_digest != plan_digest for header in headers):
             raise MismatchError("ranks average the gradients of different reducers, or by different plans")
-        _check_steps(headers)
         reports = []
         for rank, message in enumerate(messages):
             reports.append(ArrivalReport.from_bytes(message[_HEADER.size :], num_parameters, rank))
-        distinct = {report.states for report in reports}
-        return cls(headers, reports, _combined(distinct, int.__or__), _combined(distinct, int.__and__))
+        distinct = {report.states for report in reports}  # in most rounds only one
+        states = np.array([np.frombuffer(flags, np.uint8) for flags in distinct])
+        any_rank, all_ranks = np.bitwise_or.reduce(states).tobytes(), np.bitwise_and.reduce(states).tobytes()
+        summary = cls(headers, reports, any_rank, all_ranks)
+        summary.check_steps()
+        return summary
+
+    def check_steps(self) -> None:
+        """Raise MismatchError, naming the first rank of each of two steps, unless all active ranks are in one step."""
+        first_ranks: dict[int, int] = {}
+        for rank in self.active:
+            first_ranks.setdefault(self.headers[rank].step, rank)
+        if len(first_ranks) > 1:
+            (step, rank), (other_step, other_rank) = list(first_ranks.items())[:2]
+            raise MismatchError(
+                f"rank {rank} is in step {step}, rank {other_rank} in step {other_step}: all ranks must call backward "
+                "and step equally often"
+            )
 
     @property
     def active(self) -> list[int]:
         """The ranks that are not done."""
-        return _active(self.headers)
+        return [rank for rank, header in enumerate(self.headers) if not header.is_done]
 
     @property
     def total_weight(self) -> float:
@@ -160,31 +177,3 @@ def exchange_reports(comm: Communicator, header: RoundHeader, report: ArrivalRep
     """
     messages = comm.all_gather_bytes(header.to_bytes() + report.to_bytes(), operation=PHASE)
     return RoundSummary.of(messages, len(report.states), header.plan_digest)
-
-
-def _active(headers: Sequence[RoundHeader]) -> list[int]:
-    return [rank for rank, header in enumerate(headers) if not header.is_done]
-
-
-def _check_steps(headers: Sequence[RoundHeader]) -> None:
-    """Raise MismatchError, naming the first rank of each of two steps, unless all active ranks are in one step."""
-    first_ranks: dict[int, int] = {}
-    for rank in _active(headers):
-        first_ranks.setdefault(headers[rank].step, rank)
-    if len(first_ranks) > 1:
-        (step, rank), (other_step, other_rank) = list(first_ranks.items())[:2]
-        raise MismatchError(
-            f"rank {rank} is in step {step}, rank {other_rank} in step {other_step}: all ranks must call backward "
-            "and step equally often"
-        )
-
-
-def _combined(states: set[bytes], operator: Callable[[int, int], int]) -> bytes:
-    """Combine the distinct flags of ranks by `operator`, "or" or "and". In most rounds there is only one."""
-    first, *others = states
-    if not others:
-        return first
-    bits = int.from_bytes(first, "little")
-    for other in others:
-        bits = operator(bits, int.from_bytes(other, "little"))
-    return bits.to_bytes(len(first), "little")
