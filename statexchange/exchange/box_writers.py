@@ -24,8 +24,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from statexchange.comm.communicator import Communicator
-from statexchange.comm.typed import from_all
+from statexchange.comm.communicator import Communicator, from_all
 from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.messages import decode, encoded
