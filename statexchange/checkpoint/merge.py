@@ -37,7 +37,6 @@ from statexchange.errors import (
     IncompleteError,
     InvalidArgumentError,
     ReplacedError,
-    StateExchangeError,
     UnsafeError,
     without_secrets,
 )
@@ -58,7 +57,6 @@ from statexchange.formats.converted import (
     model_tensors,
     read_conversion,
 )
-from statexchange.formats.huggingface import part_of
 from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG, are_of_ranks
 from statexchange.formats.registry import open_source, open_with, read_opened, read_section
 from statexchange.formats.replicas import check_tensor_copies, check_tied
@@ -410,7 +408,8 @@ def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
         basis = _basis(selected.source, options, selected.reductions)
         plan = plan_merge(rank_shards, left_options, basis=basis, reductions=selected.reductions)
     except (CorruptError, IncompleteError) as error:
-        raise _with_directory(error, opened).located(path=error.path or opened.path) from None
+        # Where this is one of several files, a note says so.
+        raise error.located(path=error.path or opened.path, advice="; ".join(opened.notes)) from None
     if not plan.num_tensors:
         raise _nothing_to_merge(opened, request.call.section)
     if options.replicas == "equal":
@@ -425,7 +424,7 @@ def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
     notes += notes_on_tensors(rank_shards, plan, left_options) + selected.given.notes
     compared_files = {**selected.compared_files, **extra}
     if request.has_model:
-        notes += notes_on_missing_files(plan, extra, opened)
+        notes += notes_on_missing_files(plan, extra)
         notes += notes_on_adapters(plan, compared_files, opened)
         if request.conversion is None:
             notes += notes_on_foreign_names(plan)
@@ -438,16 +437,6 @@ def _writes_adapter(source: Source, options: ExportOptions, files: Mapping[str, 
     """Whether what is written is an adapter of PEFT."""
     wanted = filter(options.wants, {tensor.shard.name for _, tensor in source.shards()})
     return is_adapter(list(map(options.renamed, wanted)), files)
-
-
-def _with_directory(error: StateExchangeError, checkpoint: Source) -> StateExchangeError:
-    """Return the error; if a region is missing, it also says which files may have it."""
-    opened = checkpoint.opened
-    of = part_of(opened.file, opened.store) if opened.file is not None else ""
-    if not of or not isinstance(error, IncompleteError):
-        return error
-    text = f"this file alone is {of}: give their directory, {opened.store.path}; {error.message}"
-    return IncompleteError(text, name=error.name, rank=error.rank, path=error.path)
 
 
 def _nothing_to_merge(source: Source, section: str | None) -> InvalidArgumentError:

@@ -247,12 +247,8 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         if name in self._tensors:
             return self._tensors[name]
         text = f"there is no tensor of this name{did_you_mean(str(name), self._tensors)}"
-        if self._source.kind == "save" or name in self._source.others:
-            text += f"; a plain value is put into state = {{}} by load_checkpoint(state, path, include={excerpt(name)})"
-        reasons = [error.message for error in self._source.unsupported.values()]
-        if reasons and len(reasons) == len(self):
-            text += f"; none can be read: {reasons[0]}"
-        raise UnknownNameError(text, name=str(name), path=self.path)
+        advice = "a plain value is put into state = {} by load_checkpoint(state, path)"
+        raise UnknownNameError(f"{text}; {advice}", name=str(name), path=self.path)
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors

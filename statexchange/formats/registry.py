@@ -28,9 +28,9 @@ from statexchange.formats import directories
 from statexchange.formats.model_files import is_weights, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
-from statexchange.formats.source import WEIGHTS, Source, Weights, abbreviated_names
-from statexchange.storage.location import Attempts, OpenedPath, open_path, read_with_retry, resolve_path
-from statexchange.storage.steps import is_saves_directory, list_steps, step_of, steps_text
+from statexchange.formats.source import WEIGHTS, Source, Weights
+from statexchange.storage.location import Attempts, OpenedPath, read_with_retry, resolve_path
+from statexchange.storage.steps import is_saves_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,7 +84,8 @@ _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
 UNFINISHED_DOWNLOAD = ".incomplete"  # the end of the hub's files while they are written
 _UNKNOWN = (
     "neither a save, a workspace nor a checkpoint "
-    "(safetensors, torch DCP, Megatron, DeepSpeed, or torch.save's .pt files)"
+    "(safetensors, torch DCP, Megatron, DeepSpeed, or torch.save's .pt files); "
+    "where it is a directory of checkpoints, statexchange scan lists them"
 )
 
 
@@ -137,16 +138,13 @@ def open_with(
         check_section(section)
 
     attempts = Attempts(path)
-    try:
-        while True:
-            opened = attempts.open()
-            try:
-                return _read_once(opened, read, strict=strict, section=section, wants=wants)
-            except BaseException as error:
-                if not attempts.goes_on(opened, error):
-                    raise
-    except NotFoundError as error:
-        raise _absent_step(path) or error from None
+    while True:
+        opened = attempts.open()
+        try:
+            return _read_once(opened, read, strict=strict, section=section, wants=wants)
+        except BaseException as error:
+            if not attempts.goes_on(opened, error):
+                raise
 
 
 def _read_once(
@@ -247,21 +245,6 @@ def probe(path: str) -> Probe:
         return Probe(opened, source, None, names, directories)
 
     return read_with_retry(path, look)
-
-
-def _absent_step(path: str) -> NotFoundError | None:
-    """Return the error for the path of a step that a directory of saves does not have; None for any other path."""
-    step = step_of(os.path.basename(path))
-    if step is None:
-        return None
-    try:
-        with open_path(os.path.dirname(path)) as opened:
-            steps = list_steps(opened.store)
-    except StateExchangeError:
-        return None
-    if not steps or step in steps:
-        return None
-    return NotFoundError(f"there is no save of step {step}: there are steps {steps_text(steps)}", path=path)
 
 
 def holds_saves(path: str | os.PathLike[str]) -> bool:
@@ -368,7 +351,7 @@ def read_opened(
         return replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
     directories.check_none_below(opened)
     _check_is_complete(opened)
-    raise NotFoundError(_UNKNOWN + _found_instead(opened), path=opened.path)
+    raise NotFoundError(_UNKNOWN, path=opened.path)
 
 
 def _unread_beside(opened: OpenedPath, name: str) -> list[str]:
@@ -387,16 +370,6 @@ def _unread_beside(opened: OpenedPath, name: str) -> list[str]:
             return [f"a checkpoint of DeepSpeed is here, too, and not read: {advice}"]
         return [*unread_weights(store, ())]
     return []
-
-
-def _found_instead(opened: OpenedPath) -> str:
-    """Return what lies in a directory that is not a checkpoint; "" for a file."""
-    if opened.file is not None:
-        return ""
-    if opened.store.directories:
-        return "; if it has directories of checkpoints, name one: statexchange scan lists them"
-    names = [name for name in opened.store.non_directories if not name.startswith(".")]
-    return f"; it has only {abbreviated_names(names)}" if names else "; the directory is empty"
 
 
 def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: bool, section: str | None) -> Source:
