@@ -259,7 +259,7 @@ def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str,
     program, missing = "transformers", CONFIG
     if is_adapter(names):
         program, missing = "PEFT", ADAPTER_CONFIG
-    return (f"no {missing}: {program} will not load this directory; give the model's by files_from (--files-from)",)
+    return (f"no {missing}: {program} will not load this directory; give one by files_from (--files-from)",)
 
 
 def notes_on_adapters(plan: Plan, files: Collection[str], source: Source) -> tuple[str, ...]:

@@ -408,8 +408,9 @@ def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
         basis = _basis(selected.source, options, selected.reductions)
         plan = plan_merge(rank_shards, left_options, basis=basis, reductions=selected.reductions)
     except (CorruptError, IncompleteError) as error:
-        # Where this is one of several files, a note says so.
-        raise error.located(path=error.path or opened.path, advice="; ".join(opened.notes)) from None
+        # The note of one of several files says where the others are.
+        notes = opened.notes if opened.opened.file is not None else ()
+        raise error.located(path=error.path or opened.path, advice="; ".join(notes)) from None
     if not plan.num_tensors:
         raise _nothing_to_merge(opened, request.call.section)
     if options.replicas == "equal":
@@ -515,14 +516,11 @@ def _unwrapping_options(
         # Some classes wrap a language model themselves, such as ShieldGemma2ForImageClassification.
         is_whole_model = any(name.startswith(_TOPS) for name in inner) and not names_other_class(config)
         if is_whole_model or source.kind == "dcp":  # DCP checkpoints are often saved as {"model": ...}
+            # Without the section, the pattern would match names with the section's prefix.
+            section = "" if source.selected is None else f"--section {source.selected} "
             reason = "which may be a wrapper around the model's own names"
-            if is_whole_model:
-                reason = "which seems to wrap a whole model"
-            argument, option = 'rename=[(r"^model\\.", "")]', '--rename "^model\\.="'
-            if source.selected is not None:  # without it, the pattern would match names with the section's prefix
-                argument, option = f'section="{source.selected}", {argument}', f"--section {source.selected} {option}"
-            advice = f"{argument} ({option})"
-            notes.insert(0, f"all names begin with 'model.', {reason}: to remove it, {advice}")
+            options_text = f'the options of a merge {section}--rename "^model\\.="'
+            notes.insert(0, f"all names begin with 'model.', {reason}: to remove it, {options_text}")
     return options, tuple(notes)
 
 
@@ -614,17 +612,6 @@ def check_replicas(source: Source, plan: Plan, options: ExportOptions) -> None:
                 check_tied(shard_file, alias, name)
 
 
-def _provenance_of(plan: FilePlan, record: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[BoxProvenance]]:
-    """Return the provenance of the boxes in a file that a killed merge had finished.
-
-    `record` is what `_FileWriter._write_file` recorded: the fields of a BoxProvenance by tensor and box.
-    """
-    provenance = {}
-    for tensor, boxes in zip(plan.tensors, record, strict=True):
-        provenance[tensor.name] = [BoxProvenance(*box) for box in boxes]
-    return provenance
-
-
 class _FileWriter:
     """Writes the output files of a proved plan, each by a thread, window by window."""
 
@@ -643,7 +630,9 @@ class _FileWriter:
         files = []
         for file in self._plan.files:
             if file.name in self._publication.finished:
-                provenance |= _provenance_of(file, self._publication.finished[file.name])
+                # What `_write_file` recorded: the fields of a BoxProvenance, by tensor and box.
+                for tensor, boxes in zip(file.tensors, self._publication.finished[file.name], strict=True):
+                    provenance[tensor.name] = [BoxProvenance(*box) for box in boxes]
                 self._count(file.data_nbytes)
             else:
                 files.append(file)

@@ -109,7 +109,7 @@ def notes_about(
     if 0 < len(of_optimizer) < len(names):
         finding = f"{len(of_optimizer):,} of {len(names):,} tensors look like optimizer state"
         advice = 'exclude (--exclude), or in a job\'s state section="model" (--section model), leaves them out'
-        notes.append(f"{finding}, {abbreviated_names(of_optimizer)}: {advice}")
+        notes.append(f"{finding}, such as {of_optimizer[0]}: {advice}")
     return tuple(notes)
 
 

@@ -252,18 +252,7 @@ def holds_saves(path: str | os.PathLike[str]) -> bool:
 
     Not collective. False for a path that does not exist.
     """
-    path = resolve_path(path, "a source")
-    try:
-        return read_with_retry(path, _holds_saves)
-    except NotFoundError:
-        return False
-
-
-def _holds_saves(opened: OpenedPath) -> bool:
-    with opened:
-        if opened.file is not None or not is_saves_directory(opened.store):
-            return False
-        return _format_of(opened) is None
+    return _holds(path, lambda at: at.file is None and is_saves_directory(at.store) and _format_of(at) is None)
 
 
 def has_master_weights(path: str | os.PathLike[str]) -> bool:
@@ -271,12 +260,15 @@ def has_master_weights(path: str | os.PathLike[str]) -> bool:
 
     Not collective. False for a path that does not exist.
     """
-    path = resolve_path(path, "a source")
+    return _holds(path, lambda at: _format_of(at) == _DEEPSPEED)
 
+
+def _holds(path: str | os.PathLike[str], is_wanted: Callable[[OpenedPath], bool]) -> bool:
     def look(opened: OpenedPath) -> bool:
         with opened:
-            return _format_of(opened) == _DEEPSPEED
+            return is_wanted(opened)
 
+    path = resolve_path(path, "a source")
     try:
         return read_with_retry(path, look)
     except NotFoundError:

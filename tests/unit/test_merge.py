@@ -417,7 +417,7 @@ def test_optimizer_state_beside_the_weights_is_left_out(tmp_path: Path) -> None:
     assert report.notes == ("only the section 'model' is read, not 'optimizer' (all: section=\"all\", --section all)",)
     assert load_file(tmp_path / "out/model.safetensors").keys() == model.state_dict().keys()
     report = merge_checkpoint(tmp_path / "src", tmp_path / "all", section="all")
-    assert report.notes[-1].startswith("6 of 8 tensors look like optimizer state, state.0.")
+    assert report.notes[-1].startswith("6 of 8 tensors look like optimizer state, such as state.0.")
     report = merge_checkpoint(tmp_path / "src", tmp_path / "weights", section="all", exclude="state.*")
     assert load_file(tmp_path / "weights/model.safetensors").keys() == model.state_dict().keys()
     assert not any("optimizer" in note for note in report.notes)
@@ -426,7 +426,7 @@ def test_optimizer_state_beside_the_weights_is_left_out(tmp_path: Path) -> None:
     assert not any("look like" in note for note in report.notes)
     save_file({"w": torch.ones(1), "w.exp_avg": torch.ones(1)}, tmp_path / "x.safetensors")  # a format without sections
     report = merge_checkpoint(tmp_path / "x.safetensors", tmp_path / "x")
-    assert report.notes[-1].startswith("1 of 2 tensors look like optimizer state, w.exp_avg: ")
+    assert report.notes[-1].startswith("1 of 2 tensors look like optimizer state, such as w.exp_avg: ")
 
 
 def test_deepspeeds_placeholders_are_refused_by_name(tmp_path: Path) -> None:
