@@ -493,11 +493,11 @@ def _open(path: str | os.PathLike[str], call: CallOptions, options: ExportOption
     return rank_files.apply_layout(source, options.new_layout())
 
 
-def _read_plain(opened: OpenedPath, *, strict: bool, section: str | None, weights: Weights | None) -> Source:
+def _read_plain(opened: OpenedPath, *, section: str | None, weights: Weights | None) -> Source:
     """Read each file of a directory of plain safetensors files as one rank's; read anything else by its own format."""
     if weights is None and rank_files.matches(opened):
-        return read_section(rank_files.read, opened, strict=strict, section=section)
-    return read_opened(opened, strict=strict, section=section, weights=weights)
+        return read_section(rank_files.read, opened, section=section)
+    return read_opened(opened, section=section, weights=weights)
 
 
 def _unwrapping_options(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from statexchange.errors import (
     CorruptError,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["OpenCheckpoint", "StoredTensor"]
 
 _OPEN_ONE = "open one of the files"  # advice
-_Default = TypeVar("_Default")
 
 
 class _Copy(NamedTuple):
@@ -250,16 +249,6 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
-
-    @overload
-    def get(self, name: str, /) -> StoredTensor | None: ...
-
-    @overload
-    def get(self, name: str, /, default: _Default) -> StoredTensor | _Default: ...
-
-    def get(self, name: str, /, default: Any = None) -> Any:
-        """Return the tensor, or `default` if there is none of this name."""
-        return self._tensors.get(name, default)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -14,13 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from statexchange.errors import (
-    CorruptError,
-    IncompleteError,
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
     StateExchangeError,
-    UnsafeError,
     UnsupportedError,
     excerpt,
 )
@@ -157,14 +154,17 @@ def _read_once(
 ) -> Source:
     """Return a section of the source at an opened path; raise ReplacedError if its files are of two versions."""
     try:
-        source = read(opened, strict=strict, section=section)
-    except StateExchangeError as error:
+        source = read(opened, section=section)
+        problems = source.problems if wants is None else problems_of(source, wants)
+        if strict and problems:
+            raise problems[0]
+    except StateExchangeError:
         # Files of two versions contradict each other: then ReplacedError is raised, and they are read again.
         opened.store.check_opened()
-        if wants is None or not isinstance(error, IncompleteError | CorruptError | UnsafeError):
-            raise
-        source = _without_problems(read(opened, strict=False, section=section), wants, error)
+        raise
     source.opened.store.check_opened()
+    if strict:  # what is left affects no tensor that is wanted
+        source = replace(source, problems=())
     _check_not_repeated(source)
     if source.problems and not opened.is_current():
         raise ReplacedError("replaced while it was read", path=opened.path) from source.problems[0]
@@ -172,14 +172,6 @@ def _read_once(
         "opened %s as %s: %d files, %d problems", opened.path, source.kind, len(source.files), len(source.problems)
     )
     return source
-
-
-def _without_problems(source: Source, wants: Callable[[str], bool], error: StateExchangeError) -> Source:
-    """Return a source without its problems, if none affects a tensor that `wants` accepts; else raise the first."""
-    problems = problems_of(source, wants)
-    if problems or not source.problems:
-        raise problems[0] if problems else error
-    return replace(source, problems=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +216,7 @@ def probe(path: str) -> Probe:
         store = opened.store
         names, directories = list(store.listing), store.directories
         try:
-            source = read_opened(opened, strict=False)
+            source = read_opened(opened)
             _check_not_repeated(source)
         except NotFoundError:
             return Probe(opened, None, None, names, directories)
@@ -312,9 +304,7 @@ def _check_not_repeated(source: Source) -> None:
                 raise UnsupportedError(text, name=tensor.shard.name, path=shard_file.path)
 
 
-def read_opened(
-    opened: OpenedPath, *, strict: bool = True, section: str | None = ALL, weights: Weights | None = None
-) -> Source:
+def read_opened(opened: OpenedPath, *, section: str | None = ALL, weights: Weights | None = None) -> Source:
     """Return a section of the source at an opened path, by the first format that matches."""
     if weights is not None and weights not in WEIGHTS:
         raise InvalidArgumentError(f"weights must be 'master' or 'model', not {excerpt(weights)}")
@@ -322,16 +312,12 @@ def read_opened(
     if name == _DEEPSPEED:
         from statexchange.formats import deepspeed
 
-        read = partial(deepspeed.read, weights=weights)
-        return read_section(read, opened, strict=strict, section=section)
+        return read_section(partial(deepspeed.read, weights=weights), opened, section=section)
     if name is not None and weights is not None:
         text = "weights (--weights) is for checkpoints of DeepSpeed alone, and this is another format"
         raise InvalidArgumentError(text, path=opened.path)
     if name == _DIRECTORIES:
-        source = directories.read(opened, section=section)
-        if source.problems and strict:
-            raise source.problems[0]
-        return source
+        return directories.read(opened, section=section)
     if name == "torch_file":
         from statexchange.formats import deepspeed
 
@@ -339,7 +325,7 @@ def read_opened(
         deepspeed.check_is_no_part(opened)
         directories.check_none_below(opened)
     if name is not None:
-        source = read_section(_format(name).read, opened, strict=strict, section=section)
+        source = read_section(_format(name).read, opened, section=section)
         return replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
     directories.check_none_below(opened)
     _check_is_complete(opened)
@@ -364,19 +350,17 @@ def _unread_beside(opened: OpenedPath, name: str) -> list[str]:
     return []
 
 
-def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: bool, section: str | None) -> Source:
-    """Return a section of what a format's `read` returns; with `strict`, raise the first problem that affects it."""
+def read_section(read: Callable[..., Source], opened: OpenedPath, *, section: str | None) -> Source:
+    """Return a section of what a format's `read` returns."""
     source = read(opened)
+    if section == ALL:
+        return source
     try:
-        if section != ALL:
-            source = select_section(source, section)
+        return select_section(source, section)
     except InvalidArgumentError:
-        if source.problems and strict:  # the section may be in what is missing
+        if source.problems:  # the section may be in what is missing
             raise source.problems[0] from None
         raise
-    if source.problems and strict:
-        raise source.problems[0]
-    return source
 
 
 def _check_is_complete(opened: OpenedPath) -> None:

@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 _LOCAL = struct.Struct("<4s5H3L2H")  # the header before a member's bytes
+_END_BYTES = 22  # of the record at the end of a zip without a comment
 _MAX_DIRECTORY_BYTES = 256 << 20
 _AHEAD_BYTES = 2048  # read at once: a small tensor's archive without its data
 _PLAIN_TYPES = {bool, float, int, str, type(None)}
@@ -130,7 +131,11 @@ class Archive:
 
     def _directory(self) -> dict[str, tuple[int, int]]:
         """Return (offset of the local header, bytes) of each member."""
+        end = self._read(max(0, self._length - _END_BYTES), min(_END_BYTES, self._length))
         try:
+            # zipfile would also take an archive with a comment, or with anything else, behind it.
+            if not end.startswith(b"PK\5\6") or not end.endswith(b"\0\0"):
+                raise zipfile.BadZipFile("it does not end there")
             members = zipfile.ZipFile(_Window(self._read, self._length)).infolist()
         except StateExchangeError:
             raise
