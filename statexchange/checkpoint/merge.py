@@ -519,8 +519,8 @@ def _unwrapping_options(
             # Without the section, the pattern would match names with the section's prefix.
             section = "" if source.selected is None else f"--section {source.selected} "
             reason = "which may be a wrapper around the model's own names"
-            options_text = f'the options of a merge {section}--rename "^model\\.="'
-            notes.insert(0, f"all names begin with 'model.', {reason}: to remove it, {options_text}")
+            advice = f'the options of a merge ({section}--rename "^model\\.=")'
+            notes.insert(0, f"all names begin with 'model.', {reason}; to remove it: {advice}")
     return options, tuple(notes)
 
 
