@@ -47,7 +47,6 @@ __all__ = [
     "own_files",
 ]
 
-_VERL_DIRECTORY = "huggingface"
 _TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
 _KINDS = ("torch", "deepspeed", "dcp", "rank files")  # formats beside which a config of the model may lie
 _MAX_BYTES = 64 << 20  # of a file, and of all files in subdirectories
@@ -139,10 +138,9 @@ def given_files(files_from: FilesFrom) -> GivenFiles:
                 contents[name] = file.read_all()
             if not files:
                 shown = without_secrets(opened.path)
-                text = f"files_from: nothing is taken from {shown}, which has no config, tokenizer or other such file"
-                if _VERL_DIRECTORY in store.directories and CONFIG in store.below(_VERL_DIRECTORY).files:
-                    text += f" itself; its subdirectory {_VERL_DIRECTORY} has them"
-                notes.append(text)
+                notes.append(
+                    f"files_from: nothing is taken from {shown}: it has no config, tokenizer or other such file"
+                )
     return GivenFiles(contents, tuple(notes))
 
 
@@ -247,7 +245,7 @@ def _files_below(store: Store, name: str, depth: int) -> dict[str, StoredFile]:
     return files
 
 
-def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes], source: Source) -> tuple[str, ...]:
+def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
     """Return a note if the config is missing without which transformers loads no model, or PEFT no adapter.
 
     Only if tensors have names as in transformers' models: others need no config.
@@ -261,10 +259,7 @@ def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes], source: Sourc
     program, missing = "transformers", CONFIG
     if is_adapter(names):
         program, missing = "PEFT", ADAPTER_CONFIG
-    store = source.opened.store
-    # A source that is one file may have its config beside it; only the files of a directory are copied by default.
-    path = store.path_of(missing) if missing in store.listing else "one"
-    return (f"no {missing}: {program} will not load this directory; give {path} by files_from (--files-from)",)
+    return (f"no {missing}: {program} will not load this directory; give one by files_from (--files-from)",)
 
 
 def notes_on_adapters(plan: Plan, files: Collection[str], source: Source) -> tuple[str, ...]:
@@ -279,22 +274,18 @@ def notes_on_adapters(plan: Plan, files: Collection[str], source: Source) -> tup
         # Beside a config.json the same is said by config_check.py.
         return () if live is None or CONFIG in files else (f"no program finds names such as {live}: {LIVE_MODEL}",)
     adapter, names = next(iter(adapters.items()))
-    section = [] if source.selected is None else [source.selected]
-    has_biases = any(name.endswith(".bias") for name in plan.tensors.keys() - set(names))
-    include = [pattern for pattern in (f"*.{adapter}", f"*.{adapter}.*") if fnmatch.filter(names, pattern)]
-    rename = [(rf"([.]modules_to_save)?[.]{re.escape(adapter)}\b", "")]
+    options = [] if source.selected is None else [f"--section {source.selected}"]
+    for pattern in (f"*.{adapter}", f"*.{adapter}.*"):
+        if fnmatch.filter(names, pattern):
+            options.append(f'--include "{pattern}"')
+    options.append(rf'--rename "([.]modules_to_save)?[.]{re.escape(adapter)}\b="')
     if not all(name.startswith(ADAPTER_PREFIX) for name in names):
-        rename.append((f"^.*?(?={re.escape(ADAPTER_PREFIX)})", ""))
-    missing = [] if ADAPTER_CONFIG in files else [ADAPTER_CONFIG]
-    arguments = [f'section="{name}"' for name in section] + [f"include={include}", f"rename={rename}"]
-    arguments += [f'files_from="{name}"' for name in missing]
-    options = [f"--section {name}" for name in section] + [f'--include "{pattern}"' for pattern in include]
-    options += [f'--rename "{pattern}="' for pattern, _ in rename] + [f"--files-from {name}" for name in missing]
-    others = f" (others are {', '.join(map(repr, list(adapters)[1:]))})" if len(adapters) > 1 else ""
-    text = f"the tensors are those of a model of PEFT; to write what PEFT loads, its adapter {adapter!r}{others} alone"
-    if has_biases:
-        text += ', with "*.bias" in include if it trains biases'
-    return (f"{text}: {', '.join(arguments)} ({' '.join(options)})",)
+        options.append(f'--rename "^.*?(?={re.escape(ADAPTER_PREFIX)})="')
+    if ADAPTER_CONFIG not in files:
+        options.append(f"--files-from {ADAPTER_CONFIG}")
+    text = f"the tensors are those of a model of PEFT with the adapters {', '.join(map(repr, adapters))}"
+    advice = f'to write what PEFT loads of {adapter!r} alone, with "*.bias" in include if it trains biases'
+    return (f"{text}; {advice}: the options of a merge ({' '.join(options)})",)
 
 
 def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:

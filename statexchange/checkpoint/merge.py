@@ -37,7 +37,6 @@ from statexchange.errors import (
     IncompleteError,
     InvalidArgumentError,
     ReplacedError,
-    StateExchangeError,
     UnsafeError,
     without_secrets,
 )
@@ -58,7 +57,6 @@ from statexchange.formats.converted import (
     model_tensors,
     read_conversion,
 )
-from statexchange.formats.huggingface import part_of
 from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG, are_of_ranks
 from statexchange.formats.registry import open_source, open_with, read_opened, read_section
 from statexchange.formats.replicas import check_tensor_copies, check_tied
@@ -410,7 +408,9 @@ def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
         basis = _basis(selected.source, options, selected.reductions)
         plan = plan_merge(rank_shards, left_options, basis=basis, reductions=selected.reductions)
     except (CorruptError, IncompleteError) as error:
-        raise _with_directory(error, opened).located(path=error.path or opened.path) from None
+        # The note of one of several files says where the others are.
+        notes = opened.notes if opened.opened.file is not None else ()
+        raise error.located(path=error.path or opened.path, advice="; ".join(notes)) from None
     if not plan.num_tensors:
         raise _nothing_to_merge(opened, request.call.section)
     if options.replicas == "equal":
@@ -425,7 +425,7 @@ def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
     notes += notes_on_tensors(rank_shards, plan, left_options) + selected.given.notes
     compared_files = {**selected.compared_files, **extra}
     if request.has_model:
-        notes += notes_on_missing_files(plan, extra, opened)
+        notes += notes_on_missing_files(plan, extra)
         notes += notes_on_adapters(plan, compared_files, opened)
         if request.conversion is None:
             notes += notes_on_foreign_names(plan)
@@ -438,16 +438,6 @@ def _writes_adapter(source: Source, options: ExportOptions, files: Mapping[str, 
     """Whether what is written is an adapter of PEFT."""
     wanted = filter(options.wants, {tensor.shard.name for _, tensor in source.shards()})
     return is_adapter(list(map(options.renamed, wanted)), files)
-
-
-def _with_directory(error: StateExchangeError, checkpoint: Source) -> StateExchangeError:
-    """Return the error; if a region is missing, it also says which files may have it."""
-    opened = checkpoint.opened
-    of = part_of(opened.file, opened.store) if opened.file is not None else ""
-    if not of or not isinstance(error, IncompleteError):
-        return error
-    text = f"this file alone is {of}: give their directory, {opened.store.path}; {error.message}"
-    return IncompleteError(text, name=error.name, rank=error.rank, path=error.path)
 
 
 def _nothing_to_merge(source: Source, section: str | None) -> InvalidArgumentError:
@@ -503,11 +493,11 @@ def _open(path: str | os.PathLike[str], call: CallOptions, options: ExportOption
     return rank_files.apply_layout(source, options.new_layout())
 
 
-def _read_plain(opened: OpenedPath, *, strict: bool, section: str | None, weights: Weights | None) -> Source:
+def _read_plain(opened: OpenedPath, *, section: str | None, weights: Weights | None) -> Source:
     """Read each file of a directory of plain safetensors files as one rank's; read anything else by its own format."""
     if weights is None and rank_files.matches(opened):
-        return read_section(rank_files.read, opened, strict=strict, section=section)
-    return read_opened(opened, strict=strict, section=section, weights=weights)
+        return read_section(rank_files.read, opened, section=section)
+    return read_opened(opened, section=section, weights=weights)
 
 
 def _unwrapping_options(
@@ -526,14 +516,11 @@ def _unwrapping_options(
         # Some classes wrap a language model themselves, such as ShieldGemma2ForImageClassification.
         is_whole_model = any(name.startswith(_TOPS) for name in inner) and not names_other_class(config)
         if is_whole_model or source.kind == "dcp":  # DCP checkpoints are often saved as {"model": ...}
+            # Without the section, the pattern would match names with the section's prefix.
+            section = "" if source.selected is None else f"--section {source.selected} "
             reason = "which may be a wrapper around the model's own names"
-            if is_whole_model:
-                reason = "which seems to wrap a whole model"
-            argument, option = 'rename=[(r"^model\\.", "")]', '--rename "^model\\.="'
-            if source.selected is not None:  # without it, the pattern would match names with the section's prefix
-                argument, option = f'section="{source.selected}", {argument}', f"--section {source.selected} {option}"
-            advice = f"{argument} ({option})"
-            notes.insert(0, f"all names begin with 'model.', {reason}: to remove it, {advice}")
+            advice = f'the options of a merge ({section}--rename "^model\\.=")'
+            notes.insert(0, f"all names begin with 'model.', {reason}; to remove it: {advice}")
     return options, tuple(notes)
 
 
@@ -625,17 +612,6 @@ def check_replicas(source: Source, plan: Plan, options: ExportOptions) -> None:
                 check_tied(shard_file, alias, name)
 
 
-def _provenance_of(plan: FilePlan, record: Sequence[Sequence[Sequence[Any]]]) -> dict[str, list[BoxProvenance]]:
-    """Return the provenance of the boxes in a file that a killed merge had finished.
-
-    `record` is what `_FileWriter._write_file` recorded: the fields of a BoxProvenance by tensor and box.
-    """
-    provenance = {}
-    for tensor, boxes in zip(plan.tensors, record, strict=True):
-        provenance[tensor.name] = [BoxProvenance(*box) for box in boxes]
-    return provenance
-
-
 class _FileWriter:
     """Writes the output files of a proved plan, each by a thread, window by window."""
 
@@ -654,7 +630,9 @@ class _FileWriter:
         files = []
         for file in self._plan.files:
             if file.name in self._publication.finished:
-                provenance |= _provenance_of(file, self._publication.finished[file.name])
+                # What `_write_file` recorded: the fields of a BoxProvenance, by tensor and box.
+                for tensor, boxes in zip(file.tensors, self._publication.finished[file.name], strict=True):
+                    provenance[tensor.name] = [BoxProvenance(*box) for box in boxes]
                 self._count(file.data_nbytes)
             else:
                 files.append(file)

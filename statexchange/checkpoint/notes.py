@@ -6,13 +6,13 @@ import fnmatch
 import math
 import re
 from collections import Counter
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.checkpoint.publication import FORMAT_METADATA
 from statexchange.errors import UnsupportedError, excerpt
 from statexchange.formats.config_check import tie_warnings
 from statexchange.formats.packed import renamed_torchao
-from statexchange.formats.sections import sections_of
 from statexchange.formats.source import (
     FLAT_PARAMETERS,
     abbreviated_list,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
     from statexchange.sharding.options import ExportOptions
     from statexchange.sharding.plan import Plan, RankShards, TensorPlan
-    from statexchange.sharding.rules import Layout, Rule
+    from statexchange.sharding.rules import Layout
 
 __all__ = [
     "JoinedParts",
@@ -46,12 +46,13 @@ __all__ = [
     "notes_on_written",
 ]
 
-_OPTIMIZERS = ("optim", "optimizer", "optimizers", "optim_state", "optimizer_state", "optimizer_states")
-_BY_NUMBER = re.compile(r"state\.[0-9]+\.[^.]+")  # names in an optimizer's state dict
-_SLOTS = (
-    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta"
-)  # fmt: skip
-_MAX_PATTERNS = 4
+# Names under an optimizer's key, in its state dict, or with the name of a moment at the end.
+_OPTIMIZER_STATE = re.compile(
+    r"(optim|optimizer|optimizers|optim_state|optimizer_state|optimizer_states)(\..*)?|state\.[0-9]+\.[^.]+|"
+    r"(.*\.)?(exp_avg|exp_avg_sq|max_exp_avg_sq|exp_inf|momentum_buffer|square_avg|grad_avg|acc_delta)",
+    re.DOTALL,
+)
+_MAX_RANKS = 4  # sets of equal ranks that are shown
 _WINDOW = 1 << 18  # elements of a constant that are hashed at a time
 
 
@@ -103,31 +104,13 @@ def notes_about(
     if others:
         count = "1 entry is not a tensor" if len(others) == 1 else f"{len(others):,} entries are not tensors"
         notes.append(f"{count}, not written: {abbreviated_list(others)}")
-    groups = Counter(map(_optimizer_group, names) if expects_model else ())
-    num_others = groups.pop("", 0)
-    if groups and num_others:
-        patterns = [pattern for pattern, _ in groups.most_common(_MAX_PATTERNS)]
-        argument = ", ".join(f'"{pattern}"' for pattern in patterns)
-        command_line = " ".join(f'--exclude "{pattern}"' for pattern in patterns)
-        more = "" if len(groups) <= _MAX_PATTERNS else " and others"
-        num_found = groups.total()
-        finding = f"{num_found:,} of {num_found + num_others:,} tensors look like optimizer state"
-        advice = f"to leave them out, exclude=[{argument}]{more} ({command_line})"
-        if any(section.name == "model" for section in sections_of(source)):
-            advice = 'section="model" (--section model) leaves them out'
-        notes.append(f"{finding}: {advice}")
+    names = list(names) if expects_model else []
+    of_optimizer = list(filter(_OPTIMIZER_STATE.fullmatch, names))
+    if 0 < len(of_optimizer) < len(names):
+        finding = f"{len(of_optimizer):,} of {len(names):,} tensors look like optimizer state"
+        advice = 'exclude (--exclude), or in a job\'s state section="model" (--section model), leaves them out'
+        notes.append(f"{finding}, such as {of_optimizer[0]}: {advice}")
     return tuple(notes)
-
-
-def _optimizer_group(name: str) -> str:
-    """Return the name pattern of the optimizer state to which a tensor seems to belong; "" if to none."""
-    first, _, _ = name.partition(".")
-    if first in _OPTIMIZERS:
-        return f"{first}.*"
-    if _BY_NUMBER.fullmatch(name):
-        return "state.*"
-    slot = name.rpartition(".")[2]
-    return f"*.{slot}" if slot in _SLOTS else ""
 
 
 def notes_on_written(
@@ -192,7 +175,7 @@ def notes_on_equal_parts(layout: Layout, joined: Iterable[JoinedParts]) -> tuple
     """
     if layout.mesh or not layout.rules:
         return ()
-    repeated: dict[str, tuple[Rule, list[list[int]], list[str]]] = {}  # by pattern: rule, equal ranks, names
+    repeated: dict[str, tuple[list[list[int]], list[str]]] = {}  # by pattern: equal ranks, names
     for parts in joined:
         groups: dict[tuple[str, ...], list[int]] = {}
         for rank, digests in sorted(parts.digests.items()):
@@ -203,12 +186,13 @@ def notes_on_equal_parts(layout: Layout, joined: Iterable[JoinedParts]) -> tuple
         if rule is None or rule.boxes is not None or not are_copied or ".state." in parts.name:
             continue
         if not all(_is_constant(text, numel, parts.dtype) for text, numel in parts.numel.items()):
-            repeated.setdefault(rule.pattern, (rule, list(groups.values()), []))[2].append(parts.name)
+            repeated.setdefault(rule.pattern, (list(groups.values()), []))[1].append(parts.name)
     notes = []
-    for rule, equal_ranks, names in repeated.values():
-        shown = ", ".join(str(ranks) for ranks in equal_ranks[:_MAX_PATTERNS])
+    for pattern, (equal_ranks, names) in repeated.items():
+        shown = ", ".join(str(ranks) for ranks in equal_ranks[:_MAX_RANKS])
         finding = f"{abbreviated_names([repr(name) for name in names])}: ranks {shown} have equal parts"
-        notes.append(f"{finding}; if these are copies, the layout must say so: {_with_mesh(rule, equal_ranks)}")
+        advice = f'give the layout a "mesh" and its rule for {pattern!r} an "axis", or make it "replicate"'
+        notes.append(f"{finding}; if these are copies, {advice}")
     return tuple(notes)
 
 
@@ -228,22 +212,6 @@ def _is_constant(start: str, numel: int, dtype: str) -> bool:
         if digest(*[window] * max(1, numel // _WINDOW), rest).startswith(start):
             return True
     return False
-
-
-def _with_mesh(rule: Rule, equal_ranks: Sequence[Sequence[int]]) -> str:
-    """Return the layout by which the ranks in each of `equal_ranks` have copies of the parts of a rule."""
-    count, copies = len(equal_ranks), len(equal_ranks[0])
-    if count == 1:
-        return f'{{"{rule.pattern}": "replicate"}}'
-    mesh = None
-    if equal_ranks == [list(range(first, count * copies, count)) for first in range(count)]:
-        mesh = f'{{"dp": {copies}, "tp": {count}}}'
-    elif equal_ranks == [list(range(first * copies, (first + 1) * copies)) for first in range(count)]:
-        mesh = f'{{"tp": {count}, "dp": {copies}}}'
-    is_plain = len(rule.steps) == 1 and rule.steps[0].blocks == (1,) and rule.reduce is None and not rule.renumber
-    if mesh is None or not is_plain:
-        return f'give it a "mesh"{f" {mesh}" if mesh else ""}, and the rule for {rule.pattern!r} an "axis"'
-    return f'{{"mesh": {mesh}, "rules": {{"{rule.pattern}": {{"dim": {rule.steps[0].dim}, "axis": "tp"}}}}}}'
 
 
 _MAX_CAST_PATTERNS = 16
@@ -344,17 +312,14 @@ def _notes_on_narrowed(
     if not narrowed:
         return
     patterns = _patterns(narrowed, dtypes)
-    keep, shown = "keep them", patterns
-    if len(patterns) > _MAX_CAST_PATTERNS:
-        keep, shown = f"keep those of the first of {len(patterns):,} patterns", dict(list(patterns.items())[:1])
-    # The caller's own patterns follow, as the first that matches a name counts.
-    rules = {pattern: LONG_NAMES[dtype] for pattern, dtype in shown.items()}
+    # The caller's own patterns follow, as the first that matches a name counts. Of many, a first part is shown.
+    rules = {pattern: LONG_NAMES[dtype] for pattern, dtype in islice(patterns.items(), _MAX_CAST_PATTERNS)}
     for pattern, dtype in options.dtype:
         rules.setdefault(pattern, LONG_NAMES[dtype])
     arguments = " ".join(f'--dtype "{pattern}={dtype}"' for pattern, dtype in rules.items())
     count = format_number(len(narrowed), "tensor")
     text = f"the cast narrows {count} that the source, or writers of such models, keep wide"
-    yield f"{text}: {abbreviated_list(narrowed)}. To {keep}, dtype={rules} ({arguments})"
+    yield f"{text}: {abbreviated_list(narrowed)}. To keep these, dtype={rules} ({arguments})"
 
 
 def _patterns(narrowed: Mapping[str, str], dtypes: Mapping[str, str]) -> dict[str, str]:

@@ -21,7 +21,6 @@ _EXPRESSION = re.compile(
     r"\s*(?:[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,18})(?:\s*[*/]\s*(?:[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,18}))*\s*"
 )
 _TOKEN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[*/]")
-_MAX_DEPTH = 8  # of numbers that are given by other numbers
 _MAX_NUMBER = 1 << 63
 
 
@@ -88,7 +87,7 @@ class Numbers:
         self._given = dict(given)
         self._configs = configs
         self._values: dict[str, int | None] = {}  # of numbers that are expressions, until another number is solved
-        self._solved: dict[str, tuple[int, str]] = {}  # with the tensors from whose shapes they follow
+        self._solved: dict[str, int] = {}  # of numbers that follow from the shapes of tensors
 
     def check(self) -> None:
         """Check what is known before any tensor is.
@@ -141,7 +140,7 @@ class Numbers:
         values = self._in_configs(name)
         if values:
             return values[0][0]
-        return self._solved[name][0] if name in self._solved else None
+        return self._solved.get(name)
 
     def known(self, expression: str | int) -> int | None:
         """Return the value of an expression; None if a number in it is not known."""
@@ -189,7 +188,7 @@ class Numbers:
             product = math.prod(value for value in values if value is not None)
             if product and size and size % product == 0:
                 values[unknown[0]] = size // product
-                self._solved[str(expressions[unknown[0]])] = (size // product, name)
+                self._solved[str(expressions[unknown[0]])] = size // product
                 self._values.clear()
         elif unknown:
             raise self._unknown(str(expressions[unknown[0]]))
@@ -203,7 +202,7 @@ class Numbers:
         return tuple(known)
 
     def shown(self, expression: str) -> str:
-        """Return the values of the names in an expression, and where they come from, for a message."""
+        """Return the values of the names in an expression, and the configs that they are from, for a message."""
         texts = []
         for token in dict.fromkeys(_NAME.findall(expression)):
             value = self.get(token)
@@ -212,21 +211,12 @@ class Numbers:
         return f" ({', '.join(texts)})" if texts else ""
 
     def _origin(self, name: str) -> str:
-        if name in self._given:
-            return ""
-        values = self._in_configs(name)
-        if values:
-            return f" in {values[0][1]}"
-        return f", from the shape of {self._solved[name][1]}" if name in self._solved else ""
+        values = [] if name in self._given else self._in_configs(name)
+        return f" in {values[0][1]}" if values else ""
 
-    def _unknown(self, expression: str, depth: int = 0) -> UnknownNumberError:
-        """Return the error for the first number that a user could give and that is missing."""
-        missing = [name for name in _NAME.findall(expression) if self.get(name) is None]
-        for name in missing:
-            rule = self._rules.get(name, NumberRule())
-            if rule.value and not rule.config and depth < _MAX_DEPTH:
-                return self._unknown(rule.value, depth + 1)
-        name = missing[0]
+    def _unknown(self, expression: str) -> UnknownNumberError:
+        """Return the error for the first number of an expression that is missing."""
+        name = next(name for name in _NAME.findall(expression) if self.get(name) is None)
         rule = self._rules.get(name, NumberRule())
         text = f"convert: {name} is not known" + (f" ({rule.about})" if rule.about else "")
         text += f': give convert_with={{"{name}": N}} (--convert-with {name}=N)'

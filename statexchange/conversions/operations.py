@@ -46,20 +46,8 @@ class Planned:
         return replace(self, shape=(*self.shape[:dim], size, *self.shape[dim + 1 :]), patches=patches)
 
 
-class Operation(ABC):
-    """One operation on the tensors of a rule."""
-
-    @abstractmethod
-    def apply(self, tensors: Sequence[Planned], numbers: Numbers) -> list[Planned]:
-        """Return the tensors after the operation."""
-
-    @abstractmethod
-    def inverse(self) -> Operation:
-        """Return the operation that undoes this one."""
-
-
 @dataclass(frozen=True, slots=True)
-class _Each(Operation):
+class _Each(ABC):
     """An operation on each tensor by itself; `of` are the numbers of the tensors, None for all."""
 
     of: tuple[int, ...] | None
@@ -157,7 +145,7 @@ class Resize(_Each):
 
 
 @dataclass(frozen=True, slots=True)
-class Split(Operation):
+class Split:
     """One tensor is cut along a dim into several, whose sizes have the ratios `sizes`.
 
     With `groups` the tensors alternate along the dim: it has so many groups, each with a part of every tensor.
@@ -197,7 +185,7 @@ class Split(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class Fuse(Operation):
+class Fuse:
     """Several tensors become one along a dim, one after another, or alternating in so many `groups`.
 
     `sizes` are the ratios of the tensors' sizes, which the inverse needs; if they are given, they are checked.
@@ -245,6 +233,10 @@ class Fuse(Operation):
         if self.sizes is None:
             raise InvalidArgumentError("convert: fuse has no inverse without 'sizes', the ratios of the tensors' sizes")
         return Split(self.dim, self.sizes, self.groups)
+
+
+Operation: TypeAlias = Permute | Transpose | Resize | Split | Fuse
+"""One operation on the tensors of a rule: `apply` returns what they become, `inverse` the operation that undoes it."""
 
 
 def _check_count(count: int, tensor: Planned) -> None:

@@ -20,7 +20,7 @@ from statexchange.errors import CorruptError, StateExchangeError
 from statexchange.formats.model_files import CONFIG
 from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.options import Selection
-from statexchange.sharding.shards import Box, Shard, c_strides
+from statexchange.sharding.shards import Box, Shard, c_contiguous, c_strides, full_box, linear_offset
 from statexchange.storage.location import parse_json, read_option_file
 from statexchange.storage.store import Budget, ByteRange, StoredFile
 from statexchange.tensors import ITEMSIZE
@@ -171,7 +171,7 @@ def _converted_file(
     for name, tensor in shard_file.tensors.items():
         fills = plan.fills[name]
         if not all(fill.patch.is_identity for fill in fills):
-            tensor = _with_joined_boxes(tensor)  # noqa: PLW2901 (the tensor as it is read)
+            tensor = _with_one_box(tensor)  # noqa: PLW2901 (the tensor as it is read)
         for fill in fills:
             if not fill.patch.box.numel:
                 outputs.setdefault(fill.target, [])
@@ -195,57 +195,29 @@ def _converted_file(
     return replace(shard_file, tensors=tensors, aliases=aliases)
 
 
-def _with_joined_boxes(tensor: SourceTensor) -> SourceTensor:
-    """Return a tensor with boxes joined that follow one another in the file and in the tensor.
+def _with_one_box(tensor: SourceTensor) -> SourceTensor:
+    """Return a tensor as one box if its boxes together are all of it, and lie one after another in their file.
 
-    The digests of the boxes become those of the joined box's parts. If boxes were not joined, a permutation that mixes
-    the rows of two would cut them into boxes of one row.
+    The digests of the boxes become those of its parts. If published boxes were not joined, a permutation that mixes the
+    rows of two would cut them into boxes of one row.
     """
-    boxes: list[Box] = []
-    runs: list[list[tuple[Box, ByteRange]]] = []  # what lies in each of the boxes
-    for box, stored in zip(tensor.shard.boxes, tensor.byte_ranges, strict=True):
-        whole = _union(boxes[-1], box) if boxes and _follows(runs[-1][-1][1], stored) else None
-        if whole is None:
-            boxes.append(box)
-            runs.append([(box, stored)])
-        else:
-            boxes[-1] = whole
-            runs[-1].append((box, stored))
-    return SourceTensor(replace(tensor.shard, boxes=tuple(boxes)), tuple(map(_range_of, runs)))
-
-
-def _range_of(run: Sequence[tuple[Box, ByteRange]]) -> ByteRange:
-    """Return the byte range of a run of boxes, of one or of several."""
-    _, first = run[0]
-    if len(run) == 1:
-        return first
+    if len(tensor.byte_ranges) < 2:
+        return tensor
+    shard, first = tensor.shard, tensor.byte_ranges[0]
     parts: list[tuple[Box, str]] = []
-    for box, stored in run:
-        if stored.digest is not None:
-            parts.append((box, stored.digest))
-        parts += stored.parts
-    return ByteRange(first.file, first.begin, sum(stored.nbytes for _, stored in run), parts=tuple(parts))
-
-
-def _follows(first: ByteRange, second: ByteRange) -> bool:
-    """Whether the bytes of the second range follow those of the first, and both or neither have digests."""
-    is_next = first.file is second.file and first.begin + first.nbytes == second.begin
-    return is_next and first.strides is second.strides is None and first.is_proven == second.is_proven
-
-
-def _union(first: Box, second: Box) -> Box | None:
-    """Return the union of two boxes; None unless it is a box that holds the first before the second in its C order."""
-    for dim, (begin, end) in enumerate(zip(second.offsets, first.ends, strict=True)):
-        if begin == first.offsets[dim]:
-            if first.shape[dim] != 1 or second.shape[dim] != 1:
-                return None
-        else:
-            rest = slice(dim + 1, None)
-            fits = first.offsets[rest] == second.offsets[rest] and first.shape[rest] == second.shape[rest]
-            size = first.shape[dim] + second.shape[dim]
-            shape = (*first.shape[:dim], size, *first.shape[rest])
-            return Box(first.offsets, shape) if begin == end and fits else None
-    return None
+    nbytes = 0
+    for box, stored in zip(shard.boxes, tensor.byte_ranges, strict=True):
+        begin = first.begin + linear_offset(box, shard.global_shape) * ITEMSIZE[shard.dtype]
+        is_next = stored.file is first.file and stored.begin == begin == first.begin + nbytes
+        if not is_next or stored.digest is None or not c_contiguous(box, shard.global_shape):
+            return tensor
+        parts.append((box, stored.digest))
+        nbytes += stored.nbytes
+    whole = full_box(shard.global_shape)
+    if nbytes != whole.numel * ITEMSIZE[shard.dtype]:
+        return tensor
+    joined = ByteRange(first.file, first.begin, nbytes, parts=tuple(parts))
+    return SourceTensor(replace(shard, boxes=(whole,)), (joined,))
 
 
 def _byte_range(stored: ByteRange, box: Box, patch: Patch, dtype: str) -> ByteRange:

@@ -380,13 +380,10 @@ class _Directory:
         if not found and not mixed:
             there = ", ".join(repr(name) for name in SECTIONS if name in dict(self._chosen))
             text = f"there is no section {section!r}, only {there}: choose with section (--section)"
-            adapters = _adapters_below(self._store)
-            if section == "model" and adapters:
-                paths = ", ".join(map(self._store.path_of, adapters[:_MAX_SHOWN]))
-                text = f"the adapters of this directory lie one level down: give the path of one of them, {paths}"
-            elif section == "model":
+            if section == "model":
                 text = f"no file of a model is here, only of {there}: copy it, too, or choose with section (--section)"
-            raise InvalidArgumentError(text, path=self._store.path)
+            # A note names the adapters that lie one level down.
+            raise InvalidArgumentError("; ".join((text, *self._notes())), path=self._store.path)
         if section == "model" and len(found) > 1:
             paths = ", ".join(self._store.path_of(part.names[0]) for part in found[:_MAX_SHOWN])
             text = f"this directory has {len(found)} models, name one of them: {paths}"

@@ -319,8 +319,6 @@ def _published(shard: Shard, stored: ByteRange, records: Sequence[Any]) -> Sourc
     """Return a published tensor with the digests of the boxes in its manifest, which `_check_record` has checked."""
     shape, itemsize = shard.global_shape, ITEMSIZE[shard.dtype]
     boxes = {Box(tuple(offsets), tuple(sizes)): digest for offsets, sizes, digest, _ in records}
-    if len(boxes) == 1 and shard.boxes[0] in boxes:  # one box, that of the whole tensor
-        return SourceTensor(shard, (ByteRange(stored.file, stored.begin, stored.nbytes, boxes[shard.boxes[0]]),))
     if not all(c_contiguous(box, shape) for box in boxes):
         return SourceTensor(shard, (stored._replace(parts=tuple(boxes.items())),))
     pieces = [

@@ -11,7 +11,7 @@ from statexchange.errors import CorruptError
 from statexchange.formats.pickles import OpaqueObject
 from statexchange.formats.source import SectionName
 
-__all__ = ["RunArguments", "in_order", "section_of_key"]
+__all__ = ["RunArguments", "section_of_key"]
 
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _MAX_NUMBER = 1 << 20
@@ -22,7 +22,6 @@ _MODEL = (
 )
 _OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer(?:\.|$)")
 _KEYS: dict[str, SectionName] = {"opt_param_scheduler": "scheduler", "lr_scheduler": "scheduler", "rng_state": "rng"}
-_FIRST = ("args", "iteration", "optimizer", "distrib_optim.pt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,16 +116,3 @@ def section_of_key(name: str) -> SectionName | None:
     if _OPTIMIZER.match(name):
         return "optimizer"
     return _KEYS.get(name.partition(".")[0].partition("/")[0])
-
-
-def in_order(others: Mapping[str, str]) -> dict[str, str]:
-    """Return descriptions of entries, the most useful first, the many of parameter groups and of extra states last."""
-    return {name: others[name] for name in sorted(others, key=_rank_of)}
-
-
-def _rank_of(name: str) -> int:
-    if name in _FIRST:
-        return 0
-    if "_extra_state" in name:
-        return 3
-    return 2 if ".param_groups." in name else 1

@@ -36,7 +36,7 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.formats import torch_file
-from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key
+from statexchange.formats.megatron_arguments import RunArguments, section_of_key
 from statexchange.formats.sections import sections_from
 from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
 from statexchange.formats.torch_file import TorchFile
@@ -309,7 +309,7 @@ class _Reader:
             tuple(files),
             step=arguments.iteration,
             world_size=arguments.tensor * arguments.pipeline * arguments.expert,
-            others=in_order(self._others),
+            others=self._others,
             problems=tuple(self._problems),
             unreadable=tuple(self._unreadable),
             sections=sections_from(self._section_of, self._section_of.__getitem__),

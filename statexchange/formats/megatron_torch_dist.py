@@ -24,7 +24,7 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats import dcp
-from statexchange.formats.megatron_arguments import RunArguments, in_order, section_of_key
+from statexchange.formats.megatron_arguments import RunArguments, section_of_key
 from statexchange.formats.sections import sections_from
 from statexchange.formats.source import SectionName, Source, open_listed
 from statexchange.formats.torch_file import TorchFile
@@ -88,7 +88,7 @@ def read(opened: OpenedPath, store: Store) -> Source:
         _describe_flat_buffers(others)
         _check_no_names_twice(source, common)
         unreadable += common.unsupported
-    others = in_order(others | dict(source.others))
+    others |= source.others
     joined = replace(source, files=files, others={}, unreadable=tuple(unreadable))
     tensors = joined.names
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from statexchange.errors import (
     CorruptError,
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["OpenCheckpoint", "StoredTensor"]
 
 _OPEN_ONE = "open one of the files"  # advice
-_Default = TypeVar("_Default")
-_MAX_SHOWN = 1000  # tensors in the table of a checkpoint
 
 
 class _Copy(NamedTuple):
@@ -244,39 +241,11 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         if name in self._tensors:
             return self._tensors[name]
         text = f"there is no tensor of this name{did_you_mean(str(name), self._tensors)}"
-        if self._source.kind == "save" or name in self._source.others:
-            text += f"; a plain value is put into state = {{}} by load_checkpoint(state, path, include={excerpt(name)})"
-        reasons = [error.message for error in self._source.unsupported.values()]
-        if reasons and len(reasons) == len(self):
-            text += f"; none can be read: {reasons[0]}"
-        raise UnknownNameError(text, name=str(name), path=self.path)
+        advice = "a plain value is put into state = {} by load_checkpoint(state, path)"
+        raise UnknownNameError(f"{text}; {advice}", name=str(name), path=self.path)
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
-
-    @overload
-    def get(self, name: str, /) -> StoredTensor | None: ...
-
-    @overload
-    def get(self, name: str, /, default: _Default) -> StoredTensor | _Default: ...
-
-    def get(self, name: str, /, default: Any = None) -> Any:
-        """Return the tensor, or `default` if there is none of this name."""
-        return self._tensors.get(name, default)
-
-    def __str__(self) -> str:
-        """Return a table of the tensors, of at most 1,000: name, dtype, shape and bytes."""
-        rows = []
-        for one in islice(self.values(), _MAX_SHOWN):
-            name = one.name if one.name.isprintable() else ascii(one.name)
-            rows.append((name, one.dtype, f"[{','.join(map(str, one.shape))}]", one.nbytes))
-        widths = [max((len(str(row[column])) for row in rows), default=0) for column in range(4)]
-        lines = [f"{self.path}: {self._source.kind}, {len(self):,} tensors"]
-        for name, dtype, shape, nbytes in rows:
-            lines.append(f"{name:<{widths[0]}}  {dtype:<{widths[1]}}  {shape:<{widths[2]}}  {nbytes:>{widths[3]}}")
-        if len(self) > len(rows):
-            lines.append(f"... and {len(self) - len(rows):,} more")
-        return "\n".join(lines)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -14,13 +14,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 from statexchange.errors import (
-    CorruptError,
-    IncompleteError,
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
     StateExchangeError,
-    UnsafeError,
     UnsupportedError,
     excerpt,
 )
@@ -28,9 +25,9 @@ from statexchange.formats import directories
 from statexchange.formats.model_files import is_weights, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
-from statexchange.formats.source import WEIGHTS, Source, Weights, abbreviated_names
-from statexchange.storage.location import Attempts, OpenedPath, open_path, read_with_retry, resolve_path
-from statexchange.storage.steps import is_saves_directory, list_steps, step_of, steps_text
+from statexchange.formats.source import WEIGHTS, Source, Weights
+from statexchange.storage.location import Attempts, OpenedPath, read_with_retry, resolve_path
+from statexchange.storage.steps import is_saves_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,7 +81,8 @@ _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16
 UNFINISHED_DOWNLOAD = ".incomplete"  # the end of the hub's files while they are written
 _UNKNOWN = (
     "neither a save, a workspace nor a checkpoint "
-    "(safetensors, torch DCP, Megatron, DeepSpeed, or torch.save's .pt files)"
+    "(safetensors, torch DCP, Megatron, DeepSpeed, or torch.save's .pt files); "
+    "where it is a directory of checkpoints, statexchange scan lists them"
 )
 
 
@@ -137,16 +135,13 @@ def open_with(
         check_section(section)
 
     attempts = Attempts(path)
-    try:
-        while True:
-            opened = attempts.open()
-            try:
-                return _read_once(opened, read, strict=strict, section=section, wants=wants)
-            except BaseException as error:
-                if not attempts.goes_on(opened, error):
-                    raise
-    except NotFoundError as error:
-        raise _absent_step(path) or error from None
+    while True:
+        opened = attempts.open()
+        try:
+            return _read_once(opened, read, strict=strict, section=section, wants=wants)
+        except BaseException as error:
+            if not attempts.goes_on(opened, error):
+                raise
 
 
 def _read_once(
@@ -159,14 +154,17 @@ def _read_once(
 ) -> Source:
     """Return a section of the source at an opened path; raise ReplacedError if its files are of two versions."""
     try:
-        source = read(opened, strict=strict, section=section)
-    except StateExchangeError as error:
+        source = read(opened, section=section)
+        problems = source.problems if wants is None else problems_of(source, wants)
+        if strict and problems:
+            raise problems[0]
+    except StateExchangeError:
         # Files of two versions contradict each other: then ReplacedError is raised, and they are read again.
         opened.store.check_opened()
-        if wants is None or not isinstance(error, IncompleteError | CorruptError | UnsafeError):
-            raise
-        source = _without_problems(read(opened, strict=False, section=section), wants, error)
+        raise
     source.opened.store.check_opened()
+    if strict:  # what is left affects no tensor that is wanted
+        source = replace(source, problems=())
     _check_not_repeated(source)
     if source.problems and not opened.is_current():
         raise ReplacedError("replaced while it was read", path=opened.path) from source.problems[0]
@@ -174,14 +172,6 @@ def _read_once(
         "opened %s as %s: %d files, %d problems", opened.path, source.kind, len(source.files), len(source.problems)
     )
     return source
-
-
-def _without_problems(source: Source, wants: Callable[[str], bool], error: StateExchangeError) -> Source:
-    """Return a source without its problems, if none affects a tensor that `wants` accepts; else raise the first."""
-    problems = problems_of(source, wants)
-    if problems or not source.problems:
-        raise problems[0] if problems else error
-    return replace(source, problems=())
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +216,7 @@ def probe(path: str) -> Probe:
         store = opened.store
         names, directories = list(store.listing), store.directories
         try:
-            source = read_opened(opened, strict=False)
+            source = read_opened(opened)
             _check_not_repeated(source)
         except NotFoundError:
             return Probe(opened, None, None, names, directories)
@@ -249,38 +239,12 @@ def probe(path: str) -> Probe:
     return read_with_retry(path, look)
 
 
-def _absent_step(path: str) -> NotFoundError | None:
-    """Return the error for the path of a step that a directory of saves does not have; None for any other path."""
-    step = step_of(os.path.basename(path))
-    if step is None:
-        return None
-    try:
-        with open_path(os.path.dirname(path)) as opened:
-            steps = list_steps(opened.store)
-    except StateExchangeError:
-        return None
-    if not steps or step in steps:
-        return None
-    return NotFoundError(f"there is no save of step {step}: there are steps {steps_text(steps)}", path=path)
-
-
 def holds_saves(path: str | os.PathLike[str]) -> bool:
     """Whether a directory has saves by step, whole or unfinished, and is no checkpoint itself.
 
     Not collective. False for a path that does not exist.
     """
-    path = resolve_path(path, "a source")
-    try:
-        return read_with_retry(path, _holds_saves)
-    except NotFoundError:
-        return False
-
-
-def _holds_saves(opened: OpenedPath) -> bool:
-    with opened:
-        if opened.file is not None or not is_saves_directory(opened.store):
-            return False
-        return _format_of(opened) is None
+    return _holds(path, lambda at: at.file is None and is_saves_directory(at.store) and _format_of(at) is None)
 
 
 def has_master_weights(path: str | os.PathLike[str]) -> bool:
@@ -288,12 +252,15 @@ def has_master_weights(path: str | os.PathLike[str]) -> bool:
 
     Not collective. False for a path that does not exist.
     """
-    path = resolve_path(path, "a source")
+    return _holds(path, lambda at: _format_of(at) == _DEEPSPEED)
 
+
+def _holds(path: str | os.PathLike[str], is_wanted: Callable[[OpenedPath], bool]) -> bool:
     def look(opened: OpenedPath) -> bool:
         with opened:
-            return _format_of(opened) == _DEEPSPEED
+            return is_wanted(opened)
 
+    path = resolve_path(path, "a source")
     try:
         return read_with_retry(path, look)
     except NotFoundError:
@@ -337,9 +304,7 @@ def _check_not_repeated(source: Source) -> None:
                 raise UnsupportedError(text, name=tensor.shard.name, path=shard_file.path)
 
 
-def read_opened(
-    opened: OpenedPath, *, strict: bool = True, section: str | None = ALL, weights: Weights | None = None
-) -> Source:
+def read_opened(opened: OpenedPath, *, section: str | None = ALL, weights: Weights | None = None) -> Source:
     """Return a section of the source at an opened path, by the first format that matches."""
     if weights is not None and weights not in WEIGHTS:
         raise InvalidArgumentError(f"weights must be 'master' or 'model', not {excerpt(weights)}")
@@ -347,16 +312,12 @@ def read_opened(
     if name == _DEEPSPEED:
         from statexchange.formats import deepspeed
 
-        read = partial(deepspeed.read, weights=weights)
-        return read_section(read, opened, strict=strict, section=section)
+        return read_section(partial(deepspeed.read, weights=weights), opened, section=section)
     if name is not None and weights is not None:
         text = "weights (--weights) is for checkpoints of DeepSpeed alone, and this is another format"
         raise InvalidArgumentError(text, path=opened.path)
     if name == _DIRECTORIES:
-        source = directories.read(opened, section=section)
-        if source.problems and strict:
-            raise source.problems[0]
-        return source
+        return directories.read(opened, section=section)
     if name == "torch_file":
         from statexchange.formats import deepspeed
 
@@ -364,11 +325,11 @@ def read_opened(
         deepspeed.check_is_no_part(opened)
         directories.check_none_below(opened)
     if name is not None:
-        source = read_section(_format(name).read, opened, strict=strict, section=section)
+        source = read_section(_format(name).read, opened, section=section)
         return replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
     directories.check_none_below(opened)
     _check_is_complete(opened)
-    raise NotFoundError(_UNKNOWN + _found_instead(opened), path=opened.path)
+    raise NotFoundError(_UNKNOWN, path=opened.path)
 
 
 def _unread_beside(opened: OpenedPath, name: str) -> list[str]:
@@ -389,29 +350,17 @@ def _unread_beside(opened: OpenedPath, name: str) -> list[str]:
     return []
 
 
-def _found_instead(opened: OpenedPath) -> str:
-    """Return what lies in a directory that is not a checkpoint; "" for a file."""
-    if opened.file is not None:
-        return ""
-    if opened.store.directories:
-        return "; if it has directories of checkpoints, name one: statexchange scan lists them"
-    names = [name for name in opened.store.non_directories if not name.startswith(".")]
-    return f"; it has only {abbreviated_names(names)}" if names else "; the directory is empty"
-
-
-def read_section(read: Callable[..., Source], opened: OpenedPath, *, strict: bool, section: str | None) -> Source:
-    """Return a section of what a format's `read` returns; with `strict`, raise the first problem that affects it."""
+def read_section(read: Callable[..., Source], opened: OpenedPath, *, section: str | None) -> Source:
+    """Return a section of what a format's `read` returns."""
     source = read(opened)
+    if section == ALL:
+        return source
     try:
-        if section != ALL:
-            source = select_section(source, section)
+        return select_section(source, section)
     except InvalidArgumentError:
-        if source.problems and strict:  # the section may be in what is missing
+        if source.problems:  # the section may be in what is missing
             raise source.problems[0] from None
         raise
-    if source.problems and strict:
-        raise source.problems[0]
-    return source
 
 
 def _check_is_complete(opened: OpenedPath) -> None:

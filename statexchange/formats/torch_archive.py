@@ -6,13 +6,15 @@ A zip directory may contain any numbers, so each offset and size is checked agai
 from __future__ import annotations
 
 import math
+import os
 import struct
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from statexchange.errors import CorruptError, TruncatedError, UnsupportedError, excerpt
+from statexchange.errors import CorruptError, StateExchangeError, TruncatedError, UnsupportedError, excerpt
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents, each_once
 from statexchange.formats.source import strides_of
 from statexchange.sharding.shards import sizes_from_json
@@ -32,8 +34,8 @@ __all__ = [
     "view_of",
 ]
 
-_END, _END64, _LOCATOR64 = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
-_ENTRY, _LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
+_LOCAL = struct.Struct("<4s5H3L2H")  # the header before a member's bytes
+_END_BYTES = 22  # of the record at the end of a zip without a comment
 _MAX_DIRECTORY_BYTES = 256 << 20
 _AHEAD_BYTES = 2048  # read at once: a small tensor's archive without its data
 _PLAIN_TYPES = {bool, float, int, str, type(None)}
@@ -129,68 +131,28 @@ class Archive:
 
     def _directory(self) -> dict[str, tuple[int, int]]:
         """Return (offset of the local header, bytes) of each member."""
-        if self._length < _END.size:
-            raise self._not_a_zip()
-        at = self._length - _END.size
-        signature, *_, count, nbytes, begin, comment = _END.unpack(self._read(at, _END.size))
-        if signature != b"PK\5\6" or comment:
-            raise self._not_a_zip()
-        if 0xFFFFFFFF in (nbytes, begin) or count == 0xFFFF:
-            count, nbytes, begin = self._zip64_directory(at)
-        if nbytes > _MAX_DIRECTORY_BYTES or count * _ENTRY.size > nbytes:
-            raise CorruptError(f"its zip directory claims {nbytes} bytes for {count} members", path=self._path)
-        data = self._read(begin, nbytes)
-        entries: dict[str, tuple[int, int]] = {}
+        end = self._read(max(0, self._length - _END_BYTES), min(_END_BYTES, self._length))
         try:
-            at = 0
-            for _ in range(count):
-                name, position, at = self._entry(data, at)
-                if name in entries:
-                    raise CorruptError(f"the zip has two members {excerpt(name)}", path=self._path)
-                entries[name] = position
-        except (struct.error, UnicodeDecodeError):
-            raise CorruptError("its zip directory is broken", path=self._path) from None
+            # zipfile would also take an archive with a comment, or with anything else, behind it.
+            if not end.startswith(b"PK\5\6") or not end.endswith(b"\0\0"):
+                raise zipfile.BadZipFile("it does not end there")
+            members = zipfile.ZipFile(_Window(self._read, self._length)).infolist()
+        except StateExchangeError:
+            raise
+        except (zipfile.BadZipFile, NotImplementedError, OverflowError, ValueError, struct.error):
+            text = "truncated, or not a file of torch.save: it does not end like a zip archive"
+            raise CorruptError(text, path=self._path) from None
+        entries: dict[str, tuple[int, int]] = {}
+        for member in members:
+            name = member.filename
+            if member.compress_type or member.flag_bits & 1:
+                raise UnsupportedError(f"member {excerpt(name)} is compressed or encrypted: {_RESAVE}", path=self._path)
+            if member.compress_size != member.file_size:
+                raise CorruptError(f"member {excerpt(name)} has two sizes", path=self._path)
+            if name in entries:
+                raise CorruptError(f"the zip has two members {excerpt(name)}", path=self._path)
+            entries[name] = member.header_offset, member.file_size
         return entries
-
-    def _not_a_zip(self) -> CorruptError:
-        return CorruptError(
-            "truncated, or not a file of torch.save: it does not end like a zip archive", path=self._path
-        )
-
-    def _zip64_directory(self, end: int) -> tuple[int, int, int]:
-        """Return the number of members, the bytes and the offset of the directory of a zip64.
-
-        torch writes zip64 archives beyond 4 GiB or 65,534 members.
-        """
-        signature, _, at, _ = _LOCATOR64.unpack(self._read(end - _LOCATOR64.size, _LOCATOR64.size))
-        if signature != b"PK\6\7":
-            raise self._not_a_zip()
-        signature, *_, count, nbytes, begin = _END64.unpack(self._read(at, _END64.size))
-        if signature != b"PK\6\6":
-            raise self._not_a_zip()
-        return count, nbytes, begin
-
-    def _entry(self, data: bytes, at: int) -> tuple[str, tuple[int, int], int]:
-        """Parse the directory's entry at byte `at`.
-
-        Returns:
-            (name, (offset of the local header, bytes), offset of the next entry).
-        """
-        fields = _ENTRY.unpack_from(data, at)
-        signature, flags, method, packed, nbytes, begin = (fields[index] for index in (0, 3, 4, 8, 9, 16))
-        name_end = at + _ENTRY.size + fields[10]
-        name, extra = data[at + _ENTRY.size : name_end].decode(), data[name_end : name_end + fields[11]]
-        if signature != b"PK\1\2":
-            raise CorruptError("its zip directory is broken", path=self._path)
-        if method or flags & 1:
-            raise UnsupportedError(f"member {excerpt(name)} is compressed or encrypted: {_RESAVE}", path=self._path)
-        numbers = _numbers_of_zip64(extra)  # they replace, in this order, numbers that do not fit 32 bits
-        nbytes, packed, begin = (
-            next(numbers) if number == 0xFFFFFFFF else number for number in (nbytes, packed, begin)
-        )
-        if packed != nbytes:
-            raise CorruptError(f"member {excerpt(name)} has two sizes", path=self._path)
-        return name, (begin, nbytes), name_end + fields[11] + fields[12]
 
     def _member(self, name: str) -> tuple[int, int]:
         """Return (first byte in the file, bytes) of a member."""
@@ -214,15 +176,32 @@ class Archive:
         return self._read(begin - self._begin, nbytes)
 
 
-def _numbers_of_zip64(extra: bytes) -> Iterator[int]:
-    """Yield the 64-bit numbers of a zip64 directory entry, in order."""
-    at = 0
-    while at + 4 <= len(extra):
-        kind, nbytes = struct.unpack_from("<2H", extra, at)
-        if kind == 1:
-            yield from struct.unpack_from(f"<{nbytes // 8}Q", extra, at + 4)
-        at += 4 + nbytes
-    raise struct.error("a number is missing")
+class _Window:
+    """The bytes of an archive as the file that zipfile reads."""
+
+    def __init__(self, read: Callable[[int, int], bytes], length: int) -> None:
+        self._read = read
+        self._length = length
+        self._at = 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to an offset from the begin, from here or from the end."""
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Return the offset of the next byte."""
+        return self._at
+
+    def read(self, nbytes: int = -1) -> bytes:
+        """Return the next bytes; fewer at the end."""
+        left = self._length - self._at
+        nbytes = left if nbytes < 0 else min(nbytes, left)
+        if nbytes > _MAX_DIRECTORY_BYTES:
+            raise ValueError(f"a directory of {nbytes} bytes")
+        data = self._read(self._at, nbytes)
+        self._at += len(data)
+        return data
 
 
 def unwrap_tensor(tensor: OpaqueObject) -> OpaqueObject:

@@ -281,7 +281,7 @@ class _Readers:
         place = self._opened_path("x", self._store_of(files), opened_file)
 
         def read() -> None:
-            source = self._read_any(place, strict=False) if kind == "any" else self._formats[kind].read(place)
+            source = self._read_any(place) if kind == "any" else self._formats[kind].read(place)
             found = self._open(source)
             for name in list(found)[:10]:
                 if found[name].nbytes < 1 << 16:

@@ -678,7 +678,7 @@ def test_a_file_of_a_whole_module_says_what_to_save_instead(nested: bool, tmp_pa
     with pytest.raises(sx.errors.UnsupportedError, match="whole module") as refused:
         sx.load_checkpoint({"model": live} if nested else live, tmp_path / "model.pt", strict=False)
     assert "state_dict()" in str(refused.value)
-    with pytest.raises(KeyError, match="whole module"):
+    with pytest.raises(KeyError, match="no tensor"):
         sx.open_checkpoint(tmp_path / "model.pt")["weight"]
     read = torch.load(tmp_path / "model.pt", weights_only=False)
     torch.save((read["model"] if nested else read).state_dict(), tmp_path / "state.pt")

@@ -799,12 +799,12 @@ def test_only_rank_0_of_a_launcher_prunes(saved: Path, call: CommandLine, monkey
 # Paths that are no directory of saves
 
 
-def test_an_absent_step_is_not_found_and_the_message_lists_the_steps(saved: Path, call: CommandLine) -> None:
+def test_an_absent_step_is_not_found(saved: Path, call: CommandLine) -> None:
     for command in ("info", "ls", "verify"):
         code, out, err = call(command, folder(saved, 250))
         assert (code, out) == (3, "")
-        assert "there is no save of step 250: there are steps 100, 200, 300, 400" in err
-    with pytest.raises(sx.errors.NotFoundError, match="step 250"):
+        assert str(folder(saved, 250)) in err
+    with pytest.raises(sx.errors.NotFoundError, match="step-000000250"):
         sx.open_checkpoint(folder(saved, 250))
 
 

@@ -35,20 +35,20 @@ def index(*files: str) -> str:
 
 # What lies in a directory, the exit code, and a part of what info, verify and merge say.
 FOREIGN: dict[str, tuple[Files, int, str]] = {
-    "nothing": ({}, 3, "the directory is empty"),
-    "a README": ({"README.md": "# hello"}, 3, "it has only README.md"),
-    "a config": ({"config.json": "{}"}, 3, "it has only config.json"),
+    "nothing": ({}, 3, "neither a save, a workspace nor a checkpoint"),
+    "a README": ({"README.md": "# hello"}, 3, "neither a save, a workspace nor a checkpoint"),
+    "a config": ({"config.json": "{}"}, 3, "neither a save, a workspace nor a checkpoint"),
     "a tokenizer": (
         {"tokenizer.json": "{}", "tokenizer_config.json": "{}"},
         3,
-        "it has only tokenizer.json, tokenizer_config.json",
+        "neither a save, a workspace nor a checkpoint",
     ),
-    "a PEFT config": ({"adapter_config.json": "{}"}, 3, "it has only adapter_config.json"),
-    "Trainer's state": ({"trainer_state.json": "{}"}, 3, "it has only trainer_state.json"),
+    "a PEFT config": ({"adapter_config.json": "{}"}, 3, "neither a save, a workspace nor a checkpoint"),
+    "Trainer's state": ({"trainer_state.json": "{}"}, 3, "neither a save, a workspace nor a checkpoint"),
     "a download": (
         {"config.json": "{}", "model.safetensors.incomplete": b"x"},
         3,
-        "it has only config.json, model.safetensors.incomplete",
+        "neither a save, a workspace nor a checkpoint",
     ),
     "an index outside": (
         {"model.safetensors.index.json": index("../secret.safetensors")},
@@ -293,4 +293,5 @@ def test_merging_one_ranks_file_alone_names_the_directory(tmp_path: Path, call: 
     path = DATA / file
     code, printed = run(call, "merge", path, tmp_path / "out")
     assert (code, "this file alone is one" in printed) == (5, True), printed
-    assert f"give their directory, {path.parent}; no file holds region" in printed
+    assert f"give their directory, {path.parent}" in printed
+    assert "no file holds region" in printed

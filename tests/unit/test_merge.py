@@ -417,10 +417,7 @@ def test_optimizer_state_beside_the_weights_is_left_out(tmp_path: Path) -> None:
     assert report.notes == ("only the section 'model' is read, not 'optimizer' (all: section=\"all\", --section all)",)
     assert load_file(tmp_path / "out/model.safetensors").keys() == model.state_dict().keys()
     report = merge_checkpoint(tmp_path / "src", tmp_path / "all", section="all")
-    assert (
-        '6 of 8 tensors look like optimizer state: section="model" (--section model) leaves them out'
-        in report.notes[-1]
-    )
+    assert report.notes[-1].startswith("6 of 8 tensors look like optimizer state, such as state.0.")
     report = merge_checkpoint(tmp_path / "src", tmp_path / "weights", section="all", exclude="state.*")
     assert load_file(tmp_path / "weights/model.safetensors").keys() == model.state_dict().keys()
     assert not any("optimizer" in note for note in report.notes)
@@ -429,9 +426,7 @@ def test_optimizer_state_beside_the_weights_is_left_out(tmp_path: Path) -> None:
     assert not any("look like" in note for note in report.notes)
     save_file({"w": torch.ones(1), "w.exp_avg": torch.ones(1)}, tmp_path / "x.safetensors")  # a format without sections
     report = merge_checkpoint(tmp_path / "x.safetensors", tmp_path / "x")
-    assert report.notes[-1] == (
-        '1 of 2 tensors look like optimizer state: to leave them out, exclude=["*.exp_avg"] (--exclude "*.exp_avg")'
-    )
+    assert report.notes[-1].startswith("1 of 2 tensors look like optimizer state, such as w.exp_avg: ")
 
 
 def test_deepspeeds_placeholders_are_refused_by_name(tmp_path: Path) -> None:
@@ -502,14 +497,11 @@ def test_small_files_are_copied_but_not_weights_or_training_state(tmp_path: Path
 def test_a_directory_without_small_files_is_named(tmp_path: Path) -> None:
     commit_round(tmp_path / "ws", [part("w", torch.ones(2), full_box((2,)))])
     job = tmp_path / "job"
-    (job / "huggingface").mkdir(parents=True)
+    job.mkdir()
     (job / "trainer_state.json").write_text("{}")
-    text = f"files_from: nothing is taken from {job}, which has no config, tokenizer or other such file"
+    text = f"files_from: nothing is taken from {job}: it has no config, tokenizer or other such file"
     assert text in merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=job).notes
     assert sorted(os.listdir(tmp_path / "out")) == ["model.safetensors", "statexchange.json"]
-    (job / "huggingface" / "config.json").write_text("{}")
-    report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=[job], overwrite=True, dry_run=True)
-    assert f"{text} itself; its subdirectory huggingface has them" in report.notes
 
 
 def test_a_dry_run_plans_and_touches_nothing(tmp_path: Path) -> None:

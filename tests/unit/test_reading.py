@@ -631,14 +631,6 @@ def test_a_tensor_is_read_as_a_torch_tensor_of_the_same_bits(dtype: torch.dtype,
             checkpoint["w"].read(framework="tf")  # type: ignore[call-overload]
 
 
-def test_an_open_checkpoint_prints_as_a_table(tmp_path: Path) -> None:
-    save_file({"layer.w": torch.ones(3, 4), "b": torch.ones(2).bfloat16()}, tmp_path / "model.safetensors")
-    with sx.open_checkpoint(tmp_path) as checkpoint:
-        title, *rows = str(checkpoint).splitlines()
-    assert title == f"{tmp_path}: huggingface, 2 tensors"
-    assert sorted(row.split() for row in rows) == [["b", "BF16", "[2]", "4"], ["layer.w", "F32", "[3,4]", "48"]]
-
-
 def test_a_name_that_an_open_checkpoint_lacks_is_a_named_key_error(tmp_path: Path) -> None:
     sx.save_checkpoint({"model": {"enc.weight": np.ones((3, 4)), "b": np.zeros(2)}, "step": 7}, tmp_path / "saved")
     with sx.open_checkpoint(tmp_path / "saved") as checkpoint:

@@ -240,9 +240,8 @@ def test_the_config_of_an_adapter_comes_along(weights: str, tmp_path: Path) -> N
     assert sx.merge_checkpoint(tmp_path / "in", tmp_path / "out").notes == ()
     assert files_below(tmp_path / "out") == {"adapter_config.json", "adapter_model.safetensors", "statexchange.json"}
     assert load_file(tmp_path / "out/adapter_model.safetensors").keys() == tensors.keys()
-    # The config lies beside the file that is named: the note says where.
     (note,) = sx.merge_checkpoint(tmp_path / "in" / weights, tmp_path / "alone").notes
-    assert str(tmp_path / "in/adapter_config.json") in note
+    assert "adapter_config.json" in note
     given = sx.merge_checkpoint(
         tmp_path / "in" / weights, tmp_path / "given", files_from=tmp_path / "in/adapter_config.json"
     )
