@@ -142,6 +142,9 @@ class Archive:
         except (zipfile.BadZipFile, NotImplementedError, OverflowError, ValueError, struct.error):
             text = "truncated, or not a file of torch.save: it does not end like a zip archive"
             raise CorruptError(text, path=self._path) from None
+        # It would take one with other bytes in front, too, and add their number to all offsets.
+        if min((member.header_offset for member in members), default=0) != 0:
+            raise CorruptError("not a file of torch.save: it does not begin like a zip archive", path=self._path)
         entries: dict[str, tuple[int, int]] = {}
         for member in members:
             name = member.filename
