@@ -13,13 +13,13 @@ In such a group ranks with the same names, dtypes and shapes are compared::
     the digest of each tensor of a unit                             the unit differs, as statistics of batches do
     the names of a group, each distinct list once                   ranks have other names, as pipeline stages do
 
-If stages both have a tensor of one name, it is each rank's own, too. So a tensor has either one copy in the save, or
-one from each rank that has it, and a load need not be told whose copy stands for a rank's own.
+A tensor whose name ranks of two such groups have, as two stages may, is each rank's own, too. For this the names of
+empty tensors, and of those that no other rank can have, are compared as well. So a tensor has either one copy in the
+save, or one from each rank that has it, and a load need not be told whose copy stands for a rank's own.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from statexchange.comm.communicator import Communicator, from_all
 from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.messages import decode, encoded
-from statexchange.sharding.shards import full_box
+from statexchange.sharding.shards import Shard, full_box
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.files import digest
 from statexchange.storage.tensorfile import digests_of
@@ -36,7 +36,7 @@ from statexchange.tensors import collector_paused
 
 __all__ = ["Shares", "share_writing"]
 
-_ALL_WITH_PARTS = "parts"
+_WHOLE, _PARTS, _ALONE = "whole", "parts", "alone"  # groups that follow from no mesh
 
 
 class Shares(NamedTuple):
@@ -56,25 +56,35 @@ class _Record:
     """What a rank tells the others of the tensors of one group.
 
     Attributes:
-        ranks: the group: the ranks that have copies, as text; "" for all ranks, or "parts" for parts that any may have.
-        mesh: the mesh that says so, as text; "" for tensors without one.
+        kind: the ranks that have copies by a mesh, as text; of other tensors "whole" and "parts", which any rank may
+            have, and "alone", which none has.
+        mesh: the mesh, as text; "" for tensors without one.
         structure: a digest of the names, dtypes and shapes.
+        boxes: a digest of the boxes.
         units: for each unit a digest of the digests of its tensors.
     """
 
-    ranks: str
+    kind: str
     mesh: str
     structure: str
+    boxes: str
     units: tuple[str, ...]
 
     @property
-    def names(self) -> tuple[str, str]:
+    def names(self) -> str:
         """What is equal for groups with the same names. Groups of one mesh have different boxes of its tensors."""
-        return self.mesh, self.structure
+        if self.kind in (_WHOLE, _PARTS, _ALONE):
+            return f"{self.kind} {self.mesh} {self.structure}"
+        return f"copies {self.mesh} {self.structure}"
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What is equal on the ranks that are compared."""
+        return self.kind, self.names, self.boxes
 
 
 class _Tensor(NamedTuple):
-    """A tensor that may have copies; `place` is equal for the same boxes of one tensor."""
+    """A tensor; `place` is its name and, for a part without a mesh, in a second line its boxes."""
 
     local: LocalTensor
     place: str
@@ -93,61 +103,81 @@ class _Group(NamedTuple):
         return [tensor for unit in self.units for tensor in unit]
 
 
-def share_writing(comm: Communicator, tensors: Sequence[LocalTensor], stall_timeout_s: float) -> Shares:
+def share_writing(
+    comm: Communicator, tensors: Sequence[LocalTensor], aliases: Mapping[str, str], stall_timeout_s: float
+) -> Shares:
     """Choose what this rank writes of its tensors: all that it has alone, and its share of those with equal copies.
 
-    Collective. Tensors that may have copies are read once, for their digests.
+    Collective. Tensors that may have copies are read once, for their digests. `aliases` has the name that is kept for
+    each other name of a tied tensor: one rank writes both, so that they are still tied in its file.
     """
     with comm.phase("digesting its tensors", timeout_s=stall_timeout_s), collector_paused():
-        may_have_copies = [local for local in tensors if _may_have_copies(local)]
+        may_have_copies = [local for local in tensors if _kind_of(local) != _ALONE]
         digests = digests_of(shard_data(may_have_copies, Staging()), comm.progress)
-        groups = _groups(may_have_copies, digests)
+        groups = _groups(tensors, aliases, digests)
     here = [group.record for group in groups]
     records = from_all(comm, here, list[_Record], "the digests of its tensors")
     apart = _in_several_groups(comm, groups, records) | _differing(comm, groups, records)
     left_to_others: set[str] = set()
     for group in groups:
-        members = _members(group.record, records)
-        load = dict.fromkeys(members, 0)
-        # The largest first, each for the rank that has the fewest bytes until then: all members have these tensors in
-        # the same order, and choose the same rank.
-        equal = [tensor for tensor in group.tensors if tensor.place not in apart]
-        for local, _, _ in sorted(equal, key=lambda tensor: -tensor.local.shard.nbytes):
-            writer = min(members, key=load.__getitem__)
-            load[writer] += local.shard.nbytes
+        if group.record.kind == _ALONE:
+            continue
+        equal = [tensor.local.shard for tensor in group.tensors if tensor.place not in apart]
+        for name, writer in _writers(equal, aliases, _members(group.record, records)).items():
             if writer != comm.rank:
-                left_to_others.add(local.shard.name)
+                left_to_others.add(name)
     return Shares([local for local in tensors if local.shard.name not in left_to_others], digests)
 
 
-def _may_have_copies(local: LocalTensor) -> bool:
-    """Whether another rank may have the same boxes of a tensor."""
-    return local.shard.nbytes > 0 and not (local.mesh and not local.copies)
+def _writers(shards: Sequence[Shard], aliases: Mapping[str, str], ranks: Sequence[int]) -> dict[str, int]:
+    """Return the rank that writes each of the tensors that all these ranks have."""
+    load = dict.fromkeys(ranks, 0)
+    writers: dict[str, int] = {}
+    # The largest first, each for the rank that has the fewest bytes until then: all ranks have these tensors in one
+    # order, and choose the same rank. The other names of tied tensors come last, as they follow the kept ones.
+    for shard in sorted(shards, key=lambda shard: (shard.name in aliases, -shard.nbytes)):
+        writer = writers.get(aliases.get(shard.name, ""))
+        if writer is None:
+            writer = min(ranks, key=load.__getitem__)
+        load[writer] += shard.nbytes
+        writers[shard.name] = writer
+    return writers
 
 
-def _groups(tensors: Sequence[LocalTensor], digests: Mapping[str, Sequence[str]]) -> list[_Group]:
-    """Return the groups of this rank's tensors that may have copies."""
+def _kind_of(local: LocalTensor) -> str:
+    """Return the kind of the group in which a tensor is compared, as `_Record` has it."""
+    # By its mesh also a part that is empty: so that all ranks of the mesh have groups of the same names.
+    if local.mesh:
+        return local.copies or _ALONE
+    if not local.shard.nbytes:
+        return _ALONE
+    return _WHOLE if local.shard.boxes == (full_box(local.shard.global_shape),) else _PARTS
+
+
+def _groups(
+    tensors: Sequence[LocalTensor], aliases: Mapping[str, str], digests: Mapping[str, Sequence[str]]
+) -> list[_Group]:
+    """Return the groups of this rank's tensors."""
     grouped: dict[tuple[str, str], dict[str, list[_Tensor]]] = {}
     # Sorted, as ranks may have filled a mapping in different orders.
     for local in sorted(tensors, key=lambda local: local.shard.name):
-        shard = local.shard
-        ranks, place = local.copies, shard.name
-        # A mesh gives other boxes to the ranks of another group. Any other part may be the same on any rank. Ranks that
-        # have other parts may have the same whole tensors, so that these are a group of their own.
-        if not local.mesh and shard.boxes != (full_box(shard.global_shape),):
-            ranks, place = _ALL_WITH_PARTS, f"{place} {shard.boxes}"
-        units = grouped.setdefault((ranks, local.mesh), {})
-        tensor = _Tensor(local, place, " ".join(digests[shard.name]))
-        units.setdefault(shard.name.partition(".")[0], []).append(tensor)
+        kind, name = _kind_of(local), local.shard.name
+        place = f"{name}\n{local.shard.boxes}" if kind == _PARTS else name
+        tensor = _Tensor(local, place, " ".join(digests.get(name, ())))
+        units = grouped.setdefault((kind, local.mesh), {})
+        units.setdefault(name.partition(".")[0], []).append(tensor)
     groups = []
-    for (ranks, mesh), units in grouped.items():
+    for (kind, mesh), units in grouped.items():
+        contents = [_digest_of(tensor.digest for tensor in unit) for unit in units.values()]
         structure = []
-        contents = []
+        boxes = []
         for unit in units.values():
-            contents.append(_digest_of(tensor.digest for tensor in unit))
             for local, place, _ in unit:
-                structure.append(f"{place} {local.shard.dtype} {local.shard.global_shape}")
-        groups.append(_Group(_Record(ranks, mesh, _digest_of(structure), tuple(contents)), list(units.values())))
+                shard = local.shard
+                structure.append(f"{place} {shard.dtype} {shard.global_shape} {aliases.get(shard.name)}")
+                boxes.append(str(shard.boxes))
+        record = _Record(kind, mesh, _digest_of(structure), _digest_of(boxes), tuple(contents))
+        groups.append(_Group(record, list(units.values())))
     return groups
 
 
@@ -157,21 +187,19 @@ def _digest_of(texts: Iterable[str]) -> str:
 
 
 def _members(record: _Record, records: Sequence[Sequence[_Record]]) -> list[int]:
-    """Return the ranks that have the same tensors in a group."""
+    """Return the ranks with which a group is compared."""
     members = []
     for rank, of_rank in enumerate(records):
-        for other in of_rank:
-            if (other.ranks, other.names) == (record.ranks, record.names):
-                members.append(rank)
+        if any(other.key == record.key for other in of_rank):
+            members.append(rank)
     return members
 
 
 def _in_several_groups(comm: Communicator, groups: Sequence[_Group], records: Sequence[Sequence[_Record]]) -> set[str]:
-    """Return the places that groups with other names both have. Collective."""
+    """Return the places whose tensors are also in another group, on this rank or another. Collective."""
     places_here: dict[str, list[str]] = {}
     for group in groups:
-        mesh, structure = group.record.names
-        places_here[f"{structure} {mesh}"] = [tensor.place for tensor in group.tensors]
+        places_here[group.record.names] = [tensor.place for tensor in group.tensors]
     places = places_here
     # Where all ranks have groups with the same names, each knows them already.
     if len({frozenset(record.names for record in of_rank) for of_rank in records}) > 1:
@@ -180,39 +208,45 @@ def _in_several_groups(comm: Communicator, groups: Sequence[_Group], records: Se
         with comm.phase("comparing names"):
             for data in dict.fromkeys(sent):
                 places |= decode(data, dict[str, list[str]], "its names", sent.index(data))
-    counts: Counter[str] = Counter()
-    for of_group in places.values():
-        counts.update(of_group)
-    return {place for place, count in counts.items() if count > 1}
+    groups_of: dict[str, set[str]] = {}
+    for names, of_group in places.items():
+        for place in of_group:
+            name, _, boxes = place.partition("\n")
+            # Ranks have different parts of one tensor, each in a group of other parts: only the same part is compared.
+            groups_of.setdefault(name, set()).add(_PARTS if boxes else names)
+            groups_of.setdefault(place, set()).add(names)
+    apart = set()
+    for place, of_place in groups_of.items():
+        if len(of_place) > 1 or len(groups_of[place.partition("\n")[0]]) > 1:
+            apart.add(place)
+    return apart
 
 
 def _differing(comm: Communicator, groups: Sequence[_Group], records: Sequence[Sequence[_Record]]) -> set[str]:
     """Return the places of this rank's tensors that another rank of their group has with other bytes. Collective."""
-    first: dict[tuple[str, tuple[str, str]], _Record] = {}
-    units: dict[tuple[str, tuple[str, str]], set[int]] = {}  # the numbers of units that differ, by group
+    first: dict[tuple[str, str, str], _Record] = {}
+    units: dict[tuple[str, str, str], set[int]] = {}  # the numbers of units that differ, by group
     for of_rank in records:
         for record in of_rank:
-            key = (record.ranks, record.names)
-            expected = first.setdefault(key, record)
+            expected = first.setdefault(record.key, record)
             for number, pair in enumerate(zip(expected.units, record.units, strict=True)):
                 if pair[0] != pair[1]:
-                    units.setdefault(key, set()).add(number)
+                    units.setdefault(record.key, set()).add(number)
     if not units:
         return set()
     compared: list[tuple[_Record, list[_Tensor]]] = []
     digests_here: dict[str, list[str]] = {}
     for group in groups:
-        record = group.record
-        differing = units.get((record.ranks, record.names), ())
+        differing = units.get(group.record.key, ())
         tensors = [tensor for number in sorted(differing) for tensor in group.units[number]]
         if tensors:
-            compared.append((record, tensors))
-            digests_here[f"{record.ranks} {record.mesh}"] = [tensor.digest for tensor in tensors]
+            compared.append((group.record, tensors))
+            digests_here[str(group.record.key)] = [tensor.digest for tensor in tensors]
     digests = from_all(comm, digests_here, dict[str, list[str]], "the digests of its tensors")
     places: set[str] = set()
     for record, tensors in compared:
         for rank in _members(record, records):
-            for tensor, there in zip(tensors, digests[rank][f"{record.ranks} {record.mesh}"], strict=True):
+            for tensor, there in zip(tensors, digests[rank][str(record.key)], strict=True):
                 if tensor.digest != there:
                     places.add(tensor.place)
     return places

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from statexchange import values
@@ -16,7 +16,6 @@ from statexchange.exchange.reading import StoredTensors
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import Source
-from statexchange.sharding.options import LoadOptions
 from statexchange.state.entries import Entries, Entry, OpaqueValue, RankEntries, SavedTensor, flatten_tree
 from statexchange.state.load_plan import Matching, NameFilter, has_wrappers
 from statexchange.state.tree import LiveState, flatten, types_in_objects
@@ -89,7 +88,7 @@ def source_content(request: LoadRequest, source: Source, comm: Communicator) -> 
     for file in source.files:
         stored.update(file.tensors)
     if source.selection:
-        options = replace(options, of_save=LoadOptions.of(source.selection))
+        options = options.with_selection_of(source.selection)
     names = NameFilter(options, live.units, strips_wrappers=has_wrappers(stored, state))
     converted = ConvertedSource(source, names)
     # Only a module can be a model of transformers or PEFT, whose names in files are others.

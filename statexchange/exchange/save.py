@@ -172,7 +172,7 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
             described = place_parts(comm, described, saved.rules)
         shares = Shares(list(described.tensors.values()), {})
         if comm.world_size > 1:
-            shares = share_writing(comm, shares.written, request.call.stall_timeout_s)
+            shares = share_writing(comm, shares.written, described.aliases, request.call.stall_timeout_s)
         file = write_rank_file(shares, saved, request, starts[0], comm)
         notes = saved.notes
         # Before the commit, as a copy that differs must not appear as one; after the write, which has made the digests.

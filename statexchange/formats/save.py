@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError
@@ -17,6 +19,7 @@ from statexchange.storage.tensorfile import (
     rank_of_file,
     read_manifest,
 )
+from statexchange.units import format_number
 
 __all__ = ["matches", "read"]
 
@@ -71,6 +74,8 @@ def read(opened: OpenedPath) -> Source:
             problems.append(error)
     if opened.file is not None and opened.file not in names:
         raise CorruptError(f"{MANIFEST} beside this file does not list it: it is of another save", path=opened.path)
+    if opened.file is not None:
+        problems += _absent_tensors(files, configs)
     return Source(
         "save",
         opened,
@@ -86,6 +91,25 @@ def read(opened: OpenedPath) -> Source:
         selection=selection,
         problems=tuple(problems),
     )
+
+
+def _absent_tensors(files: Sequence[ShardFile], configs: Mapping[int, str]) -> Iterator[IncompleteError]:
+    """Yield an error for a file whose state has tensors that lie in the file of another rank, which has equal ones."""
+    for file in files:
+        waiting = [json.loads(configs[file.rank])]
+        absent: list[str] = []
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, dict):
+                name = value.get("name")
+                if value.get("$") == "leaf" and name not in file.tensors and name not in file.aliases:
+                    absent.append(str(name))
+                waiting += value.values()
+            elif isinstance(value, list):
+                waiting += value
+        if absent:
+            text = f"other ranks' files have {format_number(len(absent), 'tensor')} of this rank: give the directory"
+            yield IncompleteError(text, rank=file.rank, name=min(absent), path=file.path)
 
 
 class _Records(NamedTuple):

@@ -12,7 +12,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
@@ -525,6 +525,10 @@ class LoadOptions(Selection):
         # Up to its first wildcard a pattern names one path: what it may match begins with it, or contains it.
         heads = [re.split(r"[*?[]", pattern, maxsplit=1)[0] for pattern in self.include]
         return not heads or any(head.startswith(begin) or begin.startswith(head) for head in heads)
+
+    def with_selection_of(self, save: Mapping[str, Sequence[str]]) -> LoadOptions:
+        """Return these options for a save that was made with the patterns `save` of its options."""
+        return replace(self, of_save=LoadOptions.of(save))
 
     def unmatched(self, names: Collection[str]) -> list[str]:
         """Return the patterns of `include` that match none of these names."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import statexchange as sx
@@ -175,3 +175,84 @@ def test_a_copy_that_changes_after_it_was_compared_is_refused(tmp_path: Path) ->
     names = run_ranks(save_while_it_changes, 2, backend="gloo", args=(str(tmp_path / "saved"),))
     assert len({*names} & {"0", "1", "2", "3"}) == len({*names})
     assert list(tmp_path.iterdir()) == []
+
+
+# Found by attacks
+
+
+def came_back(path: str, state: Any, **options: Any) -> bool:
+    sx.save_checkpoint(state, path)
+    assert_comes_back(state, path, **options)
+    return True
+
+
+def save_empty_on_one_rank(path: str) -> bool:
+    return came_back(path, {"queue": torch.empty(0) if sx.get_rank() == 0 else torch.full((3,), 5.0)})
+
+
+def save_a_mesh_of_one_rank(path: str) -> bool:
+    mesh = DeviceMesh("cpu", [0])
+    tensor = torch.full((3,), 5.0)
+    if sx.get_rank() > 0:
+        return came_back(path, {"w": tensor}, replicas="root")
+    return came_back(path, {"w": DTensor.from_local(tensor - 4, mesh, [Replicate()])}, replicas="root")
+
+
+def save_an_uneven_mesh(path: str) -> bool:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    begin = 4 * mesh.get_coordinate()[1]
+    rows = torch.ones(1 if begin == 0 else 0, 2)
+    state = {
+        "small": DTensor.from_local(rows, mesh, [Replicate(), Shard(0)], shape=torch.Size([1, 2]), stride=(2, 1)),
+        "large": DTensor.from_local(torch.full((4, 2), float(begin)), mesh, [Replicate(), Shard(0)]),
+    }
+    return came_back(path, state)
+
+
+@pytest.mark.parametrize(
+    ("save_state", "count"),
+    [
+        (save_empty_on_one_rank, {"queue": 4}),
+        (save_a_mesh_of_one_rank, {"w": 4}),
+        (save_an_uneven_mesh, {"small": 2, "large": 2}),
+    ],
+)
+def test_each_rank_gets_its_own_where_ranks_hold_a_name_in_other_ways(
+    save_state: Any, count: dict[str, int], tmp_path: Path
+) -> None:
+    assert run_ranks(save_state, 4, backend="gloo", args=(str(tmp_path / "saved"),)) == [True] * 4
+    assert copies_of(tmp_path / "saved") == count
+
+
+def save_other_placements(path: str) -> str:
+    """Save on a mesh where equal bytes are rows on two ranks and columns on the others."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    rank = sx.get_rank()
+    part = torch.arange(8.0) + 8 * (rank % 2)
+    local, dim = (part.reshape(2, 4), 0) if rank < 2 else (part.reshape(4, 2), 1)
+    state = {"w": DTensor.from_local(local, mesh, [Replicate(), Shard(dim)])}
+    sx.save_checkpoint(state, path)
+    with pytest.raises(sx.errors.OverlapError) as caught:
+        sx.load_checkpoint(state, path)
+    return str(caught.value.name)
+
+
+def test_equal_bytes_of_other_boxes_are_no_copies(tmp_path: Path) -> None:
+    assert run_ranks(save_other_placements, 4, backend="gloo", args=(str(tmp_path / "saved"),)) == ["w"] * 4
+
+
+def save_tied(path: str) -> bool:
+    one, other = torch.arange(6.0), torch.arange(6.0) + 3
+    return came_back(path, {"embed": one, "x": other, "head": one, "y": other})
+
+
+def test_tied_tensors_are_written_by_one_rank_and_stay_tied(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    run_ranks(save_tied, 3, args=(str(path),))
+    sx.merge_checkpoint(path, tmp_path / "merged")
+    with safe_open(tmp_path / "merged" / "model.safetensors", "pt") as merged:
+        assert sorted(merged.keys()) == ["embed", "x"]
+    # The file of a rank is not the state of that rank.
+    for file in sorted(path.glob("rank-*")):
+        with pytest.raises(sx.errors.IncompleteError, match="directory"):
+            sx.merge_checkpoint(file, tmp_path / "of-one-file")
