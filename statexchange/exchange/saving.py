@@ -111,6 +111,7 @@ class _Start:
         has_copies: whether a layout or a mesh may say that other ranks have copies of its boxes.
         memory: whether the rank makes a copy in memory.
         selection: `include` and `exclude` as text.
+        is_empty: whether that selects nothing of its state.
         unmatched: the patterns of `include` that match nothing of its state.
     """
 
@@ -122,6 +123,7 @@ class _Start:
     has_copies: bool
     memory: bool
     selection: str
+    is_empty: bool
     unmatched: Sequence[str]
 
 
@@ -164,6 +166,7 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
         has_copies=comm.world_size > 1 and any(may_have_copies(local, comm.world_size) for local in tensors),
         memory=request.keep_in_memory is not None,
         selection=f"include={list(request.selection.include)} and exclude={list(request.selection.exclude)}",
+        is_empty=saved.is_empty,
         unmatched=saved.unmatched,
     )
     starts = from_all(comm, start, _Start, "the start of the save")
@@ -183,9 +186,10 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
     # A pattern may be for the tensors of one pipeline stage: it must match on some rank.
     unmatched = set.intersection(*(set(start.unmatched) for start in starts))
     if unmatched:
-        raise InvalidArgumentError(
-            f"include pattern {min(unmatched)!r} matches nothing in the state", path=request.path
-        )
+        text = f"include pattern {min(unmatched)!r} matches nothing in the state"
+        raise InvalidArgumentError(text, path=request.path)
+    if all(start.is_empty for start in starts):
+        raise InvalidArgumentError(f"{first.selection} select nothing of the state", path=request.path)
     return starts
 
 

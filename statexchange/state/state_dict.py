@@ -24,6 +24,7 @@ from statexchange.state.tree import (
     children,
     contains_state,
     empty_key_error,
+    has_indices,
     is_dataclass,
     is_leaf,
     kind_of,
@@ -52,7 +53,7 @@ __all__ = ["SavedState", "describe_save"]
 
 
 def _encode(state: Leaf, context: _Context) -> tuple[str, dict[str, TensorLike]]:
-    """Return a state as JSON text, and the tensors to which that refers by their dotted paths.
+    """Return a state as JSON text, "" if nothing is selected, and the tensors to which that refers by dotted paths.
 
     Raises:
         UnsupportedError: a value has no JSON text; the error names the path.
@@ -68,9 +69,8 @@ def _encode(state: Leaf, context: _Context) -> tuple[str, dict[str, TensorLike]]
         return name
 
     tree = _plain(state, "", context)
-    # Another rank may have something that is selected.
     if tree is _LEFT_OUT:
-        tree = {}
+        return "", {}
     return values.encode(tree, keep, leaves_anywhere=False), tensors
 
 
@@ -165,13 +165,15 @@ def note_on_stale_optimizers(placed: Sequence[Node], names: Mapping[int, str]) -
 class SavedState:
     """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose.
 
-    `unmatched` are the patterns of `include` that match nothing of it. `notes` are for the report.
+    `is_empty` is whether nothing of it is selected, and `unmatched` are the patterns of `include` that match nothing of
+    it. `notes` are for the report.
     """
 
     config: str
     owners: Mapping[str, object]
     described: Description
     rules: Layout
+    is_empty: bool
     unmatched: Sequence[str]
     notes: tuple[str, ...]
 
@@ -200,7 +202,9 @@ def describe_save(state: State, layout: Mapping[str, object] | None, selection: 
         if selector is not None:
             owners["selection"] = {"include": list(selection.include), "exclude": list(selection.exclude)}
             unmatched = selection.unmatched(selector.names)
-        return SavedState(config, owners, described, rules, unmatched, note_on_stale_optimizers(places, names))
+        # Another rank may have something that is selected.
+        text, notes = config or "{}", note_on_stale_optimizers(places, names)
+        return SavedState(text, owners, described, rules, not config, unmatched, notes)
 
 
 def _parse_layout(layout: Mapping[str, object] | None, tensors: Mapping[str, TensorLike]) -> Layout:
@@ -363,7 +367,10 @@ def _plain_container(value: Leaf, path: str, context: _Context, depth: int, owne
     if selector is not None and len(new) < len(items):
         if not new:
             return _LEFT_OUT
-        if not isinstance(value, Mapping):
+        if has_indices(value):
+            # The others keep their indices.
+            new = {key: new.get(key, {}) for key in items}
+        elif not isinstance(value, Mapping):
             text = f"include and exclude leave out a part of {type_text(value)} here: select all of its items, or none"
             raise UnsupportedError(text, name=name)
     if isinstance(value, list):

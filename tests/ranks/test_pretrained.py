@@ -200,7 +200,7 @@ def test_a_merge_takes_the_small_files_of_a_hugging_face_directory(tmp_path: Pat
     report = sx.merge_checkpoint(tmp_path / "in", tmp_path / "bare", files_from=())
     (note,) = report.notes
     assert "no config.json" in note
-    assert str(tmp_path / "in/config.json") in note
+    assert "files_from" in note
     code, _, err = call("merge", tmp_path / "in", tmp_path / "cli", "--no-files")
     assert (code, "no config.json" in err) == (0, True)
     assert sorted(os.listdir(tmp_path / "cli")) == ["model.safetensors", "statexchange.json"]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import statexchange as sx
 from statexchange.testing import run_ranks
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
 
 
 class Counter:
@@ -98,14 +103,26 @@ def test_what_the_patterns_do_not_name_is_still_missing(tmp_path: Path) -> None:
     [
         ({"include": ["model", "optimzer"]}, "'optimzer'"),
         ({"include": 3}, "include"),
-        ({"exclude": "list.0"}, "list"),
+        ({"include": "model", "exclude": "*"}, "nothing"),
+        ({"exclude": "pair.first"}, "pair"),
     ],
 )
 def test_patterns_that_cannot_be_meant_are_refused(options: dict[str, Any], match: str, tmp_path: Path) -> None:
-    state = {"model": torch.nn.Linear(1, 1), "list": [torch.ones(1), torch.ones(2)]}
+    state = {"model": torch.nn.Linear(1, 1), "pair": Pair(torch.ones(1), torch.ones(2))}
     with pytest.raises((sx.errors.InvalidArgumentError, sx.errors.UnsupportedError), match=match):
         sx.save_checkpoint(state, tmp_path / "saved", **options)
     assert os.listdir(tmp_path) == []
+
+
+def test_the_items_of_a_list_keep_their_places(tmp_path: Path) -> None:
+    state: Any = {"stages": [torch.nn.Linear(1, 1), torch.nn.Linear(2, 2), torch.ones(3), {"deep": torch.ones(4)}]}
+    sx.save_checkpoint(state, tmp_path / "saved", exclude=["stages.0", "stages.2"])
+    live: Any = {"stages": [torch.nn.Linear(1, 1), torch.nn.Linear(2, 2), torch.zeros(3), {"deep": torch.zeros(4)}]}
+    first = live["stages"][0].weight.item()
+    sx.load_checkpoint(live, tmp_path / "saved")
+    assert live["stages"][0].weight.item() == first
+    assert repr(live["stages"][1].weight) == repr(state["stages"][1].weight)
+    assert (live["stages"][2].sum().item(), live["stages"][3]["deep"].sum().item()) == (0, 4)
 
 
 def save_stages(path: str) -> Any:

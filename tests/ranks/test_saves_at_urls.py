@@ -111,7 +111,7 @@ def test_steps_are_listed_kept_and_deleted(store: Any, caplog: pytest.LogCapture
     assert value_in(state) == 20.0
     with pytest.raises(sx.errors.NotFoundError, match=r"step 30.*10, 20, 40, 50"):
         saves.load(state, step=30)
-    with pytest.raises(sx.errors.NotFoundError, match=r"step 30.*10, 20, 40, 50"):
+    with pytest.raises(sx.errors.NotFoundError, match="step-000000030"):
         sx.load_checkpoint(state, step_url(saves.path, 30))
     with pytest.raises(sx.errors.TargetExistsError, match="step 20"):
         saves.save(state_of(1), 20, metrics={"loss": 1})

@@ -396,31 +396,15 @@ def whole_sources(root: Path) -> list[Path]:
     return found
 
 
-def test_a_checkpoint_of_any_kind_is_a_table_and_is_read(tmp_path: Path) -> None:
-    kinds = set()
+def test_a_checkpoint_of_any_kind_is_read(tmp_path: Path) -> None:
+    num_sources = 0
     for path in whole_sources(tmp_path):
+        num_sources += 1
         with sx.open_checkpoint(path) as checkpoint:
-            title, *rows = str(checkpoint).splitlines()
-            assert len(rows) == len(checkpoint) <= 1000
-            kinds.add(title.removeprefix(f"{checkpoint.path}: ").partition(",")[0])
-            assert title.endswith(f", {len(checkpoint):,} tensors")
-            for row, (name, tensor) in zip(rows, checkpoint.items(), strict=True):
-                cells = row.removeprefix(name).split()
-                assert cells == [tensor.dtype, f"[{','.join(map(str, tensor.shape))}]", str(tensor.nbytes)]
+            assert len(checkpoint) == len([*checkpoint]) > 0
             name, tensor = next(iter(checkpoint.items()))
             assert tuple(tensor.read().shape) == tuple(tensor.read(framework="pt").shape) == tensor.shape, name
-    assert kinds == {"dcp", "deepspeed", "huggingface", "megatron ranks", "megatron torch_dist", "torch", "workspace"}
-
-
-def test_the_table_of_a_checkpoint_has_at_most_1000_rows_and_escapes_names(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    names = ["\u202e", *(f"t{number}.{'x' * 400}" for number in range(3000))]
-    write_raw(path, {name: ("U8", [0], b"") for name in names})
-    with sx.open_checkpoint(path) as checkpoint:
-        shown = str(checkpoint)
-    assert len(shown.splitlines()) == 1002
-    assert shown.splitlines()[-1] == "... and 2,001 more"
-    assert "\u202e" not in shown
+    assert num_sources >= 7
 
 
 # Help

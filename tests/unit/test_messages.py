@@ -81,7 +81,16 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     ),
     (
         _Start(
-            "step-000000007", "/saves", "0123456789abcdef", "hidden", has_layout=False, has_copies=True, memory=True
+            "step-000000007",
+            "/saves",
+            "0123456789abcdef",
+            "hidden",
+            has_layout=False,
+            has_copies=True,
+            memory=True,
+            selection="include=[] and exclude=['a']",
+            is_empty=False,
+            unmatched=["b"],
         ),
         _Start,
         None,

@@ -243,7 +243,7 @@ def test_named_adapters_of_a_job_are_named(tmp_path: Path, call: CommandLine) ->
     (folder / "trainer_state.json").write_text('{"global_step": 5}')
     with pytest.raises(sx.errors.InvalidArgumentError, match="adapters") as caught:
         sx.merge_checkpoint(folder, tmp_path / "out")
-    assert str(folder / "first") in caught.value.message
+    assert "adapters in first" in caught.value.message
     assert "first" in call("info", folder)[1]
 
 
