@@ -90,7 +90,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
             memory=True,
             selection="include=[] and exclude=['a']",
             is_empty=False,
-            unmatched=["b"],
+            unmatched=("b",),
         ),
         _Start,
         None,
