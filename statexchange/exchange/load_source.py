@@ -16,7 +16,15 @@ from statexchange.exchange.reading import StoredTensors
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import Source
-from statexchange.state.entries import Entries, Entry, OpaqueValue, RankEntries, SavedTensor, flatten_tree
+from statexchange.state.entries import (
+    Entries,
+    Entry,
+    OpaqueValue,
+    RankEntries,
+    SavedTensor,
+    flatten_tree,
+    is_empty_mapping,
+)
 from statexchange.state.load_plan import Matching, NameFilter, has_wrappers
 from statexchange.state.tree import LiveState, flatten, types_in_objects
 from statexchange.state.units import ObjectStates, is_module, module_items
@@ -87,8 +95,6 @@ def source_content(request: LoadRequest, source: Source, comm: Communicator) -> 
     stored: set[str] = set()
     for file in source.files:
         stored.update(file.tensors)
-    if source.selection:
-        options = options.with_selection_of(source.selection)
     names = NameFilter(options, live.units, strips_wrappers=has_wrappers(stored, state))
     converted = ConvertedSource(source, names)
     # Only a module can be a model of transformers or PEFT, whose names in files are others.
@@ -110,7 +116,23 @@ def source_content(request: LoadRequest, source: Source, comm: Communicator) -> 
     )
     if matching.has_tree:
         _check_layout(matching)
+    if source.left_out:
+        matching.left_out = _left_out(matching, source, tensors.own_rank)
     return LoadSource(converted, tensors, matching, live)
+
+
+def _left_out(matching: Matching, source: Source, own_rank: int | None) -> frozenset[str]:
+    """Return the paths of what a save was asked to leave out, and has from no rank, by the names of the state."""
+    left_out: set[str] = set()
+    for rank, paths in source.left_out.items():
+        if own_rank in (None, rank):
+            left_out.update(map(matching.names.path, paths))
+    lacking = set()
+    for path in left_out:
+        # In the place of an item of a list is an empty mapping.
+        if all(is_empty_mapping(entry.leaf) for entry in matching.entries.below(path)):
+            lacking.add(path)
+    return frozenset(lacking)
 
 
 def _check_layout(matching: Matching) -> None:

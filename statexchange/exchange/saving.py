@@ -166,8 +166,8 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
         has_copies=comm.world_size > 1 and any(may_have_copies(local, comm.world_size) for local in tensors),
         memory=request.keep_in_memory is not None,
         selection=f"include={list(request.selection.include)} and exclude={list(request.selection.exclude)}",
-        is_empty=saved.is_empty,
-        unmatched=saved.unmatched,
+        is_empty="" in saved.selection.left_out,
+        unmatched=saved.selection.unmatched,
     )
     starts = from_all(comm, start, _Start, "the start of the save")
     first = starts[0]

@@ -52,7 +52,7 @@ def read(opened: OpenedPath) -> Source:
     configs: dict[int, str] = {}
     per_rank: set[str] = set()
     optimizers: dict[str, frozenset[str]] = {}
-    selection: dict[str, list[str]] = {}
+    left_out: dict[int, list[str]] = {}
     names = manifest.files
     for rank, name in enumerate(names):
         if opened.file not in (None, name):
@@ -65,7 +65,7 @@ def read(opened: OpenedPath) -> Source:
             per_rank.update(records.per_rank)
             for path, kind in records.optimizers.items():
                 optimizers[path] = optimizers.get(path, frozenset()) | {kind}
-            selection = records.selection  # equal in all files
+            left_out[rank] = records.left_out
         except NotFoundError as error:
             problems.append(IncompleteError(error.message, rank=rank, path=error.path))
         except ReplacedError:
@@ -88,7 +88,7 @@ def read(opened: OpenedPath) -> Source:
         configs=configs,
         per_rank=frozenset(per_rank),
         optimizers=optimizers,
-        selection=selection,
+        left_out=left_out,
         problems=tuple(problems),
     )
 
@@ -118,27 +118,21 @@ class _Records(NamedTuple):
     Attributes:
         per_rank: the paths of what belongs to a rank.
         optimizers: the class of each optimizer, by path.
-        selection: the patterns by which the state was selected.
+        left_out: the paths of what `include` and `exclude` of the save left out.
     """
 
     per_rank: list[str]
     optimizers: dict[str, str]
-    selection: dict[str, list[str]]
+    left_out: list[str]
 
 
 def _records(file: RankFile) -> _Records:
     of_file = file.metadata.get
-    records = _Records(of_file("per_rank", []), of_file("optimizers", {}), of_file("selection", {}))
-    per_rank, optimizers, selection = records
-    is_broken = not isinstance(per_rank, list) or not isinstance(optimizers, dict) or not isinstance(selection, dict)
-    if not is_broken:
-        patterns: list[object] = []
-        for option, of_option in selection.items():
-            is_broken |= option not in ("include", "exclude") or not isinstance(of_option, list)
-            patterns += of_option if isinstance(of_option, list) else ()
-        is_broken |= bool({*map(type, (*per_rank, *optimizers.values(), *patterns))} - {str})
-    if is_broken:
-        raise CorruptError("broken record of what belongs to a rank, of optimizers or of patterns", path=file.path)
+    records = _Records(of_file("per_rank", []), of_file("optimizers", {}), of_file("left_out", []))
+    per_rank, optimizers, left_out = records
+    is_broken = not isinstance(per_rank, list) or not isinstance(optimizers, dict) or not isinstance(left_out, list)
+    if is_broken or {*map(type, (*per_rank, *optimizers.values(), *left_out))} - {str}:
+        raise CorruptError("broken record of what belongs to a rank, of optimizers or of paths", path=file.path)
     return records
 
 

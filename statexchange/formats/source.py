@@ -416,7 +416,7 @@ class Source:
         configs: each rank's config as JSON text of `values.encode`.
         per_rank: the paths of what belongs to a rank, and fits no other number of ranks than saved it.
         optimizers: by the path of each optimizer, the qualified names of its class; several if ranks differ.
-        selection: the `include` and `exclude` of a save that has only a part of its state.
+        left_out: by rank, the paths of what a save was asked to leave out.
         manifest: content of the statexchange.json of a published directory.
         others: descriptions, by name, of entries that are not tensors.
         texts: those of `others` that are plain values, as JSON text of `values.encode`.
@@ -446,7 +446,7 @@ class Source:
     configs: Mapping[int, str] = field(default_factory=dict)
     per_rank: frozenset[str] = frozenset()
     optimizers: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    selection: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    left_out: Mapping[int, Sequence[str]] = field(default_factory=dict)
     manifest: Mapping[str, Any] | None = None
     others: Mapping[str, str] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
@@ -479,56 +479,37 @@ class LoadOptions(Selection):
     Attributes:
         strict: names that are missing or unexpected are an error.
         dtype: None: dtypes must be equal; "state": floating values are cast to the dtype that the state has.
-        of_save: the selection by which a save was made: a load leaves what that left out as it is.
     """
 
     differing: ClassVar[tuple[str, ...]] = ("include", "exclude", "rename")
 
     strict: bool = _option(True, _flag, _text)
     dtype: str | None = _option(None, _state_dtype, _text)
-    of_save: LoadOptions | None = _option(None)
-
-    @property
-    def selects(self) -> bool:
-        """Whether there is a pattern."""
-        return bool(self.include or self.exclude or self.of_save)
 
     def wants(self, name: str) -> bool:
         """Whether the state's tensor or value with this name is loaded."""
-        return self.includes(name) and not self.excludes(name)
+        return self._includes(name) and not self._excludes(name)
 
     def wants_object(self, names: Sequence[str]) -> bool:
         """Whether an object whose state has these names is loaded: if one is included and none is excluded."""
-        return any(map(self.includes, names)) and not any(map(self.excludes, names))
+        return any(map(self._includes, names)) and not any(map(self._excludes, names))
 
-    def includes(self, name: str) -> bool:
-        """Whether a name is included, whatever is excluded."""
-        if self.include and not _matches(self.include, name):
-            return False
-        return self.of_save is None or self.of_save.includes(name)
+    def _includes(self, name: str) -> bool:
+        return not self.include or _matches(self.include, name)
 
-    def excludes(self, name: str) -> bool:
-        """Whether a name is excluded."""
-        if self.exclude and _matches(self.exclude, name):
-            return True
-        return self.of_save is not None and self.of_save.excludes(name)
+    def _excludes(self, name: str) -> bool:
+        return bool(self.exclude) and _matches(self.exclude, name)
 
     def may_want(self, path: str) -> bool:
         """Whether anything below `path` may be loaded."""
-        if not (self.include or self.exclude or self.of_save):
+        if not self.include and not self.exclude:
             return True
-        if self.of_save is not None and not self.of_save.may_want(path):
-            return False
         begin = f"{with_dots(path)}."
-        if self.excludes(path) or self.excludes(begin):
+        if self._excludes(path) or self._excludes(begin):
             return False
         # Up to its first wildcard a pattern names one path: what it may match begins with it, or contains it.
         heads = [re.split(r"[*?[]", pattern, maxsplit=1)[0] for pattern in self.include]
         return not heads or any(head.startswith(begin) or begin.startswith(head) for head in heads)
-
-    def with_selection_of(self, save: Mapping[str, Sequence[str]]) -> LoadOptions:
-        """Return these options for a save that was made with the patterns `save` of its options."""
-        return replace(self, of_save=LoadOptions.of(save))
 
     def unmatched(self, names: Collection[str]) -> list[str]:
         """Return the patterns of `include` that match none of these names."""

@@ -91,7 +91,7 @@ class NameFilter:
         self._strips_wrappers = strips_wrappers
         self._places: dict[str, str] = {}
         self.changes_names = bool(options.rename) or strips_wrappers
-        self.selects = options.selects
+        self.selects = bool(options.include or options.exclude)
 
     def without_renames(self) -> NameFilter:
         """Return the filter for a source whose names are the state's already."""
@@ -120,6 +120,10 @@ class NameFilter:
             for step in walk(value, path=path):
                 paths.append(step.path)
         return self.options.wants_object(paths)
+
+    def path(self, text: str) -> str:
+        """Return the state's path of something in the source, which moves with the optimizer or object that has it."""
+        return self._text(text, ()) if self.changes_names else text
 
     def place(self, path: str) -> str:
         """Return the new path of a container, also if a pattern for what is inside it moves it: ``^opt\\.``."""
@@ -260,6 +264,7 @@ class Matching:
         renumbered: the source's names of tensors that the layout renumbers over all ranks.
         knows_owners: whether the source records which tensors belong to a rank: one that several ranks have saved, or
             as many as load.
+        left_out: the paths of what a save was asked to leave out, by the names of the state.
     """
 
     names: NameFilter
@@ -272,6 +277,7 @@ class Matching:
     loaded_by: int
     layout: Layout = field(init=False)
     renumbered: Mapping[str, str] = field(default_factory=dict)
+    left_out: frozenset[str] = frozenset()
     knows_owners: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -281,6 +287,10 @@ class Matching:
         if options.layout is not None:
             self.layout = options.layout.unmatched()
         self.knows_owners = self.saved_by == self.loaded_by or self.saved_by not in (None, 1)
+
+    def leaves_out(self, path: str) -> bool:
+        """Whether a save was asked to leave out what lies at a path: then it is left as it is."""
+        return bool(self.left_out) and not self.left_out.isdisjoint(("", *paths_above(path)))
 
     def stored(self, text: str, keys: Path) -> list[Entry] | None:
         """Return the entries that fill a live tensor, several if a layout splits it; None if the source lacks one."""
@@ -503,7 +513,9 @@ class LoadPlan:
             self.loaded.add(entry.text)
 
     def add_missing(self, path: str, *, stateful: bool = True) -> None:
-        """Add a path of the live state that the source lacks."""
+        """Add a path of the live state that the source lacks, unless it was asked to leave that out."""
+        if self.matching.leaves_out(path):
+            return
         self.missing.append(path)
         if stateful:
             self.stateful.add(path)

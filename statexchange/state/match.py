@@ -110,6 +110,9 @@ class _Matcher:
     def match(self, entry: LiveEntry) -> None:
         """Match one live entry."""
         self._paths.check(entry, self._entries)
+        if self._matching.left_out and self._matching.leaves_out(entry.text):
+            self._skip(self._below(entry))
+            return
         if entry.kind == "tensor":
             self._tensor(entry)
         elif entry.kind == "module":
@@ -295,7 +298,7 @@ class _Matcher:
         not_plain: set[str] = set()
         unexpected: dict[str, None] = {}
         for entry in self._entries:
-            if entry.text in self.plan.matched or entry.is_alias:
+            if entry.text in self.plan.matched or entry.is_alias or self._matching.leaves_out(entry.text):
                 continue
             if not self._wants_entry(entry):
                 continue
@@ -342,7 +345,7 @@ class _ValueMatcher:
         """Plan a value that the source has; return whether anything of it is loaded."""
         path, live = entry.text, entry.value
         selected = saved
-        if self._names.selects or not self._has_tree:
+        if self._names.selects or not self._has_tree or self._plan.matching.left_out:
             selected = self._selected(saved, live, path)
         if selected is ABSENT:
             return False
@@ -399,7 +402,7 @@ class _ValueMatcher:
                 new = self._selected(saved[key], item, inner)
                 if new is not ABSENT:
                     selected[key], loads = new, True
-            elif not self._names.wants_whole((item, inner)):
+            elif self._plan.matching.leaves_out(inner) or not self._names.wants_whole((item, inner)):
                 selected[key] = item
             elif is_filled and not has_no_leaves(item):
                 self._plan.add_missing(inner, stateful=False)

@@ -677,7 +677,7 @@ class _OptimizerPlan:
                 if saved.entries:
                     place = Place(live, parameter=parameter, parameter_name=label)
                     self._states[parameter] = self._state_of(saved, place, on_host=on_host)
-                else:
+                elif not plan.matching.leaves_out(joined(saved.saved.path, f"state.{saved.label}")):
                     # The source has the parameter, which had made no step.
                     self._dropped.append(parameter)
 
@@ -732,7 +732,8 @@ class _OptimizerPlan:
             key: Leaf = live.get(saved_key, saved_key)
             refuse_opaque(key, path)
             self._states[key] = self._built(entries, Place(self._optimizer.state.get(key)), path)
-        if not self._selects and self.parameters.keys() >= self._live.by_label.keys():
+        is_whole = not self._selects and not self._plan.matching.left_out
+        if is_whole and self.parameters.keys() >= self._live.by_label.keys():
             for key in live.values():
                 if key not in self._states:
                     self._dropped.append(key)

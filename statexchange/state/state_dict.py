@@ -15,16 +15,15 @@ from dataclasses import dataclass, field, replace
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.options import LoadOptions
-from statexchange.sharding.paths import joined
 from statexchange.sharding.rules import Layout, with_dots
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.megatron import MegatronTensor, add_sharded
+from statexchange.state.select import Selection, select
 from statexchange.state.tree import (
     Node,
     children,
     contains_state,
     empty_key_error,
-    has_indices,
     is_dataclass,
     is_leaf,
     kind_of,
@@ -52,8 +51,8 @@ from statexchange.tensors import TensorLike, collector_paused, is_dtensor, is_sh
 __all__ = ["SavedState", "describe_save"]
 
 
-def _encode(state: Leaf, context: _Context) -> tuple[str, dict[str, TensorLike]]:
-    """Return a state as JSON text, "" if nothing is selected, and the tensors to which that refers by dotted paths.
+def _encode(tree: Leaf) -> tuple[str, dict[str, TensorLike]]:
+    """Return a tree of `_plain` as JSON text, and the tensors to which that refers by their dotted paths.
 
     Raises:
         UnsupportedError: a value has no JSON text; the error names the path.
@@ -68,9 +67,6 @@ def _encode(state: Leaf, context: _Context) -> tuple[str, dict[str, TensorLike]]
         tensors[name] = value
         return name
 
-    tree = _plain(state, "", context)
-    if tree is _LEFT_OUT:
-        return "", {}
     return values.encode(tree, keep, leaves_anywhere=False), tensors
 
 
@@ -165,21 +161,23 @@ def note_on_stale_optimizers(placed: Sequence[Node], names: Mapping[int, str]) -
 class SavedState:
     """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose.
 
-    `is_empty` is whether nothing of it is selected, and `unmatched` are the patterns of `include` that match nothing of
-    it. `notes` are for the report.
+    `selection` is what of it is saved, and `notes` are for the report.
     """
 
     config: str
     owners: Mapping[str, object]
     described: Description
     rules: Layout
-    is_empty: bool
-    unmatched: Sequence[str]
+    selection: Selection
     notes: tuple[str, ...]
 
 
-def describe_save(state: State, layout: Mapping[str, object] | None, selection: LoadOptions, rank: int) -> SavedState:
-    """Describe what is selected of the state of this rank. Not collective."""
+def describe_save(state: State, layout: Mapping[str, object] | None, options: LoadOptions, rank: int) -> SavedState:
+    """Describe what is selected of the state of this rank. Not collective.
+
+    Raises:
+        UnsupportedError: patterns are given with a layout, or for objects of Megatron-Core.
+    """
     if not is_leaf(state) and children(state) is None:
         what = "a module, an optimizer, or a mapping or list of these and of tensors and values"
         raise InvalidArgumentError(f"the state is {type_text(state)}: give {what}")
@@ -192,19 +190,21 @@ def describe_save(state: State, layout: Mapping[str, object] | None, selection: 
             if node.kind == "module":
                 check_module(node.value)
         names = {key: name.in_state for key, name in parameter_names(places).items()}
-        selector = _Selector(selection) if selection.include or selection.exclude else None
-        config, tensors = _encode(state, _Context(names, selector))
+        selection = Selection(_plain(state, "", _Context(names)))
+        if options.include or options.exclude:
+            units = {node.text: node.kind for node in places if node.kind in ("module", "optimizer", "object")}
+            if layout is not None or any(node.kind == "sharded" for node in places):
+                what = "Megatron-Core's sharded state dicts" if layout is None else "a layout"
+                raise UnsupportedError(f"include and exclude of a save are not for {what}: leave one of them out")
+            selection = select(selection.tree, units, options)
+        config, tensors = _encode(selection.tree)
         rules = _parse_layout(layout, tensors)
         described = describe(tensors, rules, rank)
         placed = {name for name, local in described.tensors.items() if local.part is not None}
         owners = owners_of(places, names, placed.__contains__)
-        unmatched: list[str] = []
-        if selector is not None:
-            owners["selection"] = {"include": list(selection.include), "exclude": list(selection.exclude)}
-            unmatched = selection.unmatched(selector.names)
-        # Another rank may have something that is selected.
-        text, notes = config or "{}", note_on_stale_optimizers(places, names)
-        return SavedState(text, owners, described, rules, not config, unmatched, notes)
+        if selection.left_out:
+            owners["left_out"] = selection.left_out
+        return SavedState(config, owners, described, rules, selection, note_on_stale_optimizers(places, names))
 
 
 def _parse_layout(layout: Mapping[str, object] | None, tensors: Mapping[str, TensorLike]) -> Layout:
@@ -240,60 +240,12 @@ def _names_in_optimizer_state(name: str) -> list[str]:
     return names
 
 
-_LEFT_OUT: Leaf = object()  # what stands for a part of the state that is not selected
-
-
-class _Selector:
-    """Decides what of a state is saved, as a load with the same patterns would decide.
-
-    Attributes:
-        names: the names that were asked for.
-    """
-
-    def __init__(self, options: LoadOptions) -> None:
-        self._options = options
-        self.names: set[str] = set()
-
-    def wants(self, *names: str) -> bool:
-        """Whether what has these names is saved: if one is included and none is excluded."""
-        self.names.update(names)
-        return self._options.wants_object(names)
-
-    def wants_whole(self, value: Leaf, path: str) -> bool:
-        """Whether a value is saved that is loaded or left as a whole."""
-        return self.wants(*[step.path for step in walk(value, path=path)])
-
-    def wanted_state(self, tree: dict[str, Leaf], path: str) -> Leaf:
-        """Return what is saved of an optimizer's state dict: param groups, and the state of selected parameters."""
-        if not self._options.may_want(path):
-            self.names.add(path)
-            return _LEFT_OUT
-        self.names.add(joined(path, "param_groups"))
-        new = {"param_groups": tree["param_groups"]}
-        for key, item in tree.items():
-            where = joined(path, key)
-            if key == "state":
-                new[key] = {}
-                for label, entries in item.items():
-                    if self.wants_whole(entries, f"{where}.{label}"):
-                        new[key][label] = entries
-            elif key != "param_groups" and self.wants(where):
-                new[key] = item
-        return new
-
-
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """The names of parameters by `id`, what selects, or None for all, and the ShardedTensors found so far by key."""
+    """The names of parameters by `id`, and the ShardedTensors found so far by key."""
 
     names: Mapping[int, str]
-    selector: _Selector | None
     sharded: dict[str, MegatronTensor] = field(default_factory=dict)
-
-    @property
-    def whole(self) -> _Context:
-        """The context for the inside of what was selected as a whole."""
-        return self if self.selector is None else replace(self, selector=None)
 
 
 def _plain(value: Leaf, path: str, context: _Context, depth: int = 0, owner: Leaf = None) -> Leaf:
@@ -304,9 +256,9 @@ def _plain(value: Leaf, path: str, context: _Context, depth: int = 0, owner: Lea
     """
     if depth > values.MAX_DEPTH:
         raise too_deep_error(path)
-    kind, name, selector = kind_of(value), path.removeprefix("."), context.selector
+    kind, name = kind_of(value), path.removeprefix(".")
     if kind == "tensor":
-        return _LEFT_OUT if selector is not None and not selector.wants(name) else value
+        return value
     # Also in the state of another object: Megatron-Core's own state dicts are made of them.
     if kind == "sharded":
         return _plain_sharded(value, path, context, depth + 1, owner)
@@ -319,34 +271,24 @@ def _plain(value: Leaf, path: str, context: _Context, depth: int = 0, owner: Lea
             name=name,
         )
     if kind == "module":
-        return _plain(module_items(value), path, context, depth + 1, value)
-    if kind == "optimizer":
+        state = module_items(value)
+    elif kind == "optimizer":
         state = optimizer_tree(value, context.names, name)
-        if selector is not None:
-            state = selector.wanted_state(state, name)
     else:
         state = state_of_object(value, name, "leave it out of the state")
         # A load could not tell a list of an object's state from one of the job.
         if not isinstance(state, Mapping):
             text = f"state_dict() of {type_text(value)} returned {type_text(state)}: only a mapping can be loaded again"
             raise UnsupportedError(text, name=name)
-        if selector is not None and not selector.wants_whole(state, name):
-            state = _LEFT_OUT
-    if state is _LEFT_OUT:
-        return state
-    return _plain(state, path, context.whole, depth + 1, value)
+    return _plain(state, path, context, depth + 1, value)
 
 
 def _plain_container(value: Leaf, path: str, context: _Context, depth: int, owner: Leaf) -> Leaf:
     """Return a container of what its items become; the value itself if it is none, or has nothing to become another."""
-    items, name, selector = children(value), path.removeprefix("."), context.selector
-    # A list or a record of plain values is loaded as a whole.
-    if selector is not None and (items is None or not (isinstance(value, Mapping) or contains_state(value))):
-        if not selector.wants_whole(value, name):
-            return _LEFT_OUT
-        context = context.whole
+    items = children(value)
     if items is None:
         return value
+    name = path.removeprefix(".")
     is_of_fields = is_dataclass(value)
     if is_of_fields and isinstance(value, Mapping):
         text = f"{type_text(value)} here is both a mapping and a dataclass, whose entries may differ: give a dict of it"
@@ -357,22 +299,11 @@ def _plain_container(value: Leaf, path: str, context: _Context, depth: int, owne
     new = {}
     for key, item in items.items():
         # Nearly all items of modules and of moments are tensors, which stay as they are.
-        if selector is None and is_tensor(item):
+        if is_tensor(item):
             new[key] = item
         # What Megatron-Core itself does not save. Left out of a list, it would change the indices of others.
         elif not (isinstance(value, Mapping) and kind_of(item) == "sharded" and sharded_kind(item) == "local"):
-            plain = _plain(item, f"{path}.{key}", context, depth, owner)
-            if plain is not _LEFT_OUT:
-                new[key] = plain
-    if selector is not None and len(new) < len(items):
-        if not new:
-            return _LEFT_OUT
-        if has_indices(value):
-            # The others keep their indices.
-            new = {key: new.get(key, {}) for key in items}
-        elif not isinstance(value, Mapping):
-            text = f"include and exclude leave out a part of {type_text(value)} here: select all of its items, or none"
-            raise UnsupportedError(text, name=name)
+            new[key] = _plain(item, f"{path}.{key}", context, depth, owner)
     if isinstance(value, list):
         return list(new.values())
     if owner is not None and is_of_fields:  # the owner loads it as what it was
@@ -396,6 +327,4 @@ def _plain_sharded(value: Leaf, path: str, context: _Context, depth: int, owner:
         return _plain(value.data, path, context, depth, owner)
     if kind == "local":
         return None
-    if context.selector is not None and not context.selector.wants(str(value.key)):
-        return _LEFT_OUT
     return add_sharded(context.sharded, value)
