@@ -622,6 +622,10 @@ class _OptimizerPlan:
             keys.update(live)
         return self._wants_all(f"state.{label}", keys)
 
+    def _left_out(self, saved: _SavedParameter, kind: str) -> bool:
+        """Whether a save was asked to leave out a parameter's state, "state.", or hyperparameters, "param_groups/"."""
+        return self._plan.matching.leaves_out(joined(saved.saved.path, f"{kind}{saved.label}"))
+
     # Hyperparameters
 
     def _settings(self, of_group: Iterable[str], path: str) -> Mapping[str, Leaf] | None:
@@ -634,6 +638,8 @@ class _OptimizerPlan:
         for label in of_group:
             saved = self.parameters.get(label)
             if saved is None or not saved.group.settings:
+                continue
+            if self._plan.matching.left_out and self._left_out(saved, "param_groups/"):
                 continue
             if self._selects and not self._wants_all(f"param_groups.{label}", saved.group.settings):
                 continue
@@ -677,7 +683,7 @@ class _OptimizerPlan:
                 if saved.entries:
                     place = Place(live, parameter=parameter, parameter_name=label)
                     self._states[parameter] = self._state_of(saved, place, on_host=on_host)
-                elif not plan.matching.leaves_out(joined(saved.saved.path, f"state.{saved.label}")):
+                elif not self._left_out(saved, "state."):
                     # The source has the parameter, which had made no step.
                     self._dropped.append(parameter)
 

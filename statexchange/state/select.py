@@ -15,10 +15,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from statexchange.errors import UnsupportedError, type_text
 from statexchange.sharding.options import LoadOptions
 from statexchange.sharding.paths import joined
 from statexchange.state.tree import Kind, children, has_indices, parts, walk
 from statexchange.state.types import Leaf
+from statexchange.state.units import hyperparameters
 from statexchange.tensors import is_tensor
 
 __all__ = ["Selection", "select"]
@@ -42,9 +44,18 @@ class Selection:
 
 
 def select(tree: Leaf, units: Mapping[str, Kind], options: LoadOptions) -> Selection:
-    """Return what of a tree is selected; `units` has the kind of the modules, optimizers and objects at their paths."""
+    """Return what of a tree is selected; `units` has the kind of the modules, optimizers and objects at their paths.
+
+    Raises:
+        UnsupportedError: only a part of a namedtuple or dataclass that holds tensors or objects is selected, or one of
+            two keys that have one text.
+    """
     selecting = _Selecting(units, options)
     selected = selecting.select(tree, "")
+    alike = selecting.kept.intersection(selecting.left_out)
+    if alike:
+        text = "two keys of the state look alike here, and include and exclude select one of them: make both text"
+        raise UnsupportedError(text, name=min(alike))
     if selected is _LEFT_OUT:
         selected = {}
     return Selection(selected, selecting.left_out, options.unmatched(selecting.names))
@@ -56,6 +67,7 @@ class _Selecting:
     def __init__(self, units: Mapping[str, Kind], options: LoadOptions) -> None:
         self.left_out: list[str] = []
         self.names: set[str] = set()
+        self.kept: set[str] = set()
         self._units = units
         self._options = options
 
@@ -67,7 +79,7 @@ class _Selecting:
         items = children(value)
         if not items or kind == "object":
             return self._whole(value, path)
-        if not isinstance(value, Mapping) and not (has_indices(value) and self._holds_state(value, path)):
+        if not isinstance(value, Mapping) and not self._holds_state(value, path):
             # Lists and records of plain values are loaded as a whole.
             return self._whole(value, path)
         new: dict[Leaf, Leaf] = {}
@@ -82,8 +94,13 @@ class _Selecting:
             return _LEFT_OUT
         if isinstance(value, Mapping):
             return new
-        # The others keep their indices.
-        return type(value)(new.get(key, {}) for key in items)
+        if has_indices(value):
+            # The others keep their indices.
+            return type(value)(new.get(key, {}) for key in items)
+        if any(new.get(key) is not item for key, item in items.items()):
+            text = f"include and exclude select a part of {type_text(value)} here: select all of it, or nothing"
+            raise UnsupportedError(text, name=path)
+        return value
 
     def _holds_state(self, value: Leaf, path: str) -> bool:
         begin = joined(path, "")
@@ -94,6 +111,7 @@ class _Selecting:
         names = [path, *[step.path for step in walk(value, path=path)]]
         self.names.update(names)
         if self._options.wants_object(names):
+            self.kept.add(path)
             return value
         self.left_out.append(path)
         return _LEFT_OUT
@@ -105,10 +123,22 @@ class _Selecting:
         if path and not self._options.may_want(path):
             self.left_out.append(path)
             return _LEFT_OUT
+        # The groups are needed to know the parameters. Their values are left where they are for what is not selected.
+        labels: list[Leaf] = []
+        for group in tree["param_groups"]:
+            labels += group["params"]
+            for label in group["params"]:
+                where = joined(groups, label)
+                names = [where, *(joined(where, key) for key in hyperparameters(group))]
+                self.names.update(names)
+                if not self._options.wants_object(names):
+                    # With a slash: a parameter may be called by a number, and "param_groups.0" is a group.
+                    self.left_out.append(f"{groups}/{label}")
         new: dict[str, Leaf] = {"state": {}, "param_groups": tree["param_groups"]}
-        for label, entries in tree["state"].items():
-            selected = self._whole(entries, joined(path, f"state.{label}"))
-            if selected is not _LEFT_OUT:
+        for label in dict.fromkeys([*labels, *tree["state"]]):
+            selected = self._whole(tree["state"].get(label, {}), joined(path, f"state.{label}"))
+            # One that has made no step has no state. It is noted all the same, as a load would take it for that.
+            if selected is not _LEFT_OUT and label in tree["state"]:
                 new["state"][label] = selected
         for key, item in tree.items():
             if key not in new:
