@@ -95,7 +95,7 @@ def save_checkpoint(
             that rename (split, renumber) or reduce are refused: tensors are saved as they are.
         include: shell patterns of names in the state, or of what contains them, as in `load_checkpoint`: only what
             they match is saved. Objects, and the state of a parameter in an optimizer, are saved or left out whole. The
-            save records the patterns, and a load of it leaves what they left out as it is.
+            save records what it leaves out, and a load of it leaves that as it is. Not with `layout`.
         exclude: patterns of what is left out: ``exclude="model.base.*"``.
         overwrite: replace the save at `path`; else an existing target is a TargetExistsError. The old save stays until
             the new one is whole; at a URL, where nothing is replaced in one step, it is removed first.
