@@ -15,7 +15,7 @@ In such a group ranks with the same names, dtypes and shapes are compared::
 
 A tensor whose name ranks of two such groups have, as two stages may, is each rank's own, too. For this the names of
 empty tensors, and of those that no other rank can have, are compared as well. So a tensor has either one copy in the
-save, or one from each rank that has it, and a load need not be told whose copy stands for a rank's own.
+save, or one from each rank that has it, and no record is needed of whose copy stands for a rank's own.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from statexchange.tensors import collector_paused
 
 __all__ = ["Shares", "share_writing"]
 
-_WHOLE, _PARTS, _ALONE = "whole", "parts", "alone"  # groups that follow from no mesh
+_WHOLE, _PARTS, _ALONE = "whole", "parts", "alone"  # kinds that are no list of ranks
 
 
 class Shares(NamedTuple):
-    """What this rank writes of a save.
+    """This rank's share of the writing.
 
     Attributes:
         written: the tensors that it writes.
@@ -53,7 +53,7 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What a rank tells the others of the tensors of one group.
+    """The record of one group of tensors that a rank sends to the others.
 
     Attributes:
         kind: the ranks that have copies by a mesh, as text; of other tensors "whole" and "parts", which any rank may
@@ -72,14 +72,14 @@ class _Record:
 
     @property
     def names(self) -> str:
-        """What is equal for groups with the same names. Groups of one mesh have different boxes of its tensors."""
+        """A text that is equal for groups with the same tensors, whichever boxes of them a rank has by their mesh."""
         if self.kind in (_WHOLE, _PARTS, _ALONE):
             return f"{self.kind} {self.mesh} {self.structure}"
         return f"copies {self.mesh} {self.structure}"
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What is equal on the ranks that are compared."""
+        """A key that is equal on the ranks that are compared."""
         return self.kind, self.names, self.boxes
 
 
@@ -117,13 +117,14 @@ def share_writing(
         groups = _groups(tensors, aliases, digests)
     here = [group.record for group in groups]
     records = from_all(comm, here, list[_Record], "the digests of its tensors")
-    apart = _in_several_groups(comm, groups, records) | _differing(comm, groups, records)
+    members = _members(records)
+    apart = _in_several_groups(comm, groups, records) | _differing(comm, groups, records, members)
     left_to_others: set[str] = set()
     for group in groups:
         if group.record.kind == _ALONE:
             continue
         equal = [tensor.local.shard for tensor in group.tensors if tensor.place not in apart]
-        for name, writer in _writers(equal, aliases, _members(group.record, records)).items():
+        for name, writer in _writers(equal, aliases, members[group.record.key]).items():
             if writer != comm.rank:
                 left_to_others.add(name)
     return Shares([local for local in tensors if local.shard.name not in left_to_others], digests)
@@ -186,12 +187,12 @@ def _digest_of(texts: Iterable[str]) -> str:
     return digest("\n".join(texts).encode())
 
 
-def _members(record: _Record, records: Sequence[Sequence[_Record]]) -> list[int]:
-    """Return the ranks with which a group is compared."""
-    members = []
+def _members(records: Sequence[Sequence[_Record]]) -> dict[tuple[str, str, str], list[int]]:
+    """Return the ranks that are compared, in order, by the key of their groups."""
+    members: dict[tuple[str, str, str], list[int]] = {}
     for rank, of_rank in enumerate(records):
-        if any(other.key == record.key for other in of_rank):
-            members.append(rank)
+        for record in of_rank:
+            members.setdefault(record.key, []).append(rank)
     return members
 
 
@@ -222,7 +223,12 @@ def _in_several_groups(comm: Communicator, groups: Sequence[_Group], records: Se
     return apart
 
 
-def _differing(comm: Communicator, groups: Sequence[_Group], records: Sequence[Sequence[_Record]]) -> set[str]:
+def _differing(
+    comm: Communicator,
+    groups: Sequence[_Group],
+    records: Sequence[Sequence[_Record]],
+    members: Mapping[tuple[str, str, str], Sequence[int]],
+) -> set[str]:
     """Return the places of this rank's tensors that another rank of their group has with other bytes. Collective."""
     first: dict[tuple[str, str, str], _Record] = {}
     units: dict[tuple[str, str, str], set[int]] = {}  # the numbers of units that differ, by group
@@ -245,7 +251,7 @@ def _differing(comm: Communicator, groups: Sequence[_Group], records: Sequence[S
     digests = from_all(comm, digests_here, dict[str, list[str]], "the digests of its tensors")
     places: set[str] = set()
     for record, tensors in compared:
-        for rank in _members(record, records):
+        for rank in members[record.key]:
             for tensor, there in zip(tensors, digests[rank][str(record.key)], strict=True):
                 if tensor.digest != there:
                     places.add(tensor.place)

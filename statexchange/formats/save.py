@@ -113,7 +113,7 @@ def _absent_tensors(files: Sequence[ShardFile], configs: Mapping[int, str]) -> I
 
 
 class _Records(NamedTuple):
-    """What a rank's file says of its state. Older files lack the entries.
+    """The records of a rank's file about its state. Older files lack them.
 
     Attributes:
         per_rank: the paths of what belongs to a rank.

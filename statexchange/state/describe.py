@@ -376,7 +376,7 @@ def _box(chunk: ChunkStorageMetadata) -> Box:
 
 @dataclass(frozen=True, slots=True)
 class _LocalLayout:
-    """What follows from a DTensor's mesh for this rank.
+    """The layout of a DTensor's local part on this rank, by its mesh.
 
     Attributes:
         boxes: the boxes of the local part.

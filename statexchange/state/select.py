@@ -30,7 +30,7 @@ _LEFT_OUT: Leaf = object()
 
 @dataclass(slots=True)
 class Selection:
-    """What is saved of a state.
+    """The part of a state that is saved.
 
     Attributes:
         tree: the tree, in which a list has an empty mapping for an item that is left out.
@@ -108,7 +108,7 @@ class _Selecting:
 
     def _whole(self, value: Leaf, path: str) -> Leaf:
         """Return a value if it is selected as a whole."""
-        names = [path, *[step.path for step in walk(value, path=path)]]
+        names = [step.path for step in walk(value, path=path)]
         self.names.update(names)
         if self._options.wants_object(names):
             self.kept.add(path)

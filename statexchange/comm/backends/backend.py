@@ -3,8 +3,7 @@
 To add a backend, subclass `Backend` in a module of this folder and give it `all_gather_bytes`, `send` and `recv`, and,
 if it carries messages before there is shared memory, `new_group`: every collective has a plain implementation by
 `all_gather_bytes` here, which a backend overrides for speed. A backend without `send` and `recv` can only be a
-bootstrap backend (bootstrap.py). `init` (init.py) chooses it, and
-`tests/conformance` checks it.
+bootstrap backend (bootstrap.py). `init` (init.py) chooses it, and `tests/conformance` checks it.
 
 Rules for an implementation. It never blocks without polling its `wait`. A method that raises keeps alive the tensors
 and requests that the transport may still touch. Tensors arrive prepared by `collectives`: one-dimensional and
@@ -97,7 +96,7 @@ class Backend(ABC):
         """The backend that moves bytes between single ranks: another one if this reduces within hosts first."""
         return self
 
-    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:  # noqa: ARG002 (others use them)
         """Return a new backend over `ranks` of this one, in that order. Collective over those ranks only.
 
         Raises:

@@ -46,7 +46,7 @@ class FailureMonitor:
     def check(self, operation: str) -> None:
         """Raise PeerError if a rank is known to have failed; `operation` is what this rank waits for."""
 
-    def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:  # noqa: ARG002
+    def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:  # noqa: ARG002 (detectors do)
         """Return why `rank` will not reach `operation`; None if it may. What it sent before it left may yet arrive."""
         return None
 
