@@ -1,5 +1,6 @@
 """Sharding specs of tensors on meshes, compared element by element with torch's own chunks and with explicit boxes."""
 
+import gc
 import math
 import tracemalloc
 from itertools import product
@@ -169,7 +170,7 @@ def test_runs_that_leave_a_gap_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
+def test_a_plan_does_not_grow_with_ranks_times_tensors() -> None:
     sizes = []
     for ranks in (64, 1024):
         specs = [
@@ -178,7 +179,9 @@ def test_a_plan_does_not_grow_with_the_number_of_ranks() -> None:
         rank_shards = [RankShards(rank, specs if rank == 0 else ()) for rank in range(ranks)]
         tracemalloc.start()
         plan = plan_merge(rank_shards)
+        gc.collect()
         sizes.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
         assert sum(len(tensor.pieces) for file in plan.files for tensor in file.tensors) == 2000 * ranks
-    assert sizes[1] < 1.3 * sizes[0]
+    per_rank = (sizes[1] - sizes[0]) / (1024 - 64)
+    assert per_rank < 2000  # less than a byte for each tensor

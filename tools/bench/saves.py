@@ -45,7 +45,7 @@ class Job:
             shape: tuple[int, ...] = (dist.get_world_size(),)
             if kind == "hsdp":
                 shape = (2, dist.get_world_size() // 2)
-            mesh = init_device_mesh("cpu", shape)
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
             for layer in self.model:
                 fully_shard(layer, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
