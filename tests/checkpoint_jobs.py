@@ -53,3 +53,35 @@ def load_rows(path: str) -> int | None:
     assert torch.equal(state["w"], shard_of(state["step"], comm.rank, comm.world_size)["w"])
     assert report.step == state["step"]
     return report.step
+
+
+def adapter_of(value: float) -> dict[str, Any]:
+    """Return a state with a base that does not train, and an adapter that is filled with `value`."""
+    model = torch.nn.ModuleDict({"base": torch.nn.Linear(48, 32), "adapter": torch.nn.Linear(4, 2)})
+    model["base"].requires_grad_(requires_grad=False)
+    with torch.no_grad():
+        for parameter in model["base"].parameters():
+            parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape))
+        for parameter in model["adapter"].parameters():
+            parameter.fill_(value)
+    return {"model": model, "step": int(value)}
+
+
+def save_adapters(path: str, *steps: int) -> list[int]:
+    """Save a state of `adapter_of` for each step; return the steps that are there then. For ranks only."""
+    saves = sx.Checkpoints(path)
+    for step in steps:
+        saves.save(adapter_of(step), step)
+    return saves.steps()
+
+
+def load_adapters(path: str) -> int | None:
+    """Load the newest save of `save_adapters` and check it; return its step, None without a save. For ranks only."""
+    state = adapter_of(0)
+    with torch.no_grad():
+        state["model"]["base"].weight.zero_()
+    if sx.Checkpoints(path).load(state) is None:
+        return None
+    for name, tensor in adapter_of(state["step"])["model"].state_dict().items():
+        assert torch.equal(tensor, state["model"].state_dict()[name]), name
+    return int(state["step"])

@@ -130,21 +130,23 @@ def prune_saves(
     whole = whole_saves(checks)
     for check in checks:
         if check.step not in whole:
-            nbytes = None if check.manifest is None else sum(check.manifest.nbytes)
             reason = f"broken, does not count: {check.state}"
-            rows.append(PruneRow(check.step, (check.path,), nbytes, False, "not removed", reason, check.problems[0]))
+            rows.append(
+                PruneRow(check.step, (check.path,), check.nbytes, False, "not removed", reason, check.problems[0])
+            )
     _check_metric(retention, whole, root)
-    total = sum(sum(whole[step].nbytes) for step in retention.obsolete(whole))
+    sizes = {check.step: check.nbytes or 0 for check in checks}
+    total = sum(sizes[step] for step in retention.obsolete(whole))
     reasons = retention.reasons(whole)
     done = 0
-    for step, manifest in whole.items():
+    for step in whole:
         folder = without_secrets(os.path.join(root, step_name(step)))
-        row = PruneRow(step, (folder,), sum(manifest.nbytes), False, "kept", "")
+        row = PruneRow(step, (folder,), sizes[step], False, "kept", "")
         if step in reasons:
             rows.append(replace(row, reason=reasons[step]))
             continue
         removed = _remove(root, row, dry_run=dry_run)
-        done += sum(manifest.nbytes)
+        done += sizes[step]
         if on_progress is not None:
             on_progress(done, total)
         if removed is not None:

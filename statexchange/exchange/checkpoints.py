@@ -30,6 +30,7 @@ from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.exchange.background import raise_unreported, wait_for_end
+from statexchange.exchange.frozen_files import FrozenFiles
 from statexchange.exchange.load_newest import SaveLoader
 from statexchange.exchange.load_report import LoadReport, LoadRequest
 from statexchange.exchange.memory_copy import MemoryCopies
@@ -39,6 +40,7 @@ from statexchange.exchange.saves_directory import SavesDirectory
 from statexchange.exchange.saving import SaveReport, SaveRequest
 from statexchange.sharding.options import CallOptions, LoadOptions
 from statexchange.state.describe import State
+from statexchange.storage.location import is_remote
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -75,6 +77,10 @@ class Checkpoints:
             copy, and one warning is given. It stays in /dev/shm after the end of the job, until `delete`, or until a
             job with `memory` finds that it is older than the disk's newest save, that `path` is gone (if it is no URL),
             or that it needs the room.
+        link: parameters of modules that do not train (``requires_grad=False``) lie in files of their own, and a save
+            makes a hard link of the newest save's files if they have the bytes that it would write: saves then share
+            these files, and a damaged one is damaged in each. Not at a URL, and not with `memory`, where each save is
+            written whole.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: rules for plain tensors that are parts of whole ones, as in `save_checkpoint`, for saves and loads.
         include: patterns of what each save has of the state, as in `save_checkpoint`.
@@ -112,6 +118,7 @@ class Checkpoints:
         agree_every: int = 10,
         grace_s: float | None = None,
         memory: bool = False,
+        link: bool = True,
         comm: CommLike | None = None,
         layout: Mapping[str, Any] | None = None,
         include: str | Sequence[str] = (),
@@ -122,6 +129,7 @@ class Checkpoints:
         self._schedule = SaveSchedule(every_steps, every_s, on_signal, agree_every, grace_s)
         self._call = CallOptions(memory=memory, stall_timeout_s=stall_timeout_s)
         self._memory = MemoryCopies(self.path, stall_timeout_s) if memory else None
+        self._frozen = FrozenFiles() if link and not memory and not is_remote(self.path) else None
         self._comm = comm
         self._layout = layout
         self._selection = LoadOptions(include=include, exclude=exclude)
@@ -239,6 +247,8 @@ class Checkpoints:
                     replace(self._call, overwrite=overwrite, background=background),
                     step=number,
                     metrics=self._saves.checked_metrics(metrics, number, comm.rank),
+                    frozen=self._frozen,
+                    newest=self._saves.newest,
                     before=functools.partial(self._saves.prepare, number, comm.run, overwrite=overwrite),
                     after=self._note_saved,
                     keep_in_memory=None if self._memory is None else self._memory.keep,

@@ -17,11 +17,13 @@ from statexchange.errors import without_secrets
 from statexchange.exchange.background import run_in_background
 from statexchange.exchange.box_writers import Shares, share_writing
 from statexchange.exchange.declared_copies import compare_copies
+from statexchange.exchange.frozen_files import frozen_parameters
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.saving import (
     SaveReport,
     SaveRequest,
     exchange_starts,
+    frozen_target,
     open_target,
     publish,
     write_rank_file,
@@ -151,7 +153,9 @@ def save_state(
     def prepare() -> tuple[Description, Callable[[Description, Communicator], SaveReport]]:
         began = time.perf_counter()
         checked = request()
-        saved = describe_save(state, checked.layout, checked.selection, comm.rank)
+        saved = describe_save(
+            state, checked.layout, checked.selection, comm.rank, parts_frozen=checked.frozen is not None
+        )
         return saved.described, lambda copies, comm: _save(replace(saved, described=copies), checked, comm, began)
 
     if background:
@@ -173,15 +177,24 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
         shares = Shares(list(described.tensors.values()), {})
         if comm.world_size > 1:
             shares = share_writing(comm, shares.written, described.aliases, request.call.stall_timeout_s)
-        file = write_rank_file(shares, saved, request, starts[0], comm)
+        frozen, rest = frozen_parameters(shares.written, saved.frozen)
+        file = write_rank_file(Shares(rest, shares.digests), saved, request, starts[0], comm)
+        frozen_files = {}
+        if request.frozen is not None:
+            with comm.phase("saving parameters that do not train", timeout_s=request.call.stall_timeout_s):
+                frozen_files = request.frozen.write(frozen, shares.digests, frozen_target(request, starts[0]), comm)
         notes = saved.notes
         # Before the commit, as a copy that differs must not appear as one; after the write, which has made the digests.
         if any(start.has_copies for start in starts):
-            notes += compare_copies(comm, saved, described, {**shares.digests, **file.content.digests})
-        sizes = publish(build, file, request, starts[0].save, comm)
+            digests = {**shares.digests, **file.content.digests}
+            for of_key in frozen_files.values():
+                digests |= of_key.digests
+            notes += compare_copies(comm, saved, described, digests)
+        published = publish(build, file, frozen_files, request, starts[0], comm)
     seconds = time.perf_counter() - began
     shown = without_secrets(request.path)
-    report = SaveReport(shown, request.step, len(described.tensors), sum(sizes), seconds, sizes, notes)
+    sizes, linked_nbytes = published
+    report = SaveReport(shown, request.step, len(described.tensors), sum(sizes), seconds, sizes, notes, linked_nbytes)
     if comm.rank == 0:
         _log.info("saved %s", report)
         for note in notes:

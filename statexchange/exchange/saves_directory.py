@@ -105,6 +105,10 @@ class SavesDirectory:
                 raise TargetExistsError(text, path=self.path_of(step))
         self._begun[step] = job
 
+    def newest(self) -> str:
+        """Return the path of the newest save that was there at first, or that this job made; "" without one."""
+        return self.path_of(max(self._known)) if self._known else ""
+
     def note_saved(self, step: int) -> None:
         """Record a published save, and remove those that are not kept."""
         assert self._known is not None  # `prepare` has made it

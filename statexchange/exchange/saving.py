@@ -20,12 +20,13 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import InvalidArgumentError, NotFoundError, without_secrets
 from statexchange.exchange.box_writers import Shares
 from statexchange.exchange.declared_copies import may_have_copies
+from statexchange.exchange.frozen_files import FrozenFile, FrozenFiles, Target
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.sharding.options import CallOptions, LoadOptions
 from statexchange.state.state_dict import SavedState
@@ -34,6 +35,7 @@ from statexchange.storage.publish import open_build, write_into_build
 from statexchange.storage.publish.build import Build, WrittenFile
 from statexchange.storage.tensorfile import (
     MANIFEST,
+    SavedFile,
     SaveManifest,
     check_unchanged,
     is_stray,
@@ -42,12 +44,13 @@ from statexchange.storage.tensorfile import (
     removable_files,
 )
 from statexchange.tensors import collector_paused
-from statexchange.units import format_shares, format_transfer
+from statexchange.units import format_bytes, format_shares, format_transfer
 
 __all__ = [
     "SaveReport",
     "SaveRequest",
     "exchange_starts",
+    "frozen_target",
     "open_target",
     "publish",
     "write_rank_file",
@@ -59,7 +62,8 @@ class SaveReport:
     """The result of a save.
 
     `num_tensors` is the number of tensors of which this rank holds a part; `nbytes` are the bytes of all ranks' files,
-    `rank_nbytes` those of each rank's file. `step` is None for a save without one. `notes` name equal parts of ranks
+    `rank_nbytes` those that each rank wrote. `linked_nbytes` are the bytes of files that an earlier save wrote and this
+    one has too, which are not among them. `step` is None for a save without one. `notes` name equal parts of ranks
     that a layout without a mesh has joined, as these may be copies, and optimizers whose parameters are no longer those
     of this rank's modules.
     """
@@ -71,9 +75,12 @@ class SaveReport:
     seconds: float
     rank_nbytes: tuple[int, ...]
     notes: tuple[str, ...] = ()
+    linked_nbytes: int = 0
 
     def __str__(self) -> str:
         done = format_transfer(self.num_tensors, self.nbytes, self.seconds)
+        if self.linked_nbytes:
+            done = f"{done} and {format_bytes(self.linked_nbytes)} linked"
         return f"{done} -> {self.path} ({format_shares(self.rank_nbytes)})"
 
 
@@ -82,7 +89,8 @@ class SaveRequest:
     """The checked arguments of a save other than the state and the communicator.
 
     The manifest records `job`, the run of the caller's communicator; that of a background thread has another run.
-    Before it opens the target, root calls `before`; once the save is published, each rank calls `after` with the
+    With `frozen` parameters that do not train are files of their own; `newest` returns the path of the newest save on
+    root. Before it opens the target, root calls `before`; once the save is published, each rank calls `after` with the
     report, and `keep_in_memory`, which is collective, with the step and this rank's file.
     """
 
@@ -93,6 +101,8 @@ class SaveRequest:
     call: CallOptions
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    frozen: FrozenFiles | None = None
+    newest: Callable[[], str] = str
     before: Callable[[], None] | None = None
     after: Callable[[SaveReport, Communicator], None] | None = None
     keep_in_memory: Callable[[int, Communicator, WrittenFile], None] | None = None
@@ -107,6 +117,7 @@ class _Start:
         folder: the directory of the target on this rank; "" for a URL.
         save: a random id; root's identifies the save.
         key: on root the key of the build, else "".
+        newest: on root the name of the newest save in the same directory; "" without one.
         has_layout: whether the rank was given a layout.
         has_copies: whether a layout or a mesh may say that other ranks have copies of its boxes.
         memory: whether the rank makes a copy in memory.
@@ -119,6 +130,7 @@ class _Start:
     folder: str
     save: str
     key: str
+    newest: str
     has_layout: bool
     has_copies: bool
     memory: bool
@@ -129,11 +141,25 @@ class _Start:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """The file that a rank has written: its size and version, and the directory or URL in which the rank sees it."""
+    """The file that a rank has written: its size and version, and the directory or URL in which the rank sees it.
+
+    `frozen` are its files of frozen parameters, `frozen_nbytes` the bytes of those that it wrote, and `linked_nbytes`
+    of those that an earlier save wrote.
+    """
 
     nbytes: int
     version: str
     folder: str
+    frozen: Sequence[SavedFile]
+    frozen_nbytes: int
+    linked_nbytes: int
+
+
+class Published(NamedTuple):
+    """The bytes that each rank wrote, and those of all files that an earlier save wrote."""
+
+    rank_nbytes: tuple[int, ...]
+    linked_nbytes: int
 
 
 def open_target(request: SaveRequest, comm: Communicator, building: contextlib.ExitStack) -> Build | None:
@@ -162,6 +188,7 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
         "" if is_remote(folder) else folder,
         save=secrets.token_hex(8),
         key="" if build is None else build.share(),
+        newest="" if build is None else os.path.basename(request.newest()),
         has_layout=request.layout is not None,
         has_copies=comm.world_size > 1 and any(may_have_copies(local, comm.world_size) for local in tensors),
         memory=request.keep_in_memory is not None,
@@ -214,30 +241,57 @@ def write_rank_file(
         return file
 
 
+def frozen_target(request: SaveRequest, start: _Start) -> Target:
+    """Return the save as its files of frozen parameters need it; the newest one lies in the same directory."""
+    newest = os.path.join(os.path.dirname(request.path), start.newest) if start.newest else ""
+    return Target(request.path, start.key, start.save, newest)
+
+
 def publish(
-    build: Build | None, file: WrittenFile, request: SaveRequest, save: str, comm: Communicator
-) -> tuple[int, ...]:
+    build: Build | None,
+    file: WrittenFile,
+    frozen: Mapping[str, FrozenFile],
+    request: SaveRequest,
+    start: _Start,
+    comm: Communicator,
+) -> Published:
     """Give the directory its name once root sees the files of all ranks; return their sizes. Collective."""
+    written_here, linked_here = 0, 0
+    for of_key in frozen.values():
+        if of_key.is_linked:
+            linked_here += of_key.listed.nbytes
+        else:
+            written_here += of_key.listed.nbytes
+    listed = [of_key.listed for of_key in frozen.values()]
+    part_here = _Written(file.content.nbytes, file.version, file.folder, listed, written_here, linked_here)
     # Outside of the phase: a rank that has failed before takes part in the end of a phase, and in no collective in it.
-    part_here = _Written(file.content.nbytes, file.version, file.folder)
     written = from_all(comm, part_here, _Written, "the written file")
     with comm.phase("publishing", timeout_s=request.call.stall_timeout_s):
         sizes = tuple(part.nbytes for part in written)
         if build is not None:
             # On NFS a client may not see yet what another has written: a save is whole only if root sees all of it.
             _check_seen(build, written, comm)
-            manifest = SaveManifest(save, request.job, time.time(), sizes, request.step, request.metrics)
+            files = tuple(listed for part in written for listed in part.frozen)
+            manifest = SaveManifest(start.save, request.job, time.time(), sizes, request.step, request.metrics, files)
             build.commit(MANIFEST, manifest.to_bytes())
-    return sizes
+    if request.frozen is not None:
+        request.frozen.note_published(frozen_target(request, start), frozen)
+    rank_nbytes = tuple(part.nbytes + part.frozen_nbytes for part in written)
+    return Published(rank_nbytes, sum(part.linked_nbytes for part in written))
 
 
 def _check_seen(build: Build, written: Sequence[_Written], comm: Communicator) -> None:
     """Raise NotFoundError unless root's host sees what each rank has written. Root only."""
-    names = rank_file_names(comm.world_size)
+    versions: dict[str, str] = {}
+    ranks: dict[str, int] = {}
+    for rank, name in enumerate(rank_file_names(comm.world_size)):
+        part = written[rank]
+        versions |= {name: part.version} | {listed.name: "" for listed in part.frozen}
+        ranks |= {name: rank} | {listed.name: rank for listed in part.frozen}
     try:
-        build.add_all({name: part.version for name, part in zip(names, written, strict=True)})
+        build.add_all(versions)
     except NotFoundError as error:
-        rank = names.index(os.path.basename(str(error.path)))
+        rank = ranks[os.path.basename(str(error.path))]
         raise _unseen(error, 0, rank, build.path, comm, os.path.dirname(written[rank].folder)) from error
 
 

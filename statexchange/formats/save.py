@@ -53,13 +53,16 @@ def read(opened: OpenedPath) -> Source:
     per_rank: set[str] = set()
     optimizers: dict[str, frozenset[str]] = {}
     left_out: dict[int, list[str]] = {}
-    names = manifest.files
-    for rank, name in enumerate(names):
-        if opened.file not in (None, name):
+    listed = manifest.all_files
+    for of_rank in listed:
+        if opened.file not in (None, of_rank.name):
             continue
+        rank = of_rank.rank
         try:
-            file = open_rank_file(opened.store, manifest, rank, name)
+            file = open_rank_file(opened.store, manifest, of_rank)
             files.append(ShardFile.of_rank(file))
+            if of_rank in manifest.frozen:
+                continue
             configs[rank] = file.config
             records = _records(file)
             per_rank.update(records.per_rank)
@@ -72,7 +75,7 @@ def read(opened: OpenedPath) -> Source:
             raise
         except StateExchangeError as error:
             problems.append(error)
-    if opened.file is not None and opened.file not in names:
+    if opened.file is not None and opened.file not in [of_rank.name for of_rank in listed]:
         raise CorruptError(f"{MANIFEST} beside this file does not list it: it is of another save", path=opened.path)
     if opened.file is not None:
         problems += _absent_tensors(files, configs)
@@ -84,7 +87,7 @@ def read(opened: OpenedPath) -> Source:
         step=manifest.step,
         created=manifest.created,
         metrics=manifest.metrics,
-        world_size=len(names),
+        world_size=manifest.world_size,
         configs=configs,
         per_rank=frozenset(per_rank),
         optimizers=optimizers,
@@ -94,8 +97,12 @@ def read(opened: OpenedPath) -> Source:
 
 
 def _absent_tensors(files: Sequence[ShardFile], configs: Mapping[int, str]) -> Iterator[IncompleteError]:
-    """Yield an error for a file whose state has tensors that lie in the file of another rank, which has equal ones."""
+    """Yield an error for a file whose state has tensors that lie in other files, or that has no state."""
     for file in files:
+        if file.rank not in configs:
+            text = "this file has only parameters that do not train: give the directory"
+            yield IncompleteError(text, rank=file.rank, path=file.path)
+            continue
         waiting = [json.loads(configs[file.rank])]
         absent: list[str] = []
         while waiting:
@@ -108,7 +115,7 @@ def _absent_tensors(files: Sequence[ShardFile], configs: Mapping[int, str]) -> I
             elif isinstance(value, list):
                 waiting += value
         if absent:
-            text = f"other ranks' files have {format_number(len(absent), 'tensor')} of this rank: give the directory"
+            text = f"other files have {format_number(len(absent), 'tensor')} of this rank: give the directory"
             yield IncompleteError(text, rank=file.rank, name=min(absent), path=file.path)
 
 

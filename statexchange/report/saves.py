@@ -27,7 +27,7 @@ class SaveRow:
         step: the training step.
         path: its directory.
         created: time of the save in seconds since the epoch; None if the manifest cannot be read, like the next four.
-        nbytes: bytes of all ranks' files, as the manifest lists them.
+        nbytes: bytes of all files that the manifest lists, without those that are one file with a newer save's.
         world_size: number of ranks.
         job: identity of the job's run that made it.
         metrics: numbers that the job gave with it.
@@ -132,7 +132,7 @@ def list_saves(path: str | os.PathLike[str]) -> SavesReport:
         manifest = check.manifest
         facts: tuple[float | None, int | None, int | None, str | None, Mapping[str, float]] = None, None, None, None, {}
         if manifest is not None:
-            facts = manifest.created, sum(manifest.nbytes), manifest.world_size, manifest.job, manifest.metrics
+            facts = manifest.created, check.nbytes, manifest.world_size, manifest.job, manifest.metrics
         rows.append(SaveRow(check.step, check.path, *facts, check.state, check.problems))
     unfinished: list[UnfinishedRow] = []
     for step, builds in sorted(unfinished_steps(root).items()):

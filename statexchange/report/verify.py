@@ -283,7 +283,7 @@ def verify_saves(
     """
     root = saves_path(path)
     saves = check_saves(root)
-    total = sum(sum(save.manifest.nbytes) for save in saves if save.manifest is not None)
+    total = sum(save.manifest.total_bytes for save in saves if save.manifest is not None)
     done_before = 0
     for save in saves:
         if save.manifest is None:  # the ranks' files alone would look like another format
@@ -301,7 +301,7 @@ def verify_saves(
         except StateExchangeError as error:
             report = _unreadable_save(save.path, (error,))
         yield save.step, report
-        done_before += sum(save.manifest.nbytes)
+        done_before += save.manifest.total_bytes
 
 
 def _unreadable_save(path: str, findings: tuple[StateExchangeError, ...]) -> VerifyReport:

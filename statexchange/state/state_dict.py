@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, type_text
 from statexchange.sharding.options import LoadOptions
+from statexchange.sharding.paths import joined
 from statexchange.sharding.rules import Layout, with_dots
 from statexchange.state.describe import Description, State, describe
 from statexchange.state.megatron import MegatronTensor, add_sharded
@@ -37,6 +38,7 @@ from statexchange.state.tree import (
 )
 from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
+    bare_name,
     check_module,
     class_name,
     is_per_rank,
@@ -161,7 +163,8 @@ def note_on_stale_optimizers(placed: Sequence[Node], names: Mapping[int, str]) -
 class SavedState:
     """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose.
 
-    `selection` is what of it is saved, and `notes` are for the report.
+    `selection` is what of it is saved, `frozen` the names of the parameters that lie in files of their own, and `notes`
+    are for the report.
     """
 
     config: str
@@ -169,11 +172,16 @@ class SavedState:
     described: Description
     rules: Layout
     selection: Selection
+    frozen: frozenset[str]
     notes: tuple[str, ...]
 
 
-def describe_save(state: State, layout: Mapping[str, object] | None, options: LoadOptions, rank: int) -> SavedState:
-    """Describe what is selected of the state of this rank. Not collective.
+def describe_save(
+    state: State, layout: Mapping[str, object] | None, options: LoadOptions, rank: int, *, parts_frozen: bool = False
+) -> SavedState:
+    """Describe what is selected of the state of this rank; part parameters that do not train from all else.
+
+    Not collective.
 
     Raises:
         UnsupportedError: patterns are given with a layout, or for objects of Megatron-Core.
@@ -204,7 +212,20 @@ def describe_save(state: State, layout: Mapping[str, object] | None, options: Lo
         owners = owners_of(places, names, placed.__contains__)
         if selection.left_out:
             owners["left_out"] = selection.left_out
-        return SavedState(config, owners, described, rules, selection, note_on_stale_optimizers(places, names))
+        notes = note_on_stale_optimizers(places, names)
+        frozen = _frozen_names(places) if parts_frozen else frozenset()
+        return SavedState(config, owners, described, rules, selection, frozen, notes)
+
+
+def _frozen_names(placed: Sequence[Node]) -> frozenset[str]:
+    """Return the names of parameters of modules that need no gradient, as `requires_grad` says."""
+    frozen: set[str] = set()
+    for node in placed:
+        if node.kind == "module" and not all(parameter.requires_grad for parameter in node.value.parameters()):
+            for name, parameter in node.value.named_parameters(remove_duplicate=False):
+                if not parameter.requires_grad:
+                    frozen.add(joined(node.text, bare_name(name)))
+    return frozenset(frozen)
 
 
 def _parse_layout(layout: Mapping[str, object] | None, tensors: Mapping[str, TensorLike]) -> Layout:

@@ -34,7 +34,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from statexchange.errors import StorageError, TargetExistsError
 from statexchange.processes import Owner
@@ -48,6 +48,7 @@ from statexchange.storage.files import (
     libc,
     mount_of,
     pwrite_all,
+    remove_file,
     reserve,
     stat_of,
     sync_directory,
@@ -61,6 +62,7 @@ __all__ = [
     "invalidate_lookups",
     "is_abandoned",
     "is_temporary",
+    "link_same",
     "new_file",
     "new_nonce",
     "remove_abandoned",
@@ -238,6 +240,41 @@ def _link(temporary: str, name: str, dir_fd: int, path: str) -> None:
     audit("unlink", path)
     with contextlib.suppress(OSError):  # the file has its name; the sync of the directory reports a broken disk
         os.unlink(temporary, dir_fd=dir_fd)
+
+
+def link_same(source: str, identity: Sequence[object], name: str, dir_fd: int, path: str) -> bool:
+    """Give a file a second name in another directory; return False if that cannot be done, or it is another file.
+
+    Args:
+        source: the file's path.
+        identity: its device, inode, size and modification time.
+        name: the new name.
+        dir_fd: the directory of the new name.
+        path: the new path, for messages.
+
+    Raises:
+        TargetExistsError: another file has the name.
+    """
+    code = 0
+    try:
+        audit("link", path)
+        os.link(source, name, dst_dir_fd=dir_fd, follow_symlinks=False)
+    except OSError as error:
+        code = error.errno or errno.EIO
+        # Removed by the retention of another job, of another file system, without links, or with too many.
+        if code in (*_NO_LINKS, errno.EXDEV, errno.ENOENT):
+            return False
+        # A retransmitted NFS request may report failure although the link was made.
+        if code != errno.EEXIST:
+            raise StorageError.of(error, "link", path=source) from error
+    linked = stat_of(name, dir_fd, path)
+    # After the link: before it, another file could get the name of the one that was looked at.
+    if linked is not None and [linked.st_dev, linked.st_ino, linked.st_size, linked.st_mtime_ns] == list(identity):
+        return True
+    if code:
+        raise TargetExistsError("a file of this name exists", path=path)
+    remove_file(name, path, dir_fd)
+    return False
 
 
 def _replace(temporary: str, name: str, dir_fd: int, path: str) -> None:

@@ -20,7 +20,7 @@ from statexchange.errors import (
 from statexchange.storage.location import open_path, read_with_retry
 from statexchange.storage.publish.claim import claim_of
 from statexchange.storage.steps import is_saves_directory, saved_steps, step_name
-from statexchange.storage.tensorfile import MANIFEST, SaveManifest, open_rank_file, read_manifest
+from statexchange.storage.tensorfile import MANIFEST, SavedFile, SaveManifest, open_rank_file, read_manifest
 from statexchange.units import format_ranks
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class SaveCheck:
         step: the step, by the directory's name.
         path: the directory.
         manifest: the manifest; None if it is missing or broken.
+        nbytes: bytes of its files by the manifest, without those that a newer save has too; None without a manifest.
         state: "whole", or in a few words what is wrong.
         problems: an error for each thing that is missing or broken.
     """
@@ -47,6 +48,7 @@ class SaveCheck:
     step: int
     path: str
     manifest: SaveManifest | None
+    nbytes: int | None
     state: str
     problems: tuple[StateExchangeError, ...]
 
@@ -95,24 +97,30 @@ def check_saves(
         InvalidArgumentError: it is one save, or a file.
     """
     found = []
+    linked: set[tuple[str | int, ...]] = set()
     seen = set() if checked is None else checked
-    for step in list_save_directories(path):
+    # The newest first: what saves share counts for the newest of them.
+    for step in reversed(list_save_directories(path)):
         folder = os.path.join(path, step_name(step))
         shown = without_secrets(folder)
         try:
-            manifest, problems = read_with_retry(folder, partial(_look, checked=seen, is_trusted=step in trusted))
+            look = partial(_look, checked=seen, is_trusted=step in trusted)
+            manifest, files, problems = read_with_retry(folder, look)
         except NotFoundError:  # removed meanwhile
             continue
         except IncompleteError as error:
-            found.append(SaveCheck(step, shown, None, f"no {MANIFEST}", (error,)))
+            found.append(SaveCheck(step, shown, None, None, f"no {MANIFEST}", (error,)))
         except CorruptError as error:
-            found.append(SaveCheck(step, shown, None, "broken manifest", (error,)))
+            found.append(SaveCheck(step, shown, None, None, "broken manifest", (error,)))
         except StateExchangeError as error:
-            found.append(SaveCheck(step, shown, None, "cannot be read", (error,)))
+            found.append(SaveCheck(step, shown, None, None, "cannot be read", (error,)))
         else:
             errors = tuple(problem.error for problem in problems)
-            found.append(SaveCheck(step, shown, manifest, _state(problems), errors))
-    return found
+            shared = sum(nbytes for identity, nbytes in files.items() if identity in linked)
+            linked.update(files)
+            nbytes = manifest.total_bytes - shared
+            found.append(SaveCheck(step, shown, manifest, nbytes, _state(problems), errors))
+    return found[::-1]
 
 
 # What may be wrong with ranks' files: of one rank, and of several.
@@ -134,8 +142,8 @@ class _FileProblem:
 
 def _look(
     opened: OpenedPath, checked: set[tuple[str | int, ...]], *, is_trusted: bool
-) -> tuple[SaveManifest, list[_FileProblem]]:
-    """Return the manifest of a save and what is wrong with its files.
+) -> tuple[SaveManifest, dict[tuple[str | int, ...], int], list[_FileProblem]]:
+    """Return the manifest of a save, the sizes of its files of frozen parameters by identity, and what is wrong.
 
     Raises:
         IncompleteError: there is no manifest.
@@ -150,28 +158,31 @@ def _look(
             text = f"there is no {MANIFEST} in this step's directory: it is no save any more"
             raise IncompleteError(text, path=opened.path) from None
         problems: list[_FileProblem] = []
-        for rank, name in enumerate(manifest.files):
-            problem = _file_problem(opened.store, manifest, rank, name, checked, is_trusted=is_trusted)
+        for listed in manifest.all_files:
+            problem = _file_problem(opened.store, manifest, listed, checked, is_trusted=is_trusted)
             if problem is not None:
                 problems.append(problem)
+        sizes: dict[tuple[str | int, ...], int] = {}
+        for listed in manifest.frozen:
+            if listed.name in opened.store.files:
+                sizes[tuple(opened.store.open(listed.name).local_identity)] = listed.nbytes
         if problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=opened.path) from problems[0].error
-        return manifest, problems
+        return manifest, sizes, problems
 
 
 def _file_problem(
     store: Store,
     manifest: SaveManifest,
-    rank: int,
-    name: str,
+    listed: SavedFile,
     checked: set[tuple[str | int, ...]],
     *,
     is_trusted: bool,
 ) -> _FileProblem | None:
     """Return what is wrong with a rank's file; None if its size is that of the manifest and its header is whole."""
-    expected, path = manifest.nbytes[rank], store.path_of(name)
+    rank, expected, path = listed.rank, listed.nbytes, store.path_of(listed.name)
     try:
-        file = store.open(name)
+        file = store.open(listed.name)
         size, version = file.size, tuple(file.version)
         if size != expected:
             what = _TRUNCATED if size < expected else _TOO_LONG
@@ -179,7 +190,7 @@ def _file_problem(
             error = error_type(f"this rank's file {what[0]}", rank=rank, path=path, expected=expected, found=size)
             return _FileProblem(rank, what, error)
         if version not in checked and not is_trusted:
-            open_rank_file(store, manifest, rank, name)
+            open_rank_file(store, manifest, listed)
         checked.add(version)
     except NotFoundError:
         return _FileProblem(rank, _NO_FILE, IncompleteError("this rank's file is missing", rank=rank, path=path))

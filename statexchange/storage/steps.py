@@ -266,7 +266,7 @@ def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveMani
 def _manifest_of(opened: OpenedPath) -> SaveManifest:
     with opened:
         manifest = read_manifest(opened.store)
-        missing = [name for name in manifest.files if name not in opened.store.listing]
+        missing = [file.name for file in manifest.all_files if file.name not in opened.store.listing]
     if missing:
         more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
         raise IncompleteError(f"this save has lost {missing[0]}{more}", path=opened.store.path)

@@ -6,7 +6,8 @@ than safetensors: no duplicate keys, no unknown fields, no control characters in
 
 The directory of a save has a tensor file of each rank, and ``save.json``, which lists them and is written last. A build
 (build.py) makes the directory appear under its name as a whole. Every file has the random `save` number of its save in
-its metadata, so that files of two saves are never read as one.
+its metadata, so that files of two saves are never read as one. Beside its file a rank may have files of parameters that
+do not train, which later saves link: the manifest has the number of the save that wrote each of them.
 """
 
 from __future__ import annotations
@@ -61,10 +62,12 @@ __all__ = [
     "Header",
     "RankFile",
     "SaveManifest",
+    "SavedFile",
     "ShardData",
     "check_unchanged",
     "digests_of",
     "encode_header",
+    "frozen_file_name",
     "is_of_a_save",
     "is_stray",
     "open_rank_file",
@@ -674,11 +677,12 @@ class RankFile:
 MANIFEST = "save.json"
 _SAVE = re.compile(r"[0-9a-f]{16}")
 _MAX_RANKS = 10**6
-_RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-[0-9]{5,9}\.safetensors")
+_RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-[0-9]{5,9}(?:\.frozen-[0-9]+)?\.safetensors")
+_WITH_FROZEN = 2  # schema of the manifest of a save with files of frozen parameters, which older versions cannot read
 
 
 def rank_of_file(name: str) -> int | None:
-    """Return the rank of a rank's file; None for any other name."""
+    """Return the rank of a rank's file, or of its file of frozen parameters; None for any other name."""
     match = _RANK_FILE.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -689,6 +693,21 @@ def rank_file_names(world_size: int) -> list[str]:
     for rank in range(world_size):
         names.append(f"rank-{rank:05d}-of-{world_size:05d}.safetensors")
     return names
+
+
+def frozen_file_name(rank: int, world_size: int, number: int) -> str:
+    """Return the name of a rank's file of frozen parameters; a rank counts its own from 0."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.frozen-{number}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """A tensor file of a save: its name, size and rank, and the number of the save that wrote it."""
+
+    name: str
+    nbytes: int
+    rank: int
+    save: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -702,6 +721,7 @@ class SaveManifest:
         nbytes: size in bytes of each rank's file, in rank order.
         step: the training step; None for a save without one.
         metrics: numbers that the job gave with the save.
+        frozen: the files of frozen parameters, which an earlier save may have written.
     """
 
     save: str
@@ -710,6 +730,7 @@ class SaveManifest:
     nbytes: tuple[int, ...]
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    frozen: tuple[SavedFile, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -720,6 +741,19 @@ class SaveManifest:
     def files(self) -> list[str]:
         """Names of the ranks' files, in rank order."""
         return rank_file_names(len(self.nbytes))
+
+    @property
+    def all_files(self) -> list[SavedFile]:
+        """The files of the ranks, and then those of frozen parameters."""
+        files = []
+        for rank, name in enumerate(self.files):
+            files.append(SavedFile(name, self.nbytes[rank], rank, self.save))
+        return [*files, *self.frozen]
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.nbytes for file in self.all_files)
 
     def to_bytes(self) -> bytes:
         """Return the text of the file."""
@@ -736,6 +770,9 @@ class SaveManifest:
             "metrics": metrics,
             "files": [list(pair) for pair in zip(self.files, self.nbytes, strict=True)],
         }
+        if self.frozen:
+            record["schema"] = _WITH_FROZEN
+            record["frozen"] = [[file.name, file.nbytes, file.rank, file.save] for file in self.frozen]
         return json.dumps(seal(record), indent=1, ensure_ascii=False).encode()
 
     @classmethod
@@ -748,7 +785,7 @@ class SaveManifest:
         """Return the manifest from the text that `parse` takes, parsed."""
         try:
             raw = unseal(parsed)
-            if raw["schema"] != SCHEMA:
+            if raw["schema"] not in (SCHEMA, _WITH_FROZEN):
                 text = "this save was written by a newer version of statexchange: use that version to read it"
                 raise CorruptError(text, path=path, expected=SCHEMA, found=raw["schema"])
             names, sizes, metrics = [], [], {}
@@ -758,7 +795,8 @@ class SaveManifest:
             for name, value in raw["metrics"].items():
                 metrics[name] = _number_from_json(value)
             created = _number_from_json(raw["created"])
-            manifest = cls(raw["save"], raw["job"], created, tuple(sizes), raw["step"], metrics)
+            frozen = tuple(SavedFile(*fields) for fields in raw.get("frozen", ()))
+            manifest = cls(raw["save"], raw["job"], created, tuple(sizes), raw["step"], metrics, frozen)
             manifest._check(names)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, StateExchangeError):
@@ -779,6 +817,14 @@ class SaveManifest:
             raise ValueError("it does not list the size of each file")
         if names != self.files:
             raise ValueError("it does not list one file per rank")
+        numbers = dict.fromkeys(range(len(names)), 0)
+        for file in self.frozen:
+            is_sized = type(file.nbytes) is int and type(file.rank) is int and file.nbytes >= 0 and file.rank in numbers
+            if not is_sized or not isinstance(file.save, str) or not _SAVE.fullmatch(file.save):
+                raise ValueError("it does not list rank, size and save of each file of frozen parameters")
+            if file.name != frozen_file_name(file.rank, len(names), numbers[file.rank]):
+                raise ValueError("a rank's files of frozen parameters are not numbered from 0")
+            numbers[file.rank] += 1
 
 
 def _number_from_json(value: object) -> float:
@@ -807,7 +853,7 @@ def removable_files(store: Store) -> list[str]:
     if not store.listing:
         return []
     try:
-        files = read_manifest(store).files
+        files = [file.name for file in read_manifest(store).all_files]
     except NotFoundError:
         raise UnsafeError("refused to replace or remove: this directory is not a save", path=store.path) from None
     unlisted = sorted(store.listing.keys() - {MANIFEST, *files})
@@ -841,16 +887,17 @@ def is_stray(store: Store, name: str) -> bool:
         return False
 
 
-def open_rank_file(store: Store, manifest: SaveManifest, rank: int, name: str) -> RankFile:
-    """Open a rank's file of a save by its name; it is closed with the store.
+def open_rank_file(store: Store, manifest: SaveManifest, listed: SavedFile) -> RankFile:
+    """Open a rank's file of a save; it is closed with the store.
 
     Raises:
         NotFoundError: the file is missing.
         CorruptError: its header, metadata or size is wrong, or it belongs to another save.
     """
-    expected: dict[str, str | int] = {"save": manifest.save, "rank": rank, "world_size": len(manifest.nbytes)}
+    rank = listed.rank
+    expected: dict[str, str | int] = {"save": listed.save, "rank": rank, "world_size": manifest.world_size}
     try:
-        file = store.open(name)
+        file = store.open(listed.name)
     except NotFoundError as error:
         raise NotFoundError("this rank's file is missing", rank=rank, path=error.path) from None
-    return RankFile(file, expected, manifest.nbytes[rank])
+    return RankFile(file, expected, listed.nbytes)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import NotFoundError, StorageError, TargetExistsError, UnsafeError
 from statexchange.storage import files
-from statexchange.storage.atomic import invalidate_listings, write_new
+from statexchange.storage.atomic import invalidate_listings, link_same, write_new
 from statexchange.storage.location import is_remote, open_path
 from statexchange.storage.publish.build import WrittenFile
 from statexchange.storage.tensorfile import write_tensor_file
@@ -40,6 +40,7 @@ __all__ = [
     "check_can_be_made",
     "clear",
     "create",
+    "link_into_build",
     "open_build",
     "remove",
     "unfinished",
@@ -147,6 +148,27 @@ def write_into_build(
         )
         invalidate_listings(dir_fd, path=folder)  # before the publisher on another host looks for the file
     return WrittenFile("", folder, content)
+
+
+def link_into_build(path: str, key: str, name: str, source: str, identity: Sequence[object]) -> bool:
+    """Give a file of an earlier checkpoint a second name in a build of a directory, which must be a local one.
+
+    Args:
+        path: the directory, as this process sees it.
+        key: what `Build.share` has returned.
+        name: the name in the build.
+        source: the path of the file.
+        identity: its device, inode, size and modification time, as it is known to be.
+
+    Returns:
+        Whether it is linked: not if it is another file now or is gone, or if the file system makes no such link.
+    """
+    folder = os.path.join(os.path.dirname(path), os.path.basename(key))
+    with files.directory(folder) as dir_fd:
+        if not link_same(source, identity, name, dir_fd, os.path.join(folder, name)):
+            return False
+        invalidate_listings(dir_fd, path=folder)
+    return True
 
 
 def check_can_be_made(path: str, absence: NotFoundError) -> None:

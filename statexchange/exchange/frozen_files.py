@@ -1,0 +1,209 @@
+"""Write parameters that do not train as files of their own, which the next save links instead of writing them again.
+
+A job that trains an adapter has a base that does not change. In a directory of saves each rank has such parameters in a
+file for each first key of the state, beside the file of all else. The next save gives that file a second name, a hard
+link, if
+
+1. it has the boxes and digests that this rank would write, by the bytes of the live tensors;
+2. its device, inode, size and modification time are those of the file that this process wrote, or has read and compared
+   with its digests, as it does once after a restart with the files of the newest save.
+
+So a tensor that was changed after all is written, whatever `requires_grad` says. Saves that share a file share its
+bytes: if these are damaged, they are damaged in each of them. Where no link can be made the file is written.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import StateExchangeError
+from statexchange.exchange.staging import Staging, shard_data
+from statexchange.formats.source import ShardFile
+from statexchange.sharding.shards import Shard
+from statexchange.state.describe import LocalTensor
+from statexchange.storage.location import open_path
+from statexchange.storage.publish import link_into_build, write_into_build
+from statexchange.storage.tensorfile import (
+    MANIFEST,
+    SavedFile,
+    check_unchanged,
+    digests_of,
+    frozen_file_name,
+    open_rank_file,
+    rank_metadata,
+    read_manifest,
+)
+from statexchange.tensors import collector_paused
+
+__all__ = ["FrozenFile", "FrozenFiles", "Target", "frozen_parameters"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenFile:
+    """A file of frozen parameters of a save.
+
+    Attributes:
+        listed: the entry of the manifest.
+        identity: device, inode, size and modification time.
+        shards: its shards by name.
+        digests: the digests of their boxes.
+        is_linked: whether an earlier save wrote it.
+        is_checked: whether this process wrote it, or has compared its bytes with its digests.
+    """
+
+    listed: SavedFile
+    identity: Sequence[str | int]
+    shards: Mapping[str, Shard]
+    digests: Mapping[str, Sequence[str]]
+    is_linked: bool = False
+    is_checked: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The save that is being written: its path, the key of its build, its number, and the newest save beside it."""
+
+    path: str
+    key: str
+    save: str
+    newest: str
+
+
+def frozen_parameters(
+    tensors: Sequence[LocalTensor], names: Collection[str]
+) -> tuple[dict[str, list[LocalTensor]], list[LocalTensor]]:
+    """Return the tensors with one of these names by the first key of the state, and all others."""
+    frozen: dict[str, list[LocalTensor]] = {}
+    others = []
+    for local in tensors:
+        name = local.shard.name
+        if name in names:
+            frozen.setdefault(name.partition(".")[0], []).append(local)
+        else:
+            others.append(local)
+    return frozen, others
+
+
+class FrozenFiles:
+    """The files of this rank in the last save of a job, by the first key of the state. Not collective."""
+
+    def __init__(self) -> None:
+        self._last: Mapping[str, FrozenFile] | None = None  # None before the first save
+        self._folder = ""
+
+    def write(
+        self,
+        frozen: Mapping[str, Sequence[LocalTensor]],
+        digests: Mapping[str, Sequence[str]],
+        target: Target,
+        comm: Communicator,
+    ) -> dict[str, FrozenFile]:
+        """Write or link this rank's files into a build; return them by key of the state.
+
+        Args:
+            frozen: the parameters of each file, by key of the state.
+            digests: the digests of the boxes of those that have been read already.
+            target: the save that is being written.
+            comm: the communicator.
+        """
+        if self._last is None:
+            self._last = _files_of(target.newest, comm) if frozen and target.newest else {}
+            self._folder = target.newest
+        files: dict[str, FrozenFile] = {}
+        for key, tensors in sorted(frozen.items()):
+            name = frozen_file_name(comm.rank, comm.world_size, len(files))
+            last = self._last.get(key)
+            file = None
+            if last is not None and last.shards == _shards_of(tensors):
+                digests = {**digests, **_missing_digests(tensors, digests, comm)}
+                if all(list(last.digests[name]) == list(digests[name]) for name in last.shards):
+                    file = self._linked(last, name, target, comm)
+            files[key] = file or _written(name, tensors, digests, target, comm)
+        return files
+
+    def note_published(self, target: Target, files: Mapping[str, FrozenFile]) -> None:
+        """Record the files of a save that is whole now: the next one links them."""
+        self._last, self._folder = files, target.path
+
+    def _linked(self, last: FrozenFile, name: str, target: Target, comm: Communicator) -> FrozenFile | None:
+        """Link a file of the last save under a name into a build; return None if it cannot be linked."""
+        path = os.path.join(self._folder, last.listed.name)
+        try:
+            if not last.is_checked:
+                _check(self._folder, last, comm)
+            if not link_into_build(target.path, target.key, name, path, last.identity):
+                return None
+        except StateExchangeError as error:  # the file is written, as if there were no earlier save
+            _log.warning("%s is not linked, but written again: %s", path, error)
+            return None
+        return replace(last, listed=replace(last.listed, name=name), is_linked=True, is_checked=True)
+
+
+def _shards_of(tensors: Sequence[LocalTensor]) -> dict[str, Shard]:
+    return {local.shard.name: local.shard for local in tensors}
+
+
+def _missing_digests(
+    tensors: Sequence[LocalTensor], digests: Mapping[str, Sequence[str]], comm: Communicator
+) -> dict[str, list[str]]:
+    """Read the tensors that have no digest yet, and return their digests."""
+    unread = [local for local in tensors if local.shard.name not in digests]
+    with collector_paused():
+        return digests_of(shard_data(unread, Staging()), comm.progress)
+
+
+def _written(
+    name: str,
+    tensors: Sequence[LocalTensor],
+    digests: Mapping[str, Sequence[str]],
+    target: Target,
+    comm: Communicator,
+) -> FrozenFile:
+    """Write a file into a build."""
+    metadata = rank_metadata(target.save, comm.rank, comm.world_size, "null", {})
+    with collector_paused():
+        shards = shard_data(tensors, Staging())
+    file = write_into_build(target.path, target.key, (name, MANIFEST), shards, metadata, comm.progress)
+    check_unchanged(digests, file.content.digests)
+    with open_path(file.folder) as opened:
+        identity = opened.store.open(name).local_identity
+    listed = SavedFile(name, file.content.nbytes, comm.rank, target.save)
+    return FrozenFile(listed, identity, _shards_of(tensors), file.content.digests)
+
+
+def _files_of(folder: str, comm: Communicator) -> dict[str, FrozenFile]:
+    """Return this rank's files in a save that an earlier process wrote; none if they cannot be read."""
+    files: dict[str, FrozenFile] = {}
+    try:
+        with open_path(folder) as opened:
+            manifest = read_manifest(opened.store)
+            if manifest.world_size != comm.world_size:
+                return {}
+            for listed in manifest.frozen:
+                if listed.rank == comm.rank:
+                    file = open_rank_file(opened.store, manifest, listed)
+                    digests = {}
+                    for name, byte_ranges in file.byte_ranges.items():
+                        digests[name] = [str(byte_range.digest) for byte_range in byte_ranges]
+                    identity = file.file.local_identity
+                    key = min(file.shards).partition(".")[0]
+                    files[key] = FrozenFile(listed, identity, file.shards, digests, is_checked=False)
+    except StateExchangeError as error:
+        _log.warning("files of frozen parameters are not linked, but written again: %s", error)
+    return files
+
+
+def _check(folder: str, file: FrozenFile, comm: Communicator) -> None:
+    """Read a file of an earlier process and compare its bytes with its digests; raise CorruptError if they differ."""
+    with open_path(folder) as opened:
+        manifest = read_manifest(opened.store)
+        stored = ShardFile.of_rank(open_rank_file(opened.store, manifest, file.listed))
+        for tensor in stored.tensors.values():
+            for index in range(len(tensor.byte_ranges)):
+                tensor.read_digest(index, comm.progress)

@@ -1,0 +1,263 @@
+"""Parameters that do not train: files of their own in the saves of a job, which the next save links."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint_jobs import adapter_of, load_adapters, save_adapters
+from forked_jobs import ForkedJobs
+from sweeps import slow, some
+
+import statexchange as sx
+from statexchange.checkpoint.prune import prune_saves
+from statexchange.report.saves import list_saves
+from statexchange.report.verify import verify, verify_saves
+from statexchange.storage.steps import Retention
+from statexchange.testing import run_ranks
+
+FROZEN = "rank-00000-of-00001.frozen-0.safetensors"
+
+
+def frozen_files(path: Path) -> dict[str, list[int]]:
+    """Return the inodes of the files of frozen parameters by name, one for each save."""
+    found: dict[str, list[int]] = {}
+    for file in sorted(path.rglob("*.frozen-*")):
+        found.setdefault(file.name, []).append(file.stat().st_ino)
+    return found
+
+
+def set_base(state: dict[str, Any], value: float) -> None:
+    with torch.no_grad():
+        state["model"]["base"].weight[0, 0] = value
+
+
+def saved_bytes(path: Path) -> int:
+    """Return what the saves take on a disk."""
+    sizes = {}
+    for file in path.rglob("*.safetensors"):
+        sizes[file.stat().st_ino] = file.stat().st_size
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_next_save_links_what_does_not_train(background: bool, tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path, keep=None)
+
+    def save(step: int) -> Any:
+        report = saves.save(adapter_of(step), step, background=background)
+        return report.result(30) if background else report
+
+    reports = [save(step) for step in (10, 20, 30)]
+    ((first, second, third),) = frozen_files(tmp_path).values()
+    assert first == second == third
+    base = tmp_path / "step-000000010" / FROZEN
+    assert [report.linked_nbytes for report in reports] == [0, base.stat().st_size, base.stat().st_size]
+    assert reports[0].nbytes == reports[1].nbytes + base.stat().st_size
+    assert "linked" in str(reports[1])
+    assert load_adapters(str(tmp_path)) == 30
+    assert all(report.findings == () for _, report in verify_saves(tmp_path))
+    assert list_saves(tmp_path).nbytes == saved_bytes(tmp_path)
+
+
+def save_with_a_change(path: str, background: bool) -> list[int]:
+    """Save with an equal base, with another one on rank 1, and with an equal one; load each. Return linked bytes."""
+    saves = sx.Checkpoints(path, keep=None)
+    linked = []
+    for step in (10, 20, 30):
+        state = adapter_of(step)
+        if step == 20 and sx.get_rank() == 1:
+            set_base(state, 7.0)
+        report = saves.save(state, step, background=background)
+        linked.append((report.result(60) if background else report).linked_nbytes)
+        loaded = adapter_of(0)
+        set_base(loaded, -1.0)
+        saves.load(loaded, step)
+        for name, tensor in state["model"].state_dict().items():
+            assert torch.equal(tensor, loaded["model"].state_dict()[name]), (step, name)
+    return linked
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_frozen_tensor_that_changes_is_written_and_comes_back_to_its_rank(background: bool, tmp_path: Path) -> None:
+    linked = run_ranks(save_with_a_change, 3, args=(str(tmp_path / "saves"), background))
+    assert linked[0] == linked[1] == linked[2]
+    assert run_ranks(load_adapters, 2, args=(str(tmp_path / "saves"),)) == [30, 30]
+
+
+def test_a_restarted_job_links_files_of_the_newest_save_that_it_has_read(tmp_path: Path) -> None:
+    save_adapters(str(tmp_path), 10)
+    assert sx.Checkpoints(tmp_path).save(adapter_of(20), 20).linked_nbytes > 0
+    ((first, second),) = frozen_files(tmp_path).values()
+    assert first == second
+
+
+def flip_last_byte(path: Path) -> None:
+    """Change a tensor's byte, as a broken disk would: size and modification time stay."""
+    times = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    with open(path, "r+b") as file:
+        file.write(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_a_damaged_file_is_not_linked_by_a_restarted_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_adapters(str(tmp_path), 10)
+    flip_last_byte(tmp_path / "step-000000010" / FROZEN)
+    with caplog.at_level(logging.WARNING, "statexchange"):
+        assert sx.Checkpoints(tmp_path).save(adapter_of(20), 20).linked_nbytes == 0
+    assert "step-000000010" in caplog.text
+    assert "written again" in caplog.text
+    assert verify(tmp_path / "step-000000020").findings == ()
+    assert load_adapters(str(tmp_path)) == 20
+
+
+def test_a_file_that_was_changed_after_it_was_written_is_not_linked(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path)
+    saves.save(adapter_of(10), 10)
+    os.utime(tmp_path / "step-000000010" / FROZEN)
+    assert saves.save(adapter_of(20), 20).linked_nbytes == 0
+
+
+def test_a_damaged_file_is_named_for_each_save_that_has_it(tmp_path: Path) -> None:
+    save_adapters(str(tmp_path), 10, 20)
+    flip_last_byte(tmp_path / "step-000000010" / FROZEN)
+    for step, report in verify_saves(tmp_path):
+        (finding,) = report.findings
+        assert (finding.name, finding.rank) == ("model.base.weight", 0)
+        assert f"step-{step:09d}/{FROZEN}" in str(finding)
+    with pytest.raises(sx.errors.CorruptError, match=r"model\.base"):
+        sx.Checkpoints(tmp_path).load(adapter_of(0))
+
+
+def test_retention_delete_and_prune_leave_the_files_of_other_saves(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path, keep=2)
+    for step in (10, 20, 30):
+        saves.save(adapter_of(step), step)
+    assert saves.steps() == [20, 30]
+    report = prune_saves(tmp_path, Retention(keep=1))
+    removed, kept = report.rows
+    assert (removed.action, kept.action) == ("removed", "kept")
+    assert kept.nbytes == saved_bytes(tmp_path)
+    assert removed.nbytes < kept.nbytes
+    saves.save(adapter_of(40), 40)
+    saves.delete(30)
+    assert load_adapters(str(tmp_path)) == 40
+
+
+@pytest.mark.parametrize("options", [{"link": False}, {"memory": True}], ids=str)
+def test_without_links_each_save_is_written_whole(options: dict[str, Any], tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path, **options)
+    reports = [saves.save(adapter_of(step), step) for step in (10, 20)]
+    assert [report.linked_nbytes for report in reports] == [0, 0]
+    assert frozen_files(tmp_path) == {}
+    if "memory" in options:
+        saves.delete(10)
+        saves.delete(20)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOENT])
+def test_where_no_link_can_be_made_the_file_is_written(code: int, tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path)
+    saves.save(adapter_of(10), 10)
+    is_active = True
+
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if is_active and event == "statexchange.storage" and args[0] == "link" and args[1].endswith(FROZEN):
+            raise OSError(code, os.strerror(code))
+
+    sys.addaudithook(hook)
+    assert saves.save(adapter_of(20), 20).linked_nbytes == 0
+    is_active = False
+    assert load_adapters(str(tmp_path)) == 20
+
+
+def test_a_save_whose_file_of_frozen_parameters_is_gone_is_broken(tmp_path: Path) -> None:
+    save_adapters(str(tmp_path), 10, 20)
+    (tmp_path / "step-000000020" / FROZEN).unlink()
+    (broken,) = [row for row in list_saves(tmp_path).saves if row.problems]
+    assert (broken.step, broken.state) == (20, "rank 0 has no file")
+    with pytest.raises(sx.errors.StateExchangeError, match=FROZEN):
+        sx.Checkpoints(tmp_path).load(adapter_of(0))
+    assert sx.Checkpoints(tmp_path).save(adapter_of(30), 30).step == 30
+
+
+def test_a_file_of_frozen_parameters_alone_is_no_save(tmp_path: Path) -> None:
+    save_adapters(str(tmp_path), 10)
+    with pytest.raises(sx.errors.IncompleteError, match="give the directory"):
+        sx.load_checkpoint(adapter_of(0), tmp_path / "step-000000010" / FROZEN)
+
+
+def save_two(path: str) -> None:
+    """Save a state with two modules that do not train, of which one changes, and with tied parameters."""
+    saves = sx.Checkpoints(path, keep=None)
+    for step in (10, 20):
+        model = torch.nn.ModuleDict({"head": torch.nn.Linear(8, 8), "embedding": torch.nn.Embedding(8, 8)})
+        torch.manual_seed(1)
+        torch.nn.init.normal_(model["embedding"].weight)
+        model["head"].weight = model["embedding"].weight
+        model["embedding"].weight.requires_grad_(requires_grad=False)
+        target = torch.nn.Linear(4, 4)
+        target.requires_grad_(requires_grad=False)
+        with torch.no_grad():
+            target.weight.fill_(step)
+        saves.save({"model": model, "target": target}, step)
+
+
+def test_each_first_key_of_the_state_has_a_file_of_its_own(tmp_path: Path) -> None:
+    save_two(str(tmp_path / "saves"))
+    model, target = frozen_files(tmp_path / "saves").values()
+    assert model[0] == model[1]
+    assert target[0] != target[1]
+    sx.merge_checkpoint(tmp_path / "saves" / "step-000000020", tmp_path / "merged", section="model")
+    with sx.open_checkpoint(tmp_path / "merged") as merged:
+        assert "embedding.weight" in merged or "head.weight" in merged
+
+
+JOBS = """
+import torch
+from statexchange.testing import run_ranks
+from checkpoint_jobs import load_adapters, save_adapters
+
+def job(path, steps):  # its two ranks are threads, so that a kill ends both
+    run_ranks(save_adapters, 2, args=(path, *steps))
+
+serve(job)
+"""
+
+
+@pytest.fixture(scope="module")
+def jobs() -> Iterator[ForkedJobs]:
+    with ForkedJobs(JOBS) as started:
+        yield started
+
+
+@pytest.mark.parametrize("every", [60, slow(1)], ids=["some", "all"])
+@pytest.mark.timeout(900)
+def test_a_job_killed_at_any_call_of_a_save_with_links_goes_on_from_a_whole_save(
+    every: int, jobs: ForkedJobs, sweep_path: Path
+) -> None:
+    jobs.run(str(sweep_path / "before"), [10, 20, 30])
+    traces = [shutil.copytree(sweep_path / "before", sweep_path / name) for name in ("trace", "trace 2", "trace 3")]
+    calls = jobs.fewest_calls(*((str(trace), [40]) for trace in traces))  # saves, and removes step 10
+    print(f"killed at {len(calls)} calls")
+    for number in some(range(1, len(calls) + 1), every):
+        path = sweep_path / str(number)
+        shutil.copytree(sweep_path / "before", path)
+        if jobs.run(str(path), [40], kill_at=number) is not None:  # the ranks made fewer calls than those counted
+            assert number > len(calls) - 10, number
+        assert run_ranks(load_adapters, 3, args=(str(path),)) in ([30] * 3, [40] * 3), number
+        resumed = run_ranks(load_adapters, 1, args=(str(path),))[0]
+        steps = run_ranks(save_adapters, 2, args=(str(path), resumed + 10))[0]  # with no clean-up by hand
+        assert steps == [resumed - 10, resumed, resumed + 10], number
+        assert sorted(os.listdir(path)) == [f"step-{step:09d}" for step in steps], number
+        assert all(report.findings == () for _, report in verify_saves(path)), number
