@@ -223,7 +223,7 @@ def test_each_first_key_of_the_state_has_a_file_of_its_own(tmp_path: Path) -> No
     sx.merge_checkpoint(tmp_path / "saves" / "step-000000020", tmp_path / "merged", section="all")
     loaded = {"model": torch.nn.ModuleDict({"head": torch.nn.Linear(8, 8), "embedding": torch.nn.Embedding(8, 8)})}
     loaded["model"]["head"].weight = loaded["model"]["embedding"].weight
-    sx.load_checkpoint(loaded, tmp_path / "saves" / "step-000000020")
+    sx.load_checkpoint(loaded, tmp_path / "saves" / "step-000000020", strict=False)
     with sx.open_checkpoint(tmp_path / "merged") as merged:
         assert torch.equal(merged["model.embedding.weight"].read(framework="pt"), loaded["model"]["head"].weight)
         assert merged["target.weight"].read(framework="pt")[0, 0] == 20
