@@ -3,7 +3,8 @@
     python tools/bench/saves.py [--kind fsdp2] [--ranks 2] [--megabytes 1024] [--dirs /dev/shm /tmp] [--rounds 5]
 
 `--megabytes` is the whole state: parameters in float32 and two moments of each. Of the kind fsdp2 they are sharded over
-all ranks, of hsdp over each half of them, and of ddp each rank has all. All ways take turns, warm; medians over the
+all ranks, of hsdp over each half of them, and of ddp each rank has all. Of frozen, `--megabytes` is a base that does not
+train, sharded over all ranks beside an adapter that does, and the next save links the base. All ways take turns, warm; medians over the
 rounds of the slowest rank. The stall is the time until a call in the background returns; the next call comes when the
 save has ended. Both sync what they write on a disk (dcp with its default options). A bare write is one file of each
 rank's bytes, synced, and a bare read of them fills the tensors: no digest, no header, no other rank. `torch.save` is
@@ -39,8 +40,12 @@ class Job:
     """A rank's model and optimizer, and what dcp makes of them."""
 
     def __init__(self, megabytes: int, kind: str) -> None:
-        width = int((megabytes * 2**20 / 4 / 3 / LAYERS) ** 0.5)
-        self.model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+        width = int((megabytes * 2**20 / 4 / (1 if kind == "frozen" else 3) / LAYERS) ** 0.5)
+        layers = [torch.nn.Linear(width, width, bias=False) for _ in range(LAYERS)]
+        self.model = torch.nn.Sequential(*layers)
+        if kind == "frozen":
+            self.model.requires_grad_(requires_grad=False)
+            self.model.append(torch.nn.Linear(width, 8))
         if kind != "ddp":
             shape: tuple[int, ...] = (dist.get_world_size(),)
             if kind == "hsdp":
@@ -130,8 +135,11 @@ def rank_main(megabytes: int, folder: str, rounds: int, kind: str) -> Rounds:
         dist.barrier()
 
     def note_bytes(way: str, name: str) -> None:
-        nbytes = sum(file.stat().st_size for file in Path(folder, name).rglob("*") if file.is_file())
-        found.setdefault(f"{way}: MiB", []).append((nbytes / 2**20, 0))
+        sizes = {}
+        for file in Path(folder, name).rglob("*"):
+            if file.is_file():
+                sizes[file.stat().st_ino] = file.stat().st_size  # a file that saves share counts once
+        found.setdefault(f"{way}: MiB", []).append((sum(sizes.values()) / 2**20, 0))
 
     def dcp_save_async() -> Any:
         path = os.path.join(folder, "dcp-async")
@@ -148,13 +156,16 @@ def rank_main(megabytes: int, folder: str, rounds: int, kind: str) -> Rounds:
         timed("bare read", bare_read, **options)
         timed("save", lambda: ours.save(job.state, 1), **options)
         note_bytes("save", "ours")
+        if kind == "frozen":
+            timed("next save", lambda: ours.save(job.state, 2), **options)
+            note_bytes("next save", "ours")
         timed("dcp.save", lambda: dcp_saver.save(job.dcp_state(), checkpoint_id=os.path.join(folder, "dcp")), **options)
         note_bytes("dcp.save", "dcp")
         if kind == "ddp":
             timed("torch.save", torch_save, **options)
         timed("load", lambda: ours.load(job.state), **options)
         timed("dcp.load", dcp_load, **options)
-        timed("save in the background", lambda: ours.save(job.state, 2, background=True), **options).result()
+        timed("save in the background", lambda: ours.save(job.state, 3, background=True), **options).result()
         timed("dcp.async_save", dcp_save_async, **options).result()
     return found
 
@@ -163,7 +174,7 @@ def main() -> None:
     """Print the table of each directory."""
     from saves import rank_main as ranks_work  # ranks cannot import __main__
 
-    options, found = measure(ranks_work, kinds=("fsdp2", "hsdp", "ddp"))
+    options, found = measure(ranks_work, kinds=("fsdp2", "hsdp", "ddp", "frozen"))
     for place, ranks in found.items():
         kind = "tmpfs" if Path(place).resolve().is_relative_to("/dev/shm") else "disk"
         seconds = {way: slowest([rank[way] for rank in ranks]) for way in ranks[0]}
