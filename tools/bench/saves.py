@@ -3,12 +3,12 @@
     python tools/bench/saves.py [--kind fsdp2] [--ranks 2] [--megabytes 1024] [--dirs /dev/shm /tmp] [--rounds 5]
 
 `--megabytes` is the whole state: parameters in float32 and two moments of each. Of the kind fsdp2 they are sharded over
-all ranks, of hsdp over each half of them, and of ddp each rank has all. Of frozen, `--megabytes` is a base that does not
-train, sharded over all ranks beside an adapter that does, and the next save links the base. All ways take turns, warm; medians over the
-rounds of the slowest rank. The stall is the time until a call in the background returns; the next call comes when the
-save has ended. Both sync what they write on a disk (dcp with its default options). A bare write is one file of each
-rank's bytes, synced, and a bare read of them fills the tensors: no digest, no header, no other rank. `torch.save` is
-that of rank 0, for ddp. The bytes on disk are those of the whole directory.
+all ranks, of hsdp over each half of them, and of ddp each rank has all. Of frozen, `--megabytes` is a base that does
+not train, sharded over all ranks beside an adapter that does, and the next save links the base. All ways take turns,
+warm; medians over the rounds of the slowest rank. The stall is the time until a call in the background returns; the
+next call comes when the save has ended. Both sync what they write on a disk (dcp with its default options). A bare
+write is one file of each rank's bytes, synced, and a bare read of them fills the tensors: no digest, no header, no
+other rank. `torch.save` is that of rank 0, for ddp. The bytes on disk are those of the whole directory.
 """
 
 from __future__ import annotations
