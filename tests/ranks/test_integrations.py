@@ -191,6 +191,28 @@ def test_a_path_as_saves_of_a_trainer_makes_checkpoints_there(tmp_path: Path) ->
         sx.integrations.CheckpointsTrainer(llama_of_pages(), args, saves=None)
 
 
+@pytest.mark.parametrize("exclude", [(), "model.model.embed_tokens.*"], ids=["linked", "left out"])
+def test_a_trainer_writes_what_does_not_train_once_or_never(exclude: Any, tmp_path: Path) -> None:
+    def train(folder: str, steps: int) -> Any:
+        torch.manual_seed(5)
+        model = llama_of_pages()
+        model.model.embed_tokens.requires_grad_(requires_grad=False)
+        saves = sx.Checkpoints(tmp_path / folder, keep=None, exclude=exclude)
+        args = arguments(tmp_path, max_steps=steps, save_steps=2, lr_scheduler_type="constant")
+        trainer = sx.integrations.CheckpointsTrainer(model, args, train_dataset=random_rows(32), saves=saves)
+        trainer.train(resume_from_checkpoint=True)
+        return model.state_dict()
+
+    train("saves", 4)
+    first, second = (set(os.listdir(tmp_path / "saves" / f"step-00000000{step}")) for step in (2, 4))
+    assert first == second
+    linked = [file.stat().st_nlink for file in (tmp_path / "saves").rglob("*.frozen-*")]
+    assert linked == ([] if exclude else [2, 2])
+    resumed, whole = train("saves", 6), train("another", 6)
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, resumed[name]), name
+
+
 # Instead of printing the loss: notes it for each rank, and kills rank 0 once, after a step that was not saved.
 NOTES = """            import os
             with open(f"rank{accelerator.process_index}.txt", "a") as file:
