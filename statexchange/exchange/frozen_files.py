@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator
@@ -42,6 +42,7 @@ from statexchange.tensors import collector_paused
 __all__ = ["FrozenFile", "FrozenFiles", "Target", "frozen_parameters"]
 
 _log = logging.getLogger(__name__)
+_KEY = "key"  # of a file's metadata: the first key of the state
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +77,17 @@ class Target:
 
 
 def frozen_parameters(
-    tensors: Sequence[LocalTensor], names: Collection[str]
+    tensors: Sequence[LocalTensor], keys: Mapping[str, str]
 ) -> tuple[dict[str, list[LocalTensor]], list[LocalTensor]]:
-    """Return the tensors with one of these names by the first key of the state, and all others."""
+    """Return the tensors that have a key by their names, by that key, and all others."""
     frozen: dict[str, list[LocalTensor]] = {}
     others = []
     for local in tensors:
-        name = local.shard.name
-        if name in names:
-            frozen.setdefault(name.partition(".")[0], []).append(local)
-        else:
+        key = keys.get(local.shard.name)
+        if key is None:
             others.append(local)
+        else:
+            frozen.setdefault(key, []).append(local)
     return frozen, others
 
 
@@ -124,7 +125,7 @@ class FrozenFiles:
                 digests = {**digests, **_missing_digests(tensors, digests, comm)}
                 if all(list(last.digests[name]) == list(digests[name]) for name in last.shards):
                     file = self._linked(last, name, target, comm)
-            files[key] = file or _written(name, tensors, digests, target, comm)
+            files[key] = file or _written(name, key, tensors, digests, target, comm)
         return files
 
     def note_published(self, target: Target, files: Mapping[str, FrozenFile]) -> None:
@@ -160,13 +161,14 @@ def _missing_digests(
 
 def _written(
     name: str,
+    key: str,
     tensors: Sequence[LocalTensor],
     digests: Mapping[str, Sequence[str]],
     target: Target,
     comm: Communicator,
 ) -> FrozenFile:
-    """Write a file into a build."""
-    metadata = rank_metadata(target.save, comm.rank, comm.world_size, "null", {})
+    """Write a file of the parameters below a key of the state into a build."""
+    metadata = rank_metadata(target.save, comm.rank, comm.world_size, "null", {_KEY: key})
     with collector_paused():
         shards = shard_data(tensors, Staging())
     file = write_into_build(target.path, target.key, (name, MANIFEST), shards, metadata, comm.progress)
@@ -192,8 +194,9 @@ def _files_of(folder: str, comm: Communicator) -> dict[str, FrozenFile]:
                     for name, byte_ranges in file.byte_ranges.items():
                         digests[name] = [str(byte_range.digest) for byte_range in byte_ranges]
                     identity = file.file.local_identity
-                    key = min(file.shards).partition(".")[0]
-                    files[key] = FrozenFile(listed, identity, file.shards, digests, is_checked=False)
+                    files[str(file.metadata.get(_KEY))] = FrozenFile(
+                        listed, identity, file.shards, digests, is_checked=False
+                    )
     except StateExchangeError as error:
         _log.warning("files of frozen parameters are not linked, but written again: %s", error)
     return files

@@ -163,8 +163,8 @@ def note_on_stale_optimizers(placed: Sequence[Node], names: Mapping[int, str]) -
 class SavedState:
     """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose.
 
-    `selection` is what of it is saved, `frozen` the names of the parameters that lie in files of their own, and `notes`
-    are for the report.
+    `selection` is what of it is saved, and `notes` are for the report. `frozen` has the names of the parameters that lie
+    in files of their own, with the first key of their path in the state, "" if the state is a module.
     """
 
     config: str
@@ -172,7 +172,7 @@ class SavedState:
     described: Description
     rules: Layout
     selection: Selection
-    frozen: frozenset[str]
+    frozen: Mapping[str, str]
     notes: tuple[str, ...]
 
 
@@ -213,19 +213,19 @@ def describe_save(
         if selection.left_out:
             owners["left_out"] = selection.left_out
         notes = note_on_stale_optimizers(places, names)
-        frozen = _frozen_names(places) if parts_frozen else frozenset()
+        frozen = _frozen_names(places) if parts_frozen else {}
         return SavedState(config, owners, described, rules, selection, frozen, notes)
 
 
-def _frozen_names(placed: Sequence[Node]) -> frozenset[str]:
-    """Return the names of parameters of modules that need no gradient, as `requires_grad` says."""
-    frozen: set[str] = set()
+def _frozen_names(placed: Sequence[Node]) -> dict[str, str]:
+    """Return the names of parameters of modules that need no gradient, with the first keys of their modules' paths."""
+    frozen: dict[str, str] = {}
     for node in placed:
         if node.kind == "module" and not all(parameter.requires_grad for parameter in node.value.parameters()):
             for name, parameter in node.value.named_parameters(remove_duplicate=False):
                 if not parameter.requires_grad:
-                    frozen.add(joined(node.text, bare_name(name)))
-    return frozenset(frozen)
+                    frozen[joined(node.text, bare_name(name))] = node.text.partition(".")[0]
+    return frozen
 
 
 def _parse_layout(layout: Mapping[str, object] | None, tensors: Mapping[str, TensorLike]) -> Layout:

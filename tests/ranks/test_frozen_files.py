@@ -16,6 +16,8 @@ import torch
 from checkpoint_jobs import adapter_of, load_adapters, save_adapters
 from forked_jobs import ForkedJobs
 from sweeps import slow, some
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import statexchange as sx
 from statexchange.checkpoint.prune import prune_saves
@@ -227,6 +229,46 @@ def test_each_first_key_of_the_state_has_a_file_of_its_own(tmp_path: Path) -> No
     with sx.open_checkpoint(tmp_path / "merged") as merged:
         assert torch.equal(merged["model.embedding.weight"].read(framework="pt"), loaded["model"]["head"].weight)
         assert merged["target.weight"].read(framework="pt")[0, 0] == 20
+
+
+def test_a_module_as_the_state_has_one_file(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model.requires_grad_(requires_grad=False)
+    model[2].requires_grad_()
+    saves = sx.Checkpoints(tmp_path)
+    saves.save(model, 10)
+    again = sx.Checkpoints(tmp_path)
+    assert again.save(model, 20).linked_nbytes > 0
+    assert list(frozen_files(tmp_path)) == [FROZEN]
+
+
+def shard_and_save(path: str) -> list[int]:
+    """Save a model sharded by FSDP2 whose base does not train, twice; load it. Return the linked bytes."""
+    mesh = init_device_mesh("cpu", (2,))
+    state = adapter_of(10)
+    for part in state["model"].values():
+        fully_shard(part, mesh=mesh)
+    saves = sx.Checkpoints(path)
+    linked = [saves.save(state, step).linked_nbytes for step in (10, 20)]
+    whole = state["model"]["base"].weight.full_tensor()
+    set_zero(state)
+    saves.load(state)
+    assert torch.equal(state["model"]["base"].weight.full_tensor(), whole)
+    return linked
+
+
+def set_zero(state: dict[str, Any]) -> None:
+    with torch.no_grad():
+        for parameter in state["model"].parameters():
+            parameter.zero_()
+
+
+def test_shards_that_do_not_train_are_linked_by_each_rank(tmp_path: Path) -> None:
+    for linked in run_ranks(shard_and_save, 2, backend="gloo", args=(str(tmp_path),)):
+        assert linked[0] == 0
+        assert linked[1] > 48 * 32 * 4
+    assert len(frozen_files(tmp_path)) == 2
+    assert run_ranks(load_adapters, 3, args=(str(tmp_path),)) == [10] * 3
 
 
 JOBS = """
