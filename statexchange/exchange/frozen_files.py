@@ -97,6 +97,7 @@ class FrozenFiles:
     def __init__(self) -> None:
         self._last: Mapping[str, FrozenFile] | None = None  # None before the first save
         self._folder = ""
+        self._ranks = 0, 0  # the rank and the number of ranks in the last save
 
     def write(
         self,
@@ -113,9 +114,10 @@ class FrozenFiles:
             target: the save that is being written.
             comm: the communicator.
         """
-        if self._last is None:
+        # A rank's file is of no use for another rank, nor where there are more or fewer ranks than before.
+        if self._last is None or self._ranks != (comm.rank, comm.world_size):
             self._last = _files_of(target.newest, comm) if frozen and target.newest else {}
-            self._folder = target.newest
+            self._folder, self._ranks = target.newest, (comm.rank, comm.world_size)
         files: dict[str, FrozenFile] = {}
         for key, tensors in sorted(frozen.items()):
             name = frozen_file_name(comm.rank, comm.world_size, len(files))

@@ -163,8 +163,8 @@ def note_on_stale_optimizers(placed: Sequence[Node], names: Mapping[int, str]) -
 class SavedState:
     """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose.
 
-    `selection` is what of it is saved, and `notes` are for the report. `frozen` has the names of the parameters that lie
-    in files of their own, with the first key of their path in the state, "" if the state is a module.
+    `selection` is what of it is saved, and `notes` are for the report. `frozen` has the names of the parameters that
+    lie in files of their own, with the first key of their path in the state, "" if the state is a module.
     """
 
     config: str

@@ -102,6 +102,22 @@ def test_a_restarted_job_links_files_of_the_newest_save_that_it_has_read(tmp_pat
     assert first == second
 
 
+def save_alone_and_together(path: str) -> list[Any]:
+    """Save on rank 0 alone, then on both ranks by the same Checkpoints; return its steps and what a load finds."""
+    comm = sx.get_communicator()
+    alone = comm.new_group([comm.rank])
+    saves = sx.Checkpoints(f"{path}/{comm.rank}", comm=alone)
+    saves.save(adapter_of(10), 10)
+    comm.barrier()
+    saves._comm, saves._saves = comm, sx.Checkpoints(f"{path}/0")._saves
+    saves.save(adapter_of(20), 20)
+    return [saves.steps(), load_adapters(f"{path}/0")]
+
+
+def test_another_number_of_ranks_does_not_link_the_files_of_the_first(tmp_path: Path) -> None:
+    assert run_ranks(save_alone_and_together, 2, args=(str(tmp_path),)) == [[[10, 20], 20]] * 2
+
+
 def flip_last_byte(path: Path) -> None:
     """Change a tensor's byte, as a broken disk would: size and modification time stay."""
     times = path.stat()
