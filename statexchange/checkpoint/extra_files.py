@@ -132,6 +132,9 @@ def given_files(files_from: FilesFrom) -> GivenFiles:
             files = {name: store.open(name) for name in opened.names}
             if opened.file is None:
                 files, _ = _choose(store)
+                # Other files may be left out, but the config decides what is written.
+                if CONFIG in store.listing and CONFIG not in files:
+                    store.open(CONFIG)
             for name, file in files.items():
                 if name in contents:
                     raise InvalidArgumentError(f"files_from gives the file name {name!r} twice")

@@ -319,7 +319,10 @@ def _notes_on_narrowed(
     arguments = " ".join(f'--dtype "{pattern}={dtype}"' for pattern, dtype in rules.items())
     count = format_number(len(narrowed), "tensor")
     text = f"the cast narrows {count} that the source, or writers of such models, keep wide"
-    yield f"{text}: {abbreviated_list(narrowed)}. To keep these, dtype={rules} ({arguments})"
+    kept = (
+        "these" if len(patterns) <= _MAX_CAST_PATTERNS else f"those of {_MAX_CAST_PATTERNS} of {len(patterns)} patterns"
+    )
+    yield f"{text}: {abbreviated_list(narrowed)}. To keep {kept}, dtype={rules} ({arguments})"
 
 
 def _patterns(narrowed: Mapping[str, str], dtypes: Mapping[str, str]) -> dict[str, str]:

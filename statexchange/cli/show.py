@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from statexchange.sharding.shards import Box
 
 _CORNER = (slice(4), slice(6))  # rows and columns of the default slice
-_PART = re.compile(r"(-?[0-9]{1,18})|(-?[0-9]{1,18})?:(-?[0-9]{1,18})?")  # one index, or begin:end
+_PART = re.compile(r"(-?[0-9]{1,18})|(-?[0-9]{1,18})? *: *(-?[0-9]{1,18})?")  # one index, or begin:end
 _BAR = 40
 # A terminal shows values of at most _MAX_VALUE characters, and the first _CUT_VALUE characters of longer ones.
 _MAX_VALUE, _CUT_VALUE = 300, 60
@@ -40,7 +40,8 @@ def _parse_slice(context: click.Context, parameter: click.Parameter, value: str 
     if value is None:
         return None
     index: list[int | slice] = []
-    for part in value.strip().removeprefix("[").removesuffix("]").split(","):
+    text = value.strip().removeprefix("[").removesuffix("]")
+    for part in text.split(",") if text else []:
         match = _PART.fullmatch(part.strip())
         if match is None:
             text = f"{value!r} is not of the form 0:2,:8 (begin:end, or one index)"

@@ -159,13 +159,17 @@ def _verify_saves(output: Output, path: str, checks: Sequence[Check]) -> int:
     with Progress(output, "verify") as progress:
         for step, report in verify_saves(path, checks=checks, on_progress=progress):
             now = time.perf_counter()
-            read = format_transfer(report.num_tensors, report.nbytes, now - began)
+            read = "not read"
+            if report.is_read:
+                read = format_transfer(report.num_tensors, report.nbytes, now - began)
             began = now
             found = format_number(len(report.findings), "finding") if report.findings else "ok"
             output.line(f"step {step}: {read}: {found}")
             _show_findings(output, report.findings)
             findings += report.findings
-            record = {key: getattr(report, key) for key in ("path", "num_tensors", "num_boxes", "nbytes")}
+            record: Row = {"path": report.path}
+            for key in ("num_tensors", "num_boxes", "nbytes"):
+                record[key] = getattr(report, key) if report.is_read else None
             code, found_here = worst_code(report.findings), _records(report.findings)
             records.append({"step": step, **record, "code": code, "findings": found_here})
     num_whole = sum(record["code"] in ("OK", "FINDINGS") for record in records)

@@ -244,6 +244,10 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         advice = "a plain value is put into state = {} by load_checkpoint(state, path)"
         raise UnknownNameError(f"{text}; {advice}", name=str(name), path=self.path)
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the tensor of this name, or `default`."""
+        return self._tensors.get(name, default)  # not by the error of a missing name, which looks for alike ones
+
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 

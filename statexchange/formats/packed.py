@@ -29,7 +29,11 @@ _LAYOUTS = (
         "transformers with bitsandbytes loads it",
     ),
     (re.compile(r"\.g_idx$"), "GPTQ: weights packed into I32 as qweight, qzeros, scales and g_idx", _VLLM),
-    (re.compile(r"\.qzeros$"), "AWQ: weights packed into I32 as qweight, qzeros and scales", _VLLM),
+    (
+        re.compile(r"\.qzeros$"),
+        "AWQ, or GPTQ without g_idx: weights packed into I32 as qweight, qzeros and scales",
+        _VLLM,
+    ),
     (
         re.compile(r"\._[^.]+_qdata$"),
         "torchao: weights taken apart into _weight_qdata, _weight_scale and others, with records in the metadata",

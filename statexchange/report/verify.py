@@ -47,6 +47,7 @@ class VerifyReport:
         hub: the comparison with the hashes of a download, whose findings are among `findings`; None without.
         notes: files of weights that were not read and other facts about the reading; differences between a config and
             the tensors beside it.
+        is_read: whether the numbers count what was read; False if it could not be opened.
     """
 
     path: str
@@ -58,6 +59,7 @@ class VerifyReport:
     findings: tuple[StateExchangeError, ...]
     hub: HubComparison | None = None
     notes: tuple[str, ...] = ()
+    is_read: bool = True
 
 
 def verify(
@@ -305,4 +307,4 @@ def verify_saves(
 
 
 def _unreadable_save(path: str, findings: tuple[StateExchangeError, ...]) -> VerifyReport:
-    return VerifyReport(path, "save", num_tensors=0, num_boxes=0, num_unproven=0, nbytes=0, findings=findings)
+    return VerifyReport(path, "save", 0, 0, 0, 0, findings, is_read=False)

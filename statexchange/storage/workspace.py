@@ -579,7 +579,10 @@ class Workspace:
             self._drop(old)
         for old in half_dropped:
             self._drop(old)
-        self.sweep()
+        try:
+            self.sweep()
+        except StateExchangeError as error:  # the round is committed all the same
+            _log.warning("cannot remove abandoned rounds: %s", error)
         return manifest
 
     def sweep(self, only: str | None = None) -> None:

@@ -492,6 +492,9 @@ def test_small_files_are_copied_but_not_weights_or_training_state(tmp_path: Path
     refuse(InvalidArgumentError, tmp_path, "'model.safetensors'", files_from={"model.safetensors": "{}"})
     os.mkfifo(tmp_path / "fifo")
     refuse(UnsafeError, tmp_path, "regular file", files_from=[tmp_path / "fifo"])
+    (model / "config.json").unlink()
+    os.mkfifo(model / "config.json")
+    refuse(UnsafeError, tmp_path, "regular file", files_from=model)
 
 
 def test_a_directory_without_small_files_is_named(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_info_names_the_layout_and_the_tool(tmp_path: Path, call: CommandLine) -
     ("names", "layout"),
     [
         (("l.qweight", "l.qzeros", "l.scales", "l.g_idx"), "GPTQ"),
-        (("l.qweight", "l.qzeros", "l.scales"), "AWQ"),
+        (("l.qweight", "l.qzeros", "l.scales"), "AWQ, or GPTQ without g_idx"),
         (("l.weight", "l.SCB"), "bitsandbytes"),
         (("l.weight_packed", "l.weight_scale", "l.weight_shape"), "compressed-tensors"),
         (("l.w_blocks", "l.w_scales"), "MXFP4"),

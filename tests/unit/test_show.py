@@ -571,6 +571,11 @@ def test_a_slice_selects_values_and_a_wrong_one_is_a_usage_error(tmp_path: Path,
     assert values_of("[-1, -1, -2:, -3:]") == w[-1:, -1:, -2:, -3:].tolist()
     assert values_of("0,0,0") == w[:1, :1, :1].tolist()
     assert values_of("5:,0,0") == []
+    assert values_of("0,0, :1 ,2 : 3") == w[0, 0, :1, 2:3].reshape(1, 1, 1, 1).tolist()
+    save_file({"w": np.full((), 7, np.int32)}, tmp_path / "scalar.safetensors")
+    for text in ("", "[]"):
+        envelope = call.json("show", tmp_path / "scalar.safetensors", "w", "--slice", text)[1]
+        assert envelope["data"]["slice"]["values"] == 7
     for text, message in (
         ("0:2:1", "is not of the form 0:2,:8"),
         ("a", "is not of the form 0:2,:8"),
