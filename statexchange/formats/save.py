@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError
 from statexchange.formats.source import ShardFile, Source
-from statexchange.storage.location import OpenedPath
+from statexchange.storage.location import OpenedPath, parse_stored
 from statexchange.storage.publish.claim import claim_of
 from statexchange.storage.tensorfile import (
     MANIFEST,
@@ -103,13 +102,14 @@ def _absent_tensors(files: Sequence[ShardFile], configs: Mapping[int, str]) -> I
             text = "this file has only parameters that do not train: give the directory"
             yield IncompleteError(text, rank=file.rank, path=file.path)
             continue
-        waiting = [json.loads(configs[file.rank])]
+        waiting: list[object] = [parse_stored(configs[file.rank], file.path, file.file.budget)]
         absent: list[str] = []
         while waiting:
             value = waiting.pop()
             if isinstance(value, dict):
                 name = value.get("name")
-                if value.get("$") == "leaf" and name not in file.tensors and name not in file.aliases:
+                is_here = name in file.tensors or name in file.aliases if isinstance(name, str) else True
+                if value.get("$") == "leaf" and not is_here:
                     absent.append(str(name))
                 waiting += value.values()
             elif isinstance(value, list):

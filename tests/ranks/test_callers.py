@@ -6,6 +6,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -252,3 +254,15 @@ def test_hooks_in_autograds_threads_may_call() -> None:
     assert leaf.grad is not None
     assert leaf.grad.tolist() == [2.0] * 4
     comm.barrier()
+
+
+def test_a_world_of_one_has_no_caller(tmp_path: Path) -> None:
+    optimizer = sx.DistributedOptimizer(torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=1.0))
+    optimizer.step()  # by the main thread
+
+    def export() -> str:
+        return sx.export_checkpoint({"w": torch.ones(2)}, tmp_path / "exported").path
+
+    with ThreadPoolExecutor() as executor:
+        assert executor.submit(export).result(30) == str(tmp_path / "exported")
+    optimizer.step()

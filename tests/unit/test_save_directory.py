@@ -30,9 +30,10 @@ from statexchange.errors import (
 from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
+from statexchange.storage import files
 from statexchange.storage.location import seal
 from statexchange.storage.store import Budget
-from statexchange.storage.tensorfile import SaveManifest
+from statexchange.storage.tensorfile import SaveManifest, rank_metadata, write_tensor_file
 from statexchange.testing import run_ranks
 
 RANKS = 2
@@ -138,6 +139,17 @@ def test_the_file_of_one_rank_alone_is_opened_as_its_part(saved: Path) -> None:
     with open_source(saved / FILES[1]) as source:
         assert ([file.rank for file in source.files], source.world_size) == ([1], RANKS)
     assert verify(saved / FILES[1]).findings == ()
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 5000 + "]" * 5000, '{"$":"leaf","name":[]}'], ids=["open", "deep", "name"])
+def test_a_broken_state_in_the_file_of_one_rank_is_corrupt(text: str, tmp_path: Path) -> None:
+    number, path = "0123456789abcdef", tmp_path / "rank-00000-of-00001.safetensors"
+    with files.directory(str(tmp_path)) as dir_fd:
+        metadata = rank_metadata(number, 0, 1, text, {})
+        write_tensor_file(dir_fd, path.name, str(path), [], metadata, durable=False)
+    (tmp_path / "save.json").write_bytes(SaveManifest(number, "job", 0.0, (path.stat().st_size,)).to_bytes())
+    with pytest.raises(CorruptError, match="rank-00000"):
+        sx.load_checkpoint({"w": np.ones(2)}, path)
 
 
 # What is refused

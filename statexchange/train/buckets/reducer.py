@@ -185,6 +185,7 @@ class BucketReducer(Reducer):
             options.check()
         comm = as_communicator(changes.get("comm", self._comm))
         self.close()
+        self._hooks.forget_backward()
         self._comm = comm
         self._options = options
         self._source = self._source if module_or_params is None else module_or_params
