@@ -40,7 +40,6 @@ from statexchange.exchange.saves_directory import SavesDirectory
 from statexchange.exchange.saving import SaveReport, SaveRequest
 from statexchange.sharding.options import CallOptions, LoadOptions
 from statexchange.state.describe import State
-from statexchange.storage.location import is_remote
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -129,7 +128,7 @@ class Checkpoints:
         self._schedule = SaveSchedule(every_steps, every_s, on_signal, agree_every, grace_s)
         self._call = CallOptions(memory=memory, stall_timeout_s=stall_timeout_s)
         self._memory = MemoryCopies(self.path, stall_timeout_s) if memory else None
-        self._frozen = FrozenFiles() if link and not memory and not is_remote(self.path) else None
+        self._frozen = FrozenFiles() if link and not memory and not self._saves.is_remote else None
         self._comm = comm
         self._layout = layout
         self._selection = LoadOptions(include=include, exclude=exclude)

@@ -17,7 +17,7 @@ from statexchange.errors import without_secrets
 from statexchange.exchange.background import run_in_background
 from statexchange.exchange.box_writers import Shares, share_writing
 from statexchange.exchange.declared_copies import compare_copies
-from statexchange.exchange.frozen_files import frozen_parameters
+from statexchange.exchange.frozen_files import FrozenFile, frozen_parameters
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.saving import (
     SaveReport,
@@ -29,7 +29,7 @@ from statexchange.exchange.saving import (
     write_rank_file,
 )
 from statexchange.sharding.options import CallOptions, LoadOptions
-from statexchange.state.describe import Description, State
+from statexchange.state.describe import Description, LocalTensor, State
 from statexchange.state.state_dict import SavedState, describe_save
 from statexchange.storage.location import target_path
 
@@ -177,9 +177,12 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
         shares = Shares(list(described.tensors.values()), {})
         if comm.world_size > 1:
             shares = share_writing(comm, shares.written, described.aliases, request.call.stall_timeout_s)
-        frozen, rest = frozen_parameters(shares.written, saved.frozen)
-        file = write_rank_file(Shares(rest, shares.digests), saved, request, starts[0], comm)
-        frozen_files = {}
+        others = shares.written
+        frozen: dict[str, list[LocalTensor]] = {}
+        frozen_files: dict[str, FrozenFile] = {}
+        if request.frozen is not None:
+            frozen, others = frozen_parameters(others, saved.frozen)
+        file = write_rank_file(Shares(others, shares.digests), saved, request, starts[0], comm)
         if request.frozen is not None:
             with comm.phase("saving parameters that do not train", timeout_s=request.call.stall_timeout_s):
                 frozen_files = request.frozen.write(frozen, shares.digests, frozen_target(request, starts[0]), comm)

@@ -60,6 +60,11 @@ class SavesDirectory:
         self._checked: set[tuple[str | int, ...]] = set()  # versions of files that `check_saves` need not read
         self._begun: dict[int, str] = {}  # by step, the job of a save that has not ended, or has failed
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether the directory is at a URL."""
+        return is_remote(self.path)
+
     def path_of(self, step: int) -> str:
         """Return the path of a save; raise InvalidArgumentError for a step that no save can have."""
         if step > MAX_STEP:

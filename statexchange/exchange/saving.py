@@ -188,7 +188,7 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
         "" if is_remote(folder) else folder,
         save=secrets.token_hex(8),
         key="" if build is None else build.share(),
-        newest="" if build is None else os.path.basename(request.newest()),
+        newest="" if build is None or request.frozen is None else os.path.basename(request.newest()),
         has_layout=request.layout is not None,
         has_copies=comm.world_size > 1 and any(may_have_copies(local, comm.world_size) for local in tensors),
         memory=request.keep_in_memory is not None,
@@ -256,28 +256,32 @@ def publish(
     comm: Communicator,
 ) -> Published:
     """Give the directory its name once root sees the files of all ranks; return their sizes. Collective."""
-    written_here, linked_here = 0, 0
+    written_here, linked_here, listed = 0, 0, []
     for of_key in frozen.values():
+        listed.append(of_key.listed)
         if of_key.is_linked:
             linked_here += of_key.listed.nbytes
         else:
             written_here += of_key.listed.nbytes
-    listed = [of_key.listed for of_key in frozen.values()]
     part_here = _Written(file.content.nbytes, file.version, file.folder, listed, written_here, linked_here)
     # Outside of the phase: a rank that has failed before takes part in the end of a phase, and in no collective in it.
     written = from_all(comm, part_here, _Written, "the written file")
+    files: list[SavedFile] = []
+    sizes, rank_nbytes, linked_nbytes = [], [], 0
+    for part in written:
+        sizes.append(part.nbytes)
+        rank_nbytes.append(part.nbytes + part.frozen_nbytes)
+        files += part.frozen
+        linked_nbytes += part.linked_nbytes
     with comm.phase("publishing", timeout_s=request.call.stall_timeout_s):
-        sizes = tuple(part.nbytes for part in written)
         if build is not None:
             # On NFS a client may not see yet what another has written: a save is whole only if root sees all of it.
             _check_seen(build, written, comm)
-            files = tuple(listed for part in written for listed in part.frozen)
-            manifest = SaveManifest(start.save, request.job, time.time(), sizes, request.step, request.metrics, files)
-            build.commit(MANIFEST, manifest.to_bytes())
+            of_all = tuple(sizes), request.step, request.metrics, tuple(files)
+            build.commit(MANIFEST, SaveManifest(start.save, request.job, time.time(), *of_all).to_bytes())
     if request.frozen is not None:
         request.frozen.note_published(frozen_target(request, start), frozen)
-    rank_nbytes = tuple(part.nbytes + part.frozen_nbytes for part in written)
-    return Published(rank_nbytes, sum(part.linked_nbytes for part in written))
+    return Published(tuple(rank_nbytes), linked_nbytes)
 
 
 def _check_seen(build: Build, written: Sequence[_Written], comm: Communicator) -> None:
@@ -285,9 +289,9 @@ def _check_seen(build: Build, written: Sequence[_Written], comm: Communicator) -
     versions: dict[str, str] = {}
     ranks: dict[str, int] = {}
     for rank, name in enumerate(rank_file_names(comm.world_size)):
-        part = written[rank]
-        versions |= {name: part.version} | {listed.name: "" for listed in part.frozen}
-        ranks |= {name: rank} | {listed.name: rank for listed in part.frozen}
+        versions[name], ranks[name] = written[rank].version, rank
+        for listed in written[rank].frozen:
+            versions[listed.name], ranks[listed.name] = "", rank
     try:
         build.add_all(versions)
     except NotFoundError as error:

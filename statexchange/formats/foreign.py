@@ -10,7 +10,7 @@ from statexchange.formats import torch_file
 from statexchange.formats.source import abbreviated_names
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
-from statexchange.storage.tensorfile import wrong_kind_of_bytes
+from statexchange.storage.wrong_kinds import wrong_kind_of_bytes
 
 __all__ = ["is_directory_format", "matches", "read"]
 

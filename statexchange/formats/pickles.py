@@ -27,7 +27,7 @@ from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, UnsafeError, excerpt, type_text
 from statexchange.storage.store import Budget
-from statexchange.storage.tensorfile import wrong_kind_of_bytes
+from statexchange.storage.wrong_kinds import wrong_kind_of_bytes
 from statexchange.tensors import DTYPE_NAMES
 from statexchange.units import printable
 

@@ -86,7 +86,7 @@ def read(opened: OpenedPath) -> Source:
         step=manifest.step,
         created=manifest.created,
         metrics=manifest.metrics,
-        world_size=manifest.world_size,
+        world_size=len(manifest.nbytes),
         configs=configs,
         per_rank=frozenset(per_rank),
         optimizers=optimizers,

@@ -52,7 +52,7 @@ from statexchange.sharding.sharding_spec import DimSplit, local_boxes
 from statexchange.sharding.shards import MAX_DIMS, Box, Shard, c_strides, full_box, sizes_from_json
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Budget, Store, StoredFile
-from statexchange.storage.tensorfile import wrong_kind_of
+from statexchange.storage.wrong_kinds import wrong_kind_of
 from statexchange.values import MAX_DEPTH
 
 if TYPE_CHECKING:

@@ -38,6 +38,7 @@ from statexchange.storage.atomic import new_file
 from statexchange.storage.files import PART_BYTES, REPORTED_BYTES, WINDOW_BYTES, digest
 from statexchange.storage.location import parse_json, read_json, seal, unseal
 from statexchange.storage.store import ByteRange
+from statexchange.storage.wrong_kinds import wrong_kind_of
 from statexchange.tensors import (
     ITEMSIZE,
     PACKED,
@@ -79,13 +80,10 @@ __all__ = [
     "read_manifest",
     "removable_files",
     "write_tensor_file",
-    "wrong_kind_of",
-    "wrong_kind_of_bytes",
 ]
 
 MAX_HEADER_BYTES = 100_000_000
 _MAX_NAME_BYTES = 512
-_TEXT_BYTES = 64
 _METADATA_KEY = "__metadata__"
 WORKSPACE_KEY = "statexchange"
 # torch's HuggingFaceStorageWriter keeps a shard's offsets under this key, and its version beside it.
@@ -286,40 +284,6 @@ def read_header_bytes(file: StoredFile) -> bytearray:
     data = bytearray(8 + length)
     file.read_into(memoryview(data), 0)
     return data
-
-
-def wrong_kind_of(file: StoredFile) -> str | None:
-    """Return a message that says what a file is, if it is empty or of a kind that holds no tensors; else None."""
-    return wrong_kind_of_bytes(file.first_bytes(_TEXT_BYTES))
-
-
-# The first bytes, in lower case and without leading blanks, of files that hold no tensors, and what they are
-_WRONG_KINDS: tuple[tuple[bytes | tuple[bytes, ...], str], ...] = (
-    (b"pk\3\4", "this is a zip archive: if torch.save wrote it, call it .pt or .bin"),
-    (b"\x1f\x8b", "this file is compressed by gzip: unpack it first"),
-    (
-        b"version https://git-lfs.github.com/spec/",
-        "this is a pointer of Git LFS, not the file itself: fetch it with git lfs pull",
-    ),
-    (
-        (b"<!doctype html", b"<html", b"<?xml"),
-        "this is a web page, not the file: the download got an error page, download it again",
-    ),
-)
-_JSON_TEXT = "this is JSON text, not the file: if it is an error message of a download, download the file again"
-
-
-def wrong_kind_of_bytes(start: bytes) -> str | None:
-    """Return what `wrong_kind_of` returns, from the first bytes of a file."""
-    if not start:
-        return "the file is empty"
-    text = start.lstrip().lower()
-    for mark, kind in _WRONG_KINDS:
-        if text.startswith(mark):
-            return kind
-    # A tensor file has zeros before its JSON, in the header's length.
-    is_json = text.startswith(b"{") and start.isascii() and b"\0" not in start
-    return _JSON_TEXT if is_json else None
 
 
 def _entries(raw: Mapping[str, object], data_start: int, path: str) -> list[Entry]:
@@ -746,7 +710,7 @@ class SaveManifest:
     def all_files(self) -> list[SavedFile]:
         """The files of the ranks, and then those of frozen parameters."""
         files = []
-        for rank, name in enumerate(self.files):
+        for rank, name in enumerate(rank_file_names(len(self.nbytes))):
             files.append(SavedFile(name, self.nbytes[rank], rank, self.save))
         return [*files, *self.frozen]
 
@@ -795,8 +759,10 @@ class SaveManifest:
             for name, value in raw["metrics"].items():
                 metrics[name] = _number_from_json(value)
             created = _number_from_json(raw["created"])
-            frozen = tuple(SavedFile(*fields) for fields in raw.get("frozen", ()))
-            manifest = cls(raw["save"], raw["job"], created, tuple(sizes), raw["step"], metrics, frozen)
+            frozen = []
+            for fields in raw.get("frozen", ()):
+                frozen.append(SavedFile(*fields))
+            manifest = cls(raw["save"], raw["job"], created, tuple(sizes), raw["step"], metrics, tuple(frozen))
             manifest._check(names)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, StateExchangeError):
@@ -895,7 +861,7 @@ def open_rank_file(store: Store, manifest: SaveManifest, listed: SavedFile) -> R
         CorruptError: its header, metadata or size is wrong, or it belongs to another save.
     """
     rank = listed.rank
-    expected: dict[str, str | int] = {"save": listed.save, "rank": rank, "world_size": manifest.world_size}
+    expected: dict[str, str | int] = {"save": listed.save, "rank": rank, "world_size": len(manifest.nbytes)}
     try:
         file = store.open(listed.name)
     except NotFoundError as error:

@@ -44,7 +44,7 @@ class Walk(NamedTuple):
 
 CEILINGS = {
     "load": Walk(25, 650, 52, 0),
-    "save": Walk(25, 753, 77, 2),
+    "save": Walk(25, 749, 77, 2),
     "export": Walk(28, 681, 25, 0),
     "merge": Walk(27, 868, 114, 0),
     "synchronize": Walk(10, 240, 38, 1),
