@@ -43,7 +43,8 @@ class PruneRow:
     Attributes:
         step: the training step.
         paths: its directories.
-        nbytes: bytes of its files; None if its manifest cannot be read.
+        nbytes: bytes of its files, without those that are one file with a newer save's; None if its manifest cannot be
+            read.
         is_unfinished: whether it is an unfinished save or removal.
         action: "removed" (with `dry_run`: would be), "kept" by the retention, or "not removed".
         reason: why, in a few words.

@@ -167,12 +167,12 @@ class Session:
     def _claim(self, call: Call) -> None:
         """Make this thread the caller. If another one is it and still runs, fail: end this group on all ranks."""
         thread = current_thread()
-        # In a world of one there is no rank whose calls another thread could meet.
-        if thread is self._caller or self.world_size == 1 or is_autograd_thread():
+        if thread is self._caller or is_autograd_thread():
             return
         with self._claiming:
             caller = self._caller
-            if caller is None or not caller.is_alive():
+            # In a world of one there is no rank whose calls those of another thread could meet.
+            if caller is None or not caller.is_alive() or self.world_size == 1:
                 # The first collective may be that of a thread of autograd on another rank, which is no caller.
                 self._is_caller_new = self._is_caller_new or caller is not None
                 self._caller = thread
@@ -209,14 +209,14 @@ class Session:
     ) -> list[bytes]:
         """Return every rank's payload in rank order; on `root` only, if that is given. Collective."""
         self.raise_if_dead()
-        if self.world_size == 1:
-            return [payload]
-        if call.failure is not None:
+        if call.failure is not None and self.world_size > 1:
             # Work that was begun before raises it, if the ranks find there that their calls differ.
             self._pending_failure = call.failure
             self.monitor.request_collective()
 
         def job() -> list[bytes]:
+            if self.world_size == 1:
+                return [payload]
             return self.messages(call, payload, root, self.begin(call, timeout_s))
 
         try:

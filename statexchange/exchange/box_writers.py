@@ -20,7 +20,7 @@ save, or one from each rank that has it, and no record is needed of whose copy s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -59,7 +59,7 @@ class _Record:
         kind: the ranks that have copies by a mesh, as text; of other tensors "whole" and "parts", which any rank may
             have, and "alone", which none has.
         mesh: the mesh, as text; "" for tensors without one.
-        structure: a digest of the names, dtypes and shapes.
+        structure: a digest of the names, dtypes and shapes, of what is tied and of what lies in files of its own.
         boxes: a digest of the boxes.
         units: for each unit a digest of the digests of its tensors.
     """
@@ -104,17 +104,23 @@ class _Group(NamedTuple):
 
 
 def share_writing(
-    comm: Communicator, tensors: Sequence[LocalTensor], aliases: Mapping[str, str], stall_timeout_s: float
+    comm: Communicator,
+    tensors: Sequence[LocalTensor],
+    aliases: Mapping[str, str],
+    frozen: Collection[str],
+    stall_timeout_s: float,
 ) -> Shares:
     """Choose what this rank writes of its tensors: all that it has alone, and its share of those with equal copies.
 
     Collective. Tensors that may have copies are read once, for their digests. `aliases` has the name that is kept for
-    each other name of a tied tensor: one rank writes both, so that they are still tied in its file.
+    each other name of a tied tensor: one rank writes both, so that they are still tied in its file. `frozen` are
+    the names of parameters that lie in files of their own: who writes them does not depend on any other tensor, so
+    that the next save has the same files.
     """
     with comm.phase("digesting its tensors", timeout_s=stall_timeout_s), collector_paused():
         may_have_copies = [local for local in tensors if _kind_of(local) != _ALONE]
         digests = digests_of(shard_data(may_have_copies, Staging()), comm.progress)
-        groups = _groups(tensors, aliases, digests)
+        groups = _groups(tensors, aliases, frozen, digests)
     here = [group.record for group in groups]
     records = from_all(comm, here, list[_Record], "the digests of its tensors")
     members = _members(records)
@@ -124,20 +130,22 @@ def share_writing(
         if group.record.kind == _ALONE:
             continue
         equal = [tensor.local.shard for tensor in group.tensors if tensor.place not in apart]
-        for name, writer in _writers(equal, aliases, members[group.record.key]).items():
+        for name, writer in _writers(equal, aliases, frozen, members[group.record.key]).items():
             if writer != comm.rank:
                 left_to_others.add(name)
     return Shares([local for local in tensors if local.shard.name not in left_to_others], digests)
 
 
-def _writers(shards: Sequence[Shard], aliases: Mapping[str, str], ranks: Sequence[int]) -> dict[str, int]:
+def _writers(
+    shards: Sequence[Shard], aliases: Mapping[str, str], frozen: Collection[str], ranks: Sequence[int]
+) -> dict[str, int]:
     """Return the rank that writes each of the tensors that all these ranks have."""
-    load = dict.fromkeys(ranks, 0)
+    loads = {is_frozen: dict.fromkeys(ranks, 0) for is_frozen in (False, True)}
     writers: dict[str, int] = {}
     # The largest first, each for the rank that has the fewest bytes until then: all ranks have these tensors in one
     # order, and choose the same rank. The other names of tied tensors come last, as they follow the kept ones.
     for shard in sorted(shards, key=lambda shard: (shard.name in aliases, -shard.nbytes)):
-        writer = writers.get(aliases.get(shard.name, ""))
+        writer, load = writers.get(aliases.get(shard.name, "")), loads[shard.name in frozen]
         if writer is None:
             writer = min(ranks, key=load.__getitem__)
         load[writer] += shard.nbytes
@@ -156,7 +164,10 @@ def _kind_of(local: LocalTensor) -> str:
 
 
 def _groups(
-    tensors: Sequence[LocalTensor], aliases: Mapping[str, str], digests: Mapping[str, Sequence[str]]
+    tensors: Sequence[LocalTensor],
+    aliases: Mapping[str, str],
+    frozen: Collection[str],
+    digests: Mapping[str, Sequence[str]],
 ) -> list[_Group]:
     """Return the groups of this rank's tensors."""
     grouped: dict[tuple[str, str], dict[str, list[_Tensor]]] = {}
@@ -175,7 +186,9 @@ def _groups(
         for unit in units.values():
             for local, place, _ in unit:
                 shard = local.shard
-                structure.append(f"{place} {shard.dtype} {shard.global_shape} {aliases.get(shard.name)}")
+                # All that decides who writes: only ranks that agree about it choose the same rank.
+                facts = shard.dtype, shard.global_shape, aliases.get(shard.name), shard.name in frozen
+                structure.append(f"{place} {facts}")
                 boxes.append(str(shard.boxes))
         record = _Record(kind, mesh, _digest_of(structure), _digest_of(boxes), tuple(contents))
         groups.append(_Group(record, list(units.values())))

@@ -76,10 +76,10 @@ class Checkpoints:
             copy, and one warning is given. It stays in /dev/shm after the end of the job, until `delete`, or until a
             job with `memory` finds that it is older than the disk's newest save, that `path` is gone (if it is no URL),
             or that it needs the room.
-        link: parameters of modules that do not train (``requires_grad=False``) lie in files of their own, and a save
-            makes a hard link of the newest save's files if they have the bytes that it would write: saves then share
-            these files, and a damaged one is damaged in each. Not at a URL, and not with `memory`, where each save is
-            written whole.
+        link: parameters that do not train (``requires_grad=False``) lie in files of their own, and a save makes a hard
+            link of those of the last save if they have the bytes that it would write: saves then share these files, and
+            a damaged one is damaged in each. At a URL and with `memory` each save is written whole. The same on all
+            ranks.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: rules for plain tensors that are parts of whole ones, as in `save_checkpoint`, for saves and loads.
         include: patterns of what each save has of the state, as in `save_checkpoint`.
@@ -329,6 +329,8 @@ class Checkpoints:
                 arguments = {"layout": self._layout, "stall_timeout_s": self._call.stall_timeout_s, **options}
                 choices, call = LoadOptions.of(arguments), CallOptions.of(arguments)
                 request = LoadRequest(state, self.path, choices, call, began)
+            if self._frozen is not None:
+                self._frozen.forget()
             report = SaveLoader(self._saves, self._memory, comm).load(request, wanted, missing_ok=missing_ok)
         if report is not None:
             self._schedule.note_save()

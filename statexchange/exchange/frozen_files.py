@@ -1,8 +1,8 @@
 """Write parameters that do not train as files of their own, which the next save links instead of writing them again.
 
 A job that trains an adapter has a base that does not change. In a directory of saves each rank has such parameters in a
-file for each first key of the state, beside the file of all else. The next save gives that file a second name, a hard
-link, if
+file for each top-level key of the state, beside the file of all else. The next save gives that file a second name, a
+hard link, if
 
 1. it has the boxes and digests that this rank would write, by the bytes of the live tensors;
 2. its device, inode, size and modification time are those of the file that this process wrote, or has read and compared
@@ -42,7 +42,7 @@ from statexchange.tensors import collector_paused
 __all__ = ["FrozenFile", "FrozenFiles", "Target", "frozen_parameters"]
 
 _log = logging.getLogger(__name__)
-_KEY = "key"  # of a file's metadata: the first key of the state
+_KEY = "key"  # of a file's metadata: the top-level key of the state
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class FrozenFile:
         identity: device, inode, size and modification time.
         shards: its shards by name.
         digests: the digests of their boxes.
-        is_linked: whether an earlier save wrote it.
+        is_linked: whether the save that is being written has linked it.
         is_checked: whether this process wrote it, or has compared its bytes with its digests.
     """
 
@@ -68,22 +68,30 @@ class FrozenFile:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The save that is being written: its path, the key of its build, its number, and the newest save beside it."""
+    """The save that is being written: its path, the key of its build, its id, and the newest save beside it.
+
+    `aliases` has the kept name of each other name of a tied tensor.
+    """
 
     path: str
     key: str
     save: str
     newest: str
+    aliases: Mapping[str, str]
 
 
 def frozen_parameters(
-    tensors: Sequence[LocalTensor], keys: Mapping[str, str]
+    tensors: Sequence[LocalTensor], keys: Mapping[str, str], aliases: Mapping[str, str]
 ) -> tuple[dict[str, list[LocalTensor]], list[LocalTensor]]:
-    """Return the tensors that have a key by their names, by that key, and all others."""
+    """Return the tensors that have a key by their names, by that key, and all others.
+
+    A tied tensor has the key of its kept name, so that all its names are in one file.
+    """
     frozen: dict[str, list[LocalTensor]] = {}
     others = []
     for local in tensors:
-        key = keys.get(local.shard.name)
+        name = local.shard.name
+        key = keys.get(aliases.get(name, name))
         if key is None:
             others.append(local)
         else:
@@ -92,7 +100,7 @@ def frozen_parameters(
 
 
 class FrozenFiles:
-    """The files of this rank in the last save of a job, by the first key of the state. Not collective."""
+    """The files of this rank in the last save of a job, by the top-level key of the state. Not collective."""
 
     def __init__(self) -> None:
         self._last: Mapping[str, FrozenFile] | None = None  # None before the first save
@@ -130,9 +138,13 @@ class FrozenFiles:
             files[key] = file or _written(name, key, tensors, digests, target, comm)
         return files
 
-    def note_published(self, target: Target, files: Mapping[str, FrozenFile]) -> None:
+    def forget(self) -> None:
+        """Have the next save read what it links, as after a restart: a load may have found damage."""
+        self._last = None
+
+    def note_published(self, path: str, files: Mapping[str, FrozenFile]) -> None:
         """Record the files of a save that is whole now: the next one links them."""
-        self._last, self._folder = files, target.path
+        self._last, self._folder = files, path
 
     def _linked(self, last: FrozenFile, name: str, target: Target, comm: Communicator) -> FrozenFile | None:
         """Link a file of the last save under a name into a build; return None if it cannot be linked."""
@@ -170,7 +182,10 @@ def _written(
     comm: Communicator,
 ) -> FrozenFile:
     """Write a file of the parameters below a key of the state into a build."""
-    metadata = rank_metadata(target.save, comm.rank, comm.world_size, "null", {_KEY: key})
+    shards_here = _shards_of(tensors)
+    aliases = {alias: kept for alias, kept in target.aliases.items() if kept in shards_here}
+    extra = {_KEY: key, "aliases": aliases}
+    metadata = rank_metadata(target.save, comm.rank, comm.world_size, "null", extra)
     with collector_paused():
         shards = shard_data(tensors, Staging())
     file = write_into_build(target.path, target.key, (name, MANIFEST), shards, metadata, comm.progress)
@@ -178,29 +193,25 @@ def _written(
     with open_path(file.folder) as opened:
         identity = opened.store.open(name).local_identity
     listed = SavedFile(name, file.content.nbytes, comm.rank, target.save)
-    return FrozenFile(listed, identity, _shards_of(tensors), file.content.digests)
+    return FrozenFile(listed, identity, shards_here, file.content.digests)
 
 
 def _files_of(folder: str, comm: Communicator) -> dict[str, FrozenFile]:
-    """Return this rank's files in a save that an earlier process wrote; none if they cannot be read."""
+    """Return this rank's files in a save that an earlier process wrote; none that cannot be read."""
     files: dict[str, FrozenFile] = {}
     try:
         with open_path(folder) as opened:
             manifest = read_manifest(opened.store)
-            if manifest.world_size != comm.world_size:
-                return {}
-            for listed in manifest.frozen:
+            for listed in manifest.frozen if manifest.world_size == comm.world_size else ():
                 if listed.rank == comm.rank:
                     file = open_rank_file(opened.store, manifest, listed)
                     digests = {}
                     for name, byte_ranges in file.byte_ranges.items():
                         digests[name] = [str(byte_range.digest) for byte_range in byte_ranges]
-                    identity = file.file.local_identity
-                    files[str(file.metadata.get(_KEY))] = FrozenFile(
-                        listed, identity, file.shards, digests, is_checked=False
-                    )
+                    key, identity = str(file.metadata.get(_KEY)), file.file.local_identity
+                    files[key] = FrozenFile(listed, identity, file.shards, digests, is_checked=False)
     except StateExchangeError as error:
-        _log.warning("files of frozen parameters are not linked, but written again: %s", error)
+        _log.warning("files of frozen parameters of %s are not linked, but written again: %s", folder, error)
     return files
 
 

@@ -154,7 +154,7 @@ def save_state(
         began = time.perf_counter()
         checked = request()
         saved = describe_save(
-            state, checked.layout, checked.selection, comm.rank, parts_frozen=checked.frozen is not None
+            state, checked.layout, checked.selection, comm.rank, separates_frozen=checked.frozen is not None
         )
         return saved.described, lambda copies, comm: _save(replace(saved, described=copies), checked, comm, began)
 
@@ -176,16 +176,18 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
             described = place_parts(comm, described, saved.rules)
         shares = Shares(list(described.tensors.values()), {})
         if comm.world_size > 1:
-            shares = share_writing(comm, shares.written, described.aliases, request.call.stall_timeout_s)
+            tied, limit_s = described.aliases, request.call.stall_timeout_s
+            shares = share_writing(comm, shares.written, tied, saved.frozen, limit_s)
         others = shares.written
         frozen: dict[str, list[LocalTensor]] = {}
         frozen_files: dict[str, FrozenFile] = {}
         if request.frozen is not None:
-            frozen, others = frozen_parameters(others, saved.frozen)
+            frozen, others = frozen_parameters(others, saved.frozen, described.aliases)
         file = write_rank_file(Shares(others, shares.digests), saved, request, starts[0], comm)
         if request.frozen is not None:
             with comm.phase("saving parameters that do not train", timeout_s=request.call.stall_timeout_s):
-                frozen_files = request.frozen.write(frozen, shares.digests, frozen_target(request, starts[0]), comm)
+                target = frozen_target(request, starts[0], described.aliases)
+                frozen_files = request.frozen.write(frozen, shares.digests, target, comm)
         notes = saved.notes
         # Before the commit, as a copy that differs must not appear as one; after the write, which has made the digests.
         if any(start.has_copies for start in starts):

@@ -161,6 +161,7 @@ class SavesDirectory:
     def _remove(self, step: int) -> None:
         try:
             remove_save(self.path, step, waits=False)
+            self._forget(step)
             _log.info("removed the save of step %d in %s", step, self._shown)
         except NotFoundError:
             return
@@ -225,6 +226,12 @@ class SavesDirectory:
         if step in saves or not was_in_memory:
             self._step_of(saves, step, missing_ok=False)
             remove_save(self.path, step)
+            self._forget(step)
+
+    def _forget(self, step: int) -> None:
+        """Record that a save is gone."""
+        if self._known is not None:
+            self._known.discard(step)
 
 
 def _metric(name: str, value: SupportsFloat) -> float:

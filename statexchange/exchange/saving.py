@@ -2,7 +2,8 @@
 
 1. Root opens the build of the target (storage/publish/build.py) and sends its key and the save's random id.
 2. Ranks agree who writes the tensors that several of them have with equal bytes (box_writers.py).
-3. Each rank joins the build, writes one tensor file into it, and sends its size and version. If a layout or a mesh says
+3. Each rank joins the build, writes its tensor file into it, writes or links its files of frozen parameters
+   (frozen_files.py), and sends their sizes and versions. If a layout or a mesh says
    that ranks have copies, their digests are compared (declared_copies.py).
 4. Root checks that it sees all files and commits by the manifest. Only now does the save exist.
 
@@ -61,11 +62,10 @@ __all__ = [
 class SaveReport:
     """The result of a save.
 
-    `num_tensors` is the number of tensors of which this rank holds a part; `nbytes` are the bytes of all ranks' files,
-    `rank_nbytes` those that each rank wrote. `linked_nbytes` are the bytes of files that an earlier save wrote and this
-    one has too, which are not among them. `step` is None for a save without one. `notes` name equal parts of ranks
-    that a layout without a mesh has joined, as these may be copies, and optimizers whose parameters are no longer those
-    of this rank's modules.
+    `num_tensors` is the number of tensors of which this rank holds a part; `nbytes` are the bytes that all ranks wrote,
+    and `rank_nbytes` those of each rank. `linked_nbytes` are those of files that were linked instead. `step` is
+    None for a save without one. `notes` name equal parts of ranks that a layout without a mesh has joined, as these
+    may be copies, and optimizers whose parameters are no longer those of this rank's modules.
     """
 
     path: str
@@ -88,10 +88,10 @@ class SaveReport:
 class SaveRequest:
     """The checked arguments of a save other than the state and the communicator.
 
-    The manifest records `job`, the run of the caller's communicator; that of a background thread has another run.
-    With `frozen` parameters that do not train are files of their own; `newest` returns the path of the newest save on
-    root. Before it opens the target, root calls `before`; once the save is published, each rank calls `after` with the
-    report, and `keep_in_memory`, which is collective, with the step and this rank's file.
+    The manifest records `job`, the run of the caller's communicator; that of a background thread has another run. If
+    `frozen` is given, parameters that do not train lie in files of their own; `newest` returns the path of the
+    newest save on root. Before it opens the target, root calls `before`; once the save is published, each rank
+    calls `after` with the report, and `keep_in_memory`, which is collective, with the step and this rank's file.
     """
 
     path: str
@@ -120,7 +120,7 @@ class _Start:
         newest: on root the name of the newest save in the same directory; "" without one.
         has_layout: whether the rank was given a layout.
         has_copies: whether a layout or a mesh may say that other ranks have copies of its boxes.
-        memory: whether the rank makes a copy in memory.
+        options: whether the rank makes a copy in memory, and links files of frozen parameters, as text.
         selection: `include` and `exclude` as text.
         is_empty: whether that selects nothing of its state.
         unmatched: the patterns of `include` that match nothing of its state.
@@ -133,7 +133,7 @@ class _Start:
     newest: str
     has_layout: bool
     has_copies: bool
-    memory: bool
+    options: str
     selection: str
     is_empty: bool
     unmatched: Sequence[str]
@@ -191,7 +191,7 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
         newest="" if build is None or request.frozen is None else os.path.basename(request.newest()),
         has_layout=request.layout is not None,
         has_copies=comm.world_size > 1 and any(may_have_copies(local, comm.world_size) for local in tensors),
-        memory=request.keep_in_memory is not None,
+        options=f"memory={request.keep_in_memory is not None} and link={request.frozen is not None}",
         selection=f"include={list(request.selection.include)} and exclude={list(request.selection.exclude)}",
         is_empty="" in saved.selection.left_out,
         unmatched=saved.selection.unmatched,
@@ -205,10 +205,11 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
         if start.selection != first.selection:
             text = f"rank 0 saves with {first.selection}, and rank {rank} with {start.selection}: pass the same on all"
             raise InvalidArgumentError(text, rank=rank, path=request.path)
-        # The copy in memory is collective, too: with it on some ranks alone the others would not come.
-        if start.memory != first.memory:
-            text = f"rank 0 has memory={first.memory} and rank {rank} memory={start.memory}"
-            text += ": pass the same to Checkpoints on all ranks"
+        # A copy in memory and links are collective, too: with them on some ranks alone the others would not come.
+        if start.options != first.options:
+            text = (
+                f"rank 0 has {first.options} and rank {rank} {start.options}: pass the same to Checkpoints on all ranks"
+            )
             raise InvalidArgumentError(text, rank=rank, path=request.path)
     # A pattern may be for the tensors of one pipeline stage: it must match on some rank.
     unmatched = set.intersection(*(set(start.unmatched) for start in starts))
@@ -241,10 +242,10 @@ def write_rank_file(
         return file
 
 
-def frozen_target(request: SaveRequest, start: _Start) -> Target:
+def frozen_target(request: SaveRequest, start: _Start, aliases: Mapping[str, str]) -> Target:
     """Return the save as its files of frozen parameters need it; the newest one lies in the same directory."""
     newest = os.path.join(os.path.dirname(request.path), start.newest) if start.newest else ""
-    return Target(request.path, start.key, start.save, newest)
+    return Target(request.path, start.key, start.save, newest, aliases)
 
 
 def publish(
@@ -280,7 +281,7 @@ def publish(
             of_all = tuple(sizes), request.step, request.metrics, tuple(files)
             build.commit(MANIFEST, SaveManifest(start.save, request.job, time.time(), *of_all).to_bytes())
     if request.frozen is not None:
-        request.frozen.note_published(frozen_target(request, start), frozen)
+        request.frozen.note_published(request.path, frozen)
     return Published(tuple(rank_nbytes), linked_nbytes)
 
 

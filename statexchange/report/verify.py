@@ -31,6 +31,8 @@ from statexchange.storage.steps import saves_path, step_name
 
 __all__ = ["VerifyReport", "verify", "verify_saves"]
 
+_UNREAD = "unread"
+
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
@@ -38,7 +40,7 @@ class VerifyReport:
 
     Attributes:
         path: the verified path.
-        kind: its format.
+        kind: its format; "unread" for a save that could not be opened, of which nothing is counted.
         num_tensors: number of tensors.
         num_boxes: number of boxes read.
         num_unproven: number of boxes whose bytes cannot be checked, as neither they nor their file has a known hash.
@@ -47,7 +49,6 @@ class VerifyReport:
         hub: the comparison with the hashes of a download, whose findings are among `findings`; None without.
         notes: files of weights that were not read and other facts about the reading; differences between a config and
             the tensors beside it.
-        is_read: whether the numbers count what was read; False if it could not be opened.
     """
 
     path: str
@@ -59,7 +60,11 @@ class VerifyReport:
     findings: tuple[StateExchangeError, ...]
     hub: HubComparison | None = None
     notes: tuple[str, ...] = ()
-    is_read: bool = True
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the numbers count what was read."""
+        return self.kind != _UNREAD
 
 
 def verify(
@@ -307,4 +312,4 @@ def verify_saves(
 
 
 def _unreadable_save(path: str, findings: tuple[StateExchangeError, ...]) -> VerifyReport:
-    return VerifyReport(path, "save", 0, 0, 0, 0, findings, is_read=False)
+    return VerifyReport(path, _UNREAD, 0, 0, 0, 0, findings)

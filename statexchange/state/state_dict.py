@@ -38,7 +38,6 @@ from statexchange.state.tree import (
 )
 from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
-    bare_name,
     check_module,
     class_name,
     is_per_rank,
@@ -164,7 +163,7 @@ class SavedState:
     """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose.
 
     `selection` is what of it is saved, and `notes` are for the report. `frozen` has the names of the parameters that
-    lie in files of their own, with the first key of their path in the state, "" if the state is a module.
+    lie in files of their own, with the top-level key of the state, "" if the state is a module.
     """
 
     config: str
@@ -177,11 +176,16 @@ class SavedState:
 
 
 def describe_save(
-    state: State, layout: Mapping[str, object] | None, options: LoadOptions, rank: int, *, parts_frozen: bool = False
+    state: State,
+    layout: Mapping[str, object] | None,
+    options: LoadOptions,
+    rank: int,
+    *,
+    separates_frozen: bool = False,
 ) -> SavedState:
-    """Describe what is selected of the state of this rank; part parameters that do not train from all else.
+    """Describe what is selected of the state of this rank. Not collective.
 
-    Not collective.
+    With `separates_frozen` also the names of parameters that do not train, which lie in files of their own.
 
     Raises:
         UnsupportedError: patterns are given with a layout, or for objects of Megatron-Core.
@@ -213,18 +217,19 @@ def describe_save(
         if selection.left_out:
             owners["left_out"] = selection.left_out
         notes = note_on_stale_optimizers(places, names)
-        frozen = _frozen_names(places) if parts_frozen else {}
+        frozen = _frozen_names(places) if separates_frozen else {}
         return SavedState(config, owners, described, rules, selection, frozen, notes)
 
 
 def _frozen_names(placed: Sequence[Node]) -> dict[str, str]:
-    """Return the names of parameters of modules that need no gradient, with the first keys of their modules' paths."""
+    """Return the names of the modules' parameters that need no gradient, with the top-level keys of the state."""
     frozen: dict[str, str] = {}
     for node in placed:
         if node.kind == "module" and not all(parameter.requires_grad for parameter in node.value.parameters()):
-            for name, parameter in node.value.named_parameters(remove_duplicate=False):
-                if not parameter.requires_grad:
-                    frozen[joined(node.text, bare_name(name))] = node.text.partition(".")[0]
+            parameters = {*map(id, node.value.parameters())}
+            for name, item in module_items(node.value, keep_vars=True).items():
+                if id(item) in parameters and not item.requires_grad:
+                    frozen[joined(node.text, name)] = node.text.partition(".")[0]
     return frozen
 
 

@@ -243,7 +243,9 @@ def _link(temporary: str, name: str, dir_fd: int, path: str) -> None:
 
 
 def link_same(source: str, identity: Sequence[object], name: str, dir_fd: int, path: str) -> bool:
-    """Give a file a second name in another directory; return False if that cannot be done, or it is another file.
+    """Give a file a second name in another directory.
+
+    Returns False if no link can be made, or if another file is at `source` by now.
 
     Args:
         source: the file's path.
@@ -254,6 +256,7 @@ def link_same(source: str, identity: Sequence[object], name: str, dir_fd: int, p
 
     Raises:
         TargetExistsError: another file has the name.
+        StorageError: the operating system refused the link for another reason.
     """
     code = 0
     try:
@@ -261,7 +264,7 @@ def link_same(source: str, identity: Sequence[object], name: str, dir_fd: int, p
         os.link(source, name, dst_dir_fd=dir_fd, follow_symlinks=False)
     except OSError as error:
         code = error.errno or errno.EIO
-        # Removed by the retention of another job, of another file system, without links, or with too many.
+        # The source was removed, or lies on another file system; or this one makes no links, or no more of this file.
         if code in (*_NO_LINKS, errno.EXDEV, errno.ENOENT):
             return False
         # A retransmitted NFS request may report failure although the link was made.

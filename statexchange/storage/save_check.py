@@ -84,7 +84,7 @@ def check_saves(
 ) -> list[SaveCheck]:
     """Look at each save in the directory of saves `path`, oldest first.
 
-    Not collective. Of each rank's file the size and the header are read. A save that is removed meanwhile is left out.
+    Not collective. Of each file the size and the header are read. A save that is removed meanwhile is left out.
 
     Args:
         path: the directory.
@@ -124,7 +124,7 @@ def check_saves(
 
 
 # What may be wrong with ranks' files: of one rank, and of several.
-_NO_FILE = ("has no file", "have no file")
+_NO_FILE = ("lacks a file", "lack files")
 _TRUNCATED = ("is truncated", "are truncated")
 _TOO_LONG = ("is longer than listed", "are longer than listed")
 _BROKEN = ("has a broken header", "have broken headers")
@@ -158,13 +158,12 @@ def _look(
             text = f"there is no {MANIFEST} in this step's directory: it is no save any more"
             raise IncompleteError(text, path=opened.path) from None
         problems: list[_FileProblem] = []
+        sizes: dict[tuple[str | int, ...], int] = {}
         for listed in manifest.all_files:
             problem = _file_problem(opened.store, manifest, listed, checked, is_trusted=is_trusted)
             if problem is not None:
                 problems.append(problem)
-        sizes: dict[tuple[str | int, ...], int] = {}
-        for listed in manifest.frozen:
-            if listed.name in opened.store.files:
+            elif listed in manifest.frozen and not opened.store.is_remote:
                 sizes[tuple(opened.store.open(listed.name).local_identity)] = listed.nbytes
         if problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=opened.path) from problems[0].error

@@ -5,9 +5,9 @@ length (8 bytes, little-endian), a JSON header, then the tensors' bytes in C ord
 than safetensors: no duplicate keys, no unknown fields, no control characters in names.
 
 The directory of a save has a tensor file of each rank, and ``save.json``, which lists them and is written last. A build
-(build.py) makes the directory appear under its name as a whole. Every file has the random `save` number of its save in
-its metadata, so that files of two saves are never read as one. Beside its file a rank may have files of parameters that
-do not train, which later saves link: the manifest has the number of the save that wrote each of them.
+(build.py) makes the directory appear under its name as a whole. Every file has in its metadata the random id of the
+save that wrote it, so that files of two saves are never read as one. Beside its file a rank may have files of
+parameters that do not train, which later saves link: the manifest has the id of the save that wrote each of them.
 """
 
 from __future__ import annotations
@@ -666,7 +666,7 @@ def frozen_file_name(rank: int, world_size: int, number: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """A tensor file of a save: its name, size and rank, and the number of the save that wrote it."""
+    """A tensor file of a save: its name, size and rank, and the id of the save that wrote it."""
 
     name: str
     nbytes: int
@@ -679,7 +679,7 @@ class SaveManifest:
     """The content of ``save.json``.
 
     Attributes:
-        save: 16 random hex digits, which all files of the save have in their metadata.
+        save: 16 random hex digits, which all files that this save wrote have in their metadata.
         job: identity of the job's run that made the save.
         created: time of the save, in seconds since the epoch by the clock of rank 0's host.
         nbytes: size in bytes of each rank's file, in rank order.
@@ -751,7 +751,7 @@ class SaveManifest:
             raw = unseal(parsed)
             if raw["schema"] not in (SCHEMA, _WITH_FROZEN):
                 text = "this save was written by a newer version of statexchange: use that version to read it"
-                raise CorruptError(text, path=path, expected=SCHEMA, found=raw["schema"])
+                raise CorruptError(text, path=path, expected=_WITH_FROZEN, found=raw["schema"])
             names, sizes, metrics = [], [], {}
             for name, size in raw["files"]:
                 names.append(name)

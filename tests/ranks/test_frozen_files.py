@@ -205,10 +205,93 @@ def test_a_save_whose_file_of_frozen_parameters_is_gone_is_broken(tmp_path: Path
     save_adapters(str(tmp_path), 10, 20)
     (tmp_path / "step-000000020" / FROZEN).unlink()
     (broken,) = [row for row in list_saves(tmp_path).saves if row.problems]
-    assert (broken.step, broken.state) == (20, "rank 0 has no file")
+    assert (broken.step, broken.state) == (20, "rank 0 lacks a file")
     with pytest.raises(sx.errors.StateExchangeError, match=FROZEN):
         sx.Checkpoints(tmp_path).load(adapter_of(0))
     assert sx.Checkpoints(tmp_path).save(adapter_of(30), 30).step == 30
+
+
+def test_a_link_that_leads_nowhere_is_a_missing_file(tmp_path: Path) -> None:
+    save_adapters(str(tmp_path), 10)
+    file = tmp_path / "step-000000010" / FROZEN
+    file.unlink()
+    file.symlink_to(tmp_path / "absent")
+    (row,) = list_saves(tmp_path).saves
+    assert (row.step, row.state) == (10, "rank 0 lacks a file")
+
+
+def test_after_a_load_damage_is_found_and_the_file_written_again(tmp_path: Path) -> None:
+    saves = sx.Checkpoints(tmp_path)
+    saves.save(adapter_of(10), 10)
+    flip_last_byte(tmp_path / "step-000000010" / FROZEN)
+    with pytest.raises(sx.errors.CorruptError):
+        saves.load(adapter_of(0))
+    saves.save(adapter_of(20), 20)
+    assert load_adapters(str(tmp_path)) == 20
+
+
+def test_a_job_that_goes_back_to_an_older_step_links_its_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_adapters(str(tmp_path), 10, 20)
+    saves = sx.Checkpoints(tmp_path)
+    saves.load(adapter_of(0), 10)
+    saves.delete(20)
+    with caplog.at_level(logging.WARNING, "statexchange"):
+        assert saves.save(adapter_of(11), 11).linked_nbytes > 0
+    assert caplog.text == ""
+
+
+def test_a_module_with_an_attribute_called_module_is_linked_too(tmp_path: Path) -> None:
+    model = torch.nn.Module()
+    model.module = torch.nn.Linear(8, 8).requires_grad_(requires_grad=False)
+    model.head = torch.nn.Linear(8, 2)
+    saves = sx.Checkpoints(tmp_path)
+    assert [saves.save({"model": model}, step).linked_nbytes > 0 for step in (1, 2)] == [False, True]
+
+
+def save_with_growing_rest(path: str) -> list[int]:
+    """Save frozen parameters beside other tensors that grow; return the bytes that were linked."""
+    model = torch.nn.ModuleList([torch.nn.Linear(n, 4).requires_grad_(requires_grad=False) for n in range(2, 8)])
+    for number, parameter in enumerate(model.parameters()):
+        torch.nn.init.constant_(parameter, number)
+    saves = sx.Checkpoints(path)
+    linked = []
+    for step in range(3):
+        state = {"model": model, "rest": [torch.zeros(7 * i * step + 1) for i in range(step + 2)]}
+        linked.append(saves.save(state, step).linked_nbytes)
+    return linked
+
+
+def test_who_writes_frozen_parameters_does_not_depend_on_other_tensors(tmp_path: Path) -> None:
+    (first, second, third), _, _ = run_ranks(save_with_growing_rest, 3, args=(str(tmp_path),))
+    assert first == 0
+    assert second == third > 0
+    assert {len(set(inodes)) for inodes in frozen_files(tmp_path).values()} == {1}
+
+
+def save_with_ranks_that_differ(path: str) -> str:
+    """Save with parameters that are frozen on one rank alone, then with links on one rank alone."""
+    rank = sx.get_rank()
+    state = adapter_of(10)
+    state["model"]["base"].requires_grad_(rank == 1)
+    saves = sx.Checkpoints(path)
+    saves.save(state, 10)
+    saves.save(state, 20)
+    set_zero(state)
+    saves.load(state)
+    assert torch.equal(state["model"]["base"].weight, adapter_of(10)["model"]["base"].weight)
+    try:
+        sx.Checkpoints(path, link=rank == 0).save(state, 30)
+    except sx.StateExchangeError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_may_differ_in_what_trains_and_not_in_link(tmp_path: Path) -> None:
+    for message in run_ranks(save_with_ranks_that_differ, 2, args=(str(tmp_path),)):
+        assert "link=True" in message
+        assert "link=False" in message
 
 
 def test_a_file_of_frozen_parameters_alone_is_no_save(tmp_path: Path) -> None:
@@ -243,7 +326,8 @@ def test_each_first_key_of_the_state_has_a_file_of_its_own(tmp_path: Path) -> No
     loaded["model"]["head"].weight = loaded["model"]["embedding"].weight
     sx.load_checkpoint(loaded, tmp_path / "saves" / "step-000000020", strict=False)
     with sx.open_checkpoint(tmp_path / "merged") as merged:
-        assert torch.equal(merged["model.embedding.weight"].read(framework="pt"), loaded["model"]["head"].weight)
+        assert sorted(name for name in merged if "model" in name) == ["model.head.bias", "model.head.weight"]
+        assert torch.equal(merged["model.head.weight"].read(framework="pt"), loaded["model"]["head"].weight)
         assert merged["target.weight"].read(framework="pt")[0, 0] == 20
 
 

@@ -277,13 +277,13 @@ def remove_manifest(saved: Path) -> None:
 
 
 DAMAGES = {
-    remove_file: ("rank 1 has no file", "INCOMPLETE"),
-    remove_all_files: ("ranks 0-1 have no file", "INCOMPLETE"),
+    remove_file: ("rank 1 lacks a file", "INCOMPLETE"),
+    remove_all_files: ("ranks 0-1 lack files", "INCOMPLETE"),
     truncate_file: ("rank 0 is truncated", "CORRUPT"),
     lengthen_file: ("rank 0 is longer than listed", "CORRUPT"),
     break_header: ("rank 1 has a broken header", "CORRUPT"),
     take_file_of_another_save: ("rank 1 has a broken header", "CORRUPT"),
-    truncate_and_remove: ("rank 0 is truncated; rank 1 has no file", "CORRUPT"),
+    truncate_and_remove: ("rank 0 is truncated; rank 1 lacks a file", "CORRUPT"),
     break_manifest: ("broken manifest", "CORRUPT"),
     empty_manifest: ("broken manifest", "CORRUPT"),
     remove_manifest: ("no save.json", "INCOMPLETE"),
@@ -319,7 +319,7 @@ def test_of_many_problems_of_one_save_four_are_shown_and_the_others_counted(tmp_
         (tmp_path / "saved" / "step-000000007" / f"rank-{rank:05d}-of-00006.safetensors").unlink()
     for command in ("ls", "info"):
         code, out, err = call(command, tmp_path / "saved")
-        assert (code, "ranks 0-5 have no file" in out) == (5, True)
+        assert (code, "ranks 0-5 lack files" in out) == (5, True)
         assert (err.count("warning: "), "warning: 2 more problems [" in err) == (5, True)
     _, envelope = call.json("ls", tmp_path / "saved")
     assert len(envelope["data"]["saves"][0]["problems"]) == 6
@@ -568,8 +568,8 @@ def test_info_names_broken_saves_and_the_state_of_the_newest(saved: Path, call: 
     code, out, err = call("info", saved)
     assert code == 4
     assert err.count("warning: ") == 2
-    assert re.search(r"^newest +step 400, saved \S+, rank 1 has no file$", out, re.MULTILINE)
-    assert re.search(r"^broken +2: step 200 \(broken manifest\), step 400 \(rank 1 has no file\)$", out, re.MULTILINE)
+    assert re.search(r"^newest +step 400, saved \S+, rank 1 lacks a file$", out, re.MULTILINE)
+    assert re.search(r"^broken +2: step 200 \(broken manifest\), step 400 \(rank 1 lacks a file\)$", out, re.MULTILINE)
 
 
 # verify
@@ -857,6 +857,6 @@ def test_ls_info_verify_prune_and_merge_take_saves_at_a_url(store: Any, call: Co
     assert tensor.tolist() == [30.0] * 4
     store.rm_file("/saves/step-000000030/rank-00000-of-00001.safetensors")
     code, out, _ = call("ls", "memory://saves")
-    assert (code, "rank 0 has no file" in out) == (5, True)
+    assert (code, "rank 0 lacks a file" in out) == (5, True)
     code, _, err = call("ls", "memory://nowhere")
     assert (code, "no such path" in err) == (3, True)

@@ -158,7 +158,7 @@ def link_into_build(path: str, key: str, name: str, source: str, identity: Seque
         key: what `Build.share` has returned.
         name: the name in the build.
         source: the path of the file.
-        identity: its device, inode, size and modification time, as it is known to be.
+        identity: its device, inode, size and modification time when it was written or checked.
 
     Returns:
         Whether it is linked: not if it is another file now or is gone, or if the file system makes no such link.
@@ -167,6 +167,9 @@ def link_into_build(path: str, key: str, name: str, source: str, identity: Seque
     with files.directory(folder) as dir_fd:
         if not link_same(source, identity, name, dir_fd, os.path.join(folder, name)):
             return False
+        # By the host that made the link: a sync of another one need not cover it.
+        if not files.mount_of(folder).is_memory:
+            files.sync_directory(dir_fd, folder)
         invalidate_listings(dir_fd, path=folder)
     return True
 
