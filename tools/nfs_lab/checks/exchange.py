@@ -124,6 +124,19 @@ def loads_go_on_while_a_save_is_replaced(session: Session, mount: str) -> str:
     return f"{result['reads']} loads, {saved.value['done']} saves"
 
 
+@check("", ("v42", "v3l", "v3"))
+def saves_link_files_of_another_host(session: Session, mount: str) -> str:
+    """Jobs on two hosts in turn save to one directory: each links the base that the other wrote, and both load it."""
+    path, count = session.path(mount, "adapters"), session.times(4)
+    for step in range(1, count + 1):
+        writer, reader = (session.a, session.b) if step % 2 else (session.b, session.a)
+        linked = session.value(writer.call("save_adapter", path=path, step=step))
+        session.expect((linked > 0) == (step > 1), f"step {step}: {linked} bytes were linked")
+        reply = reader.call("load_adapter", path=path)
+        session.expect(reply.value == step, f"step {step}:", reply)
+    return f"{count} saves"
+
+
 def _short(result: dict[str, Any]) -> str:
     return f"of {result['reads']} reads: mixed {result['mixed']}, errors {result['errors']}"
 

@@ -305,6 +305,34 @@ def load_saves_repeatedly(path: str, seconds: float, kib: int = 64) -> Values:
     return _read_until(time.time() + seconds, sys.maxsize, lambda: load_save(path, kib))
 
 
+def save_adapter(path: str, step: int) -> int:
+    """Save a step of a job that has just started, whose base does not train; return the bytes that were linked."""
+    return sx.Checkpoints(path, keep=2).save(_adapter(step), step).linked_nbytes
+
+
+def load_adapter(path: str) -> int:
+    """Load the newest save of such a job and return its step; -1 if the base differs."""
+    import torch
+
+    state = _adapter(-1)
+    with torch.no_grad():
+        state["model"]["base"].weight.zero_()
+    sx.Checkpoints(path).load(state)
+    is_equal = torch.equal(state["model"]["base"].weight, _adapter(0)["model"]["base"].weight)
+    return int(state["step"]) if is_equal else -1
+
+
+def _adapter(step: int) -> Values:
+    import torch
+
+    model = torch.nn.ModuleDict({"base": torch.nn.Linear(100, 50), "adapter": torch.nn.Linear(2, 2)})
+    model["base"].requires_grad_(requires_grad=False)
+    with torch.no_grad():
+        for parameter in model["base"].parameters():
+            parameter.copy_(torch.arange(parameter.numel()).reshape(parameter.shape))
+    return {"model": model, "step": step}
+
+
 # Rounds of a workspace, with no communicator
 
 _workspaces: dict[tuple[str, str], Any] = {}
