@@ -31,7 +31,7 @@ from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpe
 from statexchange.sharding.shards import Box, Piece
 from statexchange.sharding.write_plan import BoxReceipt, WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import describe
-from statexchange.storage.tensorfile import SaveManifest
+from statexchange.storage.tensorfile import SavedFile, SaveManifest
 from statexchange.train import synchronize
 
 LAYOUT = {
@@ -85,9 +85,10 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
             "/saves",
             "0123456789abcdef",
             "hidden",
+            "step-000000006",
             has_layout=False,
             has_copies=True,
-            memory=True,
+            options="memory=True and link=False",
             selection="include=[] and exclude=['a']",
             is_empty=False,
             unmatched=("b",),
@@ -95,7 +96,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
         _Start,
         None,
     ),
-    (_Written(100, "etag", "/saves"), _Written, None),
+    (_Written(100, "etag", "/saves", (SavedFile("frozen", 9, 0, "0123"),), 9, 0), _Written, None),
     (("/dev/shm/hidden", "no room"), tuple[str, str], None),
     (_Copy("identity", MANIFEST), _Copy | None, None),
     (_Disk("identity", 8, None, "save"), _Disk | None, None),
