@@ -54,7 +54,6 @@ class FrozenFile:
         identity: device, inode, size and modification time.
         shards: its shards by name.
         digests: the digests of their boxes.
-        is_linked: whether the save that is being written has linked it.
         is_checked: whether this process wrote it, or has compared its bytes with its digests.
     """
 
@@ -62,7 +61,6 @@ class FrozenFile:
     identity: Sequence[str | int]
     shards: Mapping[str, Shard]
     digests: Mapping[str, Sequence[str]]
-    is_linked: bool = False
     is_checked: bool = True
 
 
@@ -157,7 +155,7 @@ class FrozenFiles:
         except StateExchangeError as error:  # the file is written, as if there were no earlier save
             _log.warning("%s is not linked, but written again: %s", path, error)
             return None
-        return replace(last, listed=replace(last.listed, name=name), is_linked=True, is_checked=True)
+        return replace(last, listed=replace(last.listed, name=name), is_checked=True)
 
 
 def _shards_of(tensors: Sequence[LocalTensor]) -> dict[str, Shard]:

@@ -143,16 +143,13 @@ class _Start:
 class _Written:
     """The file that a rank has written: its size and version, and the directory or URL in which the rank sees it.
 
-    `frozen` are its files of frozen parameters, `frozen_nbytes` the bytes of those that it wrote, and `linked_nbytes`
-    of those that an earlier save wrote.
+    `frozen` are its files of frozen parameters, which an earlier save may have written.
     """
 
     nbytes: int
     version: str
     folder: str
     frozen: Sequence[SavedFile]
-    frozen_nbytes: int
-    linked_nbytes: int
 
 
 class Published(NamedTuple):
@@ -257,23 +254,23 @@ def publish(
     comm: Communicator,
 ) -> Published:
     """Give the directory its name once root sees the files of all ranks; return their sizes. Collective."""
-    written_here, linked_here, listed = 0, 0, []
+    listed_here = []
     for of_key in frozen.values():
-        listed.append(of_key.listed)
-        if of_key.is_linked:
-            linked_here += of_key.listed.nbytes
-        else:
-            written_here += of_key.listed.nbytes
-    part_here = _Written(file.content.nbytes, file.version, file.folder, listed, written_here, linked_here)
+        listed_here.append(of_key.listed)
+    part_here = _Written(file.content.nbytes, file.version, file.folder, listed_here)
     # Outside of the phase: a rank that has failed before takes part in the end of a phase, and in no collective in it.
     written = from_all(comm, part_here, _Written, "the written file")
     files: list[SavedFile] = []
     sizes, rank_nbytes, linked_nbytes = [], [], 0
     for part in written:
         sizes.append(part.nbytes)
-        rank_nbytes.append(part.nbytes + part.frozen_nbytes)
+        rank_nbytes.append(part.nbytes)
         files += part.frozen
-        linked_nbytes += part.linked_nbytes
+        for listed in part.frozen:
+            if listed.save == start.save:
+                rank_nbytes[-1] += listed.nbytes
+            else:
+                linked_nbytes += listed.nbytes
     with comm.phase("publishing", timeout_s=request.call.stall_timeout_s):
         if build is not None:
             # On NFS a client may not see yet what another has written: a save is whole only if root sees all of it.

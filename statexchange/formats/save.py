@@ -53,14 +53,14 @@ def read(opened: OpenedPath) -> Source:
     optimizers: dict[str, frozenset[str]] = {}
     left_out: dict[int, list[str]] = {}
     listed = manifest.all_files
-    for of_rank in listed:
+    for number, of_rank in enumerate(listed):
         if opened.file not in (None, of_rank.name):
             continue
         rank = of_rank.rank
         try:
             file = open_rank_file(opened.store, manifest, of_rank)
             files.append(ShardFile.of_rank(file))
-            if of_rank in manifest.frozen:
+            if number >= len(manifest.nbytes):  # it has frozen parameters alone, and no state
                 continue
             configs[rank] = file.config
             records = _records(file)

@@ -159,11 +159,11 @@ def _look(
             raise IncompleteError(text, path=opened.path) from None
         problems: list[_FileProblem] = []
         sizes: dict[tuple[str | int, ...], int] = {}
-        for listed in manifest.all_files:
+        for number, listed in enumerate(manifest.all_files):
             problem = _file_problem(opened.store, manifest, listed, checked, is_trusted=is_trusted)
             if problem is not None:
                 problems.append(problem)
-            elif listed in manifest.frozen and not opened.store.is_remote:
+            elif number >= len(manifest.nbytes) and not opened.store.is_remote:  # it has frozen parameters
                 sizes[tuple(opened.store.open(listed.name).local_identity)] = listed.nbytes
         if problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=opened.path) from problems[0].error

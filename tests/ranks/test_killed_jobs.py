@@ -26,7 +26,7 @@ ROWS = 12  # of a batch over all ranks, which 1, 2, 3 and 4 ranks share equally
 
 
 class Job(NamedTuple):
-    """What a job is, by its seed; ranks of another number have the same."""
+    """The choices of a random job, by its seed: the same on any number of ranks."""
 
     kind: str
     ranks: int

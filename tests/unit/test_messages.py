@@ -96,7 +96,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
         _Start,
         None,
     ),
-    (_Written(100, "etag", "/saves", (SavedFile("frozen", 9, 0, "0123"),), 9, 0), _Written, None),
+    (_Written(100, "etag", "/saves", (SavedFile("frozen", 9, 0, "0123"),)), _Written, None),
     (("/dev/shm/hidden", "no room"), tuple[str, str], None),
     (_Copy("identity", MANIFEST), _Copy | None, None),
     (_Disk("identity", 8, None, "save"), _Disk | None, None),
