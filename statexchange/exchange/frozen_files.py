@@ -9,7 +9,9 @@ hard link, if
    with its digests, as it does once after a restart with the files of the newest save.
 
 So a tensor that was changed after all is written, whatever `requires_grad` says. Saves that share a file share its
-bytes: if these are damaged, they are damaged in each of them. Where no link can be made the file is written.
+bytes: if these are damaged, they are damaged in each of them. An object store has no links: there the store copies the
+object itself, if it has the size and version that this process wrote or has read. Where there is neither a link nor
+such a copy the file is written.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import StateExchangeError
+from statexchange.errors import StateExchangeError, without_secrets
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.formats.source import ShardFile
 from statexchange.sharding.shards import Shard
@@ -51,7 +53,8 @@ class FrozenFile:
 
     Attributes:
         listed: the entry of the manifest.
-        identity: device, inode, size and modification time.
+        identity: what `StoredFile.local_identity` has of it.
+        version: what an object store calls this version of it; "" in a directory.
         shards: its shards by name.
         digests: the digests of their boxes.
         is_checked: whether this process wrote it, or has compared its bytes with its digests.
@@ -59,6 +62,7 @@ class FrozenFile:
 
     listed: SavedFile
     identity: Sequence[str | int]
+    version: str
     shards: Mapping[str, Shard]
     digests: Mapping[str, Sequence[str]]
     is_checked: bool = True
@@ -147,15 +151,21 @@ class FrozenFiles:
     def _linked(self, last: FrozenFile, name: str, target: Target, comm: Communicator) -> FrozenFile | None:
         """Link a file of the last save under a name into a build; return None if it cannot be linked."""
         path = os.path.join(self._folder, last.listed.name)
+        names = name, MANIFEST
         try:
             if not last.is_checked:
                 _check(self._folder, last, comm)
-            if not link_into_build(target.path, target.key, name, path, last.identity):
-                return None
+            version = link_into_build(target.path, target.key, names, path, last.identity, comm.progress)
         except StateExchangeError as error:  # the file is written, as if there were no earlier save
-            _log.warning("%s is not linked, but written again: %s", path, error)
+            _log.warning("%s is not linked, but written again: %s", without_secrets(path), error)
             return None
-        return replace(last, listed=replace(last.listed, name=name), is_checked=True)
+        if version is None:
+            return None
+        identity = last.identity
+        if version:
+            identity = [last.listed.nbytes, version]
+        listed = replace(last.listed, name=name)
+        return replace(last, listed=listed, identity=identity, version=version, is_checked=True)
 
 
 def _shards_of(tensors: Sequence[LocalTensor]) -> dict[str, Shard]:
@@ -188,10 +198,12 @@ def _written(
         shards = shard_data(tensors, Staging())
     file = write_into_build(target.path, target.key, (name, MANIFEST), shards, metadata, comm.progress)
     check_unchanged(digests, file.content.digests)
-    with open_path(file.folder) as opened:
-        identity = opened.store.open(name).local_identity
+    identity: Sequence[str | int] = [file.content.nbytes, file.version]
+    if not file.version:
+        with open_path(file.folder) as opened:
+            identity = opened.store.open(name).local_identity
     listed = SavedFile(name, file.content.nbytes, comm.rank, target.save)
-    return FrozenFile(listed, identity, shards_here, file.content.digests)
+    return FrozenFile(listed, identity, file.version, shards_here, file.content.digests)
 
 
 def _files_of(folder: str, comm: Communicator) -> dict[str, FrozenFile]:
@@ -207,9 +219,10 @@ def _files_of(folder: str, comm: Communicator) -> dict[str, FrozenFile]:
                     for name, byte_ranges in file.byte_ranges.items():
                         digests[name] = [str(byte_range.digest) for byte_range in byte_ranges]
                     key, identity = str(file.metadata.get(_KEY)), file.file.local_identity
-                    files[key] = FrozenFile(listed, identity, file.shards, digests, is_checked=False)
+                    files[key] = FrozenFile(listed, identity, "", file.shards, digests, is_checked=False)
     except StateExchangeError as error:
-        _log.warning("files of frozen parameters of %s are not linked, but written again: %s", folder, error)
+        shown = without_secrets(folder)
+        _log.warning("files of frozen parameters of %s are not linked, but written again: %s", shown, error)
     return files
 
 

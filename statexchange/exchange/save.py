@@ -23,6 +23,7 @@ from statexchange.exchange.saving import (
     SaveReport,
     SaveRequest,
     exchange_starts,
+    expect_frozen_files,
     frozen_target,
     open_target,
     publish,
@@ -171,6 +172,8 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
         build = open_target(request, comm, building)
         starts = exchange_starts(request, saved, build, comm)
         described = saved.described
+        if any(start.num_frozen for start in starts):
+            expect_frozen_files(build, starts, request, comm)
         if any(start.has_layout for start in starts):
             # Where a part lies in its whole follows only from the parts of all ranks.
             described = place_parts(comm, described, saved.rules)

@@ -39,6 +39,7 @@ from statexchange.storage.tensorfile import (
     SavedFile,
     SaveManifest,
     check_unchanged,
+    frozen_file_name,
     is_stray,
     rank_file_names,
     rank_metadata,
@@ -51,6 +52,7 @@ __all__ = [
     "SaveReport",
     "SaveRequest",
     "exchange_starts",
+    "expect_frozen_files",
     "frozen_target",
     "open_target",
     "publish",
@@ -118,6 +120,7 @@ class _Start:
         save: a random id; root's identifies the save.
         key: on root the key of the build, else "".
         newest: on root the name of the newest save in the same directory; "" without one.
+        num_frozen: the most files of frozen parameters that the rank may write.
         has_layout: whether the rank was given a layout.
         has_copies: whether a layout or a mesh may say that other ranks have copies of its boxes.
         options: whether the rank makes a copy in memory, and links files of frozen parameters, as text.
@@ -131,6 +134,7 @@ class _Start:
     save: str
     key: str
     newest: str
+    num_frozen: int
     has_layout: bool
     has_copies: bool
     options: str
@@ -143,13 +147,14 @@ class _Start:
 class _Written:
     """The file that a rank has written: its size and version, and the directory or URL in which the rank sees it.
 
-    `frozen` are its files of frozen parameters, which an earlier save may have written.
+    `frozen` are its files of frozen parameters, which an earlier save may have written, and `versions` theirs.
     """
 
     nbytes: int
     version: str
     folder: str
     frozen: Sequence[SavedFile]
+    versions: Sequence[str]
 
 
 class Published(NamedTuple):
@@ -186,6 +191,7 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
         save=secrets.token_hex(8),
         key="" if build is None else build.share(),
         newest="" if build is None or request.frozen is None else os.path.basename(request.newest()),
+        num_frozen=len(set(saved.frozen.values())) if request.frozen is not None else 0,
         has_layout=request.layout is not None,
         has_copies=comm.world_size > 1 and any(may_have_copies(local, comm.world_size) for local in tensors),
         options=f"memory={request.keep_in_memory is not None} and link={request.frozen is not None}",
@@ -216,6 +222,19 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
     if all(start.is_empty for start in starts):
         raise InvalidArgumentError(f"{first.selection} select nothing of the state", path=request.path)
     return starts
+
+
+def expect_frozen_files(
+    build: Build | None, starts: Sequence[_Start], request: SaveRequest, comm: Communicator
+) -> None:
+    """Record the names of the files of frozen parameters in the build, before a rank writes one. Collective."""
+    with comm.phase("opening the target", timeout_s=request.call.stall_timeout_s):
+        names = []
+        for rank, start in enumerate(starts):
+            for number in range(start.num_frozen):
+                names.append(frozen_file_name(rank, comm.world_size, number))
+        if build is not None:
+            build.expect(names)
 
 
 def write_rank_file(
@@ -254,10 +273,11 @@ def publish(
     comm: Communicator,
 ) -> Published:
     """Give the directory its name once root sees the files of all ranks; return their sizes. Collective."""
-    listed_here = []
+    listed_here, versions = [], []
     for of_key in frozen.values():
         listed_here.append(of_key.listed)
-    part_here = _Written(file.content.nbytes, file.version, file.folder, listed_here)
+        versions.append(of_key.version)
+    part_here = _Written(file.content.nbytes, file.version, file.folder, listed_here, versions)
     # Outside of the phase: a rank that has failed before takes part in the end of a phase, and in no collective in it.
     written = from_all(comm, part_here, _Written, "the written file")
     files: list[SavedFile] = []
@@ -288,8 +308,8 @@ def _check_seen(build: Build, written: Sequence[_Written], comm: Communicator) -
     ranks: dict[str, int] = {}
     for rank, name in enumerate(rank_file_names(comm.world_size)):
         versions[name], ranks[name] = written[rank].version, rank
-        for listed in written[rank].frozen:
-            versions[listed.name], ranks[listed.name] = "", rank
+        for listed, version in zip(written[rank].frozen, written[rank].versions, strict=True):
+            versions[listed.name], ranks[listed.name] = version, rank
     try:
         build.add_all(versions)
     except NotFoundError as error:

@@ -150,28 +150,44 @@ def write_into_build(
     return WrittenFile("", folder, content)
 
 
-def link_into_build(path: str, key: str, name: str, source: str, identity: Sequence[object]) -> bool:
-    """Give a file of an earlier checkpoint a second name in a build of a directory, which must be a local one.
+def link_into_build(
+    path: str,
+    key: str,
+    names: tuple[str, str],
+    source: str,
+    identity: Sequence[str | int],
+    progress: Callable[[], object],
+) -> str | None:
+    """Give a build a file of an earlier checkpoint: a hard link, or at a URL a copy that the store makes itself.
+
+    The file is complete and durable on return.
 
     Args:
         path: the directory, as this process sees it.
         key: what `Build.share` has returned.
-        name: the name in the build.
-        source: the path of the file.
-        identity: its device, inode, size and modification time when it was written or checked.
+        names: the name in the build, and that of the file that `commit` writes.
+        source: the path or URL of the file.
+        identity: its `StoredFile.local_identity` when it was written or checked.
+        progress: called for each part of a copy.
 
     Returns:
-        Whether it is linked: not if it is another file now or is gone, or if the file system makes no such link.
+        The version of the new object, "" in a directory; None if another file is at `source`, or none, or if no such
+        link or copy can be made.
     """
+    name, manifest = names
+    if is_remote(path):
+        from statexchange.storage.publish.object_build import ObjectMember
+
+        return ObjectMember(path, key, manifest).copy(name, source, identity, progress)
     folder = os.path.join(os.path.dirname(path), os.path.basename(key))
     with files.directory(folder) as dir_fd:
         if not link_same(source, identity, name, dir_fd, os.path.join(folder, name)):
-            return False
+            return None
         # By the host that made the link: a sync of another one need not cover it.
         if not files.mount_of(folder).is_memory:
             files.sync_directory(dir_fd, folder)
         invalidate_listings(dir_fd, path=folder)
-    return True
+    return ""
 
 
 def check_can_be_made(path: str, absence: NotFoundError) -> None:

@@ -171,6 +171,10 @@ class Build(ABC):
         """Return the key with which other processes join this build (`write_into_build`) to write files into it."""
 
     @abstractmethod
+    def expect(self, names: Sequence[str]) -> None:
+        """Record more names under which other processes may put files, so that none stays if this publisher dies."""
+
+    @abstractmethod
     def add_all(self, versions: Mapping[str, str]) -> None:
         """Take over complete files that members have written; `versions` has the version of each `WrittenFile` by name.
 

@@ -260,8 +260,9 @@ class _ObjectWriter(ABC):
         """Return the names of the files that the manifest lists; None without one, or if it cannot be read."""
         try:
             manifest: Any = read_json(self._objects.store().open(self._manifest))
-            # The manifest of a save lists (name, bytes).
-            return {entry if isinstance(entry, str) else str(entry[0]) for entry in manifest["files"]}
+            # The manifest of a save lists its files by name and bytes, and more of those that do not train.
+            listed = [*manifest["files"], *manifest.get("frozen", ())]
+            return {entry if isinstance(entry, str) else str(entry[0]) for entry in listed}
         except (StateExchangeError, TypeError, KeyError, IndexError):
             return None
 
@@ -482,6 +483,14 @@ class ObjectBuild(_ObjectWriter, Build):
             self._renewal = _Renewal(self)
         return self._claim.nonce
 
+    def expect(self, names: Sequence[str]) -> None:
+        """Add names to the claim."""
+        with self._lock:
+            new = [name for name in names if name not in self._claim.names]
+            if new:
+                self._claim = replace(self._claim, names=(*self._claim.names, *new))
+                self.renew(at_once=True)
+
     def add_all(self, versions: Mapping[str, str]) -> None:
         """Store the versions of objects that members have put."""
         infos = self._objects.list_infos()
@@ -630,9 +639,28 @@ class ObjectMember(_ObjectWriter):
             output.finish()
         finally:
             output.close()
+        return WrittenFile(self._version_of(name), self.folder, content)
+
+    def copy(self, name: str, source: str, identity: Sequence[str | int], progress: Callable[[], object]) -> str | None:
+        """Have the store copy an object of this size and version; return the new version.
+
+        None if the store makes no such copy, or if another object is at the URL `source`, or none.
+        """
+        nbytes, version = int(identity[0]), str(identity[1])
+        original = self._objects.original(source, version)
+        if original is None:
+            return None
+        self.put_object(name, lambda: self._objects.copy_new(name, original, version, nbytes, progress))
+        # Not every S3-compatible store compares the version of what it copies.
+        if self._objects.original(source, version) is None:
+            self._drop(name)
+            return None
+        return self._version_of(name)
+
+    def _version_of(self, name: str) -> str:
         version = self._versions[name]
-        assert version is not None
-        return WrittenFile(version, self.folder, content)
+        assert version is not None  # it was put
+        return version
 
 
 def unfinished_objects(url: str, manifest: str) -> UnfinishedBuild | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import (
@@ -27,13 +28,15 @@ from statexchange.storage.publish.build import busy_error
 from statexchange.storage.publish.claim import CLAIM_NAME, Claim
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
 __all__ = ["Objects", "conditional", "etag_of"]
 
 _log = logging.getLogger(__name__)
 _PART_BYTES = 16 << 20  # of a multipart upload; stores require at least 5 MiB
 _MAX_PARTS = 9000  # S3 takes 10,000
+_COPIED_BYTES = 256 << 20  # a part that a store copies itself, which takes it seconds
+_COPIES = 8  # parts that are copied at a time
 _ATTEMPTS = 5  # to read a claim that is being renewed
 _READ_ONLY = ("http", "https", "data", "github", "zip", "tar")
 
@@ -138,6 +141,53 @@ class Objects:
         part_bytes = max(_PART_BYTES, -(-nbytes // _MAX_PARTS))
         with conditional("create", f"{self.url}/{name}"):
             return self._system.open(f"{self._base}/{name}", "xb", block_size=part_bytes)
+
+    def original(self, url: str, version: str) -> str | None:
+        """Return the path of the object at a URL, from which `copy_new` copies, if it has this version.
+
+        None also if this store does not create a copy exclusively: of those of fsspec only S3 does.
+        """
+        if not self._has_conditions:
+            return None
+        folder, _, name = url.rpartition("/")
+        others = Objects(folder)
+        return f"{others._base}/{name}" if others.version(name) == version else None
+
+    def copy_new(self, name: str, original: str, version: str, nbytes: int, progress: Callable[[], object]) -> None:
+        """Have S3 copy an object of this version; raise TargetExistsError if the name exists then.
+
+        It is copied in parts, as an upload, since only the end of an upload can be made to fail if the name exists.
+        """
+        bucket, _, key = f"{self._base}/{name}".partition("/")
+        source_bucket, _, source_key = original.partition("/")
+        source = {"CopySource": {"Bucket": source_bucket, "Key": source_key}, "CopySourceIfMatch": version}
+        part_bytes = max(_COPIED_BYTES, -(-nbytes // _MAX_PARTS))
+        url = self.path_of(name)
+        audit("create", url)
+        with storage_errors("copy", url):
+            upload = self._system.call_s3("create_multipart_upload", Bucket=bucket, Key=key)["UploadId"]
+        target = {"Bucket": bucket, "Key": key, "UploadId": upload}
+
+        def copied(number: int) -> dict[str, Any]:
+            begin = (number - 1) * part_bytes
+            extent = {"CopySourceRange": f"bytes={begin}-{min(nbytes, begin + part_bytes) - 1}"}
+            # Not `conditional`, which would take an original of another version for a name that exists.
+            with storage_errors("copy", url):
+                answer = self._system.call_s3("upload_part_copy", **target, **source, **extent, PartNumber=number)
+            progress()
+            return {"PartNumber": number, "ETag": answer["CopyPartResult"]["ETag"]}
+
+        try:
+            with ThreadPoolExecutor(_COPIES) as pool:
+                parts = list(pool.map(copied, range(1, 1 - (-nbytes // part_bytes))))
+            audit("put", url)
+            last = {"MultipartUpload": {"Parts": parts}, "IfNoneMatch": "*"}
+            with conditional("put", url):
+                self._system.call_s3("complete_multipart_upload", **target, **last)
+        except BaseException:
+            with contextlib.suppress(Exception):  # its parts are invisible; the next publisher cancels it, too
+                self._system.call_s3("abort_multipart_upload", **target)
+            raise
 
     def remove(self, name: str, version: str) -> bool:
         """Remove the object if it still has this version; return False if it has another one. It may be absent.
