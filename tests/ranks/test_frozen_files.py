@@ -1,4 +1,4 @@
-"""Parameters that do not train: files of their own in the saves of a job, which the next save links."""
+"""Parameters that do not train: files of their own in the saves of a job, which the next save links or copies."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from checkpoint_jobs import adapter_of, load_adapters, save_adapters
 from forked_jobs import ForkedJobs
+from publishing import names_at
 from sweeps import slow, some
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,6 +25,7 @@ import statexchange as sx
 from statexchange.checkpoint.prune import prune_saves
 from statexchange.report.saves import list_saves
 from statexchange.report.verify import verify, verify_saves
+from statexchange.storage.publish import objects
 from statexchange.storage.steps import Retention
 from statexchange.testing import run_ranks
 
@@ -409,3 +412,107 @@ def test_a_job_killed_at_any_call_of_a_save_with_links_goes_on_from_a_whole_save
         assert steps == [resumed - 10, resumed, resumed + 10], number
         assert sorted(os.listdir(path)) == [f"step-{step:09d}" for step in steps], number
         assert all(report.findings == () for _, report in verify_saves(path)), number
+
+
+# At a URL: S3 copies the files itself
+
+
+def save_adapters_at(url: str) -> list[int]:
+    """Save three times, the second time with another base on rank 1; return the bytes that each save has copied."""
+    saves = sx.Checkpoints(url, keep=2)
+    copied = []
+    for step in (10, 20, 30, 40):
+        state = adapter_of(step)
+        if step == 20 and sx.get_rank() == 1:
+            set_base(state, 7.0)
+        copied.append(saves.save(state, step).linked_nbytes)
+    return copied
+
+
+def test_s3_copies_what_does_not_train(s3: str) -> None:
+    url = f"{s3}/deep/saves"
+    for copied in run_ranks(save_adapters_at, 2, args=(url,)):
+        assert copied[:3] == [0, 0, 0]  # an equal base is written by both ranks, another one by each
+        assert copied[3] > 48 * 32 * 4
+    names = ["rank-00000-of-00002.frozen-0.safetensors", "rank-00000-of-00002.safetensors"]
+    names += [name.replace("rank-00000", "rank-00001") for name in names]
+    assert names_at(url) == ["step-000000030", "step-000000040"]
+    for step in (30, 40):
+        assert names_at(f"{url}/step-{step:09d}") == [*names, "save.json"]
+    assert run_ranks(load_adapters, 3, args=(url,)) == [40] * 3
+    assert all(report.findings == () for _, report in verify_saves(url))
+    sx.Checkpoints(url).delete(30)  # a copy shares nothing with its original
+    assert run_ranks(load_adapters, 1, args=(url,)) == [40]
+
+
+def test_a_restarted_job_copies_objects_of_the_newest_save_that_it_has_read(
+    s3: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = fsspec.filesystem("s3")
+    save_adapters(s3, 10)
+    assert sx.Checkpoints(s3).save(adapter_of(20), 20).linked_nbytes > 0
+    path = f"{s3}/step-000000020/{FROZEN}"
+    damaged = bytearray(system.cat_file(path))
+    damaged[-1] ^= 1
+    system.pipe_file(path, bytes(damaged))
+    assert sx.Checkpoints(s3).save(adapter_of(30), 30).linked_nbytes == 0
+    assert "is not linked, but written again" in caplog.text
+    assert load_adapters(s3) == 30
+
+
+def test_an_object_that_was_replaced_is_not_copied(s3: str) -> None:
+    saves = sx.Checkpoints(s3)
+    saves.save(adapter_of(10), 10)
+    path = f"{s3}/step-000000010/{FROZEN}"
+    system = fsspec.filesystem("s3")
+    data = system.cat_file(path)
+    system.pipe_file(path, data[:-1] + b"x")
+    assert saves.save(adapter_of(20), 20).linked_nbytes == 0
+    assert load_adapters(s3) == 20
+
+
+def test_a_large_object_is_copied_in_parts(s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "_COPIED_BYTES", 5 << 20)
+    state = {"model": torch.nn.Linear(1024, 3000).requires_grad_(requires_grad=False)}
+    saves = sx.Checkpoints(s3)
+    copied = [saves.save(state, step).linked_nbytes for step in (10, 20)]
+    assert copied[1] > 12_000_000
+    path = f"{s3}/step-0000000{{}}/{FROZEN}"
+    system = fsspec.filesystem("s3")
+    assert system.cat_file(path.format(10)) == system.cat_file(path.format(20))
+    assert system.info(path.format(20))["ETag"].strip('"').endswith("-3")
+
+
+def test_a_store_that_copies_nothing_gets_the_files_again(store: Any) -> None:
+    saves = sx.Checkpoints("memory://saves")
+    assert [saves.save(adapter_of(step), step).linked_nbytes for step in (10, 20)] == [0, 0]
+    assert names_at("memory://saves/step-000000020") == [FROZEN, "rank-00000-of-00001.safetensors", "save.json"]
+    assert load_adapters("memory://saves") == 20
+
+
+def uploads_in(bucket: str) -> list[str]:
+    answer = fsspec.filesystem("s3").call_s3("list_multipart_uploads", Bucket=bucket.removeprefix("s3://"))
+    return [upload["Key"] for upload in answer.get("Uploads") or ()]
+
+
+@pytest.mark.parametrize("every", [45, slow(1)], ids=["some", "all"])
+@pytest.mark.timeout(900)
+def test_a_job_killed_at_any_event_of_a_save_with_copies_goes_on_from_a_whole_save(every: int, s3: str) -> None:
+    with ForkedJobs(JOBS) as jobs:
+        for trace in ("trace", "trace-2"):
+            jobs.run(f"{s3}/{trace}", [10])
+        calls = jobs.fewest_calls(*((f"{s3}/{trace}", [20]) for trace in ("trace", "trace-2")))
+        print(f"killed at {len(calls)} events")
+        newest = set()
+        for number in some(range(1, len(calls) + 1), every):
+            url = f"{s3}/{number}"
+            jobs.run(url, [10])
+            jobs.run(url, [20], kill_at=number)
+            (resumed,) = set(run_ranks(load_adapters, 3, args=(url,)))
+            newest.add(resumed)
+            steps = run_ranks(save_adapters, 2, args=(url, resumed + 10))[0]  # with no clean-up by hand
+            assert steps == list(range(10, resumed + 11, 10)), number
+            assert names_at(url) == [f"step-{step:09d}" for step in steps], number
+            assert all(report.findings == () for _, report in verify_saves(url)), number
+            assert [key for key in uploads_in(s3) if key.startswith(f"{number}/")] == [], number
+    assert newest == {10, 20}
