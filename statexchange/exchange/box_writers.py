@@ -1,21 +1,28 @@
-"""Choose which rank writes each tensor of a save that several ranks hold, so that equal boxes are written once.
+"""Agree which rank writes each tensor of a save that several ranks hold, so that each box is written once.
 
-Data-parallel ranks have the same parameters, and ranks along a mesh axis that replicates a DTensor have the same boxes
-of it. Whether copies are equal is decided anew at each save, by digests of their bytes. Equal bytes decide who writes,
-and never what a tensor is: what differs is each rank's own, is written by each, and comes back to each.
+Ranks along a mesh axis that replicates a DTensor have the same boxes of it: the mesh declares copies, and one of these
+ranks writes them (declared_copies.py finds copies that differ all the same, and there is no save). Data-parallel ranks
+have the same plain parameters, which nothing declares: whether these are equal is decided anew at each save, by digests
+of their bytes. Equal bytes decide who writes, and never what a tensor is: what differs is each rank's own, is written
+by each, and comes back to each.
 
-A tensor is compared among the ranks that may have copies of it: those that its mesh says for a DTensor, all for others.
-In such a group ranks with the same names, dtypes and shapes are compared::
+Tensors are grouped by the ranks that may have copies: those that its mesh says for a DTensor, all ranks for others. In
+a group ranks with the same names, dtypes and shapes are compared::
 
     what ranks send each other                                      when
     for each group a digest of its names and shapes, and for each   always: about 100 bytes from each rank
-    unit (a first key of the state) a digest of its digests
+    unit (a first key of the state) of plain tensors a digest of
+    its digests
     the digest of each tensor of a unit                             the unit differs, as statistics of batches do
     the names of a group, each distinct list once                   ranks have other names, as pipeline stages do
+    the sum of what each rank writes, for the proof that each       always: 16 bytes from each rank, and as many for
+    element is there once                                           each part without a mesh that begins its tensor
 
 A tensor whose name ranks of two such groups have, as two stages may, is each rank's own, too. For this the names of
 empty tensors, and of those that no other rank can have, are compared as well. So a tensor has either one copy in the
 save, or one from each rank that has it, and no record is needed of whose copy stands for a rank's own.
+
+The choice itself, and the proof, are in sharding/plan.py.
 """
 
 from __future__ import annotations
@@ -28,7 +35,8 @@ from statexchange.comm.communicator import Communicator, from_all
 from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.messages import decode, encoded
-from statexchange.sharding.shards import Shard, full_box
+from statexchange.sharding.plan import RankShards, cover_sum, covers_once, plan_merge, plan_writers
+from statexchange.sharding.shards import Shard
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.files import digest
 from statexchange.storage.tensorfile import digests_of
@@ -44,7 +52,7 @@ class Shares(NamedTuple):
 
     Attributes:
         written: the tensors that it writes.
-        digests: the digests of the boxes of each tensor that was compared.
+        digests: the digests of the boxes of each tensor that was compared, or that another rank writes.
     """
 
     written: Sequence[LocalTensor]
@@ -61,7 +69,7 @@ class _Record:
         mesh: the mesh, as text; "" for tensors without one.
         structure: a digest of the names, dtypes and shapes, of what is tied and of what lies in files of its own.
         boxes: a digest of the boxes.
-        units: for each unit a digest of the digests of its tensors.
+        units: for each unit a digest of the digests of its tensors; () if a mesh says that these are copies.
     """
 
     kind: str
@@ -71,11 +79,15 @@ class _Record:
     units: tuple[str, ...]
 
     @property
+    def has_declared_copies(self) -> bool:
+        """Whether a mesh says that other ranks have copies of these tensors."""
+        return self.kind not in (_WHOLE, _PARTS, _ALONE)
+
+    @property
     def names(self) -> str:
         """A text that is equal for groups with the same tensors, whichever boxes of them a rank has by their mesh."""
-        if self.kind in (_WHOLE, _PARTS, _ALONE):
-            return f"{self.kind} {self.mesh} {self.structure}"
-        return f"copies {self.mesh} {self.structure}"
+        kind = "copies" if self.has_declared_copies else self.kind
+        return f"{kind} {self.mesh} {self.structure}"
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -112,14 +124,20 @@ def share_writing(
 ) -> Shares:
     """Choose what this rank writes of its tensors: all that it has alone, and its share of those with equal copies.
 
-    Collective. Tensors that may have copies are read once, for their digests. `aliases` has the name that is kept for
-    each other name of a tied tensor: one rank writes both, so that they are still tied in its file. `frozen` are
-    the names of parameters that lie in files of their own: who writes them does not depend on any other tensor, so
-    that the next save has the same files.
+    Collective. Plain tensors are read once, for their digests, and so are those that another rank writes. `aliases` has
+    the name that is kept for each other name of a tied tensor: one rank writes both, so that they are still tied in its
+    file. `frozen` are the names of parameters that lie in files of their own: who writes them does not depend on any
+    other tensor, so that the next save has the same files.
+
+    Raises:
+        IncompleteError, OverlapError: the ranks' boxes do not cover a tensor exactly once.
     """
+    if comm.world_size == 1:
+        _prove_cover(comm, tensors, _Written.of(tensors, ()))
+        return Shares(tensors, {})
     with comm.phase("digesting its tensors", timeout_s=stall_timeout_s), collector_paused():
-        may_have_copies = [local for local in tensors if _kind_of(local) != _ALONE]
-        digests = digests_of(shard_data(may_have_copies, Staging()), comm.progress)
+        plain = [local for local in tensors if _kind_of(local) in (_WHOLE, _PARTS)]
+        digests = digests_of(shard_data(plain, Staging()), comm.progress)
         groups = _groups(tensors, aliases, frozen, digests)
     here = [group.record for group in groups]
     records = from_all(comm, here, list[_Record], "the digests of its tensors")
@@ -130,27 +148,64 @@ def share_writing(
         if group.record.kind == _ALONE:
             continue
         equal = [tensor.local.shard for tensor in group.tensors if tensor.place not in apart]
-        for name, writer in _writers(equal, aliases, frozen, members[group.record.key]).items():
+        for name, writer in plan_writers(equal, members[group.record.key], aliases, frozen).items():
             if writer != comm.rank:
                 left_to_others.add(name)
-    return Shares([local for local in tensors if local.shard.name not in left_to_others], digests)
+    written = [local for local in tensors if local.shard.name not in left_to_others]
+    _prove_cover(comm, tensors, _Written.of(written, apart))
+    if any(record.has_declared_copies for of_rank in records for record in of_rank):
+        with comm.phase("digesting its copies", timeout_s=stall_timeout_s), collector_paused():
+            copies = [local for local in tensors if local.shard.name in left_to_others - digests.keys()]
+            digests |= digests_of(shard_data(copies, Staging()), comm.progress)
+    return Shares(written, digests)
 
 
-def _writers(
-    shards: Sequence[Shard], aliases: Mapping[str, str], frozen: Collection[str], ranks: Sequence[int]
-) -> dict[str, int]:
-    """Return the rank that writes each of the tensors that all these ranks have."""
-    loads = {is_frozen: dict.fromkeys(ranks, 0) for is_frozen in (False, True)}
-    writers: dict[str, int] = {}
-    # The largest first, each for the rank that has the fewest bytes until then: all ranks have these tensors in one
-    # order, and choose the same rank. The other names of tied tensors come last, as they follow the kept ones.
-    for shard in sorted(shards, key=lambda shard: (shard.name in aliases, -shard.nbytes)):
-        writer, load = writers.get(aliases.get(shard.name, "")), loads[shard.name in frozen]
-        if writer is None:
-            writer = min(ranks, key=load.__getitem__)
-        load[writer] += shard.nbytes
-        writers[shard.name] = writer
-    return writers
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a rank writes.
+
+    Attributes:
+        total: the `cover_sum` of its boxes, as text.
+        firsts: hashes of the names of tensors whose first element it writes, if it writes a part that other ranks may
+            write, too: by a mesh each box has one writer.
+    """
+
+    total: str
+    firsts: Sequence[str]
+
+    @classmethod
+    def of(cls, tensors: Sequence[LocalTensor], apart: Collection[str]) -> _Written:
+        """Return it for these tensors; those of `apart` are written by each rank that has them."""
+        firsts = []
+        for local in tensors:
+            shard = local.shard
+            if shard.is_whole or (local.mesh and shard.name not in apart):
+                continue
+            if any(box.numel and not any(box.offsets) for box in shard.boxes):
+                firsts.append(digest(shard.name.encode()))
+        return cls(str(cover_sum(local.shard for local in tensors)), firsts)
+
+
+def _prove_cover(comm: Communicator, tensors: Sequence[LocalTensor], written: _Written) -> None:
+    """Raise unless all ranks together write each element of each tensor once, or each rank its own. Collective."""
+    by_all = from_all(comm, written, _Written, "the sum of its boxes")
+    firsts: list[str] = []
+    for of_rank in by_all:
+        firsts += of_rank.firsts
+    # The sum alone does not tell a tensor that is there once from one that is there twice, cut in two ways.
+    if covers_once(int(of_rank.total) for of_rank in by_all) and len(set(firsts)) == len(firsts):
+        return
+    # Only now all boxes travel to root, which finds the first flaw. There is none if two pipeline stages have
+    # the same boxes of one name, and each writes them.
+    shards_here = [local.shard for local in tensors]
+    sent, _ = gather_distinct(comm, encoded(shards_here, list[Shard]), root=0)
+    with comm.phase("proving that each element is saved"):
+        by_rank = [decode(data, list[Shard], "its boxes", rank) for rank, data in enumerate(sent)]
+        partial = {shard.name for shards in by_rank for shard in shards if not shard.is_whole}
+        holders = []
+        for rank, shards in enumerate(by_rank):
+            holders.append(RankShards(rank, [shard for shard in shards if shard.name in partial]))
+        plan_merge(holders)
 
 
 def _kind_of(local: LocalTensor) -> str:
@@ -160,7 +215,7 @@ def _kind_of(local: LocalTensor) -> str:
         return local.copies or _ALONE
     if not local.shard.nbytes:
         return _ALONE
-    return _WHOLE if local.shard.boxes == (full_box(local.shard.global_shape),) else _PARTS
+    return _WHOLE if local.shard.is_whole else _PARTS
 
 
 def _groups(
@@ -180,7 +235,10 @@ def _groups(
         units.setdefault(name.partition(".")[0], []).append(tensor)
     groups = []
     for (kind, mesh), units in grouped.items():
-        contents = [_digest_of(tensor.digest for tensor in unit) for unit in units.values()]
+        contents = []
+        if kind in (_WHOLE, _PARTS):
+            for unit in units.values():
+                contents.append(_digest_of(tensor.digest for tensor in unit))
         structure = []
         boxes = []
         for unit in units.values():

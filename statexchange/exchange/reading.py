@@ -31,7 +31,7 @@ from statexchange.exchange.staging import Staging
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.sharding.options import Replicas
 from statexchange.sharding.plan import HolderLabel, holders_text, prove_cover
-from statexchange.sharding.shards import Box, Shard, full_box, intersect
+from statexchange.sharding.shards import Box, full_box, intersect
 from statexchange.state.describe import LocalTensor
 from statexchange.state.entries import SavedTensor
 from statexchange.state.types import Leaf
@@ -164,7 +164,7 @@ class StoredTensors:
     def _disagreement(self, name: str, one: _SavedPart, other: _SavedPart) -> StateExchangeError:
         """Return the error for two parts of different dtypes or shapes. It is raised only if the tensor is loaded."""
         first, second = one.tensor.shard, other.tensor.shard
-        are_whole = _is_whole(first) and _is_whole(second)
+        are_whole = first.is_whole and second.is_whole
         # Ranks may have had plain tensors of different shapes, and on their own number each would get its own back.
         if are_whole and self.source.world_size not in (None, self._comm.world_size):
             shapes = f"{first.dtype} {list(first.global_shape)} and {second.dtype} {list(second.global_shape)} here"
@@ -217,10 +217,6 @@ class StoredTensors:
             raise error.located(name=name, path=self.source.path) from error
         self._boxes[name] = boxes
         return boxes
-
-
-def _is_whole(shard: Shard) -> bool:
-    return len(shard.boxes) == 1 and shard.boxes[0].shape == shard.global_shape
 
 
 def differing_text(what: str, exclude: str | list[str], holder: HolderLabel, other: HolderLabel) -> str:

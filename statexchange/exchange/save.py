@@ -177,10 +177,8 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
         if any(start.has_layout for start in starts):
             # Where a part lies in its whole follows only from the parts of all ranks.
             described = place_parts(comm, described, saved.rules)
-        shares = Shares(list(described.tensors.values()), {})
-        if comm.world_size > 1:
-            tied, limit_s = described.aliases, request.call.stall_timeout_s
-            shares = share_writing(comm, shares.written, tied, saved.frozen, limit_s)
+        tensors, limit_s = list(described.tensors.values()), request.call.stall_timeout_s
+        shares = share_writing(comm, tensors, described.aliases, saved.frozen, limit_s)
         others = shares.written
         frozen: dict[str, list[LocalTensor]] = {}
         frozen_files: dict[str, FrozenFile] = {}

@@ -1,8 +1,13 @@
-"""Plan a merge: prove that each element is supplied exactly once, and assign holders and output files.
+"""Plan who writes which boxes, and prove that each element is supplied exactly once.
 
 A *holder* is anything that has bytes: a live rank or a rank's file. It is numbered by its position in the `rank_shards`
 that are given to `plan_merge`. A plan is a pure function of these and of `ExportOptions`: the same input gives the same
 plan and the same digest everywhere.
+
+A merge and an export have all holders' boxes in one place: `plan_merge` chooses files, too. A save has a file for each
+rank, and no place that knows all boxes. There `plan_writers` chooses among the ranks that have equal copies, which all
+compute the same, and each rank adds up `cover_sum` of what it writes: the sum over all ranks tells whether every
+element is written once. A reader has the boxes of all files, and calls `prove_cover`.
 """
 
 from __future__ import annotations
@@ -41,9 +46,12 @@ __all__ = [
     "Plan",
     "RankShards",
     "TensorPlan",
+    "cover_sum",
+    "covers_once",
     "holders_text",
     "is_packed_weight",
     "plan_merge",
+    "plan_writers",
     "prove_cover",
     "replica_error",
 ]
@@ -198,7 +206,7 @@ def plan_merge(
         new_names = _new_names(selected, aliases, options)
         for alias in aliases:
             del selected[alias]
-        load = [0] * len(rank_shards)  # bytes that each holder supplies
+        balance = _Balance(range(len(rank_shards)))
         tensors = []
         for number, (old, shards) in enumerate(selected.items()):
             new, reduce = new_names[old], reductions.get(old)
@@ -207,7 +215,7 @@ def plan_merge(
             if isinstance(shards, ShardingSpec):
                 tensor = _plan_spec(new, shards, options, dtypes, number)
             else:
-                tensor = _plan_tensor(new, shards, rank_shards, options, dtypes, load, reduce)
+                tensor = _plan_tensor(new, shards, rank_shards, options, dtypes, balance, reduce)
             tensors.append(tensor if reduce is None else tensor._replace(reduce=reduce))
         files = _assign_files(tensors, options)
         output_aliases = {}
@@ -215,6 +223,41 @@ def plan_merge(
             if new_names[alias] != new_names[name]:
                 output_aliases[new_names[alias]] = new_names[name]
         return Plan(files, output_aliases, _digest(files, output_aliases, basis))
+
+
+class _Balance:
+    """Chooses among the holders of copies, so that each supplies about as many bytes as any other."""
+
+    def __init__(self, holders: Iterable[int]) -> None:
+        self._nbytes = dict.fromkeys(holders, 0)
+
+    def choose(self, holders: Iterable[int], nbytes: int) -> int:
+        """Return the holder that has the fewest bytes until now, the first of several, and give it these bytes."""
+        holder = min(holders, key=self._nbytes.__getitem__)
+        self._nbytes[holder] += nbytes
+        return holder
+
+
+def plan_writers(
+    shards: Iterable[Shard], ranks: Sequence[int], aliases: Mapping[str, str], frozen: Collection[str]
+) -> dict[str, int]:
+    """Return the rank that writes each of the tensors of which all these ranks have equal copies. Not collective.
+
+    Args:
+        shards: the tensors, in one order on all ranks.
+        ranks: the ranks that have them.
+        aliases: the kept name of each other name of a tied tensor: one rank writes both, so that they stay tied.
+        frozen: the names whose writer depends on no other tensor, so that it is the same in the next save.
+    """
+    balances = {is_frozen: _Balance(ranks) for is_frozen in (False, True)}
+    writers: dict[str, int] = {}
+    # The largest first: so the last ones, which are small, make the ranks equal. The other names of tied tensors come
+    # last, as they follow the kept ones.
+    for shard in sorted(shards, key=lambda shard: (shard.name in aliases, -shard.nbytes)):
+        kept = writers.get(aliases.get(shard.name, ""))
+        candidates = ranks if kept is None else (kept,)
+        writers[shard.name] = balances[shard.name in frozen].choose(candidates, shard.nbytes)
+    return writers
 
 
 _INTEGERS = ("I8", "U8", "I32")
@@ -409,7 +452,7 @@ def _plan_tensor(
     rank_shards: Sequence[RankShards],
     options: ExportOptions,
     dtypes: _OutputDTypes,
-    load: list[int],
+    balance: _Balance,
     reduce: str | None,
 ) -> TensorPlan:
     first_holder, first = shards[0]
@@ -422,7 +465,7 @@ def _plan_tensor(
             expected, found = dtype, dtypes.of(shard.name, shard.dtype)
         values: tuple[object, object] = expected, found
         # Each rank's own, as a load on as many ranks takes it.
-        are_whole, hint = _is_whole(first) and _is_whole(shard), ""
+        are_whole, hint = first.is_whole and shard.is_whole, ""
         if expected == found:
             what, values = "global_shape", (first.global_shape, shard.global_shape)
             if shard.global_shape == first.global_shape:
@@ -447,22 +490,15 @@ def _plan_tensor(
     pieces = []
     # In the order of their first elements, so that a merge reads and writes forward.
     for box in sorted(owners):
-        pieces.append(_piece(box, owners[box], options, load, ITEMSIZE[dtype]))
+        pieces.append(_piece(box, owners[box], options, balance, box.numel * ITEMSIZE[dtype]))
     return TensorPlan(name, first.name, dtype, first.global_shape, 0, tuple(pieces))
 
 
-def _is_whole(shard: Shard) -> bool:
-    return shard.boxes == (full_box(shard.global_shape),)
-
-
-def _piece(box: Box, copies: list[tuple[int, int]], options: ExportOptions, load: list[int], itemsize: int) -> Piece:
-    """Return a box's piece: the least loaded holder of a replica writes it; with replicas="root", the first one."""
-    nbytes = math.prod(box.shape) * itemsize
-    if len(copies) == 1:
-        load[copies[0][0]] += nbytes
-        return Piece(box, *copies[0])
-    writer = copies[0] if options.replicas == "root" else min(copies, key=lambda copy: load[copy[0]])
-    load[writer[0]] += nbytes
+def _piece(box: Box, copies: list[tuple[int, int]], options: ExportOptions, balance: _Balance, nbytes: int) -> Piece:
+    """Return a box's piece: one of its holders writes it; with replicas="root", the first one."""
+    candidates = copies[:1] if options.replicas == "root" else copies
+    holder = balance.choose([holder for holder, _ in candidates], nbytes)
+    writer = next(copy for copy in candidates if copy[0] == holder)
     return Piece(box, *writer, tuple(copy for copy in copies if copy != writer))
 
 
@@ -488,6 +524,57 @@ def prove_cover(
     if at is not None:
         labels = {box: [label(holder) for holder in holders] for box, holders in boxes.items()}
         raise _flaw_error(name, shape, labels, at)
+
+
+_PRIME = (1 << 127) - 1
+
+
+def covers_once(sums: Iterable[int]) -> bool:
+    """Whether the boxes of all holders, each of which has added up its `cover_sum`, cover all tensors exactly once."""
+    return sum(sums) % _PRIME == 0
+
+
+def cover_sum(shards: Iterable[Shard]) -> int:
+    """Return a number for the boxes of one holder, for `covers_once`.
+
+    The numbers of all holders add up to 0 if each tensor's boxes cover it exactly once, or several times as a whole.
+    Otherwise they do not, unless a random number of 120 bits happens to be 0.
+
+    `_flaw_by_corners` proves that boxes cover a region exactly if signed weights on the corners of boxes cancel those
+    of the region. Here each corner has a random number, so that no list of corners is needed: the product of a random
+    number for each of its coordinates. Then the signed sum over the 2**n corners of a box of n dims is the product of n
+    differences. The polynomial in these numbers is 0 only if all weights cancel (the lemma of Schwartz and Zippel).
+    """
+    total = 0
+    for shard in shards:
+        of_boxes = _sum_of_boxes(shard.global_shape, shard.boxes)
+        if of_boxes:
+            total += of_boxes * _random(f"{shard.name} {shard.dtype} {shard.global_shape}")
+    return total % _PRIME
+
+
+@functools.lru_cache(1024)  # a model has many tensors of few shapes and placements
+def _sum_of_boxes(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> int:
+    whole = full_box(shape)
+    total = 0
+    for box in boxes:
+        if box.numel:
+            total += _corner_sum(box)
+            # Whoever has the first element takes the whole tensor off, so that this happens once.
+            if box.offsets == whole.offsets:
+                total -= _corner_sum(whole)
+    return total % _PRIME
+
+
+def _corner_sum(box: Box) -> int:
+    product_of_dims = 1
+    for dim, (begin, end) in enumerate(zip(box.offsets, box.ends, strict=True)):
+        product_of_dims *= _random(f"{dim} {begin}") - _random(f"{dim} {end}")
+    return product_of_dims % _PRIME
+
+
+def _random(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
 def _search(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...] | None:

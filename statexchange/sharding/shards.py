@@ -236,6 +236,11 @@ class Shard:
                 raise ValueError(f"box {box} lies outside {self.name!r} of shape {self.global_shape}")
 
     @property
+    def is_whole(self) -> bool:
+        """Whether this is the whole tensor, as one box."""
+        return self.boxes == (full_box(self.global_shape),)
+
+    @property
     def nbytes(self) -> int:
         """The bytes of all boxes."""
         numel = 0

@@ -48,7 +48,7 @@ class LocalTensor:
         part: set for a plain tensor with a layout rule. The shard's boxes are then relative to this rank's tensor:
             offsets in the whole tensor follow only from the parts of all ranks.
         placement: set for a tensor on a mesh of all ranks, if `local_boxes` computes this rank's boxes from it.
-        mesh: the ranks of a DTensor's mesh, as text; "" for other tensors.
+        mesh: the ranks of a DTensor's mesh and what each axis splits, as text; "" for other tensors.
         copies: the ranks that have the same boxes by that mesh, as text; "" if it is this rank alone.
         reduce: how to combine copies that differ, "max" or "min".
         memory: where the elements of each of `tensors` lie; () for tensors that were made from others.
@@ -407,7 +407,8 @@ def _layout_of(tensor: DTensor, rank: int) -> _LocalLayout:
     key = (tensor.placements, tuple(tensor.shape), rank, str(coordinate))
     of_mesh = _layouts.setdefault(mesh, {})
     if key not in of_mesh:
-        of_mesh[key] = replace(_compute_layout(tensor, mesh, coordinate, rank), mesh=str(mesh.mesh.tolist()))
+        shown = f"{mesh.mesh.tolist()} {tensor.placements}"
+        of_mesh[key] = replace(_compute_layout(tensor, mesh, coordinate, rank), mesh=shown)
     return of_mesh[key]
 
 

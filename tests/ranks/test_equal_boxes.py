@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -231,14 +232,66 @@ def save_other_placements(path: str) -> str:
     part = torch.arange(8.0) + 8 * (rank % 2)
     local, dim = (part.reshape(2, 4), 0) if rank < 2 else (part.reshape(4, 2), 1)
     state = {"w": DTensor.from_local(local, mesh, [Replicate(), Shard(dim)])}
-    sx.save_checkpoint(state, path)
     with pytest.raises(sx.errors.OverlapError) as caught:
-        sx.load_checkpoint(state, path)
+        sx.save_checkpoint(state, path)
     return str(caught.value.name)
 
 
 def test_equal_bytes_of_other_boxes_are_no_copies(tmp_path: Path) -> None:
     assert run_ranks(save_other_placements, 4, backend="gloo", args=(str(tmp_path / "saved"),)) == ["w"] * 4
+    assert os.listdir(tmp_path) == []
+
+
+def save_boxes(path: str, boxes: list[list[tuple[int, int]]], background: bool) -> tuple[str, str]:
+    """Save runs of a tensor of 6 elements; return the kind of the error and its text."""
+    here = boxes[sx.get_rank()]
+    state = {"model": {"w": torch.zeros(sum(end - begin for begin, end in here)), "b": torch.tensor(sx.get_rank())}}
+    described = [[[[begin], [end - begin]] for begin, end in of_rank] for of_rank in boxes]
+    layout = {"model.w": {"global_shape": [6], "boxes": described}}
+    try:
+        report = sx.save_checkpoint(state, path, layout=layout, background=background)
+        if background:
+            report.result(60)
+    except sx.errors.StateExchangeError as error:
+        return type(error).__name__, str(error)
+    sx.load_checkpoint(state, path, layout=layout)
+    return "", ""
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    ("boxes", "kind", "words"),
+    [
+        ([[(0, 3)], [(3, 6)]], "", ""),
+        ([[(0, 6)], [(0, 6)]], "", ""),
+        ([[(0, 3)], [(3, 5)]], "IncompleteError", "no rank holds region [5:6] of shape (6,)"),
+        ([[(0, 3)], [(0, 3)]], "IncompleteError", "no rank holds region [3:6]"),
+        ([[(0, 4)], [(3, 6)]], "OverlapError", "as [0:4] by rank 0 and as [3:6] by rank 1"),
+        ([[(0, 2), (4, 6)], [(3, 4)]], "IncompleteError", "no rank holds region [2:3]"),
+        ([[(1, 6)]], "IncompleteError", "region [0:1]"),
+    ],
+)
+def test_what_no_load_could_read_is_refused_before_a_byte_is_written(
+    boxes: list[list[tuple[int, int]]], kind: str, words: str, background: bool, tmp_path: Path
+) -> None:
+    outcomes = run_ranks(save_boxes, len(boxes), args=(str(tmp_path / "saved"), boxes, background))
+    for found, text in outcomes:
+        assert found == kind, text
+        assert words in text
+        assert "model.w" in text or not kind
+    assert os.listdir(tmp_path) == ([] if kind else ["saved"])
+
+
+def save_equal_stages(path: str) -> bool:
+    """Save a sharded tensor that two stages have under one name, with equal parts."""
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))
+    part = torch.arange(3.0) + 3 * (sx.get_rank() % 2)
+    return came_back(path, {"w": DTensor.from_local(part, both["shard"], [Shard(0)])})
+
+
+def test_equal_parts_of_two_stages_are_written_by_each(tmp_path: Path) -> None:
+    assert run_ranks(save_equal_stages, 4, backend="gloo", args=(str(tmp_path / "saved"),)) == [True] * 4
+    assert copies_of(tmp_path / "saved") == {"w": 4}
 
 
 def save_tied(path: str) -> bool:

@@ -3,7 +3,7 @@
 import dataclasses
 import inspect
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -27,7 +27,16 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge, prove_cover
+from statexchange.sharding.plan import (
+    Plan,
+    RankShards,
+    TensorPlan,
+    cover_sum,
+    covers_once,
+    plan_merge,
+    plan_writers,
+    prove_cover,
+)
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.tensors import ITEMSIZE
 
@@ -460,6 +469,47 @@ def supplied(plan: Plan, holders: int) -> list[int]:
             for piece in tensor.pieces:
                 loads[piece.holder] += piece.box.numel * ITEMSIZE[tensor.dtype]
     return loads
+
+
+@given(st.lists(corruptions() | meshes(), min_size=1, max_size=3))
+@example([((4, 4), [[Box((0, 0), (2, 4))], [Box((1, 0), (3, 4))]])])
+@example([((4,), [[Box((0,), (1,))], [Box((3,), (1,))]])])
+@example([((2, 2), [[Box((0, 0), (1, 1)), Box((1, 1), (1, 1))], [Box((0, 1), (1, 1)), Box((0, 1), (1, 1))]])])
+def test_the_sums_of_holders_tell_whether_each_element_is_written_equally_often(
+    cases: list[tuple[tuple[int, ...], list[list[Box]]]],
+) -> None:
+    sums = []
+    are_covered = True
+    for number, (shape, boxes_by_holder) in enumerate(cases):
+        for boxes in boxes_by_holder:
+            sums.append(cover_sum([Shard(f"w{number}", "F32", shape, tuple(boxes))]))
+        counts = counted(shape, [box for boxes in boxes_by_holder for box in boxes])
+        are_covered &= len(set(counts.reshape(-1).tolist())) == 1
+    assert covers_once(sums) == are_covered
+
+
+def test_boxes_of_tensors_with_other_names_dtypes_or_shapes_cover_nothing_together() -> None:
+    halves = Box((0,), (2,)), Box((2,), (2,))
+    first = Shard("w", "F32", (4,), halves[:1])
+    second = Shard("w", "F32", (4,), halves[1:])
+    assert covers_once([cover_sum([first]), cover_sum([second])])
+    for other in (replace(second, name="v"), replace(second, dtype="I32"), replace(second, global_shape=(5,))):
+        assert not covers_once([cover_sum([first]), cover_sum([other])])
+
+
+@given(st.lists(st.integers(0, 99), min_size=9, max_size=30), st.integers(1, 5))
+def test_writers_have_about_equal_shares_and_tied_names_one_writer(sizes: list[int], num_ranks: int) -> None:
+    shards = [Shard(f"w{number}", "U8", (size,), (full_box((size,)),)) for number, size in enumerate(sizes)]
+    writers = plan_writers(shards, range(num_ranks), {}, set())
+    loads = [0] * num_ranks
+    for shard in shards:
+        loads[writers[shard.name]] += shard.nbytes
+    assert max(loads) - min(loads) <= max(sizes)
+    frozen = {"w7", "w8"}
+    writers = plan_writers(shards, range(num_ranks), {"w1": "w0", "w2": "w0"}, frozen)
+    assert writers["w0"] == writers["w1"] == writers["w2"]
+    alone = plan_writers(shards[7:9], range(num_ranks), {}, frozen)
+    assert alone == {name: writers[name] for name in frozen}
 
 
 def test_replicas_are_supplied_in_turn_or_by_root_only() -> None:
