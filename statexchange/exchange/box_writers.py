@@ -36,7 +36,7 @@ from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.messages import decode, encoded
 from statexchange.sharding.plan import RankShards, cover_sum, covers_once, plan_merge, plan_writers
-from statexchange.sharding.shards import Shard
+from statexchange.sharding.shards import Shard, full_box
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.files import digest
 from statexchange.storage.tensorfile import digests_of
@@ -176,14 +176,16 @@ class _Written:
     @classmethod
     def of(cls, tensors: Sequence[LocalTensor], apart: Collection[str]) -> _Written:
         """Return it for these tensors; those of `apart` are written by each rank that has them."""
+        # Without the call of `is_whole` for each tensor.
+        parts = [local for local in tensors if local.shard.boxes != (full_box(local.shard.global_shape),)]
         firsts = []
-        for local in tensors:
+        for local in parts:
             shard = local.shard
-            if shard.is_whole or (local.mesh and shard.name not in apart):
+            if local.mesh and shard.name not in apart:
                 continue
             if any(box.numel and not any(box.offsets) for box in shard.boxes):
                 firsts.append(digest(shard.name.encode()))
-        return cls(str(cover_sum(local.shard for local in tensors)), firsts)
+        return cls(str(cover_sum([local.shard for local in parts])), firsts)
 
 
 def _prove_cover(comm: Communicator, tensors: Sequence[LocalTensor], written: _Written) -> None:

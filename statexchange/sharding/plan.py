@@ -231,9 +231,11 @@ class _Balance:
     def __init__(self, holders: Iterable[int]) -> None:
         self._nbytes = dict.fromkeys(holders, 0)
 
-    def choose(self, holders: Iterable[int], nbytes: int) -> int:
+    def choose(self, holders: Sequence[int], nbytes: int) -> int:
         """Return the holder that has the fewest bytes until now, the first of several, and give it these bytes."""
-        holder = min(holders, key=self._nbytes.__getitem__)
+        holder = holders[0]
+        if len(holders) > 1:
+            holder = min(holders, key=self._nbytes.__getitem__)
         self._nbytes[holder] += nbytes
         return holder
 
@@ -490,12 +492,15 @@ def _plan_tensor(
     pieces = []
     # In the order of their first elements, so that a merge reads and writes forward.
     for box in sorted(owners):
-        pieces.append(_piece(box, owners[box], options, balance, box.numel * ITEMSIZE[dtype]))
+        pieces.append(_piece(box, owners[box], options, balance, math.prod(box.shape) * ITEMSIZE[dtype]))
     return TensorPlan(name, first.name, dtype, first.global_shape, 0, tuple(pieces))
 
 
 def _piece(box: Box, copies: list[tuple[int, int]], options: ExportOptions, balance: _Balance, nbytes: int) -> Piece:
     """Return a box's piece: one of its holders writes it; with replicas="root", the first one."""
+    if len(copies) == 1:
+        balance.choose(copies[0][:1], nbytes)
+        return Piece(box, *copies[0])
     candidates = copies[:1] if options.replicas == "root" else copies
     holder = balance.choose([holder for holder, _ in candidates], nbytes)
     writer = next(copy for copy in candidates if copy[0] == holder)
