@@ -117,7 +117,8 @@ def save_checkpoint(
         NotFoundError: a host does not see the files of the others, or there is no such bucket.
         CorruptError: a tensor was changed while it was saved to a URL, or after ranks have compared their copies.
         UnsafeError: overwriting would remove files that do not belong to a save.
-        UnsupportedError, IncompleteError, StorageError: see `statexchange.errors`.
+        IncompleteError, OverlapError: the parts of a tensor leave a gap, or overlap; nothing is written.
+        UnsupportedError, StorageError: see `statexchange.errors`.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.
 
