@@ -36,7 +36,7 @@ from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.messages import decode, encoded
 from statexchange.sharding.plan import RankShards, cover_sum, covers_once, plan_merge, plan_writers
-from statexchange.sharding.shards import Shard, full_box
+from statexchange.sharding.shards import Shard
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.files import digest
 from statexchange.storage.tensorfile import digests_of
@@ -133,7 +133,7 @@ def share_writing(
         IncompleteError, OverlapError: the ranks' boxes do not cover a tensor exactly once.
     """
     if comm.world_size == 1:
-        _prove_cover(comm, tensors, _Written.of(tensors, ()))
+        _prove_cover(comm, tensors, _Sum.of(tensors, ()))
         return Shares(tensors, {})
     with comm.phase("digesting its tensors", timeout_s=stall_timeout_s), collector_paused():
         plain = [local for local in tensors if _kind_of(local) in (_WHOLE, _PARTS)]
@@ -152,7 +152,7 @@ def share_writing(
             if writer != comm.rank:
                 left_to_others.add(name)
     written = [local for local in tensors if local.shard.name not in left_to_others]
-    _prove_cover(comm, tensors, _Written.of(written, apart))
+    _prove_cover(comm, tensors, _Sum.of(written, apart))
     if any(record.has_declared_copies for of_rank in records for record in of_rank):
         with comm.phase("digesting its copies", timeout_s=stall_timeout_s), collector_paused():
             copies = [local for local in tensors if local.shard.name in left_to_others - digests.keys()]
@@ -161,8 +161,8 @@ def share_writing(
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
-    """What a rank writes.
+class _Sum:
+    """A record of what a rank writes, for the proof that each element is written once.
 
     Attributes:
         total: the `cover_sum` of its boxes, as text.
@@ -174,10 +174,9 @@ class _Written:
     firsts: Sequence[str]
 
     @classmethod
-    def of(cls, tensors: Sequence[LocalTensor], apart: Collection[str]) -> _Written:
+    def of(cls, tensors: Sequence[LocalTensor], apart: Collection[str]) -> _Sum:
         """Return it for these tensors; those of `apart` are written by each rank that has them."""
-        # Without the call of `is_whole` for each tensor.
-        parts = [local for local in tensors if local.shard.boxes != (full_box(local.shard.global_shape),)]
+        parts = [local for local in tensors if not local.shard.is_whole]
         firsts = []
         for local in parts:
             shard = local.shard
@@ -188,9 +187,9 @@ class _Written:
         return cls(str(cover_sum([local.shard for local in parts])), firsts)
 
 
-def _prove_cover(comm: Communicator, tensors: Sequence[LocalTensor], written: _Written) -> None:
+def _prove_cover(comm: Communicator, tensors: Sequence[LocalTensor], written: _Sum) -> None:
     """Raise unless all ranks together write each element of each tensor once, or each rank its own. Collective."""
-    by_all = from_all(comm, written, _Written, "the sum of its boxes")
+    by_all = from_all(comm, written, _Sum, "the sum of its boxes")
     firsts: list[str] = []
     for of_rank in by_all:
         firsts += of_rank.firsts

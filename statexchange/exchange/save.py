@@ -173,13 +173,15 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
         build = open_target(request, comm, building)
         starts = exchange_starts(request, saved, build, comm)
         described = saved.described
-        if any(start.num_frozen for start in starts):
+        if request.frozen is not None:
             expect_frozen_files(build, starts, request, comm)
         if any(start.has_layout for start in starts):
             # Where a part lies in its whole follows only from the parts of all ranks.
             described = place_parts(comm, described, saved.rules)
-        tensors, limit_s = list(described.tensors.values()), request.call.stall_timeout_s
-        shares = share_writing(comm, tensors, described.aliases, saved.frozen, limit_s)
+        shares = Shares(list(described.tensors.values()), {})
+        if comm.world_size > 1 or described.has_parts:
+            limit_s = request.call.stall_timeout_s
+            shares = share_writing(comm, shares.written, described.aliases, saved.frozen, limit_s)
         others = shares.written
         frozen: dict[str, list[LocalTensor]] = {}
         frozen_files: dict[str, FrozenFile] = {}

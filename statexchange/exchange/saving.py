@@ -219,7 +219,7 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
     if unmatched:
         text = f"include pattern {min(unmatched)!r} matches nothing in the state"
         raise InvalidArgumentError(text, path=request.path)
-    if all(start.is_empty for start in starts):
+    if first.is_empty and all(start.is_empty for start in starts):
         raise InvalidArgumentError(f"{first.selection} select nothing of the state", path=request.path)
     return starts
 

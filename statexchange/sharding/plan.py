@@ -206,7 +206,7 @@ def plan_merge(
         new_names = _new_names(selected, aliases, options)
         for alias in aliases:
             del selected[alias]
-        balance = _Balance(range(len(rank_shards)))
+        loads = dict.fromkeys(range(len(rank_shards)), 0)  # bytes that each holder supplies
         tensors = []
         for number, (old, shards) in enumerate(selected.items()):
             new, reduce = new_names[old], reductions.get(old)
@@ -215,7 +215,7 @@ def plan_merge(
             if isinstance(shards, ShardingSpec):
                 tensor = _plan_spec(new, shards, options, dtypes, number)
             else:
-                tensor = _plan_tensor(new, shards, rank_shards, options, dtypes, balance, reduce)
+                tensor = _plan_tensor(new, shards, rank_shards, options, dtypes, loads, reduce)
             tensors.append(tensor if reduce is None else tensor._replace(reduce=reduce))
         files = _assign_files(tensors, options)
         output_aliases = {}
@@ -225,19 +225,11 @@ def plan_merge(
         return Plan(files, output_aliases, _digest(files, output_aliases, basis))
 
 
-class _Balance:
-    """Chooses among the holders of copies, so that each supplies about as many bytes as any other."""
-
-    def __init__(self, holders: Iterable[int]) -> None:
-        self._nbytes = dict.fromkeys(holders, 0)
-
-    def choose(self, holders: Sequence[int], nbytes: int) -> int:
-        """Return the holder that has the fewest bytes until now, the first of several, and give it these bytes."""
-        holder = holders[0]
-        if len(holders) > 1:
-            holder = min(holders, key=self._nbytes.__getitem__)
-        self._nbytes[holder] += nbytes
-        return holder
+def _writer_of(holders: Iterable[int], loads: dict[int, int], nbytes: int) -> int:
+    """Return the one of these holders that has the fewest bytes until now, and give it these bytes, too."""
+    holder = min(holders, key=loads.__getitem__)
+    loads[holder] += nbytes
+    return holder
 
 
 def plan_writers(
@@ -251,14 +243,14 @@ def plan_writers(
         aliases: the kept name of each other name of a tied tensor: one rank writes both, so that they stay tied.
         frozen: the names whose writer depends on no other tensor, so that it is the same in the next save.
     """
-    balances = {is_frozen: _Balance(ranks) for is_frozen in (False, True)}
+    loads = {is_frozen: dict.fromkeys(ranks, 0) for is_frozen in (False, True)}
     writers: dict[str, int] = {}
     # The largest first: so the last ones, which are small, make the ranks equal. The other names of tied tensors come
     # last, as they follow the kept ones.
     for shard in sorted(shards, key=lambda shard: (shard.name in aliases, -shard.nbytes)):
         kept = writers.get(aliases.get(shard.name, ""))
         candidates = ranks if kept is None else (kept,)
-        writers[shard.name] = balances[shard.name in frozen].choose(candidates, shard.nbytes)
+        writers[shard.name] = _writer_of(candidates, loads[shard.name in frozen], shard.nbytes)
     return writers
 
 
@@ -454,7 +446,7 @@ def _plan_tensor(
     rank_shards: Sequence[RankShards],
     options: ExportOptions,
     dtypes: _OutputDTypes,
-    balance: _Balance,
+    loads: dict[int, int],
     reduce: str | None,
 ) -> TensorPlan:
     first_holder, first = shards[0]
@@ -492,17 +484,19 @@ def _plan_tensor(
     pieces = []
     # In the order of their first elements, so that a merge reads and writes forward.
     for box in sorted(owners):
-        pieces.append(_piece(box, owners[box], options, balance, math.prod(box.shape) * ITEMSIZE[dtype]))
+        pieces.append(_piece(box, owners[box], options, loads, math.prod(box.shape) * ITEMSIZE[dtype]))
     return TensorPlan(name, first.name, dtype, first.global_shape, 0, tuple(pieces))
 
 
-def _piece(box: Box, copies: list[tuple[int, int]], options: ExportOptions, balance: _Balance, nbytes: int) -> Piece:
+def _piece(
+    box: Box, copies: list[tuple[int, int]], options: ExportOptions, loads: dict[int, int], nbytes: int
+) -> Piece:
     """Return a box's piece: one of its holders writes it; with replicas="root", the first one."""
     if len(copies) == 1:
-        balance.choose(copies[0][:1], nbytes)
+        loads[copies[0][0]] += nbytes
         return Piece(box, *copies[0])
     candidates = copies[:1] if options.replicas == "root" else copies
-    holder = balance.choose([holder for holder, _ in candidates], nbytes)
+    holder = _writer_of([holder for holder, _ in candidates], loads, nbytes)
     writer = next(copy for copy in candidates if copy[0] == holder)
     return Piece(box, *writer, tuple(copy for copy in copies if copy != writer))
 

@@ -89,6 +89,15 @@ class Description:
     sources: Mapping[str, str] = field(default_factory=dict)
     extra_state: tuple[str, ...] = ()
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether this rank holds a part of a tensor, and not the whole."""
+        num_parts = 0
+        for local in self.tensors.values():
+            # Without `is_whole`, which is a call for each tensor.
+            num_parts += local.shard.boxes != (full_box(local.shard.global_shape),)
+        return num_parts > 0
+
     def renamed(self, names: Mapping[str, str]) -> Description:
         """Return this with tensors renamed as `names` maps; aliases and sources keep their names."""
         if not names:

@@ -15,6 +15,7 @@ import torch
 
 import statexchange as sx
 from statexchange.conversions.numbers import KnownConfig
+from statexchange.exchange.box_writers import _Sum
 from statexchange.exchange.compared_rows import Compared
 from statexchange.exchange.exporting import ExportReport
 from statexchange.exchange.gather import _ArenaAddress, _RankMessage, _TensorMetadata
@@ -86,6 +87,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
             "0123456789abcdef",
             "hidden",
             "step-000000006",
+            2,
             has_layout=False,
             has_copies=True,
             options="memory=True and link=False",
@@ -96,7 +98,8 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
         _Start,
         None,
     ),
-    (_Written(100, "etag", "/saves", (SavedFile("frozen", 9, 0, "0123"),)), _Written, None),
+    (_Written(100, "etag", "/saves", (SavedFile("frozen", 9, 0, "0123"),), ("etag",)), _Written, None),
+    (_Sum("123", ("0123456789abcdef",)), _Sum, None),
     (("/dev/shm/hidden", "no room"), tuple[str, str], None),
     (_Copy("identity", MANIFEST), _Copy | None, None),
     (_Disk("identity", 8, None, "save"), _Disk | None, None),
