@@ -55,9 +55,12 @@ def load_rows(path: str) -> int | None:
     return report.step
 
 
-def adapter_of(value: float) -> dict[str, Any]:
+LARGE = 100_000  # rows with which S3 copies the base
+
+
+def adapter_of(value: float, rows: int = 32) -> dict[str, Any]:
     """Return a state with a base that does not train, and an adapter that is filled with `value`."""
-    model = torch.nn.ModuleDict({"base": torch.nn.Linear(48, 32), "adapter": torch.nn.Linear(4, 2)})
+    model = torch.nn.ModuleDict({"base": torch.nn.Linear(48, rows), "adapter": torch.nn.Linear(4, 2)})
     model["base"].requires_grad_(requires_grad=False)
     with torch.no_grad():
         for parameter in model["base"].parameters():
@@ -67,21 +70,31 @@ def adapter_of(value: float) -> dict[str, Any]:
     return {"model": model, "step": int(value)}
 
 
-def save_adapters(path: str, *steps: int) -> list[int]:
+def save_adapters(path: str, *steps: int, rows: int = 32) -> list[int]:
     """Save a state of `adapter_of` for each step; return the steps that are there then. For ranks only."""
     saves = sx.Checkpoints(path)
     for step in steps:
-        saves.save(adapter_of(step), step)
+        saves.save(adapter_of(step, rows), step)
     return saves.steps()
 
 
-def load_adapters(path: str) -> int | None:
+def load_adapters(path: str, rows: int = 32) -> int | None:
     """Load the newest save of `save_adapters` and check it; return its step, None without a save. For ranks only."""
-    state = adapter_of(0)
+    state = adapter_of(0, rows)
     with torch.no_grad():
         state["model"]["base"].weight.zero_()
     if sx.Checkpoints(path).load(state) is None:
         return None
-    for name, tensor in adapter_of(state["step"])["model"].state_dict().items():
+    for name, tensor in adapter_of(state["step"], rows)["model"].state_dict().items():
         assert torch.equal(tensor, state["model"].state_dict()[name]), name
     return int(state["step"])
+
+
+def save_large(path: str, *steps: int) -> list[int]:
+    """Do the same as `save_adapters` with a base that S3 copies. For ranks only."""
+    return save_adapters(path, *steps, rows=LARGE)
+
+
+def load_large(path: str) -> int | None:
+    """Do the same as `load_adapters` for `save_large`. For ranks only."""
+    return load_adapters(path, LARGE)

@@ -15,8 +15,8 @@ a group ranks with the same names, dtypes and shapes are compared::
     its digests
     the digest of each tensor of a unit                             the unit differs, as statistics of batches do
     the names of a group, each distinct list once                   ranks have other names, as pipeline stages do
-    the sum of what each rank writes, for the proof that each       always: 16 bytes from each rank, and as many for
-    element is there once                                           each part without a mesh that begins its tensor
+    the sum of what each rank writes, for the proof that each       always: 100 bytes from each rank, and a hash of
+    element is there once                                           the name of each part without a mesh
 
 A tensor whose name ranks of two such groups have, as two stages may, is each rank's own, too. For this the names of
 empty tensors, and of those that no other rank can have, are compared as well. So a tensor has either one copy in the
@@ -27,16 +27,18 @@ The choice itself, and the proof, are in sharding/plan.py.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from statexchange.comm.communicator import Communicator, from_all
+from statexchange.errors import CorruptError, IncompleteError
 from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.messages import decode, encoded
 from statexchange.sharding.plan import RankShards, cover_sum, covers_once, plan_merge, plan_writers
-from statexchange.sharding.shards import Shard
+from statexchange.sharding.shards import Box, Shard
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.files import digest
 from statexchange.storage.tensorfile import digests_of
@@ -45,6 +47,7 @@ from statexchange.tensors import collector_paused
 __all__ = ["Shares", "share_writing"]
 
 _WHOLE, _PARTS, _ALONE = "whole", "parts", "alone"  # kinds that are no list of ranks
+_ADVICE = "no load could read it: give tensors of different pipeline stages different names, and correct the layout"
 
 
 class Shares(NamedTuple):
@@ -131,9 +134,10 @@ def share_writing(
 
     Raises:
         IncompleteError, OverlapError: the ranks' boxes do not cover a tensor exactly once.
+        CorruptError: one rank's part of a tensor is of another dtype or global shape than another rank's.
     """
     if comm.world_size == 1:
-        _prove_cover(comm, tensors, _Sum.of(tensors, ()))
+        _prove_cover(comm, tensors, _Sum.of(_groups(tensors, aliases, frozen, {}), (), ()))
         return Shares(tensors, {})
     with comm.phase("digesting its tensors", timeout_s=stall_timeout_s), collector_paused():
         plain = [local for local in tensors if _kind_of(local) in (_WHOLE, _PARTS)]
@@ -142,7 +146,8 @@ def share_writing(
     here = [group.record for group in groups]
     records = from_all(comm, here, list[_Record], "the digests of its tensors")
     members = _members(records)
-    apart = _in_several_groups(comm, groups, records) | _differing(comm, groups, records, members)
+    in_several = _in_several_groups(comm, groups, records)
+    apart = in_several | _differing(comm, groups, records, members)
     left_to_others: set[str] = set()
     for group in groups:
         if group.record.kind == _ALONE:
@@ -152,7 +157,7 @@ def share_writing(
             if writer != comm.rank:
                 left_to_others.add(name)
     written = [local for local in tensors if local.shard.name not in left_to_others]
-    _prove_cover(comm, tensors, _Sum.of(written, apart))
+    _prove_cover(comm, tensors, _Sum.of(groups, left_to_others, in_several))
     if any(record.has_declared_copies for of_rank in records for record in of_rank):
         with comm.phase("digesting its copies", timeout_s=stall_timeout_s), collector_paused():
             copies = [local for local in tensors if local.shard.name in left_to_others - digests.keys()]
@@ -162,39 +167,87 @@ def share_writing(
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """A record of what a rank writes, for the proof that each element is written once.
+    """A record of what a rank writes, for the proof that each element is there once.
 
     Attributes:
-        total: the `cover_sum` of its boxes, as text.
-        firsts: hashes of the names of tensors whose first element it writes, if it writes a part that other ranks may
-            write, too: by a mesh each box has one writer.
+        total: the `cover_sum` of the boxes that it writes, as text.
+        begun: by the names of a mesh's group the tensors whose first element the rank writes, and how many there are.
+        firsts: of other tensors, hashes of the names of those whose first element it writes, once for each box.
+        wholes: hashes of the names of whole tensors that lie in several groups.
+        empty: hashes of the names of tensors of which it has no element.
     """
 
     total: str
+    begun: Mapping[str, tuple[int, int]]
     firsts: Sequence[str]
+    wholes: Sequence[str]
+    empty: Sequence[str]
 
     @classmethod
-    def of(cls, tensors: Sequence[LocalTensor], apart: Collection[str]) -> _Sum:
-        """Return it for these tensors; those of `apart` are written by each rank that has them."""
-        parts = [local for local in tensors if not local.shard.is_whole]
-        firsts = []
-        for local in parts:
-            shard = local.shard
-            if local.mesh and shard.name not in apart:
-                continue
-            if any(box.numel and not any(box.offsets) for box in shard.boxes):
-                firsts.append(digest(shard.name.encode()))
-        return cls(str(cover_sum([local.shard for local in parts])), firsts)
+    def of(cls, groups: Sequence[_Group], left_to_others: Collection[str], apart: Collection[str]) -> _Sum:
+        """Return the record of a rank that leaves some tensors to others; `apart` are places in several groups."""
+        begun: dict[str, tuple[int, int]] = {}
+        firsts: list[str] = []
+        wholes: list[str] = []
+        empty: list[str] = []
+        parts = []
+        for group in groups:
+            num_begun = num_tensors = 0
+            for local, place, _ in group.tensors:
+                shard = local.shard
+                num_firsts = 0
+                if shard.name not in left_to_others:
+                    parts.append(shard)
+                    num_firsts = _num_firsts(shard.boxes)
+                if 0 in shard.global_shape or (group.record.kind == _WHOLE and place not in apart):
+                    continue
+                if local.mesh and place not in apart:
+                    num_begun += num_firsts
+                    num_tensors += 1
+                elif not shard.nbytes:
+                    empty.append(digest(shard.name.encode()))
+                elif shard.is_whole:
+                    wholes.append(digest(shard.name.encode()))
+                else:
+                    firsts += [digest(shard.name.encode())] * num_firsts
+            if num_tensors:
+                begun[digest(group.record.names.encode())] = num_begun, num_tensors
+        return cls(str(cover_sum(parts)), begun, firsts, wholes, empty)
+
+
+@functools.lru_cache(1024)  # a model has many tensors of few shapes and placements
+def _num_firsts(boxes: tuple[Box, ...]) -> int:
+    """Return how many of the boxes have the first element of their tensor."""
+    return sum(1 for box in boxes if box.numel and not any(box.offsets))
+
+
+def _are_there_once(sums: Sequence[_Sum]) -> bool:
+    """Whether all ranks together write each element of each tensor once, or each rank its own whole tensor."""
+    # The sum of all proves that each tensor's elements are written equally often: as often as its first one.
+    if not covers_once(int(of_rank.total) for of_rank in sums):
+        return False
+    # By a mesh a box has one writer, so that no tensor is there twice. If one were not there at all, its first
+    # element would be missing.
+    begun: dict[str, int] = {}
+    expected: dict[str, int] = {}
+    firsts: list[str] = []
+    others: set[str] = set()
+    for of_rank in sums:
+        firsts += of_rank.firsts
+        others.update(of_rank.wholes)
+        for names, (num_begun, num_tensors) in of_rank.begun.items():
+            begun[names] = begun.get(names, 0) + num_begun
+            expected[names] = num_tensors
+    # Other parts may come from anywhere: two ranks may cut one tensor in two ways, or one may have the whole.
+    is_each_once = len(set(firsts)) == len(firsts) and others.isdisjoint(firsts)
+    others.update(firsts)
+    are_any_lost = any(not others.issuperset(of_rank.empty) for of_rank in sums)
+    return begun == expected and is_each_once and not are_any_lost
 
 
 def _prove_cover(comm: Communicator, tensors: Sequence[LocalTensor], written: _Sum) -> None:
     """Raise unless all ranks together write each element of each tensor once, or each rank its own. Collective."""
-    by_all = from_all(comm, written, _Sum, "the sum of its boxes")
-    firsts: list[str] = []
-    for of_rank in by_all:
-        firsts += of_rank.firsts
-    # The sum alone does not tell a tensor that is there once from one that is there twice, cut in two ways.
-    if covers_once(int(of_rank.total) for of_rank in by_all) and len(set(firsts)) == len(firsts):
+    if _are_there_once(from_all(comm, written, _Sum, "the sum of its boxes")):
         return
     # Only now all boxes travel to root, which finds the first flaw. There is none if two pipeline stages have
     # the same boxes of one name, and each writes them.
@@ -206,7 +259,10 @@ def _prove_cover(comm: Communicator, tensors: Sequence[LocalTensor], written: _S
         holders = []
         for rank, shards in enumerate(by_rank):
             holders.append(RankShards(rank, [shard for shard in shards if shard.name in partial]))
-        plan_merge(holders)
+        try:
+            plan_merge(holders)
+        except (CorruptError, IncompleteError) as error:
+            raise error.located(advice=_ADVICE) from None
 
 
 def _kind_of(local: LocalTensor) -> str:

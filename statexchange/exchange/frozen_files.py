@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import StateExchangeError, without_secrets
+from statexchange.errors import StateExchangeError, TargetExistsError, without_secrets
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.formats.source import ShardFile
 from statexchange.sharding.shards import Shard
@@ -156,6 +156,8 @@ class FrozenFiles:
             if not last.is_checked:
                 _check(self._folder, last, comm)
             version = link_into_build(target.path, target.key, names, path, last.identity, comm.progress)
+        except TargetExistsError:  # another publisher has taken over
+            raise
         except StateExchangeError as error:  # the file is written, as if there were no earlier save
             _log.warning("%s is not linked, but written again: %s", without_secrets(path), error)
             return None

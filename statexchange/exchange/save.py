@@ -118,6 +118,7 @@ def save_checkpoint(
         CorruptError: a tensor was changed while it was saved to a URL, or after ranks have compared their copies.
         UnsafeError: overwriting would remove files that do not belong to a save.
         IncompleteError, OverlapError: the parts of a tensor leave a gap, or overlap; nothing is written.
+        CorruptError: ranks disagree on the dtype or shape of a tensor of which they have parts; nothing is written.
         UnsupportedError, StorageError: see `statexchange.errors`.
         StallError: no rank has moved a byte for `stall_timeout_s`.
         PeerError: another rank has failed.

@@ -282,6 +282,57 @@ def test_what_no_load_could_read_is_refused_before_a_byte_is_written(
     assert os.listdir(tmp_path) == ([] if kind else ["saved"])
 
 
+def save_flawed(path: str, kind: str) -> str:
+    """Save a tensor of which ranks have boxes that fit together on no rank; return the error."""
+    rank = sx.get_rank()
+    pair = DeviceMesh("cpu", [0, 1])
+    stages = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+    whole = torch.arange(4.0)
+    part = whole[2 * (rank % 2) :][:2].clone()
+    boxes: list[list[Any]] = [[], [], [], []]
+    layout = None
+    if kind == "whole beside a mesh":
+        tensor = DTensor.from_local(part, pair, [Shard(0)]) if rank < 2 else whole
+    elif kind == "whole of another shape beside a mesh":
+        tensor = DTensor.from_local(part, pair, [Shard(0)]) if rank < 2 else torch.ones(6)
+    elif kind == "a stage that replicates":
+        tensor = DTensor.from_local(part if rank < 2 else whole, stages, [Shard(0) if rank < 2 else Replicate()])
+    elif kind == "stages of other shapes":
+        tensor = DTensor.from_local(torch.ones(2 + rank // 2), stages, [Shard(0)])
+    else:
+        if kind == "twice on one rank":
+            boxes[0] = [[[0], [2]], [[2], [2]], [[0], [1]], [[1], [3]]]
+        elif kind == "whole beside parts":
+            boxes[:3] = [[[[0], [4]]], [[[0], [2]]], [[[2], [2]]]]
+        tensor = torch.cat([whole[:0], *(whole[begin:][:size] for (begin,), (size,) in boxes[rank])])
+        layout = {"w": {"global_shape": [4], "boxes": boxes}}
+    with pytest.raises(sx.errors.StateExchangeError) as caught:
+        sx.save_checkpoint({"w": tensor, "b": torch.ones(2)}, path, layout=layout)
+    return f"{type(caught.value).__name__} {caught.value}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (
+            "whole beside a mesh",
+            "OverlapError region [0:2] is claimed twice: as [0:2] by rank 0 and as [0:4] by rank 2",
+        ),
+        ("whole of another shape beside a mesh", "CorruptError ranks 0 and 2 disagree on the global_shape"),
+        ("a stage that replicates", "OverlapError region [0:2] is claimed twice"),
+        ("stages of other shapes", "CorruptError ranks 0 and 2 disagree on the global_shape"),
+        ("twice on one rank", "OverlapError region [0:1] is claimed twice: as [0:2] by rank 0 and as [0:1] by rank 0"),
+        ("whole beside parts", "OverlapError region [0:2] is claimed twice: as [0:4] by rank 0 and as [0:2] by rank 1"),
+        ("nobody", "IncompleteError nothing holds region [0:4] of shape (4,)"),
+    ],
+)
+def test_boxes_that_fit_together_on_no_rank_are_refused(kind: str, words: str, tmp_path: Path) -> None:
+    for text in run_ranks(save_flawed, 4, backend="gloo", args=(str(tmp_path / "saved"), kind)):
+        assert text.startswith(words)
+        assert "no load could read it" in text
+    assert os.listdir(tmp_path) == []
+
+
 def save_equal_stages(path: str) -> bool:
     """Save a sharded tensor that two stages have under one name, with equal parts."""
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))

@@ -99,7 +99,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
         None,
     ),
     (_Written(100, "etag", "/saves", (SavedFile("frozen", 9, 0, "0123"),), ("etag",)), _Written, None),
-    (_Sum("123", ("0123456789abcdef",)), _Sum, None),
+    (_Sum("123", {"names": (1, 2)}, ("01",), ("23",), ()), _Sum, None),
     (("/dev/shm/hidden", "no room"), tuple[str, str], None),
     (_Copy("identity", MANIFEST), _Copy | None, None),
     (_Disk("identity", 8, None, "save"), _Disk | None, None),

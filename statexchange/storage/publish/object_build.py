@@ -644,15 +644,15 @@ class ObjectMember(_ObjectWriter):
     def copy(self, name: str, source: str, identity: Sequence[str | int], progress: Callable[[], object]) -> str | None:
         """Have the store copy an object of this size and version; return the new version.
 
-        None if the store makes no such copy, or if another object is at the URL `source`, or none.
+        None if the store makes no such copy, as of a small object, or if another object is at the URL `source`.
         """
         nbytes, version = int(identity[0]), str(identity[1])
-        original = self._objects.original(source, version)
+        original = self._objects.original(source, version, nbytes)
         if original is None:
             return None
         self.put_object(name, lambda: self._objects.copy_new(name, original, version, nbytes, progress))
         # Not every S3-compatible store compares the version of what it copies.
-        if self._objects.original(source, version) is None:
+        if self._objects.original(source, version, nbytes) is None:
             self._drop(name)
             return None
         return self._version_of(name)

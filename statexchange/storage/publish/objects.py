@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import secrets
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,8 @@ _PART_BYTES = 16 << 20  # of a multipart upload; stores require at least 5 MiB
 _MAX_PARTS = 9000  # S3 takes 10,000
 _COPIED_BYTES = 256 << 20  # a part that a store copies itself, which takes it seconds
 _COPIES = 8  # parts that are copied at a time
+_LEAST_PART_BYTES = 5 << 20  # S3 takes smaller ones only as the last
+_LEAST_COPIED_BYTES = 16 << 20  # what is smaller is uploaded as fast
 _ATTEMPTS = 5  # to read a claim that is being renewed
 _READ_ONLY = ("http", "https", "data", "github", "zip", "tar")
 
@@ -142,12 +145,12 @@ class Objects:
         with conditional("create", f"{self.url}/{name}"):
             return self._system.open(f"{self._base}/{name}", "xb", block_size=part_bytes)
 
-    def original(self, url: str, version: str) -> str | None:
+    def original(self, url: str, version: str, nbytes: int) -> str | None:
         """Return the path of the object at a URL, from which `copy_new` copies, if it has this version.
 
-        None also if this store does not create a copy exclusively: of those of fsspec only S3 does.
+        None also if it is small, or if this store does not create a copy exclusively: of those of fsspec only S3 does.
         """
-        if not self._has_conditions:
+        if not self._has_conditions or nbytes < _LEAST_COPIED_BYTES:
             return None
         folder, _, name = url.rpartition("/")
         others = Objects(folder)
@@ -157,11 +160,16 @@ class Objects:
         """Have S3 copy an object of this version; raise TargetExistsError if the name exists then.
 
         It is copied in parts, as an upload, since only the end of an upload can be made to fail if the name exists.
+
+        S3 makes the ETag of an upload from the bytes of its parts. A removal must not take another publisher's copy of
+        the same original for its own, so the first part has a random size, and no two copies have the same ETag.
         """
         bucket, _, key = f"{self._base}/{name}".partition("/")
         source_bucket, _, source_key = original.partition("/")
         source = {"CopySource": {"Bucket": source_bucket, "Key": source_key}, "CopySourceIfMatch": version}
         part_bytes = max(_COPIED_BYTES, -(-nbytes // _MAX_PARTS))
+        first_bytes = _LEAST_PART_BYTES + secrets.randbelow(min(part_bytes, nbytes - _LEAST_PART_BYTES))
+        ends = [*range(first_bytes, nbytes, part_bytes), nbytes]
         url = self.path_of(name)
         audit("create", url)
         with storage_errors("copy", url):
@@ -169,8 +177,8 @@ class Objects:
         target = {"Bucket": bucket, "Key": key, "UploadId": upload}
 
         def copied(number: int) -> dict[str, Any]:
-            begin = (number - 1) * part_bytes
-            extent = {"CopySourceRange": f"bytes={begin}-{min(nbytes, begin + part_bytes) - 1}"}
+            begin = ends[number - 2] if number > 1 else 0
+            extent = {"CopySourceRange": f"bytes={begin}-{ends[number - 1] - 1}"}
             # Not `conditional`, which would take an original of another version for a name that exists.
             with storage_errors("copy", url):
                 answer = self._system.call_s3("upload_part_copy", **target, **source, **extent, PartNumber=number)
@@ -179,7 +187,7 @@ class Objects:
 
         try:
             with ThreadPoolExecutor(_COPIES) as pool:
-                parts = list(pool.map(copied, range(1, 1 - (-nbytes // part_bytes))))
+                parts = list(pool.map(copied, range(1, len(ends) + 1)))
             audit("put", url)
             last = {"MultipartUpload": {"Parts": parts}, "IfNoneMatch": "*"}
             with conditional("put", url):
