@@ -28,7 +28,7 @@ import torch
 from statexchange.comm.backends.backend import Backend, Between
 from statexchange.comm.backends.reduction import COMPLEX, FLOATS, HALVES, INTS, NO_FINISH, Finish
 from statexchange.comm.calls import Call, call_site, fingerprint_of
-from statexchange.comm.session import Route
+from statexchange.comm.session import KnownCall, Route
 from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work
 from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError, UnsupportedError, type_text
@@ -126,7 +126,9 @@ class Reduction:
             native = False
         if exact:  # sums and products must be checked for overflow
             native = native and dtype != torch.bool and plain in ("min", "max") and scale == 1
-        finish = Finish(backend.world_size if op == "avg" else 1, scale)
+        finish = NO_FINISH
+        if op == "avg" or scale != 1:
+            finish = Finish(backend.world_size if op == "avg" else 1, scale)
         text = plain if finish.divisor == 1 else "avg"
         if scale != 1:
             text += f" times {scale!r}"
@@ -315,10 +317,17 @@ def all_reduce(
     route: Route, tensor: TensorT, op: object, out: TensorT | None, scale: float, async_op: bool
 ) -> TensorT | Work[TensorT]:
     """See `Communicator.all_reduce`. Collective."""
+    is_known = type(op) is str and type(scale) is float and scale == 1 and out is None and not async_op
+    is_plain = is_known and _is_plain(tensor)
+    if is_plain:
+        known = route.known.get((op, tensor.dtype, tensor.shape))
+        if known is not None and route.may_repeat:
+            return _all_reduce_again(route, tensor, op, known)
     if route.session.dead is not None:
         route.session.raise_if_dead()
     try:
-        given, backend = _flat_for(route, tensor, written=out is None)
+        backend = route.backend_of(tensor)
+        given = FlatTensor(tensor, backend.device_type, written=out is None)
         target = given if out is None else _target(given, out)
         reduction = Reduction.of(op, given.data.dtype, scale, backend)
     except Exception as refusal:  # noqa: BLE001 (as `checking`, which would slow down small tensors)
@@ -329,7 +338,42 @@ def all_reduce(
         reduction.all_reduce(backend, result, wait)
         return target.finish_with(result)
 
-    return route.collective(Call(f"all_reduce {reduction.text} {given.text}"), backend, body, async_op)
+    call = Call(f"all_reduce {reduction.text} {given.text}")
+    result = route.collective(call, backend, body, async_op)
+    if is_plain and reduction.native:
+        route.remember((op, given.tensor.dtype, given.tensor.shape), call, backend)
+    return result
+
+
+def _is_plain(tensor: object) -> bool:
+    """Whether this is a tensor of this CPU with memory that can be filled in place: what `FlatTensor` takes as it is.
+
+    What else it checks follows from the dtype and the shape.
+    """
+    if type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.is_nested or tensor.layout is not torch.strided:
+        return False
+    is_ours = not (tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or tensor.is_conj())
+    return is_ours and tensor.is_contiguous()
+
+
+def _all_reduce_again(route: Route, tensor: TensorT, op: object, known: KnownCall) -> TensorT:
+    """Reduce a plain tensor of a dtype and shape that were reduced before. Collective."""
+    assert isinstance(tensor, torch.Tensor)
+    backend = route.backend_of(tensor)
+    reduction = Reduction.of(op, tensor.dtype, 1.0, backend)
+    flat = tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
+
+    session = route.session
+
+    def body() -> None:
+        wait = known.wait
+        # It is called again if the ranks have found that the thread of some of them is new, to compare these first.
+        if session.is_caller_new:
+            wait = session.begin(known.call)
+        backend.all_reduce(flat, reduction.op, reduction.finish, wait)
+
+    session.run(known.call, body)
+    return tensor
 
 
 class _ReducedTogether(NamedTuple):

@@ -53,7 +53,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from threading import current_thread
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from statexchange import values
 from statexchange.comm import forks
@@ -66,6 +66,7 @@ from statexchange.comm.calls import (
     note_joined,
     public_call_name,
     step_text,
+    under_way,
 )
 from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError, closed_error
 from statexchange.comm.failure.monitor import AbandonedError, FailureMonitor, PeerMonitor, forming_group, named_failure
@@ -85,11 +86,12 @@ from statexchange.errors import (
 )
 from statexchange.settings import check_timeout
 
-__all__ = ["Route", "Session"]
+__all__ = ["KnownCall", "Route", "Session"]
 
 T = TypeVar("T")
 _CLOSE_S = 1.0
 _SECOND_CALLER_S = 0.05  # for a second thread, which begins at the same time, to make its first call
+_MOST_KNOWN = 1024  # calls that a route remembers
 _ARGUMENT_ERRORS = (TypeError, ValueError, AttributeError)
 # Errors that all ranks raise together, after they have exchanged messages.
 _SHARED_ERRORS = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)
@@ -108,6 +110,7 @@ class Session:
         dead: the error that every call raises once the group has failed or this rank has closed it.
         shared_error: the error that all ranks have raised together in their last call; see the top of this file.
         has_begun_work: whether a call with `async_op` was made.
+        is_caller_new: whether the ranks have yet to compare the names of their callers.
     """
 
     def __init__(
@@ -147,7 +150,7 @@ class Session:
         self._last_call = ""  # the text of the call that holds it, or last did
         self._caller: threading.Thread | None = None  # the thread to which this session belongs
         self._claiming = threading.Lock()  # held by a thread that becomes the caller
-        self._is_caller_new = True  # whether the ranks have yet to compare the names of their callers
+        self.is_caller_new = True
         self.is_inherited = False
         forks.cut_off_in_children(self)
 
@@ -174,7 +177,7 @@ class Session:
             # In a world of one there is no rank whose calls those of another thread could meet.
             if caller is None or not caller.is_alive() or self.world_size == 1:
                 # The first collective may be that of a thread of autograd on another rank, which is no caller.
-                self._is_caller_new = self._is_caller_new or caller is not None
+                self.is_caller_new = self.is_caller_new or caller is not None
                 self._caller = thread
                 return
         error = InvalidArgumentError(
@@ -189,11 +192,11 @@ class Session:
     def release_caller(self) -> None:
         """Let any thread be the caller from now on. Not collective."""
         self._caller = None
-        self._is_caller_new = True
+        self.is_caller_new = True
 
     def _compare_callers(self, call: Call, wait: Wait) -> None:
         """Wait for the call of a second thread, which ends this group, if the ranks' callers differ. Collective."""
-        self._is_caller_new = False
+        self.is_caller_new = False
         call.is_first = True
         comparison = Call.of_all(f"{call.text}, the first of its thread")
         name = (self._caller or current_thread()).name
@@ -285,7 +288,7 @@ class Session:
         wait = Wait(seconds, call.text, self.monitor, functools.partial(self._enter, call))
         # Ranks that trust each other's calls would not notice that a thread is new on some of them only.
         is_compared = self._check or self.backend.enters_itself
-        if self._is_caller_new and is_compared and self.world_size > 1:
+        if self.is_caller_new and is_compared and self.world_size > 1:
             self._compare_callers(call, wait)
         return wait
 
@@ -404,7 +407,7 @@ class Session:
         except DifferentCallsError:
             error = self.guarded(call, lambda: self._explanation(call), is_shared=is_shared)
             if error is None:
-                self._is_caller_new = True
+                self.is_caller_new = True
                 return self.guarded(call, body, is_shared=is_shared)  # nothing has been moved: all ranks begin anew
             self._note_shared_error(call, error, is_shared)
             raise error from None
@@ -536,6 +539,13 @@ def _different_calls_error(ranks: Sequence[int], calls: Sequence[tuple[str, str]
     return MismatchError("ranks are in different calls: " + "; ".join(lines))
 
 
+class KnownCall(NamedTuple):
+    """A call that was made before, with the same dtypes and shapes, and the wait of all its repetitions."""
+
+    call: Call
+    wait: Wait
+
+
 class Route:
     """The choice of the backend for a tensor: `backend` for CPUs, the session's `device_backend` for GPUs.
 
@@ -549,6 +559,31 @@ class Route:
         self.world_size = session.world_size
         self._backend = backend
         self._suffix = suffix
+        self.known: dict[object, KnownCall | None] = {}  # None: it was made once
+
+    def remember(self, key: object, call: Call, backend: Backend) -> None:
+        """Keep a call of a user, made for the second time, if it is compared on a page of shared memory.
+
+        Not collective. Its text and its checks are those of all calls with this key.
+        """
+        if len(self.known) >= _MOST_KNOWN:
+            self.known.clear()
+        page = self.session.page
+        if key not in self.known or call.public is not None or page is None or not backend.enters_itself:
+            self.known[key] = None
+            return
+        enter = functools.partial(page.enter, call.fingerprint)
+        self.known[key] = KnownCall(call, Wait(self.session.timeout_s, call.text, self.session.monitor, enter))
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether a known call can be made again as it is. Not collective.
+
+        Not inside of a public call, whose name is a part of the text, and not while ranks have anything else to compare
+        or to raise.
+        """
+        session = self.session
+        return session.dead is None and not session.is_caller_new and under_way.get() is None
 
     def backend_for(self, device_type: str) -> Backend:
         """Return the backend for tensors of this device."""
