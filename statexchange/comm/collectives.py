@@ -359,8 +359,8 @@ def _is_plain(tensor: object) -> bool:
 def _all_reduce_again(route: Route, tensor: TensorT, op: object, known: KnownCall) -> TensorT:
     """Reduce a plain tensor of a dtype and shape that were reduced before. Collective."""
     assert isinstance(tensor, torch.Tensor)
-    backend = route.backend_of(tensor)
-    reduction = Reduction.of(op, tensor.dtype, 1.0, backend)
+    backend = known.backend
+    reduction: Reduction = backend.reductions[op, tensor.dtype]
     flat = tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
 
     session = route.session

@@ -540,10 +540,11 @@ def _different_calls_error(ranks: Sequence[int], calls: Sequence[tuple[str, str]
 
 
 class KnownCall(NamedTuple):
-    """A call that was made before, with the same dtypes and shapes, and the wait of all its repetitions."""
+    """A call that was made before, with the same dtypes and shapes, with the wait and backend of its repetitions."""
 
     call: Call
     wait: Wait
+    backend: Backend
 
 
 class Route:
@@ -573,7 +574,8 @@ class Route:
             self.known[key] = None
             return
         enter = functools.partial(page.enter, call.fingerprint)
-        self.known[key] = KnownCall(call, Wait(self.session.timeout_s, call.text, self.session.monitor, enter))
+        wait = Wait(self.session.timeout_s, call.text, self.session.monitor, enter)
+        self.known[key] = KnownCall(call, wait, backend)
 
     @property
     def may_repeat(self) -> bool:
