@@ -317,8 +317,8 @@ def all_reduce(
     route: Route, tensor: TensorT, op: object, out: TensorT | None, scale: float, async_op: bool
 ) -> TensorT | Work[TensorT]:
     """See `Communicator.all_reduce`. Collective."""
-    is_known = type(op) is str and type(scale) is float and scale == 1 and out is None and not async_op
-    is_plain = is_known and _is_plain(tensor)
+    has_plain_options = type(op) is str and type(scale) is float and scale == 1 and out is None and not async_op
+    is_plain = has_plain_options and _is_plain(tensor)
     if is_plain:
         known = route.known.get((op, tensor.dtype, tensor.shape))
         if known is not None and route.may_repeat:
@@ -346,19 +346,26 @@ def all_reduce(
 
 
 def _is_plain(tensor: object) -> bool:
-    """Whether this is a tensor of this CPU with memory that can be filled in place: what `FlatTensor` takes as it is.
+    """Whether this is a contiguous tensor of this CPU that can be filled in place: what `FlatTensor` takes as it is.
 
-    What else it checks follows from the dtype and the shape.
+    What else `FlatTensor` checks follows from the dtype and the shape.
     """
     if type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.is_nested or tensor.layout is not torch.strided:
         return False
-    is_ours = not (tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or tensor.is_conj())
-    return is_ours and tensor.is_contiguous()
+    if tensor.requires_grad or tensor.is_inference() or tensor.is_neg() or tensor.is_conj():
+        return False
+    # The storage may have been resized since, as FSDP does.
+    end = (tensor.storage_offset() + tensor.numel()) * tensor.itemsize
+    try:
+        has_memory = tensor.data_ptr() != 0 and tensor.untyped_storage().nbytes() >= end
+    except (RuntimeError, NotImplementedError):  # a tensor of torch.func, which has none
+        return False
+    return has_memory and tensor.is_contiguous()
 
 
 def _all_reduce_again(route: Route, tensor: TensorT, op: object, known: KnownCall) -> TensorT:
     """Reduce a plain tensor of a dtype and shape that were reduced before. Collective."""
-    assert isinstance(tensor, torch.Tensor)
+    assert isinstance(tensor, torch.Tensor)  # for mypy
     backend = known.backend
     reduction: Reduction = backend.reductions[op, tensor.dtype]
     flat = tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
@@ -367,7 +374,7 @@ def _all_reduce_again(route: Route, tensor: TensorT, op: object, known: KnownCal
 
     def body() -> None:
         wait = known.wait
-        # It is called again if the ranks have found that the thread of some of them is new, to compare these first.
+        # `guarded` runs this a second time if the threads of some ranks are new. Then `begin` compares threads first.
         if session.is_caller_new:
             wait = session.begin(known.call)
         backend.all_reduce(flat, reduction.op, reduction.finish, wait)

@@ -567,10 +567,12 @@ class Route:
 
         Not collective. Its text and its checks are those of all calls with this key.
         """
-        if len(self.known) >= _MOST_KNOWN:
-            self.known.clear()
         page = self.session.page
-        if key not in self.known or call.public is not None or page is None or not backend.enters_itself:
+        if call.public is not None or page is None or not backend.enters_itself:
+            return
+        if key not in self.known:
+            if len(self.known) >= _MOST_KNOWN:
+                self.known.clear()
             self.known[key] = None
             return
         enter = functools.partial(page.enter, call.fingerprint)

@@ -15,14 +15,14 @@ a group ranks with the same names, dtypes and shapes are compared::
     its digests
     the digest of each tensor of a unit                             the unit differs, as statistics of batches do
     the names of a group, each distinct list once                   ranks have other names, as pipeline stages do
-    the sum of what each rank writes, for the proof that each       always: 100 bytes from each rank, and a hash of
-    element is there once                                           the name of each part without a mesh
+    a record of the boxes that it writes, for the proof that each   always: about 100 bytes from each rank, and two
+    element is there once                                           hashes for each part that lies on no mesh
 
 A tensor whose name ranks of two such groups have, as two stages may, is each rank's own, too. For this the names of
 empty tensors, and of those that no other rank can have, are compared as well. So a tensor has either one copy in the
 save, or one from each rank that has it, and no record is needed of whose copy stands for a rank's own.
 
-The choice itself, and the proof, are in sharding/plan.py.
+The choice itself, and the sum of the proof, are in sharding/plan.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from statexchange.errors import CorruptError, IncompleteError
 from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.messages import decode, encoded
-from statexchange.sharding.plan import RankShards, cover_sum, covers_once, plan_merge, plan_writers
+from statexchange.sharding.plan import RankShards, cover_sum, covers_evenly, plan_merge, plan_writers
 from statexchange.sharding.shards import Box, Shard
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.files import digest
@@ -47,7 +47,7 @@ from statexchange.tensors import collector_paused
 __all__ = ["Shares", "share_writing"]
 
 _WHOLE, _PARTS, _ALONE = "whole", "parts", "alone"  # kinds that are no list of ranks
-_ADVICE = "no load could read it: give tensors of different pipeline stages different names, and correct the layout"
+_ADVICE = "no load could read it: give tensors of different pipeline stages different names, or correct the layout"
 
 
 class Shares(NamedTuple):
@@ -137,7 +137,7 @@ def share_writing(
         CorruptError: one rank's part of a tensor is of another dtype or global shape than another rank's.
     """
     if comm.world_size == 1:
-        _prove_cover(comm, tensors, _Sum.of(_groups(tensors, aliases, frozen, {}), (), ()))
+        _prove_cover(comm, tensors, _CoverRecord.of(_groups(tensors, aliases, frozen, {}), (), ()))
         return Shares(tensors, {})
     with comm.phase("digesting its tensors", timeout_s=stall_timeout_s), collector_paused():
         plain = [local for local in tensors if _kind_of(local) in (_WHOLE, _PARTS)]
@@ -157,7 +157,7 @@ def share_writing(
             if writer != comm.rank:
                 left_to_others.add(name)
     written = [local for local in tensors if local.shard.name not in left_to_others]
-    _prove_cover(comm, tensors, _Sum.of(groups, left_to_others, in_several))
+    _prove_cover(comm, tensors, _CoverRecord.of(groups, left_to_others, in_several))
     if any(record.has_declared_copies for of_rank in records for record in of_rank):
         with comm.phase("digesting its copies", timeout_s=stall_timeout_s), collector_paused():
             copies = [local for local in tensors if local.shard.name in left_to_others - digests.keys()]
@@ -166,30 +166,31 @@ def share_writing(
 
 
 @dataclass(frozen=True, slots=True)
-class _Sum:
+class _CoverRecord:
     """A record of what a rank writes, for the proof that each element is there once.
 
     Attributes:
         total: the `cover_sum` of the boxes that it writes, as text.
-        begun: by the names of a mesh's group the tensors whose first element the rank writes, and how many there are.
-        firsts: of other tensors, hashes of the names of those whose first element it writes, once for each box.
-        wholes: hashes of the names of whole tensors that lie in several groups.
-        empty: hashes of the names of tensors of which it has no element.
+        begun: for each group of a mesh how many of its tensors the rank writes the first element of, and how many the
+            group has; the key is a hash of the group's names.
+        firsts: the other tensors whose first element it writes, once for each box, as `_hashes`.
+        wholes: the whole tensors that lie in several groups.
+        empty: the tensors of which it has no element, and that lie in no group of a mesh or in several groups.
     """
 
     total: str
     begun: Mapping[str, tuple[int, int]]
-    firsts: Sequence[str]
-    wholes: Sequence[str]
-    empty: Sequence[str]
+    firsts: Sequence[tuple[str, str]]
+    wholes: Sequence[tuple[str, str]]
+    empty: Sequence[tuple[str, str]]
 
     @classmethod
-    def of(cls, groups: Sequence[_Group], left_to_others: Collection[str], apart: Collection[str]) -> _Sum:
-        """Return the record of a rank that leaves some tensors to others; `apart` are places in several groups."""
+    def of(cls, groups: Sequence[_Group], left_to_others: Collection[str], in_several: Collection[str]) -> _CoverRecord:
+        """Return the record of a rank that leaves some tensors to others; `in_several` are places in several groups."""
         begun: dict[str, tuple[int, int]] = {}
-        firsts: list[str] = []
-        wholes: list[str] = []
-        empty: list[str] = []
+        firsts: list[tuple[str, str]] = []
+        wholes: list[tuple[str, str]] = []
+        empty: list[tuple[str, str]] = []
         parts = []
         for group in groups:
             num_begun = num_tensors = 0
@@ -199,20 +200,25 @@ class _Sum:
                 if shard.name not in left_to_others:
                     parts.append(shard)
                     num_firsts = _num_firsts(shard.boxes)
-                if 0 in shard.global_shape or (group.record.kind == _WHOLE and place not in apart):
+                if 0 in shard.global_shape or (group.record.kind == _WHOLE and place not in in_several):
                     continue
-                if local.mesh and place not in apart:
+                if local.mesh and place not in in_several:
                     num_begun += num_firsts
                     num_tensors += 1
                 elif not shard.nbytes:
-                    empty.append(digest(shard.name.encode()))
+                    empty.append(_hashes(shard))
                 elif shard.is_whole:
-                    wholes.append(digest(shard.name.encode()))
+                    wholes.append(_hashes(shard))
                 else:
-                    firsts += [digest(shard.name.encode())] * num_firsts
+                    firsts += [_hashes(shard)] * num_firsts
             if num_tensors:
                 begun[digest(group.record.names.encode())] = num_begun, num_tensors
         return cls(str(cover_sum(parts)), begun, firsts, wholes, empty)
+
+
+def _hashes(shard: Shard) -> tuple[str, str]:
+    """Return a hash of the name, and one of the dtype and global shape, too."""
+    return digest(shard.name.encode()), digest(f"{shard.name} {shard.dtype} {shard.global_shape}".encode())
 
 
 @functools.lru_cache(1024)  # a model has many tensors of few shapes and placements
@@ -221,33 +227,34 @@ def _num_firsts(boxes: tuple[Box, ...]) -> int:
     return sum(1 for box in boxes if box.numel and not any(box.offsets))
 
 
-def _are_there_once(sums: Sequence[_Sum]) -> bool:
+def _are_there_once(sums: Sequence[_CoverRecord]) -> bool:
     """Whether all ranks together write each element of each tensor once, or each rank its own whole tensor."""
     # The sum of all proves that each tensor's elements are written equally often: as often as its first one.
-    if not covers_once(int(of_rank.total) for of_rank in sums):
+    if not covers_evenly(int(of_rank.total) for of_rank in sums):
         return False
     # By a mesh a box has one writer, so that no tensor is there twice. If one were not there at all, its first
     # element would be missing.
     begun: dict[str, int] = {}
     expected: dict[str, int] = {}
-    firsts: list[str] = []
-    others: set[str] = set()
+    firsts: list[tuple[str, str]] = []
+    wholes: list[tuple[str, str]] = []
     for of_rank in sums:
         firsts += of_rank.firsts
-        others.update(of_rank.wholes)
+        wholes += of_rank.wholes
         for names, (num_begun, num_tensors) in of_rank.begun.items():
             begun[names] = begun.get(names, 0) + num_begun
             expected[names] = num_tensors
     # Other parts may come from anywhere: two ranks may cut one tensor in two ways, or one may have the whole.
-    is_each_once = len(set(firsts)) == len(firsts) and others.isdisjoint(firsts)
-    others.update(firsts)
-    are_any_lost = any(not others.issuperset(of_rank.empty) for of_rank in sums)
+    begun_names = {name for name, _ in firsts}
+    is_each_once = len(begun_names) == len(firsts) and begun_names.isdisjoint(name for name, _ in wholes)
+    present = {*firsts, *wholes}
+    are_any_lost = any(not present.issuperset(of_rank.empty) for of_rank in sums)
     return begun == expected and is_each_once and not are_any_lost
 
 
-def _prove_cover(comm: Communicator, tensors: Sequence[LocalTensor], written: _Sum) -> None:
+def _prove_cover(comm: Communicator, tensors: Sequence[LocalTensor], written: _CoverRecord) -> None:
     """Raise unless all ranks together write each element of each tensor once, or each rank its own. Collective."""
-    if _are_there_once(from_all(comm, written, _Sum, "the sum of its boxes")):
+    if _are_there_once(from_all(comm, written, _CoverRecord, "the sum of its boxes")):
         return
     # Only now all boxes travel to root, which finds the first flaw. There is none if two pipeline stages have
     # the same boxes of one name, and each writes them.

@@ -78,8 +78,8 @@ class Checkpoints:
             or that it needs the room.
         link: parameters that do not train (``requires_grad=False``) lie in files of their own, and a save makes a hard
             link of those of the last save if they have the bytes that it would write: saves then share these files, and
-            a damaged one is damaged in each. S3 copies them itself; other stores, and with `memory` each save, get
-            them written again. The same on all ranks.
+            a damaged one is damaged in each. S3 copies such files itself. At other URLs, and with `memory`, each
+            save is written whole. The same on all ranks.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: rules for plain tensors that are parts of whole ones, as in `save_checkpoint`, for saves and loads.
         include: patterns of what each save has of the state, as in `save_checkpoint`.
@@ -128,7 +128,7 @@ class Checkpoints:
         self._schedule = SaveSchedule(every_steps, every_s, on_signal, agree_every, grace_s)
         self._call = CallOptions(memory=memory, stall_timeout_s=stall_timeout_s)
         self._memory = MemoryCopies(self.path, stall_timeout_s) if memory else None
-        self._frozen = FrozenFiles() if link and not memory else None
+        self._frozen = FrozenFiles() if link and not memory and self._saves.can_link else None
         self._comm = comm
         self._layout = layout
         self._selection = LoadOptions(include=include, exclude=exclude)

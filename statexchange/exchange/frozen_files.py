@@ -54,7 +54,7 @@ class FrozenFile:
     Attributes:
         listed: the entry of the manifest.
         identity: what `StoredFile.local_identity` has of it.
-        version: what an object store calls this version of it; "" in a directory.
+        version: what an object store calls the version that this save has put; "" in a directory, and before a save.
         shards: its shards by name.
         digests: the digests of their boxes.
         is_checked: whether this process wrote it, or has compared its bytes with its digests.

@@ -16,7 +16,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.storage.location import is_remote, target_path
-from statexchange.storage.publish import check_can_be_made
+from statexchange.storage.publish import can_link, check_can_be_made
 from statexchange.storage.save_check import check_saves, whole_saves
 from statexchange.storage.steps import (
     MAX_STEP,
@@ -64,6 +64,11 @@ class SavesDirectory:
     def is_remote(self) -> bool:
         """Whether the directory is at a URL."""
         return is_remote(self.path)
+
+    @property
+    def can_link(self) -> bool:
+        """Whether a save may link files of the one before, or have S3 copy them."""
+        return can_link(self.path)
 
     def path_of(self, step: int) -> str:
         """Return the path of a save; raise InvalidArgumentError for a step that no save can have."""

@@ -65,9 +65,9 @@ class SaveReport:
     """The result of a save.
 
     `num_tensors` is the number of tensors of which this rank holds a part; `nbytes` are the bytes that all ranks wrote,
-    and `rank_nbytes` those of each rank. `linked_nbytes` are those of files that were linked instead. `step` is
-    None for a save without one. `notes` name equal parts of ranks that a layout without a mesh has joined, as these
-    may be copies, and optimizers whose parameters are no longer those of this rank's modules.
+    and `rank_nbytes` those of each rank. `linked_nbytes` are those of files that were linked instead, or that S3 has
+    copied. `step` is None for a save without one. `notes` name equal parts of ranks that a layout without a mesh has
+    joined, as these may be copies, and optimizers whose parameters are no longer those of this rank's modules.
     """
 
     path: str
@@ -201,7 +201,9 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
     )
     starts = from_all(comm, start, _Start, "the start of the save")
     first = starts[0]
+    are_empty = True
     for rank, start in enumerate(starts):
+        are_empty = are_empty and start.is_empty
         if start.name != first.name:
             text = f"rank 0 saves to {first.name} and rank {rank} to {start.name}: pass the same path on all ranks"
             raise InvalidArgumentError(text, rank=rank, path=request.path)
@@ -219,7 +221,7 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
     if unmatched:
         text = f"include pattern {min(unmatched)!r} matches nothing in the state"
         raise InvalidArgumentError(text, path=request.path)
-    if first.is_empty and all(start.is_empty for start in starts):
+    if are_empty:
         raise InvalidArgumentError(f"{first.selection} select nothing of the state", path=request.path)
     return starts
 

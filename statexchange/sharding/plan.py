@@ -6,8 +6,8 @@ plan and the same digest everywhere.
 
 A merge and an export have all holders' boxes in one place: `plan_merge` chooses files, too. A save has a file for each
 rank, and no place that knows all boxes. There `plan_writers` chooses among the ranks that have equal copies, which all
-compute the same, and each rank adds up `cover_sum` of what it writes: the sum over all ranks tells whether every
-element is written once. A reader has the boxes of all files, and calls `prove_cover`.
+compute the same, and each rank adds up `cover_sum` of what it writes: the sum over all ranks tells whether the elements
+of each tensor are written equally often. A reader has the boxes of all files, and calls `prove_cover`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
     "RankShards",
     "TensorPlan",
     "cover_sum",
-    "covers_once",
+    "covers_evenly",
     "holders_text",
     "is_packed_weight",
     "plan_merge",
@@ -528,21 +528,21 @@ def prove_cover(
 _PRIME = (1 << 127) - 1
 
 
-def covers_once(sums: Iterable[int]) -> bool:
-    """Whether the boxes of all holders, each of which has added up its `cover_sum`, cover all tensors exactly once."""
+def covers_evenly(sums: Iterable[int]) -> bool:
+    """Whether the elements of each tensor lie in equally many boxes of all holders, which give their `cover_sum`."""
     return sum(sums) % _PRIME == 0
 
 
 def cover_sum(shards: Iterable[Shard]) -> int:
-    """Return a number for the boxes of one holder, for `covers_once`.
+    """Return a number for the boxes of one holder, for `covers_evenly`.
 
-    The numbers of all holders add up to 0 if each tensor's boxes cover it exactly once, or several times as a whole.
-    Otherwise they do not, unless a random number of 120 bits happens to be 0.
+    The numbers of all holders add up to 0 if the elements of each tensor lie in equally many boxes: in none, in one, or
+    in several. Otherwise they do so with a chance of about n in 2**127, where n is the number of dims.
 
     `_flaw_by_corners` proves that boxes cover a region exactly if signed weights on the corners of boxes cancel those
-    of the region. Here each corner has a random number, so that no list of corners is needed: the product of a random
-    number for each of its coordinates. Then the signed sum over the 2**n corners of a box of n dims is the product of n
-    differences. The polynomial in these numbers is 0 only if all weights cancel (the lemma of Schwartz and Zippel).
+    of the region. Here the number of a corner is the product of a random number for each of its coordinates, so that no
+    list of corners is needed: the signed sum over the 2**n corners of a box of n dims is the product of n differences.
+    The polynomial in these numbers is 0 only if all weights cancel (the lemma of Schwartz and Zippel).
     """
     total = 0
     for shard in shards:

@@ -297,6 +297,9 @@ def save_flawed(path: str, kind: str) -> str:
         tensor = DTensor.from_local(part, pair, [Shard(0)]) if rank < 2 else torch.ones(6)
     elif kind == "a stage that replicates":
         tensor = DTensor.from_local(part if rank < 2 else whole, stages, [Shard(0) if rank < 2 else Replicate()])
+    elif kind == "an empty part of another dtype":
+        tensor = DTensor.from_local(part, pair, [Shard(0)]) if rank < 2 else torch.ones(0, dtype=torch.bfloat16)
+        layout = {"w": {"global_shape": [4], "boxes": boxes}} if rank >= 2 else {"x*": "replicate"}
     elif kind == "stages of other shapes":
         tensor = DTensor.from_local(torch.ones(2 + rank // 2), stages, [Shard(0)])
     else:
@@ -320,6 +323,7 @@ def save_flawed(path: str, kind: str) -> str:
         ),
         ("whole of another shape beside a mesh", "CorruptError ranks 0 and 2 disagree on the global_shape"),
         ("a stage that replicates", "OverlapError region [0:2] is claimed twice"),
+        ("an empty part of another dtype", "CorruptError ranks 0 and 2 disagree on the dtype"),
         ("stages of other shapes", "CorruptError ranks 0 and 2 disagree on the global_shape"),
         ("twice on one rank", "OverlapError region [0:1] is claimed twice: as [0:2] by rank 0 and as [0:1] by rank 0"),
         ("whole beside parts", "OverlapError region [0:2] is claimed twice: as [0:4] by rank 0 and as [0:2] by rank 1"),

@@ -71,6 +71,9 @@ def reduce_all_kinds() -> int:
     ones(comm)
     total = comm.world_size
     row = torch.arange(3.0)
+    freed, cut = torch.ones(2, 3), torch.ones(2, 3)
+    freed.untyped_storage().resize_(0)
+    cut.untyped_storage().resize_(8)
     tensors: list[Any] = [
         torch.ones(3, 2).t(),  # not contiguous
         torch.ones(2, 3, requires_grad=True),
@@ -96,6 +99,9 @@ def reduce_all_kinds() -> int:
     refused: list[Any] = [
         row.expand(2, 3),
         inference,
+        freed,
+        cut,
+        torch._efficientzerotensor((2, 3)),
         torch.ones(2, 3).to_sparse(),
         torch.ones(2, 3, device="meta"),
         [1.0],
@@ -108,6 +114,14 @@ def reduce_all_kinds() -> int:
     for op in ([], {}, object()):
         with pytest.raises(sx.errors.StateExchangeError):
             comm.all_reduce(torch.ones(2, 3), op)
+    ones(comm, 1)
+
+    def inside(tensor: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(RuntimeError, match="storage"):
+            comm.all_reduce(tensor)
+        return tensor
+
+    torch.func.vmap(inside)(torch.ones(1, 2, 3))
     ones(comm, 1)
     return remembered(comm)
 
@@ -149,8 +163,9 @@ def wait_late() -> bool:
     if comm.rank == 1:
         time.sleep(1.6)
         return True
-    with pytest.raises(sx.errors.StallError, match=r"ranks \[1\] did not reach all_reduce sum float32\[2, 3\] in 1 s"):
+    with pytest.raises(sx.errors.StallError) as caught:
         comm.all_reduce(torch.ones(2, 3))
+    assert "ranks [1] did not reach all_reduce sum float32[2, 3] in 1 s" in str(caught.value)
     return True
 
 

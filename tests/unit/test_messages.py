@@ -15,7 +15,7 @@ import torch
 
 import statexchange as sx
 from statexchange.conversions.numbers import KnownConfig
-from statexchange.exchange.box_writers import _Sum
+from statexchange.exchange.box_writers import _CoverRecord
 from statexchange.exchange.compared_rows import Compared
 from statexchange.exchange.exporting import ExportReport
 from statexchange.exchange.gather import _ArenaAddress, _RankMessage, _TensorMetadata
@@ -99,7 +99,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
         None,
     ),
     (_Written(100, "etag", "/saves", (SavedFile("frozen", 9, 0, "0123"),), ("etag",)), _Written, None),
-    (_Sum("123", {"names": (1, 2)}, ("01",), ("23",), ()), _Sum, None),
+    (_CoverRecord("123", {"names": (1, 2)}, (("01", "02"),), (("23", "45"),), ()), _CoverRecord, None),
     (("/dev/shm/hidden", "no room"), tuple[str, str], None),
     (_Copy("identity", MANIFEST), _Copy | None, None),
     (_Disk("identity", 8, None, "save"), _Disk | None, None),

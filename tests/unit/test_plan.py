@@ -32,7 +32,7 @@ from statexchange.sharding.plan import (
     RankShards,
     TensorPlan,
     cover_sum,
-    covers_once,
+    covers_evenly,
     plan_merge,
     plan_writers,
     prove_cover,
@@ -485,16 +485,16 @@ def test_the_sums_of_holders_tell_whether_each_element_is_written_equally_often(
             sums.append(cover_sum([Shard(f"w{number}", "F32", shape, tuple(boxes))]))
         counts = counted(shape, [box for boxes in boxes_by_holder for box in boxes])
         are_covered &= len(set(counts.reshape(-1).tolist())) == 1
-    assert covers_once(sums) == are_covered
+    assert covers_evenly(sums) == are_covered
 
 
 def test_boxes_of_tensors_with_other_names_dtypes_or_shapes_cover_nothing_together() -> None:
     halves = Box((0,), (2,)), Box((2,), (2,))
     first = Shard("w", "F32", (4,), halves[:1])
     second = Shard("w", "F32", (4,), halves[1:])
-    assert covers_once([cover_sum([first]), cover_sum([second])])
+    assert covers_evenly([cover_sum([first]), cover_sum([second])])
     for other in (replace(second, name="v"), replace(second, dtype="I32"), replace(second, global_shape=(5,))):
-        assert not covers_once([cover_sum([first]), cover_sum([other])])
+        assert not covers_evenly([cover_sum([first]), cover_sum([other])])
 
 
 @given(st.lists(st.integers(0, 99), min_size=9, max_size=30), st.integers(1, 5))

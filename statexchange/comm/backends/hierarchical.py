@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import torch
 
 from statexchange.comm.backends.backend import Backend, Between, Leaders
-from statexchange.comm.backends.reduction import HALVES, Finish
+from statexchange.comm.backends.reduction import HALVES, NO_FINISH, Finish
 from statexchange.comm.failure.monitor import FailureMonitor, OuterMonitor
 from statexchange.comm.wait import Wait
 from statexchange.errors import PeerError, StallError, StateExchangeError
@@ -163,8 +163,8 @@ class HierarchicalBackend(Backend):
         if not tensor.numel():
             return
         steps = _Steps(self, wait)
-        steps.on_node(lambda node, inner: node.reduce(tensor, op, 0, Finish(), inner))
-        steps.between(lambda leaders, inner: leaders.all_reduce(tensor, op, Finish(), inner))
+        steps.on_node(lambda node, inner: node.reduce(tensor, op, 0, NO_FINISH, inner))
+        steps.between(lambda leaders, inner: leaders.all_reduce(tensor, op, NO_FINISH, inner))
         if self._is_leader:
             finish(tensor)
         self._share(tensor.view(torch.uint8), steps)
@@ -172,7 +172,7 @@ class HierarchicalBackend(Backend):
     def through_leaders(self, tensor: torch.Tensor, between: Between, wait: Wait) -> None:
         """Sum on the leader, call `between` there, and broadcast back. Collective."""
         steps = _Steps(self, wait)
-        steps.on_node(lambda node, inner: node.reduce(tensor, "sum", 0, Finish(), inner))
+        steps.on_node(lambda node, inner: node.reduce(tensor, "sum", 0, NO_FINISH, inner))
         steps.between(lambda leaders, inner: between(Leaders(leaders, inner, self._counts), tensor))
         self._share(tensor.view(torch.uint8), steps)
 

@@ -77,7 +77,7 @@ def reduce_parts(into: torch.Tensor, parts: Sequence[torch.Tensor], op: str, fin
     halves = into.dtype in HALVES and op in ("sum", "prod")
     if len(parts) == 2 and not (halves and finish != NO_FINISH):
         combine(parts[0], parts[1], out=into)
-        if finish is not NO_FINISH:
+        if finish is not NO_FINISH:  # a call less for small tensors
             finish(into)
         return
     result = parts[0].float() if halves else parts[0].clone()

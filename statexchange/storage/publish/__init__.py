@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from statexchange.storage.tensorfile import ShardData
 
 __all__ = [
+    "can_link",
     "check_build",
     "check_can_be_made",
     "clear",
@@ -148,6 +149,11 @@ def write_into_build(
         )
         invalidate_listings(dir_fd, path=folder)  # before the publisher on another host looks for the file
     return WrittenFile("", folder, content)
+
+
+def can_link(path: str) -> bool:
+    """Whether `link_into_build` may succeed below a path or URL. Nothing is looked at there."""
+    return not is_remote(path) or path.partition("://")[0] in ("s3", "s3a")
 
 
 def link_into_build(

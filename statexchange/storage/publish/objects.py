@@ -162,7 +162,7 @@ class Objects:
         It is copied in parts, as an upload, since only the end of an upload can be made to fail if the name exists.
 
         S3 makes the ETag of an upload from the bytes of its parts. A removal must not take another publisher's copy of
-        the same original for its own, so the first part has a random size, and no two copies have the same ETag.
+        the same original for its own, so the first part has one of millions of sizes, which makes the ETag another one.
         """
         bucket, _, key = f"{self._base}/{name}".partition("/")
         source_bucket, _, source_key = original.partition("/")
