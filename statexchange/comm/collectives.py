@@ -366,11 +366,9 @@ def _is_plain(tensor: object) -> bool:
 def _all_reduce_again(route: Route, tensor: TensorT, op: object, known: KnownCall) -> TensorT:
     """Reduce a plain tensor of a dtype and shape that were reduced before. Collective."""
     assert isinstance(tensor, torch.Tensor)  # for mypy
-    backend = known.backend
+    session, backend = route.session, known.backend
     reduction: Reduction = backend.reductions[op, tensor.dtype]
     flat = tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
-
-    session = route.session
 
     def body() -> None:
         wait = known.wait

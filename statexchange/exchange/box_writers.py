@@ -191,14 +191,14 @@ class _CoverRecord:
         firsts: list[tuple[str, str]] = []
         wholes: list[tuple[str, str]] = []
         empty: list[tuple[str, str]] = []
-        parts = []
+        written = []
         for group in groups:
             num_begun = num_tensors = 0
             for local, place, _ in group.tensors:
                 shard = local.shard
                 num_firsts = 0
                 if shard.name not in left_to_others:
-                    parts.append(shard)
+                    written.append(shard)
                     num_firsts = _num_firsts(shard.boxes)
                 if 0 in shard.global_shape or (group.record.kind == _WHOLE and place not in in_several):
                     continue
@@ -213,7 +213,7 @@ class _CoverRecord:
                     firsts += [_hashes(shard)] * num_firsts
             if num_tensors:
                 begun[digest(group.record.names.encode())] = num_begun, num_tensors
-        return cls(str(cover_sum(parts)), begun, firsts, wholes, empty)
+        return cls(str(cover_sum(written)), begun, firsts, wholes, empty)
 
 
 def _hashes(shard: Shard) -> tuple[str, str]:
@@ -227,10 +227,10 @@ def _num_firsts(boxes: tuple[Box, ...]) -> int:
     return sum(1 for box in boxes if box.numel and not any(box.offsets))
 
 
-def _are_there_once(sums: Sequence[_CoverRecord]) -> bool:
+def _are_there_once(records: Sequence[_CoverRecord]) -> bool:
     """Whether all ranks together write each element of each tensor once, or each rank its own whole tensor."""
     # The sum of all proves that each tensor's elements are written equally often: as often as its first one.
-    if not covers_evenly(int(of_rank.total) for of_rank in sums):
+    if not covers_evenly(int(record.total) for record in records):
         return False
     # By a mesh a box has one writer, so that no tensor is there twice. If one were not there at all, its first
     # element would be missing.
@@ -238,23 +238,23 @@ def _are_there_once(sums: Sequence[_CoverRecord]) -> bool:
     expected: dict[str, int] = {}
     firsts: list[tuple[str, str]] = []
     wholes: list[tuple[str, str]] = []
-    for of_rank in sums:
-        firsts += of_rank.firsts
-        wholes += of_rank.wholes
-        for names, (num_begun, num_tensors) in of_rank.begun.items():
+    for record in records:
+        firsts += record.firsts
+        wholes += record.wholes
+        for names, (num_begun, num_tensors) in record.begun.items():
             begun[names] = begun.get(names, 0) + num_begun
             expected[names] = num_tensors
     # Other parts may come from anywhere: two ranks may cut one tensor in two ways, or one may have the whole.
     begun_names = {name for name, _ in firsts}
     is_each_once = len(begun_names) == len(firsts) and begun_names.isdisjoint(name for name, _ in wholes)
     present = {*firsts, *wholes}
-    are_any_lost = any(not present.issuperset(of_rank.empty) for of_rank in sums)
+    are_any_lost = any(not present.issuperset(record.empty) for record in records)
     return begun == expected and is_each_once and not are_any_lost
 
 
-def _prove_cover(comm: Communicator, tensors: Sequence[LocalTensor], written: _CoverRecord) -> None:
+def _prove_cover(comm: Communicator, tensors: Sequence[LocalTensor], record: _CoverRecord) -> None:
     """Raise unless all ranks together write each element of each tensor once, or each rank its own. Collective."""
-    if _are_there_once(from_all(comm, written, _CoverRecord, "the sum of its boxes")):
+    if _are_there_once(from_all(comm, record, _CoverRecord, "the record of its boxes")):
         return
     # Only now all boxes travel to root, which finds the first flaw. There is none if two pipeline stages have
     # the same boxes of one name, and each writes them.

@@ -230,11 +230,13 @@ def expect_frozen_files(
     build: Build | None, starts: Sequence[_Start], request: SaveRequest, comm: Communicator
 ) -> None:
     """Record the names of the files of frozen parameters in the build, before a rank writes one. Collective."""
+    names = []
+    for rank, start in enumerate(starts):
+        for number in range(start.num_frozen):
+            names.append(frozen_file_name(rank, comm.world_size, number))
+    if not names:  # on all ranks
+        return
     with comm.phase("opening the target", timeout_s=request.call.stall_timeout_s):
-        names = []
-        for rank, start in enumerate(starts):
-            for number in range(start.num_frozen):
-                names.append(frozen_file_name(rank, comm.world_size, number))
         if build is not None:
             build.expect(names)
 

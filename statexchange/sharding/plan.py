@@ -6,8 +6,8 @@ plan and the same digest everywhere.
 
 A merge and an export have all holders' boxes in one place: `plan_merge` chooses files, too. A save has a file for each
 rank, and no place that knows all boxes. There `plan_writers` chooses among the ranks that have equal copies, which all
-compute the same, and each rank adds up `cover_sum` of what it writes: the sum over all ranks tells whether the elements
-of each tensor are written equally often. A reader has the boxes of all files, and calls `prove_cover`.
+compute the same. Each rank sends `cover_sum` of what it writes, and `covers_evenly` finds from all of these whether the
+elements of each tensor are written equally often. A reader has the boxes of all files, and calls `prove_cover`.
 """
 
 from __future__ import annotations

@@ -192,9 +192,9 @@ class Objects:
             last = {"MultipartUpload": {"Parts": parts}, "IfNoneMatch": "*"}
             with conditional("put", url):
                 self._system.call_s3("complete_multipart_upload", **target, **last)
-        except BaseException:
-            with contextlib.suppress(Exception):  # its parts are invisible; the next publisher cancels it, too
-                self._system.call_s3("abort_multipart_upload", **target)
+        except BaseException:  # an interrupt, too: parts of an upload that is not cancelled cost money
+            with contextlib.suppress(Exception):  # the first failure counts, and the next publisher cancels it, too
+                self._system.abort_mpu(bucket, key, upload)
             raise
 
     def remove(self, name: str, version: str) -> bool:
