@@ -369,7 +369,7 @@ def _items(targets: Sequence[_LiveTarget], loaded: LoadSource) -> list[ReadItem]
             raise InvalidArgumentError(text, name=target.path, path=path, expected=saved.dtype, found=shard.dtype)
         boxes = stored.boxes
         if boxes is None:
-            boxes = loaded.tensors.boxes_of(stored)
+            boxes = loaded.tensors.boxes_of(stored, shard.boxes)
         items.append(ReadItem(target.name, local, boxes, saved.dtype))
     return items
 

@@ -24,8 +24,9 @@ from statexchange.errors import (
 from statexchange.exchange.load_report import LoadRequest
 from statexchange.exchange.load_source import LoadSource
 from statexchange.exchange.rank_metadata import check_equal_options
-from statexchange.exchange.reading import differing_text
 from statexchange.exchange.saved_names import advice_on_missing
+from statexchange.exchange.stored_tensors import differing_text
+from statexchange.formats.listed_files import ListedFiles
 from statexchange.formats.source import Source
 from statexchange.sharding.paths import paths_above
 from statexchange.sharding.rules import with_dots
@@ -64,7 +65,12 @@ class _OpenedSource:
         """Describe the source that this rank has opened."""
         content: list[object] = [source.kind, source.run, source.round, source.manifest]
         local = []
-        for holder in source.files:
+        files = source.files
+        if isinstance(files, ListedFiles):
+            # All files of a save have its random id, and are compared with it where they are opened.
+            content.append(files.save_index.save)
+            files = ()
+        for holder in files:
             # Two publications may have files of equal names and sizes. So ranks of one host also compare the files'
             # local identity, and all ranks compare their identity on a file system that hosts share.
             content += [holder.name, holder.nbytes, len(holder.tensors), holder.file.shared_identity]

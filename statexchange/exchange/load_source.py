@@ -12,7 +12,8 @@ from statexchange.comm.communicator import Communicator
 from statexchange.errors import CorruptError, InvalidArgumentError, NotFoundError, StateExchangeError
 from statexchange.exchange.load_converting import ConvertedSource, converted_for_load
 from statexchange.exchange.load_report import LoadRequest
-from statexchange.exchange.reading import StoredTensors
+from statexchange.exchange.stored_tensors import StoredTensors
+from statexchange.formats.listed_files import ListedFiles
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
 from statexchange.formats.source import Source
@@ -65,7 +66,7 @@ def open_for_state(request: LoadRequest, comm: Communicator) -> Source:
     elif isinstance(request.state, Mapping) and not set(SECTIONS).isdisjoint(request.state):
         section = ALL
     try:
-        source = open_source(request.path, section=section)
+        source = open_source(request.path, section=section, ranks=(comm.rank, comm.world_size))
     except NotFoundError as error:
         if comm.num_nodes == 1:
             raise
@@ -92,10 +93,7 @@ def source_content(request: LoadRequest, source: Source, comm: Communicator) -> 
     """Return what an opened source has by the names of the state. Not collective; reads no tensor."""
     state, options = request.state, request.options
     live = flatten(state)
-    stored: set[str] = set()
-    for file in source.files:
-        stored.update(file.tensors)
-    names = NameFilter(options, live.units, strips_wrappers=has_wrappers(stored, state))
+    names = NameFilter(options, live.units, strips_wrappers=has_wrappers(_tensor_names(source), state))
     converted = ConvertedSource(source, names)
     # Only a module can be a model of transformers or PEFT, whose names in files are others.
     if request.conversion is not None or is_module(state):
@@ -119,6 +117,16 @@ def source_content(request: LoadRequest, source: Source, comm: Communicator) -> 
     if source.left_out:
         matching.left_out = _left_out(matching, source, tensors.own_rank)
     return LoadSource(converted, tensors, matching, live)
+
+
+def _tensor_names(source: Source) -> set[str]:
+    """Return the names of all tensors; opens no file that is not open."""
+    if isinstance(source.files, ListedFiles):
+        return {tensor.name for tensor in source.files.save_index.tensors}
+    names: set[str] = set()
+    for file in source.files:
+        names.update(file.tensors)
+    return names
 
 
 def _left_out(matching: Matching, source: Source, own_rank: int | None) -> frozenset[str]:

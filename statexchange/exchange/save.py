@@ -19,6 +19,7 @@ from statexchange.exchange.box_writers import Shares, share_writing
 from statexchange.exchange.declared_copies import compare_copies
 from statexchange.exchange.frozen_files import FrozenFile, frozen_parameters
 from statexchange.exchange.placing import place_parts
+from statexchange.exchange.save_index import gather_index
 from statexchange.exchange.saving import (
     SaveReport,
     SaveRequest,
@@ -200,7 +201,9 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
             for of_key in frozen_files.values():
                 digests |= of_key.digests
             notes += compare_copies(comm, saved, described, digests)
-        published = publish(build, file, frozen_files, request, starts[0], comm)
+        of_files = [file.content.shards, *(of_key.shards.values() for of_key in frozen_files.values())]
+        index = gather_index(comm, saved, described, of_files)
+        published = publish(build, file, frozen_files, index, request, starts[0], comm)
     seconds = time.perf_counter() - began
     shown = without_secrets(request.path)
     sizes, linked_nbytes = published

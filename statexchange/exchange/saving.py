@@ -272,6 +272,7 @@ def publish(
     build: Build | None,
     file: WrittenFile,
     frozen: Mapping[str, FrozenFile],
+    index: str,
     request: SaveRequest,
     start: _Start,
     comm: Communicator,
@@ -299,7 +300,7 @@ def publish(
         if build is not None:
             # On NFS a client may not see yet what another has written: a save is whole only if root sees all of it.
             _check_seen(build, written, comm)
-            of_all = tuple(sizes), request.step, request.metrics, tuple(files)
+            of_all = tuple(sizes), request.step, request.metrics, tuple(files), index
             build.commit(MANIFEST, SaveManifest(start.save, request.job, time.time(), *of_all).to_bytes())
     if request.frozen is not None:
         request.frozen.note_published(request.path, frozen)

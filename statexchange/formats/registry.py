@@ -93,6 +93,7 @@ def open_source(
     section: str | None = ALL,
     weights: Weights | None = None,
     wants: Callable[[str], bool] | None = None,
+    ranks: tuple[int, int] | None = None,
 ) -> Source:
     """Open a checkpoint of any format.
 
@@ -108,6 +109,8 @@ def open_source(
             master weights where they can be read.
         wants: `wants(name)` returns whether a tensor will be read. With `strict`, only problems of such tensors are
             raised, by default those of all.
+        ranks: this rank and the number of ranks that load: of a save with an index a file is then opened only when
+            something in it is read, and what is wrong with it is raised then.
 
     Returns:
         The source, which holds its files open until it is closed.
@@ -118,7 +121,8 @@ def open_source(
         InvalidArgumentError: the checkpoint does not have the section, or `weights` does not apply to it.
         UnsupportedError: the format is one that is not read (formats/foreign.py).
     """
-    return open_with(path, partial(read_opened, weights=weights), strict=strict, section=section, wants=wants)
+    read = partial(read_opened, weights=weights, ranks=ranks)
+    return open_with(path, read, strict=strict, section=section, wants=wants)
 
 
 def open_with(
@@ -287,6 +291,8 @@ def _check_not_repeated(source: Source) -> None:
 
     A tensor with strides of 0, or tensors that share a storage, may have any number of elements in a small file.
     """
+    if source.kind == "save":  # whose tensors lie one after another
+        return
     sizes = {}  # by path: a file may hold the tensors of several ranks
     for shard_file in source.files:
         sizes[shard_file.file.path] = shard_file.file.size
@@ -304,7 +310,13 @@ def _check_not_repeated(source: Source) -> None:
                 raise UnsupportedError(text, name=tensor.shard.name, path=shard_file.path)
 
 
-def read_opened(opened: OpenedPath, *, section: str | None = ALL, weights: Weights | None = None) -> Source:
+def read_opened(
+    opened: OpenedPath,
+    *,
+    section: str | None = ALL,
+    weights: Weights | None = None,
+    ranks: tuple[int, int] | None = None,
+) -> Source:
     """Return a section of the source at an opened path, by the first format that matches."""
     if weights is not None and weights not in WEIGHTS:
         raise InvalidArgumentError(f"weights must be 'master' or 'model', not {excerpt(weights)}")
@@ -325,7 +337,10 @@ def read_opened(opened: OpenedPath, *, section: str | None = ALL, weights: Weigh
         deepspeed.check_is_no_part(opened)
         directories.check_none_below(opened)
     if name is not None:
-        source = read_section(_format(name).read, opened, section=section)
+        read: Callable[..., Source] = _format(name).read
+        if name == "save":
+            read = partial(read, ranks=ranks)
+        source = read_section(read, opened, section=section)
         return replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
     directories.check_none_below(opened)
     _check_is_complete(opened)

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError
+from statexchange.formats.listed_files import ListedFiles
 from statexchange.formats.source import ShardFile, Source
 from statexchange.storage.location import OpenedPath, parse_stored
 from statexchange.storage.publish.claim import claim_of
+from statexchange.storage.save_index import SaveIndex
 from statexchange.storage.tensorfile import (
     MANIFEST,
     RankFile,
@@ -38,14 +40,26 @@ def matches(opened: OpenedPath) -> bool:
     return False
 
 
-def read(opened: OpenedPath) -> Source:
+def read(opened: OpenedPath, ranks: tuple[int, int] | None = None) -> Source:
     """Return the source at a path.
+
+    Args:
+        opened: the opened path.
+        ranks: this rank and the number of ranks of a job that loads it. Files are then opened when they are read, if
+            the save has an index.
 
     Raises:
         IncompleteError: a rank's file is missing, or the manifest.
         CorruptError: the manifest or a header is broken, or the manifest does not list the file.
     """
     manifest = _manifest_of(opened)
+    index = None
+    if manifest.index:
+        path, num_files = opened.store.path_of(MANIFEST), len(manifest.all_files)
+        budget = opened.store.budget.of(path, len(manifest.index))
+        index = SaveIndex.parse(manifest.index, manifest.save, num_files, manifest.world_size, path, budget)
+        if ranks is not None and opened.file is None:
+            return _indexed(opened, manifest, index, ranks)
     problems: list[StateExchangeError] = []
     files: list[ShardFile] = []
     configs: dict[int, str] = {}
@@ -59,6 +73,8 @@ def read(opened: OpenedPath) -> Source:
         rank = of_rank.rank
         try:
             file = open_rank_file(opened.store, manifest, of_rank)
+            if index is not None:
+                index.check(number, file.shards, file.path)
             files.append(ShardFile.of_rank(file))
             if number >= len(manifest.nbytes):  # it has frozen parameters alone, and no state
                 continue
@@ -92,6 +108,40 @@ def read(opened: OpenedPath) -> Source:
         optimizers=optimizers,
         left_out=left_out,
         problems=tuple(problems),
+    )
+
+
+def _indexed(opened: OpenedPath, manifest: SaveManifest, index: SaveIndex, ranks: tuple[int, int]) -> Source:
+    """Return the source for one rank of a job, of which files are opened when they are read."""
+    files = ListedFiles(opened, manifest, index)
+    # Ranks of one state have equal values but for what belongs to a rank, which each reads from its own file.
+    firsts: dict[int, int] = {}
+    rank, num_ranks = ranks
+    if num_ranks == manifest.world_size:
+        firsts[index.ranks[rank]] = rank
+    per_rank: set[str] = set()
+    optimizers: dict[str, frozenset[str]] = {}
+    for state in index.states:
+        per_rank.update(state.per_rank)
+        for path, kind in state.optimizers.items():
+            optimizers[path] = optimizers.get(path, frozenset()) | {kind}
+    left_out: dict[int, Sequence[str]] = {}
+    for saved_by, number in enumerate(index.ranks):
+        left_out[saved_by] = index.states[number].left_out
+        firsts.setdefault(number, saved_by)
+    return Source(
+        "save",
+        opened,
+        files,
+        run=manifest.job,
+        step=manifest.step,
+        created=manifest.created,
+        metrics=manifest.metrics,
+        world_size=manifest.world_size,
+        configs={first: files.config_of(first) for first in firsts.values()},
+        per_rank=frozenset(per_rank),
+        optimizers=optimizers,
+        left_out=left_out,
     )
 
 

@@ -436,7 +436,7 @@ class Source:
 
     kind: SourceKind
     opened: OpenedPath
-    files: tuple[ShardFile, ...]
+    files: Sequence[ShardFile]
     run: str | None = None
     round: int | None = None
     step: int | None = None

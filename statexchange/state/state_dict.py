@@ -51,6 +51,8 @@ from statexchange.tensors import TensorLike, collector_paused, is_dtensor, is_sh
 
 __all__ = ["SavedState", "describe_save"]
 
+_UNITS = ("object", "module", "optimizer")  # kinds of nodes that have a state of their own
+
 
 def _encode(tree: Leaf) -> tuple[str, dict[str, TensorLike]]:
     """Return a tree of `_plain` as JSON text, and the tensors to which that refers by their dotted paths.
@@ -71,6 +73,20 @@ def _encode(tree: Leaf) -> tuple[str, dict[str, TensorLike]]:
     return values.encode(tree, keep, leaves_anywhere=False), tensors
 
 
+def _without_own(tree: Leaf, placed: Sequence[Node], config: str) -> str:
+    """Return the text of a tree, `config`, with a mark in the place of each object whose state belongs to a rank."""
+    own = {node.path for node in placed if node.kind in _UNITS and is_per_rank(node.value)}
+    if not own:
+        return config
+
+    def mark(value: Leaf, path: str) -> str | None:
+        if path.removeprefix(".") in own or is_tensor(value):
+            return path
+        return None
+
+    return values.encode(tree, mark)
+
+
 def owners_of(placed: Sequence[Node], names: Mapping[int, str], has_rule: Callable[[str], bool]) -> dict[str, object]:
     """Return, as a JSON value, what of a state belongs to a rank and which optimizers it has. Not collective.
 
@@ -87,7 +103,7 @@ def owners_of(placed: Sequence[Node], names: Mapping[int, str], has_rule: Callab
     optimizers: dict[str, str] = {}
     for node in placed:
         # Of a module or an optimizer, too, a job may say so.
-        if node.kind in ("object", "module", "optimizer") and is_per_rank(node.value):
+        if node.kind in _UNITS and is_per_rank(node.value):
             per_rank.append(node.text)
         if node.kind == "optimizer":
             optimizers[node.text] = class_name(node.value)
@@ -162,11 +178,13 @@ def note_on_stale_optimizers(placed: Sequence[Node], names: Mapping[int, str]) -
 class SavedState:
     """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose.
 
+    `common` is the text of the values without the objects whose state belongs to a rank, to tell whether ranks differ.
     `selection` is what of it is saved, and `notes` are for the report. `frozen` has the names of the parameters that
     lie in files of their own, with the top-level key of the state, "" if the state is a module.
     """
 
     config: str
+    common: str
     owners: Mapping[str, object]
     described: Description
     rules: Layout
@@ -204,7 +222,7 @@ def describe_save(
         names = {key: name.in_state for key, name in parameter_names(places).items()}
         selection = Selection(_plain(state, "", _Context(names)))
         if options.include or options.exclude:
-            units = {node.text: node.kind for node in places if node.kind in ("module", "optimizer", "object")}
+            units = {node.text: node.kind for node in places if node.kind in _UNITS}
             if layout is not None or any(node.kind == "sharded" for node in places):
                 what = "Megatron-Core's sharded state dicts" if layout is None else "a layout"
                 raise UnsupportedError(f"include and exclude of a save are not for {what}: leave one of them out")
@@ -218,7 +236,8 @@ def describe_save(
             owners["left_out"] = selection.left_out
         notes = note_on_stale_optimizers(places, names)
         frozen = _frozen_names(places) if separates_frozen else {}
-        return SavedState(config, owners, described, rules, selection, frozen, notes)
+        common = _without_own(selection.tree, places, config)
+        return SavedState(config, common, owners, described, rules, selection, frozen, notes)
 
 
 def _frozen_names(placed: Sequence[Node]) -> dict[str, str]:

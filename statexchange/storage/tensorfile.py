@@ -391,6 +391,11 @@ class DigestedTensors:
         """The digests of each tensor's boxes."""
         return _by_name(self._shards, self._digests)
 
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards, in file order."""
+        return [data.shard for data in self._shards]
+
     def parts(self) -> Iterator[memoryview]:
         """Yield the bytes after the header; each part is valid until the next one is requested.
 
@@ -686,6 +691,7 @@ class SaveManifest:
         step: the training step; None for a save without one.
         metrics: numbers that the job gave with the save.
         frozen: the files of frozen parameters, which an earlier save may have written.
+        index: the text of the index of all files (save_index.py); "" for a save without one.
     """
 
     save: str
@@ -695,6 +701,7 @@ class SaveManifest:
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     frozen: tuple[SavedFile, ...] = ()
+    index: str = ""
 
     @property
     def world_size(self) -> int:
@@ -737,6 +744,9 @@ class SaveManifest:
         if self.frozen:
             record["schema"] = _WITH_FROZEN
             record["frozen"] = [[file.name, file.nbytes, file.rank, file.save] for file in self.frozen]
+        if self.index:
+            # As text: whoever lists saves need not parse it.
+            record["index"] = self.index
         return json.dumps(seal(record), indent=1, ensure_ascii=False).encode()
 
     @classmethod
@@ -762,7 +772,8 @@ class SaveManifest:
             frozen = []
             for fields in raw.get("frozen", ()):
                 frozen.append(SavedFile(*fields))
-            manifest = cls(raw["save"], raw["job"], created, tuple(sizes), raw["step"], metrics, tuple(frozen))
+            of_all = tuple(sizes), raw["step"], metrics, tuple(frozen), raw.get("index", "")
+            manifest = cls(raw["save"], raw["job"], created, *of_all)
             manifest._check(names)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, StateExchangeError):
@@ -777,6 +788,8 @@ class SaveManifest:
             raise ValueError("it does not name its save and job")
         if self.step is not None and (type(self.step) is not int or self.step < 0):
             raise ValueError("its step is not a number")
+        if not isinstance(self.index, str):
+            raise ValueError("its index is not a text")
         # The number of ranks bounds the work of a reader, before anything is made for each.
         are_sizes = 0 < len(self.nbytes) <= _MAX_RANKS and {*map(type, self.nbytes)} == {int}
         if not are_sizes or min(self.nbytes) < 0:

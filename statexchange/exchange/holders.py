@@ -1,0 +1,124 @@
+"""Find the files of a save that hold what a rank reads of a tensor, by the index of the save.
+
+Tensors that lie in the same files by the same layouts have the same holders: these are looked at once, however many
+tensors and ranks there are. Where the parts of one placement are all there, each once, they cover a tensor by
+construction, and only the parts are looked at that a box overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from statexchange.formats.listed_files import ListedFiles, Place
+from statexchange.sharding.sharding_spec import coordinate_of, covers_exactly
+from statexchange.sharding.shards import Box
+from statexchange.storage.save_index import IndexedTensor
+
+__all__ = ["Holders", "holders_by_tensor"]
+
+
+class Holders:
+    """The places of the parts of tensors that lie alike.
+
+    Attributes:
+        places: those of this rank's own files first, then in the order of the files.
+    """
+
+    def __init__(self, files: ListedFiles, places: Sequence[Place]) -> None:
+        self.places = places
+        self._index = files.save_index
+        self._boxes: dict[tuple[int, ...], list[tuple[Box, Place]]] = {}
+        self._corners: dict[tuple[int, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        self._is_exact: dict[tuple[int, ...], bool] = {}
+        self._has_each_once = self._are_all_there()
+
+    def _are_all_there(self) -> bool:
+        """Whether the files have each part of one placement, and none twice."""
+        layout = self._index.layouts[self.places[0].layout]
+        if layout.placement is None or len({place.layout for place in self.places}) > 1:
+            return False
+        mesh_shape, axes = layout.placement.mesh_shape, layout.split_axes
+        if math.prod(mesh_shape[axis] for axis in axes) != len(self.places):
+            return False
+        parts = set()
+        for place in self.places:
+            coordinate = coordinate_of(place.coordinate, mesh_shape)
+            parts.add(tuple(coordinate[axis] for axis in axes))
+        return len(parts) == len(self.places)
+
+    def is_exact(self, shape: tuple[int, ...]) -> bool:
+        """Whether each element of a tensor of `shape` lies in one of these places, and in no second one."""
+        if not self._has_each_once:
+            return False
+        placement = self._index.layouts[self.places[0].layout].placement
+        assert placement is not None  # has each part once
+        # torch.chunk cuts a dim without a rest. Only pieces that are dealt out in turn might leave one.
+        if all(split is None or split.split_factor == 1 for split in placement.splits):
+            return True
+        if shape not in self._is_exact:
+            self._is_exact[shape] = covers_exactly(shape, placement)
+        return self._is_exact[shape]
+
+    def cut_dims(self, shape: tuple[int, ...]) -> frozenset[int]:
+        """Return the dims in which a part with elements is smaller than a tensor of `shape`."""
+        cut: set[int] = set()
+        places = self.places
+        if self.is_exact(shape):
+            # The first part is the largest: where it is whole in a dim, all others have no element.
+            places = [min(places, key=lambda place: place.coordinate)]
+        for place in places:
+            for box in self._index.boxes_at(place.layout, place.coordinate, shape):
+                cut.update(dim for dim, size in enumerate(shape) if box.shape[dim] != size)
+        return frozenset(cut)
+
+    def overlapping(self, shape: tuple[int, ...], box: Box) -> list[tuple[Box, Place]]:
+        """Return the parts of a tensor of `shape` that have elements of a box, with their places."""
+        # A rank that loads what it saved itself needs no other file.
+        first = self.places[0]
+        if box in self._index.boxes_at(first.layout, first.coordinate, shape):
+            return [(box, first)]
+        if shape not in self._boxes:
+            boxes: list[tuple[Box, Place]] = []
+            for place in self.places:
+                for part in self._index.boxes_at(place.layout, place.coordinate, shape):
+                    boxes.append((part, place))
+            self._boxes[shape] = boxes
+            begins = np.array([part.offsets for part, _ in boxes], np.int64).reshape(len(boxes), len(shape))
+            sizes = np.array([part.shape for part, _ in boxes], np.int64).reshape(len(boxes), len(shape))
+            self._corners[shape] = begins, begins + sizes
+        begins, ends = self._corners[shape]
+        overlaps = (begins < np.array(box.ends, np.int64)) & (ends > np.array(box.offsets, np.int64))
+        return [self._boxes[shape][number] for number in np.flatnonzero(overlaps.all(axis=1))]
+
+
+def holders_by_tensor(files: ListedFiles, own_rank: int | None) -> list[tuple[IndexedTensor, Holders]]:
+    """Return the tensors of a save with their holders, in the order of the index. Not collective."""
+    index = files.save_index
+    files_of: dict[int, list[int]] = {}
+    numbers = range(len(files))
+    for number in sorted(numbers, key=lambda number: (files.rank_of(number) != own_rank, number)):
+        files_of.setdefault(index.files[number].content, []).append(number)
+    # By contents first, which are few: a tensor lies in a content by one layout.
+    lies_in: list[list[tuple[int, int]]] = [[] for _ in index.tensors]
+    for content, by_layout in enumerate(index.contents):
+        for at, (_, numbers_there) in enumerate(by_layout):
+            for number in numbers_there:
+                lies_in[number].append((content, at))
+    holders: dict[tuple[tuple[int, int], ...], Holders] = {}
+    listed = []
+    for tensor, contents in zip(index.tensors, lies_in, strict=True):
+        key = tuple(contents)
+        if key not in holders:
+            places = []
+            for content, at in key:
+                layout, _ = index.contents[content][at]
+                for number in files_of.get(content, ()):
+                    places.append(Place(number, layout, index.files[number].coordinates[at]))
+            places.sort(key=lambda place: (files.rank_of(place.file) != own_rank, place.file))
+            holders[key] = Holders(files, places)
+        listed.append((tensor, holders[key]))
+    return listed

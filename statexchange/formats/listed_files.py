@@ -1,0 +1,114 @@
+"""The files of a save with an index: each is opened when something in it is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, overload
+
+from statexchange.errors import IncompleteError, NotFoundError, ReplacedError, StateExchangeError
+from statexchange.formats.source import ShardFile
+from statexchange.sharding.shards import Shard
+from statexchange.storage.location import OpenedPath
+from statexchange.storage.save_index import IndexedTensor, SaveIndex
+from statexchange.storage.store import ByteRange
+from statexchange.storage.tensorfile import RankFile, SaveManifest, open_rank_file
+
+__all__ = ["ListedFiles", "ListedTensor", "Place"]
+
+
+class Place(NamedTuple):
+    """The place of a part of a tensor: the number of its file, its layout, and its coordinate there."""
+
+    file: int
+    layout: int
+    coordinate: int
+
+
+class ListedFiles(Sequence[ShardFile]):
+    """The files that the manifest of a save lists.
+
+    Attributes:
+        save_index: the index, which says what each file has.
+    """
+
+    def __init__(self, opened: OpenedPath, manifest: SaveManifest, index: SaveIndex) -> None:
+        self.save_index = index
+        self._store = opened.store
+        self._is_current = opened.is_current
+        self._manifest = manifest
+        self._listed = manifest.all_files
+        self._opened: dict[int, tuple[RankFile, ShardFile]] = {}
+
+    def __len__(self) -> int:
+        return len(self._listed)
+
+    @overload
+    def __getitem__(self, number: int) -> ShardFile: ...
+
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[ShardFile]: ...
+
+    def __getitem__(self, number: int | slice) -> ShardFile | Sequence[ShardFile]:
+        if isinstance(number, slice):
+            return [self[at] for at in range(len(self))[number]]
+        return self._open(range(len(self))[number])[1]
+
+    def __iter__(self) -> Iterator[ShardFile]:
+        for number in range(len(self)):
+            yield self[number]
+
+    def rank_of(self, number: int) -> int:
+        """Return the rank that wrote a file."""
+        return self._listed[number].rank
+
+    def path_of(self, number: int) -> str:
+        """Return the path of a file, for messages."""
+        return self._store.path_of(self._listed[number].name)
+
+    def config_of(self, rank: int) -> str:
+        """Return the config of a rank as JSON text."""
+        config: str = self._open(rank)[0].config
+        return config
+
+    def part(self, tensor: IndexedTensor, place: Place) -> ListedTensor:
+        """Return the part of a tensor at a place."""
+        boxes = self.save_index.boxes_at(place.layout, place.coordinate, tensor.shape)
+        return ListedTensor(Shard(tensor.name, tensor.dtype, tensor.shape, boxes), place.file, self)
+
+    def _open(self, number: int) -> tuple[RankFile, ShardFile]:
+        if number not in self._opened:
+            try:
+                file = open_rank_file(self._store, self._manifest, self._listed[number])
+                self.save_index.check(number, file.shards, file.path)
+                self._opened[number] = file, ShardFile.of_rank(file)
+            except ReplacedError:
+                raise
+            except StateExchangeError as error:
+                # Another save may have come to this path since its manifest was read.
+                if not self._is_current():
+                    raise ReplacedError("replaced while it was read", path=error.path) from error
+                if isinstance(error, NotFoundError):
+                    raise IncompleteError(error.message, rank=self.rank_of(number), path=error.path) from None
+                raise
+        return self._opened[number]
+
+
+class ListedTensor(NamedTuple):
+    """A part of a tensor, as `SourceTensor`, of a file that need not be open: the index has its boxes."""
+
+    shard: Shard
+    file: int
+    files: ListedFiles
+
+    @property
+    def byte_ranges(self) -> tuple[ByteRange, ...]:
+        """Where its boxes lie; opens the file."""
+        stored = self.files[self.file].tensors[self.shard.name]
+        in_file = stored.shard.boxes
+        # The index leaves out boxes without elements.
+        return tuple(stored.byte_ranges[in_file.index(box)] for box in self.shard.boxes)
+
+    def digest_of(self, index: int, progress: Callable[[], None] | None = None) -> str:
+        """Return the digest of a box, as `SourceTensor.digest_of`; opens the file."""
+        stored = self.files[self.file].tensors[self.shard.name]
+        return stored.digest_of(stored.shard.boxes.index(self.shard.boxes[index]), progress)
