@@ -20,6 +20,8 @@ from statexchange.storage.save_index import IndexedTensor
 
 __all__ = ["Holders", "holders_by_tensor"]
 
+_PLACES_PER_STEP = 4
+
 
 class Holders:
     """The places of the parts of tensors that lie alike.
@@ -119,6 +121,8 @@ def holders_by_tensor(files: ListedFiles, own_rank: int | None) -> list[tuple[In
                 for number in files_of.get(content, ()):
                     places.append(Place(number, layout, index.files[number].coordinates[at]))
             places.sort(key=lambda place: (files.rank_of(place.file) != own_rank, place.file))
+            # A few characters may stand for many files.
+            index.budget.spend(1 + len(places) // _PLACES_PER_STEP)
             holders[key] = Holders(files, places)
         listed.append((tensor, holders[key]))
     return listed

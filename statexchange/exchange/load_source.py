@@ -93,7 +93,13 @@ def source_content(request: LoadRequest, source: Source, comm: Communicator) -> 
     """Return what an opened source has by the names of the state. Not collective; reads no tensor."""
     state, options = request.state, request.options
     live = flatten(state)
-    names = NameFilter(options, live.units, strips_wrappers=has_wrappers(_tensor_names(source), state))
+    stored: set[str] = set()
+    if isinstance(source.files, ListedFiles):  # opens none of them
+        stored.update(tensor.name for tensor in source.files.save_index.tensors)
+    else:
+        for file in source.files:
+            stored.update(file.tensors)
+    names = NameFilter(options, live.units, strips_wrappers=has_wrappers(stored, state))
     converted = ConvertedSource(source, names)
     # Only a module can be a model of transformers or PEFT, whose names in files are others.
     if request.conversion is not None or is_module(state):
@@ -117,16 +123,6 @@ def source_content(request: LoadRequest, source: Source, comm: Communicator) -> 
     if source.left_out:
         matching.left_out = _left_out(matching, source, tensors.own_rank)
     return LoadSource(converted, tensors, matching, live)
-
-
-def _tensor_names(source: Source) -> set[str]:
-    """Return the names of all tensors; opens no file that is not open."""
-    if isinstance(source.files, ListedFiles):
-        return {tensor.name for tensor in source.files.save_index.tensors}
-    names: set[str] = set()
-    for file in source.files:
-        names.update(file.tensors)
-    return names
 
 
 def _left_out(matching: Matching, source: Source, own_rank: int | None) -> frozenset[str]:

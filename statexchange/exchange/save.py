@@ -201,8 +201,7 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
             for of_key in frozen_files.values():
                 digests |= of_key.digests
             notes += compare_copies(comm, saved, described, digests)
-        of_files = [file.content.shards, *(of_key.shards.values() for of_key in frozen_files.values())]
-        index = gather_index(comm, saved, described, of_files)
+        index = gather_index(comm, saved, described, file, frozen_files) if comm.world_size > 1 else ""
         published = publish(build, file, frozen_files, index, request, starts[0], comm)
     seconds = time.perf_counter() - began
     shown = without_secrets(request.path)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from statexchange.comm.communicator import Communicator
+from statexchange.exchange.frozen_files import FrozenFile
 from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.messages import decode, encoded
 from statexchange.sharding.shards import Shard
 from statexchange.state.describe import Description
 from statexchange.state.state_dict import SavedState
 from statexchange.storage.files import digest
+from statexchange.storage.publish.build import WrittenFile
 from statexchange.storage.save_index import Content, IndexedState, IndexedTensor, SavedLayout, SaveIndex, layout_of
 from statexchange.tensors import collector_paused
 
@@ -31,18 +33,23 @@ class _Held:
 
 
 def gather_index(
-    comm: Communicator, saved: SavedState, described: Description, files: Sequence[Iterable[Shard]]
+    comm: Communicator,
+    saved: SavedState,
+    described: Description,
+    file: WrittenFile,
+    frozen: Mapping[str, FrozenFile],
 ) -> str:
-    """Return the text of the index on root, "" elsewhere and for a save that needs none. Collective.
+    """Return the text of the index on root, "" elsewhere and for an index that would be too large. Collective.
 
     Args:
         comm: the communicator.
         saved: this rank's state.
-        described: its tensors, whose meshes say where the parts of other ranks lie.
-        files: the shards of each of its files: those of frozen parameters after the rank's own.
+        described: its tensors, whose meshes say where uneven parts lie.
+        file: its file.
+        frozen: its files of frozen parameters, in the order of the manifest.
     """
-    if comm.world_size == 1:
-        return ""
+    files: list[Iterable[Shard]] = [file.content.shards]
+    files += [of_key.shards.values() for of_key in frozen.values()]
     with collector_paused():
         contents: list[Content] = []
         coordinates_here: list[list[int]] = []

@@ -70,7 +70,14 @@ class StoredTensors:
         if isinstance(source.files, ListedFiles):
             self._add_listed(source.files)
         else:
-            self._add_parts(source)
+            parts: dict[str, list[_SavedPart]] = {}
+            for shard_file in sorted(source.files, key=lambda file: (file.rank != self.own_rank, file.rank)):
+                path, label = shard_file.path, source.label_of(shard_file)
+                for name, tensor in shard_file.tensors.items():
+                    part = _SavedPart(shard_file.rank, tensor, path, label)
+                    parts.setdefault(tensor.shard.name or name, []).append(part)
+                self.aliases |= shard_file.aliases
+            self.by_name = self._records(parts)
         if source.manifest is not None:
             self.aliases |= source.manifest.get("aliases", {})
         self.aliases |= aliases
@@ -78,25 +85,15 @@ class StoredTensors:
         has_leaves = any('"leaf"' in text for text in source.configs.values())
         self.has_tree = has_leaves or (bool(source.configs) and not self.names)
         # A tied tensor is written once. A saved tree has all its names, and errors give the one that is loaded.
+        of_aliases = {}
         for alias, name in self.aliases.items():
             if alias not in self.names and name in self.names:
                 stored = self.by_name[name]
                 if stored.listed is None:
-                    self.by_name[alias] = self._record(alias, stored.parts)
+                    of_aliases[alias] = stored.parts
                 else:
                     self.by_name[alias] = self._listed_record(alias, *stored.listed)
-
-    def _add_parts(self, source: Source) -> None:
-        """Add the tensors of opened files."""
-        parts: dict[str, list[_SavedPart]] = {}
-        for shard_file in sorted(source.files, key=lambda file: (file.rank != self.own_rank, file.rank)):
-            path, label = shard_file.path, source.label_of(shard_file)
-            for name, tensor in shard_file.tensors.items():
-                part = _SavedPart(shard_file.rank, tensor, path, label)
-                parts.setdefault(tensor.shard.name or name, []).append(part)
-            self.aliases |= shard_file.aliases
-        for name, of_tensor in parts.items():
-            self.by_name[name] = self._record(name, of_tensor)
+        self.by_name |= self._records(of_aliases)
 
     def _add_listed(self, files: ListedFiles) -> None:
         """Add the tensors of a save that has an index; opens no file."""
@@ -105,29 +102,34 @@ class StoredTensors:
             if files.save_index.ranks[rank] != state:
                 state = files.save_index.ranks[rank]
                 self.aliases |= files.save_index.states[state].aliases
-        several: dict[str, list[tuple[IndexedTensor, Holders]]] = {}  # with one name: ranks disagree on dtype or shape
+        of_names: dict[str, list[tuple[IndexedTensor, Holders]]] = {}
         for tensor, holders in holders_by_tensor(files, self.own_rank):
-            several.setdefault(tensor.name, []).append((tensor, holders))
-        for name, alike in several.items():
-            if len(alike) == 1:
-                self.by_name[name] = self._listed_record(name, *alike[0])
-            else:
-                parts = []
-                for tensor, holders in alike:
-                    parts += _parts_at(files, tensor, holders)
-                parts.sort(key=lambda part: (part.rank != self.own_rank, part.rank))
-                self.by_name[name] = self._joined(name, parts)
+            of_names.setdefault(tensor.name, []).append((tensor, holders))
+        parts: dict[str, list[_SavedPart]] = {}
+        for name, of_name in of_names.items():
+            if len(of_name) == 1:
+                self.by_name[name] = self._listed_record(name, *of_name[0])
+                continue
+            # Ranks had other dtypes or shapes, and each gets its own.
+            for tensor, holders in of_name:
+                parts.setdefault(name, []).extend(_parts_at(files, tensor, holders))
+            parts[name].sort(key=lambda part: (part.rank != self.own_rank, part.rank))
+        self.by_name |= self._records(parts)
 
-    def _record(self, name: str, parts: Sequence[_SavedPart]) -> _StoredTensor:
-        """Return the record of a tensor, from the parts of it that ranks, or files, have."""
-        first = parts[0].tensor.shard
-        shape = first.global_shape
-        # Another rank's copy need not be compared: this rank gets back its own, or root's as the caller wants it.
-        is_first_enough = len(parts) == 1 or parts[0].rank == self.own_rank or self._takes_root
-        if is_first_enough and len(first.boxes) == 1 and first.boxes[0].shape == shape:
-            boxes = {first.boxes[0]: parts[0].tensor.byte_ranges[0]}
-            return _StoredTensor(SavedTensor(name, first.dtype, shape), parts[:1], boxes)
-        return self._joined(name, parts)
+    def _records(self, parts: Mapping[str, Sequence[_SavedPart]]) -> dict[str, _StoredTensor]:
+        """Return the record of each tensor, from the parts of it that ranks, or files, have."""
+        records = {}
+        for name, of_tensor in parts.items():
+            first = of_tensor[0].tensor.shard
+            shape = first.global_shape
+            # Another rank's copy need not be compared: this rank gets back its own, or root's as the caller wants it.
+            is_first_enough = len(of_tensor) == 1 or of_tensor[0].rank == self.own_rank or self._takes_root
+            if is_first_enough and len(first.boxes) == 1 and first.boxes[0].shape == shape:
+                boxes = {first.boxes[0]: of_tensor[0].tensor.byte_ranges[0]}
+                records[name] = _StoredTensor(SavedTensor(name, first.dtype, shape), of_tensor[:1], boxes)
+            else:
+                records[name] = self._joined(name, of_tensor)
+        return records
 
     def _listed_record(self, name: str, tensor: IndexedTensor, holders: Holders) -> _StoredTensor:
         saved = SavedTensor(name, tensor.dtype, tensor.shape, holders.cut_dims(tensor.shape))

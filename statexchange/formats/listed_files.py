@@ -7,7 +7,7 @@ from typing import NamedTuple, overload
 
 from statexchange.errors import IncompleteError, NotFoundError, ReplacedError, StateExchangeError
 from statexchange.formats.source import ShardFile
-from statexchange.sharding.shards import Shard
+from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.save_index import IndexedTensor, SaveIndex
 from statexchange.storage.store import ByteRange
@@ -73,6 +73,8 @@ class ListedFiles(Sequence[ShardFile]):
     def part(self, tensor: IndexedTensor, place: Place) -> ListedTensor:
         """Return the part of a tensor at a place."""
         boxes = self.save_index.boxes_at(place.layout, place.coordinate, tensor.shape)
+        if 0 in tensor.shape:  # its one box has no element, and is in no index
+            boxes = (full_box(tensor.shape),)
         return ListedTensor(Shard(tensor.name, tensor.dtype, tensor.shape, boxes), place.file, self)
 
     def _open(self, number: int) -> tuple[RankFile, ShardFile]:
@@ -104,9 +106,9 @@ class ListedTensor(NamedTuple):
     def byte_ranges(self) -> tuple[ByteRange, ...]:
         """Where its boxes lie; opens the file."""
         stored = self.files[self.file].tensors[self.shard.name]
-        in_file = stored.shard.boxes
-        # The index leaves out boxes without elements.
-        return tuple(stored.byte_ranges[in_file.index(box)] for box in self.shard.boxes)
+        # Of boxes without elements a file may have some, and the index has none.
+        ranges = dict(zip(stored.shard.boxes, stored.byte_ranges, strict=True))
+        return tuple(ranges[box] for box in self.shard.boxes)
 
     def digest_of(self, index: int, progress: Callable[[], None] | None = None) -> str:
         """Return the digest of a box, as `SourceTensor.digest_of`; opens the file."""

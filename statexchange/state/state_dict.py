@@ -73,21 +73,21 @@ def _encode(tree: Leaf) -> tuple[str, dict[str, TensorLike]]:
     return values.encode(tree, keep, leaves_anywhere=False), tensors
 
 
-def _without_own(tree: Leaf, placed: Sequence[Node], config: str) -> str:
-    """Return the text of a tree, `config`, with a mark in the place of each object whose state belongs to a rank."""
-    own = {node.path for node in placed if node.kind in _UNITS and is_per_rank(node.value)}
-    if not own:
-        return config
+def _common_text(tree: Leaf, own: Sequence[Node]) -> str:
+    """Return the text of a tree with a mark in the place of each object whose state belongs to a rank."""
+    paths = {node.path for node in own}
 
     def mark(value: Leaf, path: str) -> str | None:
-        if path.removeprefix(".") in own or is_tensor(value):
+        if path.removeprefix(".") in paths or is_tensor(value):
             return path
         return None
 
     return values.encode(tree, mark)
 
 
-def owners_of(placed: Sequence[Node], names: Mapping[int, str], has_rule: Callable[[str], bool]) -> dict[str, object]:
+def owners_of(
+    placed: Sequence[Node], own: Sequence[Node], names: Mapping[int, str], has_rule: Callable[[str], bool]
+) -> dict[str, object]:
     """Return, as a JSON value, what of a state belongs to a rank and which optimizers it has. Not collective.
 
     ``per_rank`` has the paths of objects that say that their state belongs to a rank, and of plain tensors beside
@@ -96,15 +96,13 @@ def owners_of(placed: Sequence[Node], names: Mapping[int, str], has_rule: Callab
 
     Args:
         placed: the places of the state.
+        own: those of objects that say that their state belongs to a rank.
         names: the names of parameters by `id`.
         has_rule: `has_rule(name)` returns whether a layout has a rule for a tensor.
     """
-    per_rank: list[str] = []
+    per_rank = [node.text for node in own]
     optimizers: dict[str, str] = {}
     for node in placed:
-        # Of a module or an optimizer, too, a job may say so.
-        if node.kind in _UNITS and is_per_rank(node.value):
-            per_rank.append(node.text)
         if node.kind == "optimizer":
             optimizers[node.text] = class_name(node.value)
             per_rank += _parts_of_rank(node.value, names, node.text, has_rule)
@@ -214,11 +212,15 @@ def describe_save(
     with collector_paused():
         # First, as this refuses keys of mappings that have no text, which all that follows makes of them.
         places = nodes(state)
+        own: list[Node] = []
         for node in places:
             if node.path and not node.text:
                 raise empty_key_error()
             if node.kind == "module":
                 check_module(node.value)
+            # Of a module or an optimizer, too, a job may say so.
+            if node.kind in _UNITS and is_per_rank(node.value):
+                own.append(node)
         names = {key: name.in_state for key, name in parameter_names(places).items()}
         selection = Selection(_plain(state, "", _Context(names)))
         if options.include or options.exclude:
@@ -231,12 +233,12 @@ def describe_save(
         rules = _parse_layout(layout, tensors)
         described = describe(tensors, rules, rank)
         placed = {name for name, local in described.tensors.items() if local.part is not None}
-        owners = owners_of(places, names, placed.__contains__)
+        owners = owners_of(places, own, names, placed.__contains__)
         if selection.left_out:
             owners["left_out"] = selection.left_out
         notes = note_on_stale_optimizers(places, names)
         frozen = _frozen_names(places) if separates_frozen else {}
-        common = _without_own(selection.tree, places, config)
+        common = _common_text(selection.tree, own) if own else config
         return SavedState(config, common, owners, described, rules, selection, frozen, notes)
 
 

@@ -76,7 +76,7 @@ class SavedLayout:
         """Return the layout as a JSON value."""
         if self.placement is None:
             return {"boxes": self.boxes}
-        splits: list[DimSplit | None] = []
+        splits: list[object] = []
         for split in self.placement.splits:
             splits.append(None if split is None else [split.dim, split.split_factor])
         return [self.placement.mesh_shape, splits]

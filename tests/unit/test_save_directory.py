@@ -99,7 +99,7 @@ def test_a_save_is_one_directory_with_a_file_of_each_rank_and_a_manifest(tmp_pat
     assert os.listdir(tmp_path / "deep" / "er") == ["saved"]
     assert sorted(os.listdir(path)) == [*FILES, "save.json"]
     manifest = json.loads((path / "save.json").read_text())
-    assert list(manifest) == ["schema", "save", "job", "created", "step", "metrics", "files", "digest"]
+    assert list(manifest) == ["schema", "save", "job", "created", "step", "metrics", "files", "index", "digest"]
     assert manifest["files"] == [[name, (path / name).stat().st_size] for name in FILES]
     assert (manifest["schema"], manifest["step"], manifest["metrics"]) == (1, None, {})
     assert began <= manifest["created"] <= time.time()
