@@ -8,22 +8,25 @@ construction, and only the parts are looked at that a box overlaps.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from statexchange.formats.listed_files import ListedFiles, Place
+from statexchange.errors import CorruptError
+from statexchange.formats.listed_files import ListedFiles, ListedTensor, Place
 from statexchange.sharding.sharding_spec import coordinate_of, covers_exactly
 from statexchange.sharding.shards import Box
 from statexchange.storage.save_index import IndexedTensor
+from statexchange.storage.store import ByteRange
 
-__all__ = ["Holders", "holders_by_tensor"]
+__all__ = ["TensorParts", "parts_by_name"]
 
 _PLACES_PER_STEP = 4
 
 
-class Holders:
+class _Holders:
     """The places of the parts of tensors that lie alike.
 
     Attributes:
@@ -97,8 +100,39 @@ class Holders:
         return [self._boxes[shape][number] for number in np.flatnonzero(overlaps.all(axis=1))]
 
 
-def holders_by_tensor(files: ListedFiles, own_rank: int | None) -> list[tuple[IndexedTensor, Holders]]:
-    """Return the tensors of a save with their holders, in the order of the index. Not collective."""
+class TensorParts(NamedTuple):
+    """The parts of one tensor of a save, by its index."""
+
+    tensor: IndexedTensor
+    holders: _Holders
+    files: ListedFiles
+
+    @property
+    def first(self) -> tuple[int, ListedTensor, str]:
+        """The first of `parts`."""
+        return next(self.parts())
+
+    def parts(self) -> Iterator[tuple[int, ListedTensor, str]]:
+        """Yield each part with its rank and the path of its file; those of this rank come first. Opens no file."""
+        for place in self.holders.places:
+            file = place.file
+            yield self.files.rank_of(file), self.files.part(self.tensor, place), self.files.path_of(file)
+
+    def boxes(self, needed: Sequence[Box]) -> dict[Box, ByteRange]:
+        """Return where the parts lie that have elements of the boxes `needed`; opens their files."""
+        boxes: dict[Box, ByteRange] = {}
+        for box in needed:
+            for part, place in self.holders.overlapping(self.tensor.shape, box):
+                listed = self.files.part(self.tensor, place)
+                boxes[part] = listed.byte_ranges[listed.shard.boxes.index(part)]
+        return boxes
+
+
+def parts_by_name(files: ListedFiles, own_rank: int | None) -> dict[str, list[TensorParts]]:
+    """Return the tensors of a save by name; several of one name if ranks had other dtypes or shapes.
+
+    Not collective. The files of `own_rank` come first.
+    """
     index = files.save_index
     files_of: dict[int, list[int]] = {}
     numbers = range(len(files))
@@ -110,8 +144,8 @@ def holders_by_tensor(files: ListedFiles, own_rank: int | None) -> list[tuple[In
         for at, (_, numbers_there) in enumerate(by_layout):
             for number in numbers_there:
                 lies_in[number].append((content, at))
-    holders: dict[tuple[tuple[int, int], ...], Holders] = {}
-    listed = []
+    holders: dict[tuple[tuple[int, int], ...], _Holders] = {}
+    by_name: dict[str, list[TensorParts]] = {}
     for tensor, contents in zip(index.tensors, lies_in, strict=True):
         key = tuple(contents)
         if key not in holders:
@@ -121,8 +155,10 @@ def holders_by_tensor(files: ListedFiles, own_rank: int | None) -> list[tuple[In
                 for number in files_of.get(content, ()):
                     places.append(Place(number, layout, index.files[number].coordinates[at]))
             places.sort(key=lambda place: (files.rank_of(place.file) != own_rank, place.file))
+            if not places:
+                raise CorruptError("broken index of a save: no file has this tensor", name=tensor.name)
             # A few characters may stand for many files.
             index.budget.spend(1 + len(places) // _PLACES_PER_STEP)
-            holders[key] = Holders(files, places)
-        listed.append((tensor, holders[key]))
-    return listed
+            holders[key] = _Holders(files, places)
+        by_name.setdefault(tensor.name, []).append(TensorParts(tensor, holders[key], files))
+    return by_name

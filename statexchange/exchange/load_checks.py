@@ -24,8 +24,8 @@ from statexchange.errors import (
 from statexchange.exchange.load_report import LoadRequest
 from statexchange.exchange.load_source import LoadSource
 from statexchange.exchange.rank_metadata import check_equal_options
+from statexchange.exchange.reading import differing_text
 from statexchange.exchange.saved_names import advice_on_missing
-from statexchange.exchange.stored_tensors import differing_text
 from statexchange.formats.listed_files import ListedFiles
 from statexchange.formats.source import Source
 from statexchange.sharding.paths import paths_above

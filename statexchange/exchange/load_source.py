@@ -12,7 +12,7 @@ from statexchange.comm.communicator import Communicator
 from statexchange.errors import CorruptError, InvalidArgumentError, NotFoundError, StateExchangeError
 from statexchange.exchange.load_converting import ConvertedSource, converted_for_load
 from statexchange.exchange.load_report import LoadRequest
-from statexchange.exchange.stored_tensors import StoredTensors
+from statexchange.exchange.reading import StoredTensors
 from statexchange.formats.listed_files import ListedFiles
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section

@@ -1,4 +1,4 @@
-"""Read stored boxes into live tensors; from an object store each box once per host.
+"""What a source has of each tensor, and reading it into live ones; from an object store each box once per host.
 
 Tensors that share memory, as tied weights and views of one buffer, are filled in the order of the source's files, and
 the memory has the values of the last one. That is right only if the source has equal values for all of them. So tensors
@@ -21,14 +21,21 @@ from xxhash import xxh3_128_hexdigest
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import (
     CorruptError,
+    IncompleteError,
     ReplicaError,
+    StateExchangeError,
     StorageError,
     excerpt,
 )
+from statexchange.exchange.holders import TensorParts, parts_by_name
 from statexchange.exchange.staging import Staging
+from statexchange.formats.listed_files import ListedFiles, ListedTensor
+from statexchange.formats.source import Source, SourceTensor
+from statexchange.sharding.options import Replicas
+from statexchange.sharding.plan import HolderLabel, holders_text, prove_cover
 from statexchange.sharding.shards import Box, full_box, intersect
 from statexchange.state.describe import LocalTensor
-from statexchange.state.types import Leaf
+from statexchange.state.entries import SavedTensor
 from statexchange.storage.regions import (
     READ_AHEAD_BYTES,
     BoxDigest,
@@ -50,9 +57,249 @@ from statexchange.tensors import (
     same_memory,
 )
 
-__all__ = ["Overflows", "ReadItem", "WantedBox", "assign_readers", "read_all"]
+__all__ = ["Overflows", "ReadItem", "StoredTensors", "WantedBox", "assign_readers", "differing_text", "read_all"]
 
 _COMPARED_BYTES = 8 << 20  # of a window that is read a second time
+
+
+# What a source has
+
+
+class _SavedPart(NamedTuple):
+    """The part of a tensor that one rank, or one file, has."""
+
+    rank: int
+    tensor: SourceTensor | ListedTensor
+    path: str
+    label: HolderLabel
+
+
+class _StoredTensor(NamedTuple):
+    """A tensor of a source.
+
+    Attributes:
+        saved: its name, dtype and shape, as a leaf of what was saved.
+        parts: the parts to read from; () if they are `listed`.
+        boxes: the byte range of its one box, if one part is the whole tensor; None if the boxes of several parts have
+            to be put together, which costs time, and only a tensor that is loaded is worth it.
+        listed: its parts by the index of a save, which are looked up where they are needed.
+    """
+
+    saved: SavedTensor
+    parts: Sequence[_SavedPart]
+    boxes: Mapping[Box, ByteRange] | None
+    listed: TensorParts | None = None
+
+
+class StoredTensors:
+    """The tensors of a source.
+
+    Attributes:
+        source: the source.
+        own_rank: this rank, if as many ranks load as have saved: its own parts come first then. Else None, and the
+            lowest rank's parts come first.
+        aliases: other names of tensors, with the name under which each was written.
+        by_name: the tensors by name, those of `aliases` included.
+        names: the names under which tensors were written.
+        has_tree: whether the source is a save of ours with its state, and not tensors with a config beside them.
+    """
+
+    def __init__(self, source: Source, replicas: Replicas, comm: Communicator, aliases: Mapping[str, str]) -> None:
+        self.source = source
+        self._comm = comm
+        self.own_rank = comm.rank if source.world_size == comm.world_size else None
+        self._takes_root = replicas == "root"
+        self._boxes: dict[str, Mapping[Box, ByteRange]] = {}  # what `_boxes_of_parts` has put together
+        self.aliases: dict[str, str] = {}
+        self.by_name: dict[str, _StoredTensor] = {}
+        if isinstance(source.files, ListedFiles):
+            self._add_listed(source.files)
+        else:
+            parts: dict[str, list[_SavedPart]] = {}
+            for shard_file in sorted(source.files, key=lambda file: (file.rank != self.own_rank, file.rank)):
+                path, label = shard_file.path, source.label_of(shard_file)
+                for name, tensor in shard_file.tensors.items():
+                    part = _SavedPart(shard_file.rank, tensor, path, label)
+                    parts.setdefault(tensor.shard.name or name, []).append(part)
+                self.aliases |= shard_file.aliases
+            self.by_name = self._records(parts)
+        if source.manifest is not None:
+            self.aliases |= source.manifest.get("aliases", {})
+        self.aliases |= aliases
+        self.names = frozenset(self.by_name)
+        has_leaves = any('"leaf"' in text for text in source.configs.values())
+        self.has_tree = has_leaves or (bool(source.configs) and not self.names)
+        # A tied tensor is written once. A saved tree has all its names, and errors give the one that is loaded.
+        of_aliases = {}
+        for alias, name in self.aliases.items():
+            if alias not in self.names and name in self.names:
+                stored = self.by_name[name]
+                if stored.listed is None:
+                    of_aliases[alias] = stored.parts
+                else:
+                    self.by_name[alias] = self._listed_record(alias, stored.listed)
+        self.by_name |= self._records(of_aliases)
+
+    def _add_listed(self, files: ListedFiles) -> None:
+        """Add the tensors of a save that has an index; opens no file."""
+        state = None
+        for rank in sorted(range(len(files.save_index.ranks)), key=lambda rank: rank != self.own_rank):
+            if files.save_index.ranks[rank] != state:
+                state = files.save_index.ranks[rank]
+                self.aliases |= files.save_index.states[state].aliases
+        parts: dict[str, list[_SavedPart]] = {}
+        for name, of_name in parts_by_name(files, self.own_rank).items():
+            if len(of_name) == 1:
+                self.by_name[name] = self._listed_record(name, of_name[0])
+                continue
+            # Ranks had other dtypes or shapes, and each gets its own.
+            for listed in of_name:
+                parts.setdefault(name, []).extend(_parts_of_listed(listed))
+            parts[name].sort(key=lambda part: (part.rank != self.own_rank, part.rank))
+        self.by_name |= self._records(parts)
+
+    def _records(self, parts: Mapping[str, Sequence[_SavedPart]]) -> dict[str, _StoredTensor]:
+        """Return the record of each tensor, from the parts of it that ranks, or files, have."""
+        records = {}
+        for name, of_tensor in parts.items():
+            first = of_tensor[0].tensor.shard
+            shape = first.global_shape
+            # Another rank's copy need not be compared: this rank gets back its own, or root's as the caller wants it.
+            is_first_enough = len(of_tensor) == 1 or of_tensor[0].rank == self.own_rank or self._takes_root
+            if is_first_enough and len(first.boxes) == 1 and first.boxes[0].shape == shape:
+                boxes = {first.boxes[0]: of_tensor[0].tensor.byte_ranges[0]}
+                records[name] = _StoredTensor(SavedTensor(name, first.dtype, shape), of_tensor[:1], boxes)
+            else:
+                records[name] = self._joined(name, of_tensor)
+        return records
+
+    def _listed_record(self, name: str, listed: TensorParts) -> _StoredTensor:
+        dtype, shape = listed.tensor.dtype, listed.tensor.shape
+        saved = SavedTensor(name, dtype, shape, listed.holders.cut_dims(shape))
+        return _StoredTensor(saved, (), None, listed)
+
+    def _joined(self, name: str, parts: Sequence[_SavedPart]) -> _StoredTensor:
+        """Return the record of a tensor of several parts, or of one that is not all of it."""
+        first = parts[0].tensor.shard
+        shape = first.global_shape
+        # Of an FSDP2 save each tensor comes here, from all ranks: no calls in this loop.
+        cut_dims: set[int] = set()
+        problem: StateExchangeError | None = None
+        for part in parts:
+            shard = part.tensor.shard
+            if problem is None and (shard.dtype, shard.global_shape) != (first.dtype, shape):
+                problem = self._disagreement(name, parts[0], part)
+            for box in shard.boxes:
+                if box.shape != shape and 0 not in box.shape:
+                    sizes = enumerate(zip(box.shape, shape, strict=False))
+                    cut_dims.update([dim for dim, (size, whole) in sizes if size != whole])
+        return _StoredTensor(SavedTensor(name, first.dtype, shape, frozenset(cut_dims), problem), parts, None)
+
+    def _disagreement(self, name: str, one: _SavedPart, other: _SavedPart) -> StateExchangeError:
+        """Return the error for two parts of different dtypes or shapes. It is raised only if the tensor is loaded."""
+        first, second = one.tensor.shard, other.tensor.shard
+        are_whole = first.is_whole and second.is_whole
+        # Ranks may have had plain tensors of different shapes, and on their own number each would get its own back.
+        if are_whole and self.source.world_size not in (None, self._comm.world_size):
+            shapes = f"{first.dtype} {list(first.global_shape)} and {second.dtype} {list(second.global_shape)} here"
+            text = differing_text(shapes, name, one.label, other.label)
+            return ReplicaError(text, name=name, rank=other.rank, path=other.path)
+        return CorruptError(
+            "two files disagree on dtype or shape",
+            name=name,
+            path=other.path,
+            expected=f"{first.dtype} {first.global_shape}",
+            found=f"{second.dtype} {second.global_shape}",
+        )
+
+    def boxes_of(self, stored: _StoredTensor, needed: Sequence[Box]) -> Mapping[Box, ByteRange]:
+        """Return the byte ranges of the boxes of a tensor, at least of all that overlap the boxes that are needed.
+
+        Copies without digests, as in torch's files, are read and compared.
+
+        Raises:
+            ReplicaError: copies differ, unless this rank saved one itself or `replicas` is "root".
+            IncompleteError, OverlapError: the boxes are not those of a whole tensor.
+        """
+        if stored.boxes is not None:
+            return stored.boxes
+        name = stored.saved.name
+        if stored.listed is not None:
+            return self._boxes_of_listed(name, stored.listed, needed)
+        # Once for all that is needed of it, as copies may have to be read.
+        if name not in self._boxes:
+            whole = full_box(stored.saved.shape)
+            self._boxes[name] = self._boxes_of_parts(name, stored.parts, [whole])
+        return self._boxes[name]
+
+    def _boxes_of_listed(self, name: str, listed: TensorParts, needed: Sequence[Box]) -> Mapping[Box, ByteRange]:
+        rank, first, _ = listed.first
+        if first.shard.is_whole and (rank == self.own_rank or self._takes_root):
+            return {first.shard.boxes[0]: first.byte_ranges[0]}
+        if listed.holders.is_exact(listed.tensor.shape):
+            return listed.boxes(needed)
+        return self._boxes_of_parts(name, _parts_of_listed(listed), needed)
+
+    def _boxes_of_parts(self, name: str, parts: Sequence[_SavedPart], needed: Sequence[Box]) -> Mapping[Box, ByteRange]:
+        """Return the byte ranges of the boxes that overlap what is needed; copies of these are compared."""
+        holders: dict[Box, list[HolderLabel]] = {}
+        firsts: dict[Box, tuple[_SavedPart, int]] = {}  # the first part with each box, and its number there
+        digests: dict[Box, str] = {}  # of the first copies that others were compared with
+        for part in parts:
+            for number, box in enumerate(part.tensor.shard.boxes):
+                if 0 in box.shape:
+                    continue
+                holders.setdefault(box, []).append(part.label)
+                if box not in firsts:
+                    firsts[box] = part, number
+                    continue
+                first, index = firsts[box]
+                if first.rank == self.own_rank or self._takes_root or not _overlaps(box, needed):
+                    continue
+                # Other ranks wait meanwhile: reading a large copy must count as progress.
+                if box not in digests:
+                    digests[box] = first.tensor.digest_of(index, self._comm.progress)
+                if part.tensor.digest_of(number, self._comm.progress) != digests[box]:
+                    text = differing_text(f"different values for region {box}", name, first.label, part.label)
+                    raise ReplicaError(text, name=name, rank=part.rank, path=part.path)
+        try:
+            prove_cover(name, parts[0].tensor.shard.global_shape, holders)
+        except (CorruptError, IncompleteError) as error:
+            raise error.located(name=name, path=self.source.path) from error
+        boxes = {}
+        for box, (part, number) in firsts.items():
+            if _overlaps(box, needed):
+                boxes[box] = part.tensor.byte_ranges[number]
+        return boxes
+
+
+def _overlaps(box: Box, needed: Sequence[Box]) -> bool:
+    return any(intersect(box, other) is not None for other in needed)
+
+
+def _parts_of_listed(listed: TensorParts) -> list[_SavedPart]:
+    """Return the parts of a tensor by the index of a save; opens no file."""
+    return [_SavedPart(rank, tensor, path, rank) for rank, tensor, path in listed.parts()]
+
+
+def differing_text(what: str, exclude: str | list[str], holder: HolderLabel, other: HolderLabel) -> str:
+    """Return the message for a difference between the saves of two ranks, or files, with the remedies.
+
+    `exclude` is "" if the whole state differs.
+    """
+    holders = holders_text(holder, other)
+    leave = ""
+    if exclude:
+        leave = f"pass exclude={exclude!r} to leave the state as it is there, "
+    if isinstance(holder, int) and isinstance(other, int):
+        return (
+            f"{holders} saved {what}: load on as many ranks as have saved, so that each gets its own, {leave}or pass "
+            f'replicas="root" to take rank {min(holder, other)}\'s'
+        )
+    return f'{holders} have {what}: give one of the files, {leave}or pass replicas="root" to take the first file\'s'
+
+
+# What is read
 
 
 @dataclass(frozen=True, slots=True)
@@ -496,10 +743,12 @@ def _has_its_values(part: _Part, comm: Communicator) -> bool:
     return True
 
 
-def _are_same_bits(tensor: TensorLike, where: tuple[slice, ...], read: Leaf) -> bool:
+def _are_same_bits(tensor: TensorLike, where: tuple[slice, ...], read: TensorLike) -> bool:
     """Whether the elements `where` of a live tensor have the bits of `read`."""
     if isinstance(tensor, np.ndarray):
+        assert isinstance(read, np.ndarray)  # as it was made like the tensor
         return bool(np.ascontiguousarray(tensor[where]).tobytes() == read.tobytes())
+    assert not isinstance(read, np.ndarray)
     import torch
 
     # A view that conjugates or negates was filled through it, so that the memory has other bits.
