@@ -1,0 +1,256 @@
+"""The index of a save: layouts of parts, its text, what it refuses, and what it is compared with."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import statexchange as sx
+from statexchange.errors import CorruptError, IncompleteError
+from statexchange.report.verify import verify
+from statexchange.sharding.sharding_spec import DimSplit, Placement, coordinate_of, local_boxes
+from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.storage.location import seal
+from statexchange.storage.save_index import Content, IndexedState, IndexedTensor, SavedLayout, SaveIndex, layout_of
+from statexchange.storage.store import Budget
+from statexchange.testing import run_ranks
+
+ROWS = SavedLayout(Placement((4,), (DimSplit(0),)))
+STATE = IndexedState("digest", {"tied": "w"}, ["rng"], {"opt": "torch.optim.AdamW"}, [])
+
+
+def an_index(num_files: int = 4) -> SaveIndex:
+    """Return the index of a tensor in rows, and of one that the first file has."""
+    rows, whole = IndexedTensor("w", "F32", (8, 2)), IndexedTensor("b", "BF16", (2,))
+    both = Content([rows, whole], [ROWS, SavedLayout(Placement((), ()))], [0, 1])
+    alone = Content([rows], [ROWS], [0])
+    files = [(both, [0, 0]), *((alone, [number]) for number in range(1, num_files))]
+    return SaveIndex.of(files, [STATE], [0] * num_files)
+
+
+def parsed(text: str, num_files: int = 4) -> SaveIndex:
+    return SaveIndex.parse(text, "0123456789abcdef", num_files, num_files, "save.json", Budget("save.json", len(text)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_layout_gives_the_boxes_that_it_was_made_of(seed: int) -> None:
+    random_of = random.Random(seed)
+    shape = tuple(random_of.randint(1, 12) for _ in range(random_of.randint(0, 3)))
+    mesh = tuple(random_of.randint(1, 4) for _ in range(random_of.randint(0, 2)))
+    splits = []
+    for _ in mesh:
+        splits.append(DimSplit(random_of.randrange(len(shape))) if shape and random_of.random() < 0.7 else None)
+    for rank in range(torch.Size(mesh).numel()):
+        boxes = tuple(box for box, _ in local_boxes(shape, mesh, coordinate_of(rank, mesh), splits))
+        layout, coordinate = layout_of(shape, boxes)
+        assert layout.boxes_at(shape, coordinate) == boxes
+        assert SavedLayout.from_json(json.loads(json.dumps(layout.to_json()))) == layout
+
+
+def test_parts_of_one_grid_have_one_layout() -> None:
+    layouts = {layout_of((8, 6), (Box((row, column), (2, 3)),)) for row in (0, 2, 4, 6) for column in (0, 3)}
+    assert len(layouts) == 8  # each at a coordinate of its own
+    assert {layout for layout, _ in layouts} == {SavedLayout(Placement((4, 2), (DimSplit(0), DimSplit(1))))}
+
+
+def test_boxes_that_follow_from_no_mesh_are_listed() -> None:
+    boxes = Box((1, 0), (2, 4)), Box((5, 0), (1, 4))
+    assert layout_of((8, 4), boxes) == (SavedLayout(None, boxes), 0)
+
+
+def test_an_index_is_read_as_it_was_written() -> None:
+    index = parsed(an_index().to_text())
+    listed = []
+    for file in range(4):
+        for tensor, layout, coordinate in index.parts_in(file):
+            listed.append((file, tensor.name, index.boxes_at(layout, coordinate, tensor.shape)))
+    assert listed == [
+        (0, "w", (Box((0, 0), (2, 2)),)),
+        (0, "b", (full_box((2,)),)),
+        (1, "w", (Box((2, 0), (2, 2)),)),
+        (2, "w", (Box((4, 0), (2, 2)),)),
+        (3, "w", (Box((6, 0), (2, 2)),)),
+    ]
+    assert index.states == [STATE]
+
+
+def test_an_index_grows_with_layouts_and_not_with_ranks_times_tensors() -> None:
+    def size(num_tensors: int, ranks: int) -> int:
+        layout = SavedLayout(Placement((ranks,), (DimSplit(0),)))
+        tensors = [IndexedTensor(f"layers.{number}.w", "F32", (ranks, 2)) for number in range(num_tensors)]
+        content = Content(tensors, [layout], [0] * num_tensors)
+        return len(SaveIndex.of([(content, [rank]) for rank in range(ranks)], [STATE], [0] * ranks).to_text())
+
+    for_a_rank = (size(100, 512) - size(100, 256)) / 256
+    assert for_a_rank < 16
+    assert size(1000, 256) < 1000 * 60 + 256 * 16
+
+
+def test_a_header_that_says_otherwise_is_refused() -> None:
+    index = parsed(an_index().to_text())
+    rows = {"w": Shard("w", "F32", (8, 2), (Box((2, 0), (2, 2)),))}
+    index.check(1, rows, "f")
+    with pytest.raises(CorruptError, match="otherwise"):
+        index.check(2, rows, "f")
+    with pytest.raises(CorruptError, match="other tensors"):
+        index.check(1, {**rows, "b": Shard("b", "BF16", (2,), (full_box((2,)),))}, "f")
+    with pytest.raises(CorruptError, match="its file has not"):
+        index.check(1, {}, "f")
+
+
+def changed(change: Callable[[Any], object]) -> str:
+    raw = json.loads(an_index().to_text())
+    change(raw)
+    return json.dumps(raw)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param("[]", id="no-object"),
+        pytest.param("{}", id="empty"),
+        pytest.param(changed(lambda raw: raw.pop("files")), id="without-files"),
+        pytest.param(changed(lambda raw: raw["files"].pop()), id="a-file-too-few"),
+        pytest.param(changed(lambda raw: raw["ranks"].append(0)), id="a-rank-too-many"),
+        pytest.param(changed(lambda raw: raw["ranks"].__setitem__(0, 1)), id="no-such-state"),
+        pytest.param(changed(lambda raw: raw["files"][0].__setitem__(0, 2)), id="no-such-content"),
+        pytest.param(changed(lambda raw: raw["files"][1].__setitem__(1, [4])), id="no-such-coordinate"),
+        pytest.param(changed(lambda raw: raw["files"][1].__setitem__(1, [0, 0])), id="two-coordinates"),
+        pytest.param(changed(lambda raw: raw["files"][1].__setitem__(1, [True])), id="a-bool"),
+        pytest.param(changed(lambda raw: raw["contents"][0][0].__setitem__(0, 9)), id="no-such-layout"),
+        pytest.param(changed(lambda raw: raw["contents"][0][0][1].append(-1)), id="no-such-tensor"),
+        pytest.param(changed(lambda raw: raw["tensors"][0].__setitem__(1, "F33")), id="no-such-dtype"),
+        pytest.param(changed(lambda raw: raw["tensors"][0].__setitem__(2, [2**62, 2**62])), id="a-huge-shape"),
+        pytest.param(changed(lambda raw: raw["layouts"].__setitem__(0, [[2**40], [None]])), id="a-huge-mesh"),
+        pytest.param(changed(lambda raw: raw["layouts"].__setitem__(0, [[0], [None]])), id="an-empty-mesh"),
+        pytest.param(changed(lambda raw: raw["layouts"].__setitem__(0, {"boxes": [[[0], [-1]]]})), id="no-box"),
+        pytest.param(changed(lambda raw: raw["states"].__setitem__(0, {})), id="no-state"),
+        pytest.param(changed(lambda raw: raw["states"][0].__setitem__("per_rank", [1])), id="no-path"),
+    ],
+)
+def test_a_broken_index_is_refused(text: str) -> None:
+    with pytest.raises(CorruptError, match="broken index of a save"):
+        parsed(text)
+
+
+def test_a_layout_that_does_not_fit_its_tensor_is_refused() -> None:
+    index = parsed(changed(lambda raw: raw["layouts"].__setitem__(0, [[4], [[7, 1]]])))
+    with pytest.raises(CorruptError, match="does not fit shape"):
+        list(index.boxes_at(0, 0, (8, 2)))
+
+
+def test_boxes_without_end_are_refused_in_bounded_time() -> None:
+    # Each of 4 ranks holds every fourth element of a dim of 2**16, in 2**14 pieces.
+    pieces = SavedLayout(Placement((4,), (DimSplit(0, 1 << 14),)))
+    content = Content([IndexedTensor("w", "U8", (1 << 16,))], [pieces], [0])
+    index = parsed(SaveIndex.of([(content, [rank]) for rank in range(4)], [STATE], [0] * 4).to_text())
+    began = time.process_time()
+    with pytest.raises(CorruptError, match="refused"):
+        for size in range(1 << 15, 1 << 16):
+            index.boxes_at(0, 0, (size,))
+    assert time.process_time() - began < 20
+
+
+# Loads
+
+
+def sharded(fill: float) -> dict[str, Any]:
+    """Return a state with rows, a copy on all ranks, and random states."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard as Rows
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    rows = distribute_tensor(torch.arange(40.0).reshape(10, 4) + fill, mesh, [Rows(0)])
+    state = {"w": rows, "copy": torch.full((3,), fill), "rng": sx.integrations.RandomState(), "step": int(fill)}
+    if torch.distributed.get_world_size() != 4:
+        del state["rng"]  # fits the number of ranks that saved it
+    return state
+
+
+def save_sharded(path: str) -> None:
+    sx.save_checkpoint(sharded(7.0), path)
+
+
+def load_sharded(path: str) -> tuple[list[float], list[float], int, list[str]]:
+    """Return what was loaded, and the files of tensors that this rank has opened."""
+    import sys
+
+    opened: set[str] = set()
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).endswith(".safetensors"):
+            opened.add(str(arguments[0]).rpartition("/")[2])
+
+    sys.addaudithook(note)
+    state = sharded(0.0)
+    sx.load_checkpoint(state, path, exclude="rng" if "rng" not in state else ())
+    return state["w"].to_local().flatten().tolist(), state["copy"].tolist(), state["step"], sorted(opened)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_a_load_opens_the_files_whose_rows_it_reads(num_ranks: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "saved")
+    run_ranks(save_sharded, 4, backend="gloo", args=(path,))
+    whole = (torch.arange(40.0) + 7).reshape(10, 4)
+    names = [f"rank-{rank:05d}-of-00004.safetensors" for rank in range(4)]
+    for rank, (rows, copy, step, opened) in enumerate(run_ranks(load_sharded, num_ranks, backend="gloo", args=(path,))):
+        size = -(-10 // num_ranks)
+        expected = whole[rank * size : (rank + 1) * size]
+        assert (rows, copy, step) == (expected.flatten().tolist(), [7.0] * 3, 7)
+        # Rows lie 3 in a file. The first file also has the copy, and on another number of ranks the plain values.
+        of_rows = {row // 3 for row in range(rank * size, min(10, (rank + 1) * size))}
+        assert opened == [names[number] for number in sorted({0, *of_rows})]
+
+
+def test_a_file_that_no_rank_needs_may_be_absent(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    run_ranks(save_sharded, 4, backend="gloo", args=(str(path),))
+    (path / "rank-00003-of-00004.safetensors").unlink()
+    state: dict[str, Any] = {"copy": torch.zeros(3), "step": 0}
+    sx.load_checkpoint(state, path, include=["copy", "step"])
+    assert (state["copy"].tolist(), state["step"]) == ([7.0] * 3, 7)
+    state = {"w": torch.zeros(10, 4)}
+    with pytest.raises(IncompleteError, match="this rank's file is missing") as caught:
+        sx.load_checkpoint(state, path, include="w")
+    assert caught.value.rank == 3
+    assert state["w"].count_nonzero() == 0
+
+
+def with_index(path: Path, change: Callable[[Any], object]) -> None:
+    manifest = json.loads((path / "save.json").read_text())
+    del manifest["digest"]
+    index = json.loads(manifest["index"])
+    change(index)
+    manifest["index"] = json.dumps(index)
+    (path / "save.json").write_text(json.dumps(seal(manifest)))
+
+
+def test_an_index_that_differs_from_a_file_is_an_error_that_names_the_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    run_ranks(save_sharded, 4, backend="gloo", args=(str(path),))
+    names = [name for name, _, _ in json.loads(json.loads((path / "save.json").read_text())["index"])["tensors"]]
+    with_index(path, lambda index: index["tensors"][names.index("copy")].__setitem__(2, [4]))
+    with pytest.raises(CorruptError, match="otherwise") as caught:
+        sx.load_checkpoint({"copy": torch.zeros(4)}, path, include="copy")
+    assert caught.value.name == "copy"
+    report = verify(str(path))
+    assert "copy" in str(report.findings[0])
+
+
+def test_a_save_without_an_index_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    run_ranks(save_sharded, 2, backend="gloo", args=(str(path),))
+    manifest = json.loads((path / "save.json").read_text())
+    del manifest["digest"], manifest["index"]
+    (path / "save.json").write_text(json.dumps(seal(manifest)))
+    state = {"w": torch.zeros(10, 4), "copy": torch.zeros(3), "step": 0}
+    sx.load_checkpoint(state, path, include=["w", "copy", "step"])
+    assert state["w"].tolist() == (torch.arange(40.0) + 7).reshape(10, 4).tolist()
