@@ -17,7 +17,7 @@ from statexchange.storage.publish.build import WrittenFile
 from statexchange.storage.save_index import Content, IndexedState, IndexedTensor, SavedLayout, SaveIndex, layout_of
 from statexchange.tensors import collector_paused
 
-__all__ = ["gather_index"]
+__all__ = ["Held", "content_of", "gather_index", "joined"]
 
 _MAX_TEXT = (
     32 << 20
@@ -25,7 +25,7 @@ _MAX_TEXT = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class Held:
     """What a rank's files have, and its state beside the tensors. Equal on ranks that hold all of it over one mesh."""
 
     contents: Sequence[Content]
@@ -54,12 +54,12 @@ def gather_index(
         contents: list[Content] = []
         coordinates_here: list[list[int]] = []
         for shards in files:
-            content, coordinates = _content(shards, described, comm.rank)
+            content, coordinates = content_of(shards, described, comm.rank)
             contents.append(content)
             coordinates_here.append(coordinates)
         facts = {"config": digest(saved.common.encode()), "aliases": dict(described.aliases), **saved.owners}
         state = IndexedState.from_json(facts)
-        sent, _ = gather_distinct(comm, encoded(_Held(contents, state), _Held), root=0)
+        sent, _ = gather_distinct(comm, encoded(Held(contents, state), Held), root=0)
         # Apart from what is equal: on each rank they differ.
         placed = comm.all_gather_bytes(
             encoded(coordinates_here, list[list[int]]), root=0, operation="the coordinates of its files"
@@ -67,30 +67,37 @@ def gather_index(
         text = ""
         with comm.phase("indexing"):
             if comm.rank == 0:
-                text = _joined(sent, placed).to_text()
+                text = joined(sent, placed).to_text()
         return text if len(text) <= _MAX_TEXT else ""
 
 
-def _content(shards: Iterable[Shard], described: Description, rank: int) -> tuple[Content, list[int]]:
+def content_of(shards: Iterable[Shard], described: Description, rank: int) -> tuple[Content, list[int]]:
     """Return what a file has, and its coordinate on each of the layouts."""
     tensors: list[IndexedTensor] = []
     numbers: list[int] = []
     number_of: dict[tuple[SavedLayout, int], int] = {}
+    seen: dict[int, int] = {}  # the number of each object below: to compare layouts takes longer than all else here
+    kept: list[object] = []  # whose ids stay theirs
     for shard in shards:
-        place = layout_of(shard.global_shape, shard.boxes)
         # A mesh also says where an uneven or an empty part lies.
         placement = described.tensors[shard.name].placement
-        if placement is not None:
-            place = SavedLayout(placement), rank
+        origin: object = placement or layout_of(shard.global_shape, shard.boxes)
+        number = seen.get(id(origin))
+        if number is None:
+            place = layout_of(shard.global_shape, shard.boxes)
+            if placement is not None:
+                place = SavedLayout(placement), rank
+            number = seen[id(origin)] = number_of.setdefault(place, len(number_of))
+            kept.append(origin)
         tensors.append(IndexedTensor(shard.name, shard.dtype, shard.global_shape))
-        numbers.append(number_of.setdefault(place, len(number_of)))
+        numbers.append(number)
     layouts = [layout for layout, _ in number_of]
     return Content(tensors, layouts, numbers), [coordinate for _, coordinate in number_of]
 
 
-def _joined(sent: Sequence[bytes], placed: Sequence[bytes]) -> SaveIndex:
+def joined(sent: Sequence[bytes], placed: Sequence[bytes]) -> SaveIndex:
     """Return the index of what ranks have sent: what they hold, and the coordinates of their files."""
-    held: dict[bytes, _Held] = {}
+    held: dict[bytes, Held] = {}
     states: dict[bytes, int] = {}
     state_of: list[int] = []
     files: list[tuple[Content, Sequence[int]]] = []
@@ -98,7 +105,7 @@ def _joined(sent: Sequence[bytes], placed: Sequence[bytes]) -> SaveIndex:
     listed_states = []
     for rank, (data, coordinates_data) in enumerate(zip(sent, placed, strict=True)):
         if data not in held:
-            held[data] = decode(data, _Held, "what its files hold", rank)
+            held[data] = decode(data, Held, "what its files hold", rank)
         of_rank = held[data]
         key = encoded(of_rank.state, IndexedState)
         if key not in states:
