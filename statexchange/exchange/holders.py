@@ -39,6 +39,7 @@ class _Holders:
         self._boxes: dict[tuple[int, ...], list[tuple[Box, Place]]] = {}
         self._corners: dict[tuple[int, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
         self._is_exact: dict[tuple[int, ...], bool] = {}
+        self._cut_dims: dict[tuple[int, ...], frozenset[int]] = {}
         self._has_each_once = self._are_all_there()
 
     def _are_all_there(self) -> bool:
@@ -70,6 +71,8 @@ class _Holders:
 
     def cut_dims(self, shape: tuple[int, ...]) -> frozenset[int]:
         """Return the dims in which a part with elements is smaller than a tensor of `shape`."""
+        if shape in self._cut_dims:
+            return self._cut_dims[shape]
         cut: set[int] = set()
         places = self.places
         if self.is_exact(shape):
@@ -78,7 +81,7 @@ class _Holders:
         for place in places:
             for box in self._index.boxes_at(place.layout, place.coordinate, shape):
                 cut.update(dim for dim, size in enumerate(shape) if box.shape[dim] != size)
-        return frozenset(cut)
+        return self._cut_dims.setdefault(shape, frozenset(cut))
 
     def overlapping(self, shape: tuple[int, ...], box: Box) -> list[tuple[Box, Place]]:
         """Return the parts of a tensor of `shape` that have elements of a box, with their places."""
