@@ -11,19 +11,16 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from statexchange.errors import CorruptError
 from statexchange.formats.listed_files import ListedFiles, ListedTensor, Place
-from statexchange.sharding.sharding_spec import coordinate_of, covers_exactly
+from statexchange.sharding.sharding_spec import Placement, coordinate_of, covers_exactly, parts_within
 from statexchange.sharding.shards import Box
 from statexchange.storage.save_index import IndexedTensor
 from statexchange.storage.store import ByteRange
 
 __all__ = ["TensorParts", "parts_by_name"]
 
-_PLACES_PER_STEP = 4
+_PLACES_PER_STEP, _PIECES_PER_STEP = 4, 8
 
 
 class _Holders:
@@ -36,37 +33,44 @@ class _Holders:
     def __init__(self, files: ListedFiles, places: Sequence[Place]) -> None:
         self.places = places
         self._index = files.save_index
-        self._boxes: dict[tuple[int, ...], list[tuple[Box, Place]]] = {}
-        self._corners: dict[tuple[int, ...], tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
         self._is_exact: dict[tuple[int, ...], bool] = {}
         self._cut_dims: dict[tuple[int, ...], frozenset[int]] = {}
-        self._has_each_once = self._are_all_there()
+        self._place_of = self._places_by_coordinate()
 
-    def _are_all_there(self) -> bool:
-        """Whether the files have each part of one placement, and none twice."""
+    def _places_by_coordinate(self) -> dict[tuple[int, ...], Place]:
+        """Return the places by their coordinates on the axes that split a dim.
+
+        There are none unless the files have each part of one placement, and none twice.
+        """
         layout = self._index.layouts[self.places[0].layout]
         if layout.placement is None or len({place.layout for place in self.places}) > 1:
-            return False
+            return {}
         mesh_shape, axes = layout.placement.mesh_shape, layout.split_axes
         if math.prod(mesh_shape[axis] for axis in axes) != len(self.places):
-            return False
-        parts = set()
+            return {}
+        place_of: dict[tuple[int, ...], Place] = {}
         for place in self.places:
             coordinate = coordinate_of(place.coordinate, mesh_shape)
-            parts.add(tuple(coordinate[axis] for axis in axes))
-        return len(parts) == len(self.places)
+            place_of[tuple(coordinate[axis] for axis in axes)] = place
+        return place_of if len(place_of) == len(self.places) else {}
+
+    @property
+    def _placement(self) -> Placement:
+        """The placement of all parts, if each is there once."""
+        placement = self._index.layouts[self.places[0].layout].placement
+        assert placement is not None
+        return placement
 
     def is_exact(self, shape: tuple[int, ...]) -> bool:
         """Whether each element of a tensor of `shape` lies in one of these places, and in no second one."""
-        if not self._has_each_once:
+        if not self._place_of:
             return False
-        placement = self._index.layouts[self.places[0].layout].placement
-        assert placement is not None  # has each part once
-        # torch.chunk cuts a dim without a rest. Only pieces that are dealt out in turn might leave one.
-        if all(split is None or split.split_factor == 1 for split in placement.splits):
-            return True
         if shape not in self._is_exact:
-            self._is_exact[shape] = covers_exactly(shape, placement)
+            # A few characters may stand for thousands of pieces on each of many ranks.
+            first = self.places[0]
+            num_pieces = len(self._index.boxes_at(first.layout, first.coordinate, shape))
+            self._index.budget.spend(num_pieces * len(self.places) // _PIECES_PER_STEP)
+            self._is_exact[shape] = covers_exactly(shape, self._placement)
         return self._is_exact[shape]
 
     def cut_dims(self, shape: tuple[int, ...]) -> frozenset[int]:
@@ -84,23 +88,13 @@ class _Holders:
         return self._cut_dims.setdefault(shape, frozenset(cut))
 
     def overlapping(self, shape: tuple[int, ...], box: Box) -> list[tuple[Box, Place]]:
-        """Return the parts of a tensor of `shape` that have elements of a box, with their places."""
+        """Return the parts of a tensor of `shape` that have elements of a box, with their places, which are exact."""
         # A rank that loads what it saved itself needs no other file.
         first = self.places[0]
         if box in self._index.boxes_at(first.layout, first.coordinate, shape):
             return [(box, first)]
-        if shape not in self._boxes:
-            boxes: list[tuple[Box, Place]] = []
-            for place in self.places:
-                for part in self._index.boxes_at(place.layout, place.coordinate, shape):
-                    boxes.append((part, place))
-            self._boxes[shape] = boxes
-            begins = np.array([part.offsets for part, _ in boxes], np.int64).reshape(len(boxes), len(shape))
-            sizes = np.array([part.shape for part, _ in boxes], np.int64).reshape(len(boxes), len(shape))
-            self._corners[shape] = begins, begins + sizes
-        begins, ends = self._corners[shape]
-        overlaps = (begins < np.array(box.ends, np.int64)) & (ends > np.array(box.offsets, np.int64))
-        return [self._boxes[shape][number] for number in np.flatnonzero(overlaps.all(axis=1))]
+        parts = parts_within(shape, self._placement, box)
+        return [(part, self._place_of[coordinates]) for part, coordinates in parts]
 
 
 class TensorParts(NamedTuple):

@@ -7,6 +7,7 @@ each axis splits, as torch's DTensor placements say; torch is not needed.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +24,7 @@ __all__ = [
     "coordinate_of",
     "covers_exactly",
     "local_boxes",
+    "parts_within",
 ]
 
 _MAX_PIECES = 1 << 16
@@ -222,6 +224,32 @@ def covers_exactly(shape: tuple[int, ...], placement: Placement) -> bool:
     the tensor exactly if and only if the runs of each dim cover that dim exactly.
     """
     return all(_covers_dim(runs, size) for runs, size in zip(_runs_by_dim(shape, placement), shape, strict=True))
+
+
+def parts_within(shape: tuple[int, ...], placement: Placement, box: Box) -> list[tuple[Box, tuple[int, ...]]]:
+    """Return the boxes of all ranks, without replicas, that have elements of `box`, each with the ranks that have it.
+
+    These are given by their coordinates on the axes that split a dim. Of an (8, 2) tensor in rows on 4 ranks the rows 3
+    and 4 lie in the boxes of the coordinates (1,) and (2,). The boxes must cover the tensor exactly.
+    """
+    overlapping = []
+    for runs, begin, size in zip(_runs_by_dim(shape, placement), *box, strict=True):
+        # The runs follow one another, and there may be thousands.
+        first = bisect_right(runs, begin, key=_begin_of) - 1
+        end = bisect_left(runs, begin + size, key=_begin_of)
+        overlapping.append(runs[max(first, 0) : end])
+    parts = []
+    for chosen in product(*overlapping):
+        coordinates: dict[int, int] = {}
+        for run in chosen:
+            coordinates.update(run.coordinates)
+        part = Box(tuple(run.begin for run in chosen), tuple(run.size for run in chosen))
+        parts.append((part, tuple(coordinates[axis] for axis in sorted(coordinates))))
+    return parts
+
+
+def _begin_of(run: _Run) -> int:
+    return run.begin
 
 
 def _covers_dim(runs: Sequence[_Run], size: int) -> bool:

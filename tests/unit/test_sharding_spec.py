@@ -23,8 +23,9 @@ from statexchange.sharding.sharding_spec import (
     coordinate_of,
     covers_exactly,
     local_boxes,
+    parts_within,
 )
-from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.sharding.shards import Box, Shard, full_box, intersect
 
 
 @st.composite
@@ -96,6 +97,29 @@ def test_a_sharding_spec_gives_the_plan_of_its_boxes(case: tuple[tuple[int, ...]
         rank_shards.append(RankShards(rank, [Shard("w", "F32", shape, boxes)]))
     explicit = plan_merge(rank_shards, ExportOptions(replicas="root")).files[0].tensors[0]
     assert list(planned(shape, placement, replicas="root").pieces) == list(explicit.pieces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(placements(), st.data())
+def test_parts_within_a_box_are_those_that_overlap_it(
+    case: tuple[tuple[int, ...], Placement], data: st.DataObject
+) -> None:
+    shape, placement = case
+    if not covers_exactly(shape, placement):
+        return
+    begins = tuple(data.draw(st.integers(0, size)) for size in shape)
+    sizes = tuple(data.draw(st.integers(0, size - begin)) for begin, size in zip(begins, shape, strict=True))
+    box = Box(begins, sizes)
+    axes = [axis for axis, split in enumerate(placement.splits) if split is not None]
+    expected = set()
+    for coordinate in product(*map(range, placement.mesh_shape)):
+        for part, _ in local_boxes(shape, placement.mesh_shape, coordinate, placement.splits):
+            if intersect(part, box) is not None:
+                expected.add((part, tuple(coordinate[axis] for axis in axes)))
+    found = parts_within(shape, placement, box)
+    assert len(found) == len(set(found))
+    if box.numel:
+        assert set(found) == expected
 
 
 def test_replicas_supply_tensors_in_turn() -> None:
