@@ -17,7 +17,13 @@ from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import INDEX
 from statexchange.formats.sealed_files import KEY as SEALED
 from statexchange.storage.files import check_size
-from statexchange.storage.location import MAX_MANIFEST_BYTES, check_parsed_size, read_json, target_path
+from statexchange.storage.location import (
+    MAX_MANIFEST_BYTES,
+    MAX_PARSED_BYTES,
+    check_parsed_size,
+    read_json,
+    target_path,
+)
 from statexchange.storage.publish import check_build, open_build
 from statexchange.storage.publish.build import OutputFile
 from statexchange.storage.store import Budget, Store
@@ -84,7 +90,7 @@ class _Draft:
 
     Raises:
         UnsupportedError: safetensors cannot store a dtype.
-        UnsafeError: a tensor name cannot be stored, or a header is too large.
+        UnsafeError: a tensor name cannot be stored, or a header or the manifest is too large for readers.
         InvalidArgumentError: two tensors of one file have the same name.
     """
 
@@ -97,6 +103,12 @@ class _Draft:
             self.texts[index] = index_text(plan)
             self.names.append(index)
         self.nbytes = plan.nbytes + sum(map(len, (*self.headers.values(), *self.texts.values())))
+        num_boxes = 0
+        for file in plan.files:
+            for tensor in file.tensors:
+                num_boxes += len(tensor.pieces)
+        if num_boxes > _MANY_BOXES:
+            _check_manifest_fits(plan, num_boxes)
 
 
 def check_publication(
@@ -224,6 +236,9 @@ def _header_of(plan: FilePlan, metadata: Mapping[str, str]) -> bytes:
 # Index and manifest
 
 _SCHEMA = 1
+_MANY_BOXES = 1 << 20  # fewer fit into any manifest
+_SAMPLE = 256  # boxes of a tensor whose text is looked at
+_NO_DIGEST = "0" * 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +327,30 @@ def sealed_manifest_text(
         SEALED: {one.name: one.to_json() for one in sealed},
     }
     return _encoded(record)
+
+
+def _check_manifest_fits(plan: Plan, num_boxes: int) -> None:
+    """Raise UnsafeError if readers would refuse the manifest of a plan, by the text of some boxes of each tensor.
+
+    The end of the publication looks at all of it.
+    """
+    nbytes = parsed = 0.0
+    for file in plan.files:
+        for tensor in file.tensors:
+            num_pieces = len(tensor.pieces)
+            sample = [tensor.pieces[number] for number in range(0, num_pieces, 1 + num_pieces // _SAMPLE)]
+            provenance = [BoxProvenance(piece.holder, _NO_DIGEST) for piece in sample]
+            record = _tensor_record(file, tensor._replace(pieces=sample), provenance)
+            text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
+            scale = num_pieces / max(1, len(sample))
+            nbytes += scale * len(text.encode())
+            parsed += scale * check_parsed_size(text, MANIFEST, Budget(MANIFEST))
+    if nbytes > MAX_MANIFEST_BYTES or parsed > MAX_PARSED_BYTES:
+        text = (
+            f"the manifest would list {num_boxes:,} boxes, more than readers accept: write fewer tensors at a time "
+            "(include, exclude), or from fewer ranks"
+        )
+        raise UnsafeError(text)
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_MANIFEST_BYTES",
+    "MAX_PARSED_BYTES",
     "Attempts",
     "FilteredStore",
     "OpenedPath",
@@ -322,7 +323,7 @@ _WINDOW_BYTES = 8 << 20
 # Memory of each parsed container, key and value. json keeps equal keys once, so a repeated key costs less.
 _CONTAINER_BYTES, _KEY_BYTES, _VALUE_BYTES, _REPEATED_KEY_BYTES = 64, 200, 12, 90
 _REPEATED_KEYS = ("dtype", "shape", "data_offsets", "file", "source", "boxes", "digests", "global_shape")
-_MAX_PARSED_BYTES = 1 << 30  # of one text, whatever its budget
+MAX_PARSED_BYTES = 1 << 30  # of one text, whatever its budget
 
 
 def read_json(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> object:
@@ -372,8 +373,8 @@ def parse_json(
     return _with_objects(parsed, path, max_depth)
 
 
-def check_parsed_size(text: str, path: str, budget: Budget) -> None:
-    """Spend the memory that JSON takes once parsed, estimated from its brackets, commas and colons.
+def check_parsed_size(text: str, path: str, budget: Budget) -> int:
+    """Spend the memory that JSON takes once parsed, estimated from its brackets, commas and colons, and return it.
 
     Raises CorruptError if the budget does not have it.
     """
@@ -381,9 +382,10 @@ def check_parsed_size(text: str, path: str, budget: Budget) -> None:
     nbytes += _KEY_BYTES * text.count(":")
     for key in _REPEATED_KEYS:
         nbytes -= (_KEY_BYTES - _REPEATED_KEY_BYTES) * text.count(f'"{key}"')
-    if nbytes > _MAX_PARSED_BYTES:
+    if nbytes > MAX_PARSED_BYTES:
         raise CorruptError(f"refused: it would take {nbytes} bytes of memory once parsed", path=path)
     budget.spend_memory(nbytes, text, path)
+    return nbytes
 
 
 def _with_objects(parsed: object, path: str, max_depth: int) -> object:

@@ -31,11 +31,12 @@ from sweeps import EVERY, slow, some, steps
 from system_calls import in_pairs, strace, system_calls
 
 import statexchange as sx
-from statexchange.checkpoint.publication import index_name
+from statexchange.checkpoint.publication import Publication, index_name
 from statexchange.errors import CorruptError, InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
 from statexchange.processes import Owner
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import RankShards, plan_merge
+from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpec
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.files import hidden_prefix
 from statexchange.storage.publish import open_build
@@ -616,3 +617,13 @@ def test_the_index_is_named_after_the_files() -> None:
         options = ExportOptions(max_shard_size=8, filename_pattern=pattern)
         assert index_name(plan_merge([RankShards(0, shards)], options)) == name
     assert index_name(plan_merge([RankShards(0, shards)])) is None
+
+
+def test_a_manifest_that_readers_would_refuse_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
+    # 4.2 million boxes of one element, on 4,096 ranks: their text would take more memory than a reader may use.
+    placement = Placement((4096,), (DimSplit(0),))
+    specs = [ShardingSpec(f"w{number}", "U8", (4096,), placement) for number in range(1100)]
+    ranks = [RankShards(rank, specs if rank == 0 else ()) for rank in range(4096)]
+    with pytest.raises(UnsafeError, match="would list 4,505,600 boxes, more than readers accept"):
+        Publication(tmp_path / "out", plan_merge(ranks), source="export")
+    assert list(tmp_path.iterdir()) == []
