@@ -105,8 +105,11 @@ class ListedTensor(NamedTuple):
     @property
     def byte_ranges(self) -> tuple[ByteRange, ...]:
         """Where its boxes lie; opens the file."""
-        stored = self.files[self.file].tensors[self.shard.name]
-        # Of boxes without elements a file may have some, and the index has none.
+        holder = self.files[self.file]
+        stored = holder.tensors[self.shard.name]
+        # Of boxes without elements a file may have some or none, and the index has none.
+        if 0 in self.shard.global_shape:
+            return (ByteRange(holder.file, 0, 0),) * len(self.shard.boxes)
         ranges = dict(zip(stored.shard.boxes, stored.byte_ranges, strict=True))
         return tuple(ranges[box] for box in self.shard.boxes)
 
