@@ -101,7 +101,7 @@ def test_a_header_that_says_otherwise_is_refused() -> None:
         index.check(2, rows, "f")
     with pytest.raises(CorruptError, match="other tensors"):
         index.check(1, {**rows, "b": Shard("b", "BF16", (2,), (full_box((2,)),))}, "f")
-    with pytest.raises(CorruptError, match="its file has not"):
+    with pytest.raises(CorruptError, match="file has not"):
         index.check(1, {}, "f")
 
 
@@ -136,7 +136,7 @@ def changed(change: Callable[[Any], object]) -> str:
     ],
 )
 def test_a_broken_index_is_refused(text: str) -> None:
-    with pytest.raises(CorruptError, match="broken index of a save"):
+    with pytest.raises(CorruptError, match="broken index"):
         parsed(text)
 
 
@@ -218,7 +218,7 @@ def test_a_file_that_no_rank_needs_may_be_absent(tmp_path: Path) -> None:
     sx.load_checkpoint(state, path, include=["copy", "step"])
     assert (state["copy"].tolist(), state["step"]) == ([7.0] * 3, 7)
     state = {"w": torch.zeros(10, 4)}
-    with pytest.raises(IncompleteError, match="this rank's file is missing") as caught:
+    with pytest.raises(IncompleteError, match="file is missing") as caught:
         sx.load_checkpoint(state, path, include="w")
     assert caught.value.rank == 3
     assert state["w"].count_nonzero() == 0
