@@ -57,7 +57,7 @@ def gather_index(
             content, coordinates = content_of(shards, described, comm.rank)
             contents.append(content)
             coordinates_here.append(coordinates)
-        facts = {"config": digest(saved.common.encode()), "aliases": dict(described.aliases), **saved.owners}
+        facts = {"config": digest(saved.common.encode()), "aliases": dict(saved.described.aliases), **saved.owners}
         state = IndexedState.from_json(facts)
         sent, _ = gather_distinct(comm, encoded(Held(contents, state), Held), root=0)
         # Apart from what is equal: on each rank they differ.

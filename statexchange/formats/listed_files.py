@@ -81,7 +81,7 @@ class ListedFiles(Sequence[ShardFile]):
         if number not in self._opened:
             try:
                 file = open_rank_file(self._store, self._manifest, self._listed[number])
-                self.save_index.check(number, file.shards, file.path)
+                self.save_index.check(number, file.shards, file.metadata, file.path)
                 self._opened[number] = file, ShardFile.of_rank(file)
             except ReplacedError:
                 raise

@@ -74,7 +74,7 @@ def read(opened: OpenedPath, ranks: tuple[int, int] | None = None) -> Source:
         try:
             file = open_rank_file(opened.store, manifest, of_rank)
             if index is not None:
-                index.check(number, file.shards, file.path)
+                index.check(number, file.shards, file.metadata, file.path)
             files.append(ShardFile.of_rank(file))
             if number >= len(manifest.nbytes):  # it has frozen parameters alone, and no state
                 continue

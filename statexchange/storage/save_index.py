@@ -36,6 +36,7 @@ from statexchange.tensors import ITEMSIZE
 
 __all__ = ["WHOLE", "Content", "FileIndex", "IndexedState", "IndexedTensor", "SaveIndex", "SavedLayout", "layout_of"]
 
+_FACTS = ("aliases", "per_rank", "optimizers", "left_out")  # of a file's metadata
 _MAX_RANKS = 1 << 20  # of the mesh of a layout
 _BOXES_PER_STEP = 4
 _MAX_SPLIT = 1 << 16
@@ -143,7 +144,7 @@ class IndexedState(NamedTuple):
     optimizers: Mapping[str, str]
     left_out: Sequence[str]
 
-    def to_json(self) -> object:
+    def to_json(self) -> dict[str, object]:
         """Return the state as a JSON value, without what is empty."""
         return {name: value for name, value in self._asdict().items() if value}
 
@@ -217,8 +218,20 @@ class SaveIndex:
             for number in tensors:
                 yield self.tensors[number], layout, coordinate
 
-    def check(self, file: int, shards: Mapping[str, Shard], path: str) -> None:
-        """Raise CorruptError unless the header of a file has the shards that the index says."""
+    def check(self, file: int, shards: Mapping[str, Shard], metadata: Mapping[str, object], path: str) -> None:
+        """Raise CorruptError unless the header of a file has the shards that the index says, and the rank's state."""
+        if file < len(self.ranks):
+            state = self.states[self.ranks[file]]
+            facts = {name: metadata[name] for name in _FACTS if name in metadata}
+            try:
+                in_file = IndexedState.from_json({"config": state.config, **facts})
+            except (AttributeError, ValueError) as error:
+                raise CorruptError(f"broken metadata: {error}", path=path) from None
+            if in_file != state:
+                text = (
+                    "the index of the save says otherwise than this file of aliases, optimizers or what is a rank's own"
+                )
+                raise CorruptError(text, path=path)
         listed = 0
         for tensor, layout, coordinate in self.parts_in(file):
             listed += 1
@@ -228,15 +241,15 @@ class SaveIndex:
                 raise CorruptError(
                     "the index of the save has this tensor here, its file has not", name=tensor.name, path=path
                 )
-            in_file = tuple(box for box in shard.boxes if box.numel)
-            if (shard.dtype, shard.global_shape, in_file) != (tensor.dtype, tensor.shape, boxes):
+            held = tuple(box for box in shard.boxes if box.numel)
+            if (shard.dtype, shard.global_shape, held) != (tensor.dtype, tensor.shape, boxes):
                 text = "the index of the save says otherwise than the file's header"
                 raise CorruptError(
                     text,
                     name=tensor.name,
                     path=path,
                     expected=_shown(tensor.dtype, tensor.shape, boxes),
-                    found=_shown(shard.dtype, shard.global_shape, in_file),
+                    found=_shown(shard.dtype, shard.global_shape, held),
                 )
         if listed != len(shards):
             text = "the index of the save lists other tensors than the file has"

@@ -96,13 +96,16 @@ def test_an_index_grows_with_layouts_and_not_with_ranks_times_tensors() -> None:
 def test_a_header_that_says_otherwise_is_refused() -> None:
     index = parsed(an_index().to_text())
     rows = {"w": Shard("w", "F32", (8, 2), (Box((2, 0), (2, 2)),))}
-    index.check(1, rows, "f")
+    facts = STATE.to_json()
+    index.check(1, rows, facts, "f")
     with pytest.raises(CorruptError, match="otherwise"):
-        index.check(2, rows, "f")
+        index.check(2, rows, facts, "f")
+    with pytest.raises(CorruptError, match="aliases"):
+        index.check(1, rows, {**facts, "aliases": {}}, "f")
     with pytest.raises(CorruptError, match="other tensors"):
-        index.check(1, {**rows, "b": Shard("b", "BF16", (2,), (full_box((2,)),))}, "f")
+        index.check(1, {**rows, "b": Shard("b", "BF16", (2,), (full_box((2,)),))}, facts, "f")
     with pytest.raises(CorruptError, match="file has not"):
-        index.check(1, {}, "f")
+        index.check(1, {}, facts, "f")
 
 
 def changed(change: Callable[[Any], object]) -> str:
