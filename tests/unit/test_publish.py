@@ -619,7 +619,7 @@ def test_the_index_is_named_after_the_files() -> None:
     assert index_name(plan_merge([RankShards(0, shards)])) is None
 
 
-@slow
+@pytest.mark.slow
 def test_a_manifest_that_readers_would_refuse_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
     # 4.2 million boxes of one element, on 4,096 ranks: their text would take more memory than a reader may use.
     placement = Placement((4096,), (DimSplit(0),))

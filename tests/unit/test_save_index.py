@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import time
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from sweeps import slow
 
 import statexchange as sx
 from statexchange.errors import CorruptError, IncompleteError
@@ -257,3 +259,80 @@ def test_a_save_without_an_index_is_read(tmp_path: Path) -> None:
     state = {"w": torch.zeros(10, 4), "copy": torch.zeros(3), "step": 0}
     sx.load_checkpoint(state, path, include=["w", "copy", "step"])
     assert state["w"].tolist() == (torch.arange(40.0) + 7).reshape(10, 4).tolist()
+
+
+# Hostile indexes
+
+
+def whole_state() -> dict[str, torch.Tensor]:
+    shapes = {"rows": (10, 4), "columns": (6, 4), "halves": (8, 4), "copy": (3,)}
+    state = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        state[name] = 100.0 * (number + 1) + torch.arange(torch.Size(shape).numel()).reshape(shape)
+    return state
+
+
+def save_in_many_layouts(path: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, distribute_tensor
+    from torch.distributed.tensor import Shard as Split
+
+    mesh, halves = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    state: dict[str, Any] = dict(whole_state())
+    state["rows"] = distribute_tensor(state["rows"], mesh, [Split(0)])
+    state["tied"] = state["rows"]
+    state["columns"] = distribute_tensor(state["columns"], mesh, [Split(1)])
+    state["halves"] = distribute_tensor(state["halves"], halves, [Replicate(), Split(0)])
+    sx.save_checkpoint(state, path)
+
+
+@pytest.fixture(scope="module")
+def in_many_layouts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("layouts") / "saved"
+    run_ranks(save_in_many_layouts, 4, backend="gloo", args=(str(path),))
+    return path
+
+
+def mutate(random_of: random.Random, index: Any) -> None:
+    """Change one to three places of an index."""
+    places: list[tuple[Any, Any, Any]] = []  # a container, a key in it, and the value there
+    waiting = [index]
+    while waiting:
+        container = waiting.pop()
+        for key, value in container.items() if isinstance(container, dict) else enumerate(container):
+            places.append((container, key, value))
+            if isinstance(value, dict | list):
+                waiting.append(value)
+    for _ in range(random_of.choice([1, 1, 2, 3])):
+        container, key, value = random_of.choice(places)
+        if isinstance(container, list) and key >= len(container):
+            continue
+        kind = random_of.choice(["value", "number", "shuffle", "repeat", "remove"])
+        if kind == "number" and isinstance(value, int):
+            container[key] = random_of.choice([0, 1, 2, 3, -1, 2**20, 2**40, True, None, value + 1, value * 2])
+        elif kind == "shuffle" and isinstance(value, list):
+            random_of.shuffle(value)
+        elif kind == "repeat" and isinstance(value, list) and value:
+            value.append(random_of.choice(value))
+        elif kind == "remove":
+            container.pop(key)
+        else:
+            container[key] = json.loads(json.dumps(random_of.choice(places)[2]))
+
+
+@pytest.mark.parametrize("num_seeds", [150, slow(4000)], ids=["some", "all"])
+def test_a_changed_index_gives_the_bits_that_were_saved_or_an_error(num_seeds: int, in_many_layouts: Path) -> None:
+    manifest = (in_many_layouts / "save.json").read_text()
+    num_loaded = 0
+    for seed in range(num_seeds):
+        (in_many_layouts / "save.json").write_text(manifest)
+        with_index(in_many_layouts, functools.partial(mutate, random.Random(seed)))
+        state = {name: torch.zeros_like(tensor) for name, tensor in whole_state().items()}
+        try:
+            sx.load_checkpoint(state, in_many_layouts, strict=False)
+        except sx.StateExchangeError:
+            continue
+        num_loaded += 1
+        for name, tensor in whole_state().items():
+            assert torch.equal(state[name], tensor) or not state[name].any(), f"{name} of seed {seed}"
+    assert 0 < num_loaded < num_seeds
