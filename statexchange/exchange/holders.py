@@ -104,11 +104,6 @@ class TensorParts(NamedTuple):
     holders: _Holders
     files: ListedFiles
 
-    @property
-    def first(self) -> tuple[int, ListedTensor, str]:
-        """The first of `parts`."""
-        return next(self.parts())
-
     def parts(self) -> Iterator[tuple[int, ListedTensor, str]]:
         """Yield each part with its rank and the path of its file; those of this rank come first. Opens no file."""
         for place in self.holders.places:
@@ -120,8 +115,7 @@ class TensorParts(NamedTuple):
         boxes: dict[Box, ByteRange] = {}
         for box in needed:
             for part, place in self.holders.overlapping(self.tensor.shape, box):
-                listed = self.files.part(self.tensor, place)
-                boxes[part] = listed.byte_ranges[listed.shard.boxes.index(part)]
+                boxes[part] = self.files.range_of(self.tensor.name, place.file, part)
         return boxes
 
 

@@ -233,12 +233,13 @@ class StoredTensors:
         return self._boxes[name]
 
     def _boxes_of_listed(self, name: str, listed: TensorParts, needed: Sequence[Box]) -> Mapping[Box, ByteRange]:
-        rank, first, _ = listed.first
-        if first.shard.is_whole and (rank == self.own_rank or self._takes_root):
-            return {first.shard.boxes[0]: first.byte_ranges[0]}
         if listed.holders.is_exact(listed.tensor.shape):
             return listed.boxes(needed)
-        return self._boxes_of_parts(name, _parts_of_listed(listed), needed)
+        parts = _parts_of_listed(listed)
+        first = parts[0]
+        if first.tensor.shard.is_whole and (first.rank == self.own_rank or self._takes_root):
+            return {first.tensor.shard.boxes[0]: first.tensor.byte_ranges[0]}
+        return self._boxes_of_parts(name, parts, needed)
 
     def _boxes_of_parts(self, name: str, parts: Sequence[_SavedPart], needed: Sequence[Box]) -> Mapping[Box, ByteRange]:
         """Return the byte ranges of the boxes that overlap what is needed; copies of these are compared."""

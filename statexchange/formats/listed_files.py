@@ -7,7 +7,7 @@ from typing import NamedTuple, overload
 
 from statexchange.errors import IncompleteError, NotFoundError, ReplacedError, StateExchangeError
 from statexchange.formats.source import ShardFile
-from statexchange.sharding.shards import Shard, full_box
+from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.save_index import IndexedTensor, SaveIndex
 from statexchange.storage.store import ByteRange
@@ -70,6 +70,11 @@ class ListedFiles(Sequence[ShardFile]):
         config: str = self._open(rank)[0].config
         return config
 
+    def range_of(self, name: str, file: int, box: Box) -> ByteRange:
+        """Return where a box of a tensor lies in a file; opens that."""
+        stored = self[file].tensors[name]
+        return stored.byte_ranges[stored.shard.boxes.index(box)]
+
     def part(self, tensor: IndexedTensor, place: Place) -> ListedTensor:
         """Return the part of a tensor at a place."""
         boxes = self.save_index.boxes_at(place.layout, place.coordinate, tensor.shape)
@@ -105,13 +110,10 @@ class ListedTensor(NamedTuple):
     @property
     def byte_ranges(self) -> tuple[ByteRange, ...]:
         """Where its boxes lie; opens the file."""
-        holder = self.files[self.file]
-        stored = holder.tensors[self.shard.name]
         # Of boxes without elements a file may have some or none, and the index has none.
         if 0 in self.shard.global_shape:
-            return (ByteRange(holder.file, 0, 0),) * len(self.shard.boxes)
-        ranges = dict(zip(stored.shard.boxes, stored.byte_ranges, strict=True))
-        return tuple(ranges[box] for box in self.shard.boxes)
+            return (ByteRange(self.files[self.file].file, 0, 0),) * len(self.shard.boxes)
+        return tuple(self.files.range_of(self.shard.name, self.file, box) for box in self.shard.boxes)
 
     def digest_of(self, index: int, progress: Callable[[], None] | None = None) -> str:
         """Return the digest of a box, as `SourceTensor.digest_of`; opens the file."""
