@@ -27,7 +27,7 @@ class _Holders:
     """The places of the parts of tensors that lie alike.
 
     Attributes:
-        places: those of this rank's own files first, then in the order of the files.
+        places: those of this rank's own files first, then by the ranks that wrote the files.
     """
 
     def __init__(self, files: ListedFiles, places: Sequence[Place]) -> None:
@@ -38,7 +38,7 @@ class _Holders:
         self._place_of = self._places_by_coordinate()
 
     def _places_by_coordinate(self) -> dict[tuple[int, ...], Place]:
-        """Return the places by their coordinates on the axes that split a dim.
+        """Return the places by their coordinates on the axes of the mesh that split a dim.
 
         There are none unless the files have each part of one placement, and none twice.
         """
@@ -50,7 +50,7 @@ class _Holders:
             return {}
         place_of: dict[tuple[int, ...], Place] = {}
         for place in self.places:
-            coordinate = coordinate_of(place.coordinate, mesh_shape)
+            coordinate = coordinate_of(place.mesh_rank, mesh_shape)
             place_of[tuple(coordinate[axis] for axis in axes)] = place
         return place_of if len(place_of) == len(self.places) else {}
 
@@ -65,12 +65,17 @@ class _Holders:
         """Whether each element of a tensor of `shape` lies in one of these places, and in no second one."""
         if not self._place_of:
             return False
+        layout = self._index.layouts[self.places[0].layout]
+        # torch.chunk cuts a dim without a rest. Only pieces that are dealt out in turn might leave one.
+        if layout.is_plain:
+            return True
         if shape not in self._is_exact:
             # A few characters may stand for thousands of pieces on each of many ranks.
-            first = self.places[0]
-            num_pieces = len(self._index.boxes_at(first.layout, first.coordinate, shape))
-            self._index.budget.spend(num_pieces * len(self.places) // _PIECES_PER_STEP)
-            self._is_exact[shape] = covers_exactly(shape, self._placement)
+            self._index.budget.spend(layout.num_pieces * len(self.places) // _PIECES_PER_STEP)
+            try:
+                self._is_exact[shape] = covers_exactly(shape, self._placement)
+            except ValueError as error:
+                raise CorruptError(f"broken index of a save: {error}") from None
         return self._is_exact[shape]
 
     def cut_dims(self, shape: tuple[int, ...]) -> frozenset[int]:
@@ -79,11 +84,12 @@ class _Holders:
             return self._cut_dims[shape]
         cut: set[int] = set()
         places = self.places
-        if self.is_exact(shape):
+        if self._place_of:
             # The first part is the largest: where it is whole in a dim, all others have no element.
-            places = [min(places, key=lambda place: place.coordinate)]
+            places = [self._place_of[min(self._place_of)]]
+        self._index.budget.spend(len(places) // _PLACES_PER_STEP)
         for place in places:
-            for box in self._index.boxes_at(place.layout, place.coordinate, shape):
+            for box in self._index.boxes_at(place.layout, place.mesh_rank, shape):
                 cut.update(dim for dim, size in enumerate(shape) if box.shape[dim] != size)
         return self._cut_dims.setdefault(shape, frozenset(cut))
 
@@ -91,7 +97,7 @@ class _Holders:
         """Return the parts of a tensor of `shape` that have elements of a box, with their places, which are exact."""
         # A rank that loads what it saved itself needs no other file.
         first = self.places[0]
-        if box in self._index.boxes_at(first.layout, first.coordinate, shape):
+        if box in self._index.boxes_at(first.layout, first.mesh_rank, shape):
             return [(box, first)]
         parts = parts_within(shape, self._placement, box)
         return [(part, self._place_of[coordinates]) for part, coordinates in parts]
@@ -125,31 +131,28 @@ def parts_by_name(files: ListedFiles, own_rank: int | None) -> dict[str, list[Te
     Not collective. The files of `own_rank` come first.
     """
     index = files.save_index
-    files_of: dict[int, list[int]] = {}
-    numbers = range(len(files))
-    for number in sorted(numbers, key=lambda number: (files.rank_of(number) != own_rank, number)):
-        files_of.setdefault(index.files[number].content, []).append(number)
-    # By contents first, which are few: a tensor lies in a content by one layout.
-    lies_in: list[list[tuple[int, int]]] = [[] for _ in index.tensors]
-    for content, by_layout in enumerate(index.contents):
-        for at, (_, numbers_there) in enumerate(by_layout):
-            for number in numbers_there:
-                lies_in[number].append((content, at))
-    holders: dict[tuple[tuple[int, int], ...], _Holders] = {}
+    places_of: list[list[Place]] = [[] for _ in index.groups]
+    for number, groups in enumerate(index.files):
+        for group, mesh_rank in groups:
+            places_of[group].append(Place(number, index.groups[group][0], mesh_rank))
+    # By groups first, which are few.
+    lies_in: list[list[int]] = [[] for _ in index.tensors]
+    for group, (_, tensors) in enumerate(index.groups):
+        for number in tensors:
+            lies_in[number].append(group)
+    holders: dict[tuple[int, ...], _Holders] = {}
     by_name: dict[str, list[TensorParts]] = {}
-    for tensor, contents in zip(index.tensors, lies_in, strict=True):
-        key = tuple(contents)
+    for tensor, of_tensor in zip(index.tensors, lies_in, strict=True):
+        key = tuple(of_tensor)
         if key not in holders:
-            places = []
-            for content, at in key:
-                layout, _ = index.contents[content][at]
-                for number in files_of.get(content, ()):
-                    places.append(Place(number, layout, index.files[number].coordinates[at]))
-            places.sort(key=lambda place: (files.rank_of(place.file) != own_rank, place.file))
-            if not places:
-                raise CorruptError("broken index of a save: no file has this tensor", name=tensor.name)
+            places = [place for group in key for place in places_of[group]]
             # A few characters may stand for many files.
             index.budget.spend(1 + len(places) // _PLACES_PER_STEP)
+            if not places:
+                raise CorruptError("broken index of a save: no file has this tensor", name=tensor.name)
+            places.sort(
+                key=lambda place: (files.rank_of(place.file) != own_rank, files.rank_of(place.file), place.file)
+            )
             holders[key] = _Holders(files, places)
         by_name.setdefault(tensor.name, []).append(TensorParts(tensor, holders[key], files))
     return by_name

@@ -67,8 +67,8 @@ class _OpenedSource:
         local = []
         files = source.files
         if isinstance(files, ListedFiles):
-            # All files of a save have its random id, and are compared with it where they are opened.
-            content.append(files.save_index.save)
+            # The manifest names the id of each file, which is compared where the file is opened.
+            content.append(files.save)
             files = ()
         for holder in files:
             # Two publications may have files of equal names and sizes. So ranks of one host also compare the files'

@@ -142,11 +142,11 @@ class StoredTensors:
 
     def _add_listed(self, files: ListedFiles) -> None:
         """Add the tensors of a save that has an index; opens no file."""
-        state = None
-        for rank in sorted(range(len(files.save_index.ranks)), key=lambda rank: rank != self.own_rank):
-            if files.save_index.ranks[rank] != state:
-                state = files.save_index.ranks[rank]
-                self.aliases |= files.save_index.states[state].aliases
+        states = files.save_index.ranks
+        if self.own_rank is not None:
+            states = [states[self.own_rank], *states]
+        for state in dict.fromkeys(states):
+            self.aliases |= files.save_index.states[state].aliases
         parts: dict[str, list[_SavedPart]] = {}
         for name, of_name in parts_by_name(files, self.own_rank).items():
             if len(of_name) == 1:
@@ -235,11 +235,10 @@ class StoredTensors:
     def _boxes_of_listed(self, name: str, listed: TensorParts, needed: Sequence[Box]) -> Mapping[Box, ByteRange]:
         if listed.holders.is_exact(listed.tensor.shape):
             return listed.boxes(needed)
-        parts = _parts_of_listed(listed)
-        first = parts[0]
-        if first.tensor.shard.is_whole and (first.rank == self.own_rank or self._takes_root):
-            return {first.tensor.shard.boxes[0]: first.tensor.byte_ranges[0]}
-        return self._boxes_of_parts(name, parts, needed)
+        rank, first, _ = next(listed.parts())
+        if first.shard.is_whole and (rank == self.own_rank or self._takes_root):
+            return {first.shard.boxes[0]: first.byte_ranges[0]}
+        return self._boxes_of_parts(name, _parts_of_listed(listed), needed)
 
     def _boxes_of_parts(self, name: str, parts: Sequence[_SavedPart], needed: Sequence[Box]) -> Mapping[Box, ByteRange]:
         """Return the byte ranges of the boxes that overlap what is needed; copies of these are compared."""
@@ -268,9 +267,12 @@ class StoredTensors:
         except (CorruptError, IncompleteError) as error:
             raise error.located(name=name, path=self.source.path) from error
         boxes = {}
+        ranges: dict[int, Sequence[ByteRange]] = {}  # of each part, as they may be looked up in its file
         for box, (part, number) in firsts.items():
             if _overlaps(box, needed):
-                boxes[box] = part.tensor.byte_ranges[number]
+                if id(part) not in ranges:
+                    ranges[id(part)] = part.tensor.byte_ranges
+                boxes[box] = ranges[id(part)][number]
         return boxes
 
 

@@ -2,34 +2,69 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from statexchange.comm.communicator import Communicator
 from statexchange.exchange.frozen_files import FrozenFile
 from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.messages import decode, encoded
+from statexchange.sharding.sharding_spec import Placement
 from statexchange.sharding.shards import Shard
 from statexchange.state.describe import Description
 from statexchange.state.state_dict import SavedState
 from statexchange.storage.files import digest
 from statexchange.storage.publish.build import WrittenFile
-from statexchange.storage.save_index import Content, IndexedState, IndexedTensor, SavedLayout, SaveIndex, layout_of
+from statexchange.storage.save_index import (
+    Group,
+    IndexedState,
+    IndexedTensor,
+    SavedLayout,
+    index_text,
+    is_readable,
+    layout_of,
+)
 from statexchange.tensors import collector_paused
 
-__all__ = ["Held", "content_of", "gather_index", "joined"]
+__all__ = ["RankIndex", "gather_index", "index_of_rank", "joined"]
 
-_MAX_TEXT = (
-    32 << 20
-)  # of boxes that follow no pattern: a load then opens all files, as it did before there was an index
+_log = logging.getLogger(__name__)
+_MAX_TEXT = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """What a rank's files have, and its state beside the tensors. Equal on ranks that hold all of it over one mesh."""
+class _Shared:
+    """What is equal on ranks that hold a model over one mesh: the groups of a mesh, and the state beside tensors."""
 
-    contents: Sequence[Content]
+    groups: Sequence[Group]
     state: IndexedState
+
+
+@dataclass(frozen=True, slots=True)
+class _Own:
+    """What differs between ranks.
+
+    For each file it has the numbers of the groups of a mesh, and those of the others, each with the rank in its mesh.
+    """
+
+    values: str
+    of_mesh: Sequence[Sequence[tuple[int, int]]]
+    others: Sequence[Sequence[tuple[int, int]]]
+
+
+class RankIndex(NamedTuple):
+    """What a rank sends to root, encoded: what is shared with other ranks, its other groups, and its own record.
+
+    The other groups are those of plain tensors, which ranks with equal copies deal out to each other: they would make
+    the messages of all ranks distinct.
+    """
+
+    shared: bytes
+    others: bytes
+    own: bytes
 
 
 def gather_index(
@@ -39,7 +74,7 @@ def gather_index(
     file: WrittenFile,
     frozen: Mapping[str, FrozenFile],
 ) -> str:
-    """Return the text of the index on root, "" elsewhere and for an index that would be too large. Collective.
+    """Return the text of the index on root, "" elsewhere and for an index that readers would refuse. Collective.
 
     Args:
         comm: the communicator.
@@ -51,69 +86,79 @@ def gather_index(
     files: list[Iterable[Shard]] = [file.content.shards]
     files += [of_key.shards.values() for of_key in frozen.values()]
     with collector_paused():
-        contents: list[Content] = []
-        coordinates_here: list[list[int]] = []
-        for shards in files:
-            content, coordinates = content_of(shards, described, comm.rank)
-            contents.append(content)
-            coordinates_here.append(coordinates)
-        facts = {"config": digest(saved.common.encode()), "aliases": dict(saved.described.aliases), **saved.owners}
-        state = IndexedState.from_json(facts)
-        sent, _ = gather_distinct(comm, encoded(Held(contents, state), Held), root=0)
-        # Apart from what is equal: on each rank they differ.
-        placed = comm.all_gather_bytes(
-            encoded(coordinates_here, list[list[int]]), root=0, operation="the coordinates of its files"
-        )
+        here = index_of_rank(saved, described, files, comm.rank)
+        shared, _ = gather_distinct(comm, here.shared, root=0)
+        others, _ = gather_distinct(comm, here.others, root=0)
+        own = comm.all_gather_bytes(here.own, root=0, operation="the places of its tensors")
         text = ""
         with comm.phase("indexing"):
             if comm.rank == 0:
-                text = joined(sent, placed).to_text()
-        return text if len(text) <= _MAX_TEXT else ""
+                text, num_files = joined(list(map(RankIndex, shared, others, own)))
+                if len(text) > _MAX_TEXT or not is_readable(text, num_files, comm.world_size):
+                    _log.warning("the save has boxes that follow no mesh, too many for its index: loads open all files")
+                    text = ""
+    return text
 
 
-def content_of(shards: Iterable[Shard], described: Description, rank: int) -> tuple[Content, list[int]]:
-    """Return what a file has, and its coordinate on each of the layouts."""
-    tensors: list[IndexedTensor] = []
-    numbers: list[int] = []
-    number_of: dict[tuple[SavedLayout, int], int] = {}
-    seen: dict[int, int] = {}  # the number of each object below: to compare layouts takes longer than all else here
-    kept: list[object] = []  # whose ids stay theirs
-    for shard in shards:
-        # A mesh also says where an uneven or an empty part lies.
-        placement = described.tensors[shard.name].placement
-        origin: object = placement or layout_of(shard.global_shape, shard.boxes)
-        number = seen.get(id(origin))
-        if number is None:
-            place = layout_of(shard.global_shape, shard.boxes)
+def index_of_rank(saved: SavedState, described: Description, files: Sequence[Iterable[Shard]], rank: int) -> RankIndex:
+    """Return what a rank sends of the shards of its files."""
+    of_mesh: dict[tuple[SavedLayout, int, int], list[IndexedTensor]] = {}
+    others: dict[tuple[SavedLayout, int, int], list[IndexedTensor]] = {}
+    for number, shards in enumerate(files):
+        # By identity first: to compare layouts takes longer than all else here, and most tensors share a few objects.
+        seen: dict[int, tuple[object, list[IndexedTensor]]] = {}
+        for shard in shards:
+            placement = described.tensors[shard.name].placement
+            # A mesh also says where an uneven or an empty part lies.
             if placement is not None:
-                place = SavedLayout(placement), rank
-            number = seen[id(origin)] = number_of.setdefault(place, len(number_of))
-            kept.append(origin)
-        tensors.append(IndexedTensor(shard.name, shard.dtype, shard.global_shape))
-        numbers.append(number)
-    layouts = [layout for layout, _ in number_of]
-    return Content(tensors, layouts, numbers), [coordinate for _, coordinate in number_of]
+                place, groups = _placed(placement, rank), of_mesh
+            else:
+                place, groups = layout_of(shard.global_shape, shard.boxes), others
+            if id(place) not in seen:
+                seen[id(place)] = place, groups.setdefault((*place, number), [])
+            seen[id(place)][1].append(IndexedTensor(shard.name, shard.dtype, shard.global_shape))
+    state = IndexedState.from_json({"aliases": dict(saved.described.aliases), **saved.owners})
+    own = _Own(digest(saved.common.encode()), _places(of_mesh, len(files)), _places(others, len(files)))
+    shared = _Shared([Group(layout, tensors) for (layout, _, _), tensors in of_mesh.items()], state)
+    listed = [Group(layout, tensors) for (layout, _, _), tensors in others.items()]
+    return RankIndex(encoded(shared, _Shared), encoded(listed, list[Group]), encoded(own, _Own))
 
 
-def joined(sent: Sequence[bytes], placed: Sequence[bytes]) -> SaveIndex:
-    """Return the index of what ranks have sent: what they hold, and the coordinates of their files."""
-    held: dict[bytes, Held] = {}
+@functools.lru_cache(256)
+def _placed(placement: Placement, rank: int) -> tuple[SavedLayout, int]:
+    return SavedLayout(placement), rank
+
+
+def _places(groups: Iterable[tuple[SavedLayout, int, int]], num_files: int) -> list[list[tuple[int, int]]]:
+    """Return, for each file, the numbers of its groups with the rank in their meshes."""
+    places: list[list[tuple[int, int]]] = [[] for _ in range(num_files)]
+    for number, (_, mesh_rank, file) in enumerate(groups):
+        places[file].append((number, mesh_rank))
+    return places
+
+
+def joined(sent: Sequence[RankIndex]) -> tuple[str, int]:
+    """Return the text of the index of what all ranks have sent, and the number of its files."""
+    shared: dict[bytes, _Shared] = {}
+    others: dict[bytes, list[Group]] = {}
     states: dict[bytes, int] = {}
-    state_of: list[int] = []
-    files: list[tuple[Content, Sequence[int]]] = []
-    frozen: list[tuple[Content, Sequence[int]]] = []
-    listed_states = []
-    for rank, (data, coordinates_data) in enumerate(zip(sent, placed, strict=True)):
-        if data not in held:
-            held[data] = decode(data, Held, "what its files hold", rank)
-        of_rank = held[data]
-        key = encoded(of_rank.state, IndexedState)
-        if key not in states:
-            states[key] = len(states)
-            listed_states.append(of_rank.state)
-        state_of.append(states[key])
-        coordinates = decode(coordinates_data, list[list[int]], "the coordinates of its files", rank)
-        own, *others = zip(of_rank.contents, coordinates, strict=True)
-        files.append(own)
-        frozen += others
-    return SaveIndex.of([*files, *frozen], listed_states, state_of)
+    state_of: dict[bytes, int] = {}
+    ranks: list[int] = []
+    values: list[str] = []
+    files: list[list[tuple[Group, int]]] = []
+    frozen: list[list[tuple[Group, int]]] = []
+    for rank, message in enumerate(sent):
+        if message.shared not in shared:
+            held = shared[message.shared] = decode(message.shared, _Shared, "what its files hold", rank)
+            state_of[message.shared] = states.setdefault(encoded(held.state, IndexedState), len(states))
+        if message.others not in others:
+            others[message.others] = decode(message.others, list[Group], "what its files hold", rank)
+        own = decode(message.own, _Own, "the places of its tensors", rank)
+        values.append(own.values)
+        ranks.append(state_of[message.shared])
+        for number, (of_mesh, of_others) in enumerate(zip(own.of_mesh, own.others, strict=True)):
+            groups = [(shared[message.shared].groups[group], mesh_rank) for group, mesh_rank in of_mesh]
+            groups += [(others[message.others][group], mesh_rank) for group, mesh_rank in of_others]
+            (frozen if number else files).append(groups)
+    listed = [decode(data, IndexedState, "its state", 0) for data in states]
+    return index_text([*files, *frozen], listed, ranks, values), len(files) + len(frozen)

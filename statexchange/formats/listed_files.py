@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, overload
 
 from statexchange.errors import IncompleteError, NotFoundError, ReplacedError, StateExchangeError
@@ -17,11 +17,11 @@ __all__ = ["ListedFiles", "ListedTensor", "Place"]
 
 
 class Place(NamedTuple):
-    """The place of a part of a tensor: the number of its file, its layout, and its coordinate there."""
+    """The place of a part of a tensor: the number of its file, its layout, and the rank in the layout's mesh."""
 
     file: int
     layout: int
-    coordinate: int
+    mesh_rank: int
 
 
 class ListedFiles(Sequence[ShardFile]):
@@ -29,6 +29,7 @@ class ListedFiles(Sequence[ShardFile]):
 
     Attributes:
         save_index: the index, which says what each file has.
+        save: the random id of the save.
     """
 
     def __init__(self, opened: OpenedPath, manifest: SaveManifest, index: SaveIndex) -> None:
@@ -37,6 +38,7 @@ class ListedFiles(Sequence[ShardFile]):
         self._is_current = opened.is_current
         self._manifest = manifest
         self._listed = manifest.all_files
+        self.save = manifest.save
         self._opened: dict[int, tuple[RankFile, ShardFile]] = {}
 
     def __len__(self) -> int:
@@ -52,10 +54,6 @@ class ListedFiles(Sequence[ShardFile]):
         if isinstance(number, slice):
             return [self[at] for at in range(len(self))[number]]
         return self._open(range(len(self))[number])[1]
-
-    def __iter__(self) -> Iterator[ShardFile]:
-        for number in range(len(self)):
-            yield self[number]
 
     def rank_of(self, number: int) -> int:
         """Return the rank that wrote a file."""
@@ -77,7 +75,7 @@ class ListedFiles(Sequence[ShardFile]):
 
     def part(self, tensor: IndexedTensor, place: Place) -> ListedTensor:
         """Return the part of a tensor at a place."""
-        boxes = self.save_index.boxes_at(place.layout, place.coordinate, tensor.shape)
+        boxes = self.save_index.boxes_at(place.layout, place.mesh_rank, tensor.shape)
         if 0 in tensor.shape:  # its one box has no element, and is in no index
             boxes = (full_box(tensor.shape),)
         return ListedTensor(Shard(tensor.name, tensor.dtype, tensor.shape, boxes), place.file, self)
@@ -113,7 +111,9 @@ class ListedTensor(NamedTuple):
         # Of boxes without elements a file may have some or none, and the index has none.
         if 0 in self.shard.global_shape:
             return (ByteRange(self.files[self.file].file, 0, 0),) * len(self.shard.boxes)
-        return tuple(self.files.range_of(self.shard.name, self.file, box) for box in self.shard.boxes)
+        stored = self.files[self.file].tensors[self.shard.name]
+        ranges = dict(zip(stored.shard.boxes, stored.byte_ranges, strict=True))
+        return tuple(ranges[box] for box in self.shard.boxes)
 
     def digest_of(self, index: int, progress: Callable[[], None] | None = None) -> str:
         """Return the digest of a box, as `SourceTensor.digest_of`; opens the file."""

@@ -57,7 +57,7 @@ def read(opened: OpenedPath, ranks: tuple[int, int] | None = None) -> Source:
     if manifest.index:
         path, num_files = opened.store.path_of(MANIFEST), len(manifest.all_files)
         budget = opened.store.budget.of(path, len(manifest.index))
-        index = SaveIndex.parse(manifest.index, manifest.save, num_files, manifest.world_size, path, budget)
+        index = SaveIndex.parse(manifest.index, num_files, manifest.world_size, path, budget)
         if ranks is not None and opened.file is None:
             return _indexed(opened, manifest, index, ranks)
     problems: list[StateExchangeError] = []
@@ -114,11 +114,13 @@ def read(opened: OpenedPath, ranks: tuple[int, int] | None = None) -> Source:
 def _indexed(opened: OpenedPath, manifest: SaveManifest, index: SaveIndex, ranks: tuple[int, int]) -> Source:
     """Return the source for one rank of a job, of which files are opened when they are read."""
     files = ListedFiles(opened, manifest, index)
-    # Ranks of one state have equal values but for what belongs to a rank, which each reads from its own file.
-    firsts: dict[int, int] = {}
+    # Ranks of equal values need not be asked twice; what belongs to a rank it reads from its own file.
+    firsts: dict[str, int] = {}
     rank, num_ranks = ranks
     if num_ranks == manifest.world_size:
-        firsts[index.ranks[rank]] = rank
+        firsts[index.values[rank]] = rank
+    for saved_by, values in enumerate(index.values):
+        firsts.setdefault(values, saved_by)
     per_rank: set[str] = set()
     optimizers: dict[str, frozenset[str]] = {}
     for state in index.states:
@@ -128,7 +130,6 @@ def _indexed(opened: OpenedPath, manifest: SaveManifest, index: SaveIndex, ranks
     left_out: dict[int, Sequence[str]] = {}
     for saved_by, number in enumerate(index.ranks):
         left_out[saved_by] = index.states[number].left_out
-        firsts.setdefault(number, saved_by)
     return Source(
         "save",
         opened,

@@ -249,11 +249,16 @@ def plan_writers(
     # last, as they follow the kept ones.
     for shard in sorted(shards, key=lambda shard: (shard.name in aliases, -shard.nbytes)):
         kept = writers.get(aliases.get(shard.name, ""))
-        candidates = ranks if kept is None else (kept,)
+        # AdamW counts the steps of each parameter. Dealt out to all ranks they would make each file a part of every
+        # load, and they weigh nothing.
+        candidates = ranks[:1] if shard.nbytes <= _SCALAR_BYTES else ranks
+        if kept is not None:
+            candidates = (kept,)
         writers[shard.name] = _writer_of(candidates, loads[shard.name in frozen], shard.nbytes)
     return writers
 
 
+_SCALAR_BYTES = 16
 _INTEGERS = ("I8", "U8", "I32")
 # Of packed weights in torchao, GPTQ and AWQ, compressed-tensors, MXFP4, and of integers in bitsandbytes and others.
 _PACKED_ENDINGS = ("qdata", "qweight", "weight_packed", "_blocks", "weight")

@@ -227,17 +227,24 @@ def covers_exactly(shape: tuple[int, ...], placement: Placement) -> bool:
 
 
 def parts_within(shape: tuple[int, ...], placement: Placement, box: Box) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return the boxes of all ranks, without replicas, that have elements of `box`, each with the ranks that have it.
+    """Return the boxes of all ranks, without replicas, that have elements of `box`, each with where its rank lies.
 
-    These are given by their coordinates on the axes that split a dim. Of an (8, 2) tensor in rows on 4 ranks the rows 3
-    and 4 lie in the boxes of the coordinates (1,) and (2,). The boxes must cover the tensor exactly.
+    That is the rank's coordinates on the axes of the mesh that split a dim. Of an (8, 2) tensor in rows on 4 ranks the
+    rows 3 and 4 lie in the boxes of the coordinates (1,) and (2,). The boxes must cover the tensor exactly.
     """
     overlapping = []
-    for runs, begin, size in zip(_runs_by_dim(shape, placement), *box, strict=True):
+    for dim, (begin, size, whole) in enumerate(zip(*box, shape, strict=True)):
+        axes = []
+        for axis, split in enumerate(placement.splits):
+            if split is not None and split.dim % len(shape) == dim:
+                axes.append((axis, split))
+        if len(axes) == 1 and axes[0][1].split_factor == 1:
+            overlapping.append(_chunks_within(begin, size, whole, axes[0][0], placement.mesh_shape))
+            continue
+        runs = _runs_by_dim(shape, placement)[dim]
         # The runs follow one another, and there may be thousands.
         first = bisect_right(runs, begin, key=_begin_of) - 1
-        end = bisect_left(runs, begin + size, key=_begin_of)
-        overlapping.append(runs[max(first, 0) : end])
+        overlapping.append(list(runs[max(first, 0) : bisect_left(runs, begin + size, key=_begin_of)]))
     parts = []
     for chosen in product(*overlapping):
         coordinates: dict[int, int] = {}
@@ -246,6 +253,15 @@ def parts_within(shape: tuple[int, ...], placement: Placement, box: Box) -> list
         part = Box(tuple(run.begin for run in chosen), tuple(run.size for run in chosen))
         parts.append((part, tuple(coordinates[axis] for axis in sorted(coordinates))))
     return parts
+
+
+def _chunks_within(begin: int, size: int, whole: int, axis: int, mesh_shape: Sequence[int]) -> list[_Run]:
+    """Return the chunks of a dim of `whole` indices, as torch.chunk has them, that have indices of a run."""
+    chunk = -(-whole // mesh_shape[axis])
+    runs = []
+    for at in range(begin // chunk, -(-min(begin + size, whole) // chunk)) if chunk else ():
+        runs.append(_Run(at * chunk, min(chunk, whole - at * chunk), ((axis, at),), 0, 1))
+    return runs
 
 
 def _begin_of(run: _Run) -> int:

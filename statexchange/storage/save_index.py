@@ -1,18 +1,19 @@
 """The index of a save: which boxes of each tensor lie in which file, so that a load opens only the files that it reads.
 
-The manifest of a save of several ranks has it as JSON text. It grows with layouts and not with ranks times tensors:
-what a file has is a *content*, lists of tensors by their layout, and is written once for all files that have the same
-tensors; of a layout on a mesh each file has but its coordinate. Of a (4, 2) tensor in rows on two ranks::
+The manifest of a save of several ranks has it as JSON text. Tensors that lie alike are a group, and files that hold a
+group share one entry: a file's own entry has the number of the group, and the file's rank in the mesh. So the text
+grows with layouts, and not with ranks times tensors. Of a (4, 2) tensor in rows on two ranks, and a step that rank 1
+has written for both::
 
-    {"tensors": [["w", "F32", [4, 2]]],
-     "layouts": [[[2], [[0, 1]]]],                  one axis of 2 ranks, which splits dim 0 into 1 piece for each
-     "contents": [[[0, [0]]]],                      of layout 0 the tensor 0
-     "files": [[0, [0]], [0, [1]]],                 both have content 0; at coordinates 0 and 1 of its layout
-     "states": [{"config": "5b0c...", "aliases": {}}], "ranks": [0, 0]}
+    {"tensors": [["w", "F32", [4, 2]], ["step", "F32", []]],
+     "layouts": [[[2], [[0, 1]]], [[], []]],            a mesh dim of 2 ranks, Shard(0), with a split_factor of 1; whole
+     "groups": [[0, [0]], [1, [1]]],                    "w" lies by layout 0, "step" by layout 1
+     "files": [[[0, 0]], [[0, 1], [1, 0]]],             group 0 at ranks 0 and 1 of its mesh, group 1 in the second file
+     "states": [{"aliases": {}}], "ranks": [0, 0], "values": ["5b0c...", "5b0c..."]}
 
 Boxes that follow from no mesh are listed: ``{"boxes": [[[0, 0], [1, 2]]]}``. The files are in the order of the
-manifest, those of frozen parameters last. A state has what the metadata of a rank's file have beside its tensors, and a
-digest of its plain values, without those that are each rank's own: ranks with equal states have equal values.
+manifest, those of frozen parameters last. A state has what the metadata of a rank's file have beside its tensors. Ranks
+with equal `values`, a digest, have equal plain values but for those that belong to a rank.
 
 The header of a file stays the record of what lies in it. The index says only which file to open: what it says of a file
 that is opened is compared with the header.
@@ -25,21 +26,29 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from statexchange.errors import CorruptError, StateExchangeError, excerpt
 from statexchange.sharding.sharding_spec import DimSplit, Placement, coordinate_of, local_boxes
 from statexchange.sharding.shards import Box, Shard, shape_from_json
-from statexchange.storage.location import parse_json
+from statexchange.storage.location import check_parsed_size, parse_json
 from statexchange.storage.store import Budget
 from statexchange.tensors import ITEMSIZE
 
-__all__ = ["WHOLE", "Content", "FileIndex", "IndexedState", "IndexedTensor", "SaveIndex", "SavedLayout", "layout_of"]
+__all__ = [
+    "Group",
+    "IndexedState",
+    "IndexedTensor",
+    "SaveIndex",
+    "SavedLayout",
+    "index_text",
+    "is_readable",
+    "layout_of",
+]
 
 _FACTS = ("aliases", "per_rank", "optimizers", "left_out")  # of a file's metadata
-_MAX_RANKS = 1 << 20  # of the mesh of a layout
+_MAX_RANKS, _MAX_AXES, _MAX_SPLIT = 1 << 20, 16, 1 << 16
 _BOXES_PER_STEP = 4
-_MAX_SPLIT = 1 << 16
 
 
 class IndexedTensor(NamedTuple):
@@ -52,17 +61,17 @@ class IndexedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SavedLayout:
-    """Where the part of a tensor lies that one file has: by a placement and a coordinate on its mesh, or as boxes."""
+    """Where a part of a tensor lies: by a placement and a rank of its mesh, or, without a placement, as boxes."""
 
     placement: Placement | None
     boxes: tuple[Box, ...] = ()
 
-    def boxes_at(self, shape: tuple[int, ...], coordinate: int) -> tuple[Box, ...]:
-        """Return the boxes that have elements, of a tensor of `shape`, of the rank of this number on the mesh."""
+    def boxes_at(self, shape: tuple[int, ...], mesh_rank: int) -> tuple[Box, ...]:
+        """Return the boxes with elements that rank `mesh_rank` of the mesh, in C order, has of a tensor of `shape`."""
         if self.placement is None:
             return tuple(box for box in self.boxes if box.numel)
         mesh_shape = self.placement.mesh_shape
-        placed = local_boxes(shape, mesh_shape, coordinate_of(coordinate, mesh_shape), self.placement.splits)
+        placed = local_boxes(shape, mesh_shape, coordinate_of(mesh_rank, mesh_shape), self.placement.splits)
         return tuple(box for box, _ in placed)
 
     @property
@@ -72,6 +81,25 @@ class SavedLayout:
         if self.placement is not None:
             axes = [axis for axis, split in enumerate(self.placement.splits) if split is not None]
         return axes
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether there is a placement that splits each dim at most once, into one run for each rank."""
+        dims = set()
+        if self.placement is not None:
+            dims = {split.dim for split in self.placement.splits if split is not None}
+        return self.num_pieces == 1 and len(dims) == len(self.split_axes)
+
+    @property
+    def num_pieces(self) -> int:
+        """A limit of the pieces of a dim that are dealt out to each rank, however few boxes they join to."""
+        if self.placement is None:
+            return len(self.boxes)
+        pieces = 1
+        for split in self.placement.splits:
+            if split is not None:
+                pieces *= split.split_factor
+        return pieces
 
     def to_json(self) -> object:
         """Return the layout as a JSON value."""
@@ -86,59 +114,61 @@ class SavedLayout:
     def from_json(cls, raw: object) -> SavedLayout:
         """Return the layout that `to_json` has returned; raise ValueError for anything else."""
         if isinstance(raw, dict):
-            return cls(None, tuple(map(Box.from_json, raw["boxes"])))
-        mesh_shape, listed = _of_length(raw, 2)
+            return cls(None, tuple(map(Box.from_json, _listed(raw["boxes"]))))
+        mesh_shape, listed = _listed(raw, 2)
         mesh = tuple(_numbers(mesh_shape, _MAX_RANKS + 1))
-        if math.prod(mesh) > _MAX_RANKS or 0 in mesh:
+        if len(mesh) > _MAX_AXES or math.prod(mesh) > _MAX_RANKS or 0 in mesh:
             raise ValueError("a mesh has too many ranks, or none")
         splits: list[DimSplit | None] = []
-        for split in _of_length(listed, len(mesh)):
+        for split in _listed(listed, len(mesh)):
             if split is None:
                 splits.append(None)
             else:
-                dim, factor = _numbers(_of_length(split, 2), _MAX_SPLIT + 1)
+                dim, factor = _numbers(_listed(split, 2), _MAX_SPLIT + 1)
                 splits.append(DimSplit(dim, factor))
         return cls(Placement(mesh, tuple(splits)))
 
 
-WHOLE = SavedLayout(Placement((), ()))
-
-
 @functools.lru_cache(4096)  # a model has many tensors of few shapes
 def layout_of(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[SavedLayout, int]:
-    """Return the layout of these boxes of a tensor of `shape`, and their coordinate.
+    """Return the layout of these boxes of a tensor of `shape`, and their rank in its mesh.
 
-    One box that is a part of a dim cut into equal parts, in one dim or in several, has a coordinate on a mesh of these
-    parts: so what several ranks hold alike, each elsewhere, has one layout. The rows 2 and 3 of a (8, 4) tensor are at
-    coordinate 1 of a mesh of 4.
+    One box that is a part of a dim cut into equal parts, in one dim or in several, lies on a mesh of these parts: so
+    what several ranks hold alike, each elsewhere, has one layout. The rows 2 and 3 of an (8, 4) tensor are those of
+    rank 1 of a mesh of 4.
     """
     if len(boxes) == 1 and boxes[0].numel:
-        mesh_shape, splits, coordinate = [], [], 0
+        mesh_shape, splits, mesh_rank = [], [], 0
         for dim, (begin, size, whole) in enumerate(zip(*boxes[0], shape, strict=True)):
             if size != whole:
                 num_parts = -(-whole // size)
                 mesh_shape.append(num_parts)
                 splits.append(DimSplit(dim))
-                coordinate = coordinate * num_parts + begin // size
+                mesh_rank = mesh_rank * num_parts + begin // size
         layout = SavedLayout(Placement(tuple(mesh_shape), tuple(splits)))
-        if math.prod(mesh_shape) <= _MAX_RANKS and layout.boxes_at(shape, coordinate) == boxes:
-            return layout, coordinate
+        if math.prod(mesh_shape) <= _MAX_RANKS and layout.boxes_at(shape, mesh_rank) == boxes:
+            return layout, mesh_rank
     return SavedLayout(None, boxes), 0
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
-    """What a file has: tensors, and for each the number of its layout among `layouts`."""
+class Group:
+    """Tensors that lie by one layout in the files of some ranks."""
 
+    layout: SavedLayout
     tensors: Sequence[IndexedTensor]
-    layouts: Sequence[SavedLayout]
-    numbers: Sequence[int]
+
+
+class GroupInFile(NamedTuple):
+    """A group that a file holds, by its number, and the file's rank in the mesh of its layout."""
+
+    group: int
+    mesh_rank: int
 
 
 class IndexedState(NamedTuple):
-    """What a rank has beside tensors: a digest of its plain values, and what its file's metadata say about them."""
+    """What the metadata of a rank's file say beside its tensors."""
 
-    config: str
     aliases: Mapping[str, str]
     per_rank: Sequence[str]
     optimizers: Mapping[str, str]
@@ -150,206 +180,197 @@ class IndexedState(NamedTuple):
 
     @classmethod
     def from_json(cls, raw: object) -> IndexedState:
-        """Return the state that `to_json` has returned; raise ValueError for anything else."""
-        if not isinstance(raw, dict) or not isinstance(raw.get("config"), str):
+        """Return the state of such an object, which may have other keys, too; raise ValueError for anything else."""
+        if not isinstance(raw, dict):
             raise ValueError(f"not a state: {excerpt(raw)}")
-        aliases, optimizers = raw.get("aliases", {}), raw.get("optimizers", {})
-        per_rank, left_out = raw.get("per_rank", []), raw.get("left_out", [])
-        texts = [*per_rank, *left_out, *aliases.values(), *optimizers.values()]
-        if {*map(type, texts)} - {str} or {type(per_rank), type(left_out)} != {list}:
+        mappings, lists = (raw.get("aliases", {}), raw.get("optimizers", {})), []
+        for name in ("per_rank", "left_out"):
+            lists.append(_listed(raw.get(name, [])))
+        texts = [*lists[0], *lists[1]]
+        for mapping in mappings:
+            if not isinstance(mapping, dict):
+                raise ValueError(f"not an object: {excerpt(mapping)}")
+            texts += mapping.values()
+        if {*map(type, texts)} - {str}:
             raise ValueError("the aliases, optimizers and paths of a state are not texts")
-        return cls(raw["config"], aliases, per_rank, optimizers, left_out)
-
-
-class FileIndex(NamedTuple):
-    """What the index says of one file: the number of its content, and its coordinate on each layout of that."""
-
-    content: int
-    coordinates: Sequence[int]
+        return cls(mappings[0], [*map(str, lists[0])], mappings[1], [*map(str, lists[1])])
 
 
 @dataclass(frozen=True, slots=True)
 class SaveIndex:
-    """The index of a save.
+    """The index of a save, as a reader has it.
 
     Attributes:
-        save: the id of the save.
         tensors: its tensors. Two have one name if ranks have saved it with different dtypes or shapes.
         layouts: the layouts of their parts.
-        contents: for each content pairs of a layout and the tensors that have it, as numbers.
-        files: what each file of the manifest has.
+        groups: the number of a layout, and those of the tensors that lie by it.
+        files: what each file of the manifest holds.
         states: what ranks have beside tensors, each distinct one once.
         ranks: the number of each rank's state.
+        values: the digest of each rank's plain values.
         budget: of the manifest that had it.
     """
 
-    save: str
     tensors: Sequence[IndexedTensor]
     layouts: Sequence[SavedLayout]
-    contents: Sequence[Sequence[tuple[int, Sequence[int]]]]
-    files: Sequence[FileIndex]
+    groups: Sequence[tuple[int, Sequence[int]]]
+    files: Sequence[Sequence[GroupInFile]]
     states: Sequence[IndexedState]
     ranks: Sequence[int]
+    values: Sequence[str]
     budget: Budget
     _boxes: dict[tuple[int, int, tuple[int, ...]], tuple[Box, ...]] = field(default_factory=dict)
 
-    def boxes_at(self, layout: int, coordinate: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    def boxes_at(self, layout: int, mesh_rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
         """Return the boxes with elements that a file has of a tensor of `shape`.
 
         Raises:
             CorruptError: the layout does not fit the shape, or says more than its text can mean.
         """
-        key = layout, coordinate, shape
+        key = layout, mesh_rank, shape
         if key not in self._boxes:
+            placed = self.layouts[layout]
+            # A few characters may stand for thousands of boxes.
+            self.budget.spend(1 + placed.num_pieces // _BOXES_PER_STEP)
             try:
-                boxes = self.layouts[layout].boxes_at(shape, coordinate)
+                boxes = placed.boxes_at(shape, mesh_rank)
                 Shard("", "U8", shape, boxes)  # refuses what lies outside
             except ValueError as error:
                 raise CorruptError(f"broken index of a save: {error}") from None
-            # A few characters may stand for thousands of boxes.
-            self.budget.spend(1 + len(boxes) // _BOXES_PER_STEP)
+            self.budget.spend(len(boxes) // _BOXES_PER_STEP)
             self._boxes[key] = boxes
         return self._boxes[key]
 
     def parts_in(self, file: int) -> Iterator[tuple[IndexedTensor, int, int]]:
-        """Yield the tensors of a file, each with the layout and the coordinate of its part."""
-        content, coordinates = self.files[file]
-        for (layout, tensors), coordinate in zip(self.contents[content], coordinates, strict=True):
-            for number in tensors:
-                yield self.tensors[number], layout, coordinate
+        """Yield the tensors of a file, each with the layout of its part and the rank in the layout's mesh."""
+        for number, mesh_rank in self.files[file]:
+            layout, tensors = self.groups[number]
+            for tensor in tensors:
+                yield self.tensors[tensor], layout, mesh_rank
 
     def check(self, file: int, shards: Mapping[str, Shard], metadata: Mapping[str, object], path: str) -> None:
-        """Raise CorruptError unless the header of a file has the shards that the index says, and the rank's state."""
+        """Raise CorruptError unless a file has the shards that the index says, and its metadata the rank's state."""
         if file < len(self.ranks):
-            state = self.states[self.ranks[file]]
-            facts = {name: metadata[name] for name in _FACTS if name in metadata}
             try:
-                in_file = IndexedState.from_json({"config": state.config, **facts})
-            except (AttributeError, ValueError) as error:
+                in_file = IndexedState.from_json({name: metadata[name] for name in _FACTS if name in metadata})
+            except ValueError as error:
                 raise CorruptError(f"broken metadata: {error}", path=path) from None
-            if in_file != state:
-                text = (
-                    "the index of the save says otherwise than this file of aliases, optimizers or what is a rank's own"
-                )
+            if in_file != self.states[self.ranks[file]]:
+                text = "its aliases, optimizers, or paths per rank or left out, differ from the index in save.json"
                 raise CorruptError(text, path=path)
-        listed = 0
-        for tensor, layout, coordinate in self.parts_in(file):
-            listed += 1
-            shard = shards.get(tensor.name)
-            boxes = self.boxes_at(layout, coordinate, tensor.shape)
-            if shard is None:
+        absent = {*shards}
+        for tensor, layout, mesh_rank in self.parts_in(file):
+            name = tensor.name
+            if name not in absent:
                 raise CorruptError(
-                    "the index of the save has this tensor here, its file has not", name=tensor.name, path=path
+                    "the index in save.json has this tensor here, the file has not", name=name, path=path
                 )
+            absent.remove(name)
+            shard, boxes = shards[name], self.boxes_at(layout, mesh_rank, tensor.shape)
             held = tuple(box for box in shard.boxes if box.numel)
             if (shard.dtype, shard.global_shape, held) != (tensor.dtype, tensor.shape, boxes):
-                text = "the index of the save says otherwise than the file's header"
                 raise CorruptError(
-                    text,
-                    name=tensor.name,
+                    "its dtype, shape or boxes differ from the index in save.json",
+                    name=name,
                     path=path,
                     expected=_shown(tensor.dtype, tensor.shape, boxes),
                     found=_shown(shard.dtype, shard.global_shape, held),
                 )
-        if listed != len(shards):
-            text = "the index of the save lists other tensors than the file has"
-            raise CorruptError(text, path=path, expected=listed, found=len(shards))
+        if absent:
+            text = "the index in save.json lacks this tensor of the file"
+            raise CorruptError(text, name=min(absent), path=path)
 
     @classmethod
-    def of(
-        cls,
-        files: Sequence[tuple[Content, Sequence[int]]],
-        states: Sequence[IndexedState],
-        ranks: Sequence[int],
-    ) -> SaveIndex:
-        """Return the index of files, given each one's content, with its coordinate on each of its layouts."""
-        tensors: dict[IndexedTensor, int] = {}
-        layouts: dict[SavedLayout, int] = {}
-        contents: list[list[tuple[int, Sequence[int]]]] = []
-        number_of: dict[int, int] = {}  # by identity: files of equal content share one object
-        listed = []
-        for content, coordinates in files:
-            if id(content) not in number_of:
-                number_of[id(content)] = len(contents)
-                by_layout: list[tuple[int, list[int]]] = []
-                for layout in content.layouts:
-                    by_layout.append((layouts.setdefault(layout, len(layouts)), []))
-                for tensor, layout_number in zip(content.tensors, content.numbers, strict=True):
-                    by_layout[layout_number][1].append(tensors.setdefault(tensor, len(tensors)))
-                contents.append([*by_layout])
-            listed.append(FileIndex(number_of[id(content)], coordinates))
-        return cls("", list(tensors), list(layouts), contents, listed, states, ranks, Budget(""))
-
-    def to_text(self) -> str:
-        """Return the JSON text for the manifest."""
-        record = {
-            "tensors": self.tensors,
-            "layouts": [layout.to_json() for layout in self.layouts],
-            "contents": self.contents,
-            "files": self.files,
-            "states": [state.to_json() for state in self.states],
-            "ranks": self.ranks,
-        }
-        return json.dumps(record, ensure_ascii=False, separators=(",", ":"))
-
-    @classmethod
-    def parse(cls, text: str, save: str, num_files: int, num_ranks: int, path: str, budget: Budget) -> SaveIndex:
-        """Return the index that `to_text` encoded, of so many files and ranks; raise CorruptError for anything else."""
+    def parse(cls, text: str, num_files: int, num_ranks: int, path: str, budget: Budget) -> SaveIndex:
+        """Return the index that `index_text` encoded, of so many files and ranks; else raise CorruptError."""
         raw = parse_json(text, path, budget)
         try:
             if not isinstance(raw, dict):
                 raise ValueError("it is no object")
             tensors = []
-            for fields in raw["tensors"]:
-                name, dtype, shape = _of_length(fields, 3)
-                if not isinstance(name, str) or dtype not in ITEMSIZE:
+            for fields in _listed(raw["tensors"]):
+                name, dtype, shape = _listed(fields, 3)
+                if not isinstance(name, str) or not isinstance(dtype, str) or dtype not in ITEMSIZE:
                     raise ValueError(f"not a name and dtype: {excerpt(fields)}")
                 tensors.append(IndexedTensor(name, dtype, shape_from_json(shape)))
-            layouts = list(map(SavedLayout.from_json, raw["layouts"]))
-            contents = [_content_from_json(listed, layouts, tensors) for listed in raw["contents"]]
-            files = [_file_from_json(fields, layouts, contents) for fields in _of_length(raw["files"], num_files)]
-            states = list(map(IndexedState.from_json, raw["states"]))
-            ranks = _numbers(_of_length(raw["ranks"], num_ranks), len(states))
+            layouts = list(map(SavedLayout.from_json, _listed(raw["layouts"])))
+            groups = []
+            for fields in _listed(raw["groups"]):
+                layout, listed = _listed(fields, 2)
+                groups.append((_numbers([layout], len(layouts))[0], _numbers(listed, len(tensors))))
+            files = []
+            for held in _listed(raw["files"], num_files):
+                files.append([_group_from_json(fields, layouts, groups) for fields in _listed(held)])
+            states = list(map(IndexedState.from_json, _listed(raw["states"])))
+            ranks = _numbers(_listed(raw["ranks"], num_ranks), len(states))
+            values = list(map(str, _listed(raw["values"], num_ranks)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             if isinstance(error, StateExchangeError):
                 raise
             raise CorruptError(f"broken index of a save: {error}", path=path) from None
-        return cls(save, tensors, layouts, contents, files, states, ranks, budget)
+        return cls(tensors, layouts, groups, files, states, ranks, values, budget)
+
+
+def index_text(
+    files: Sequence[Sequence[tuple[Group, int]]],
+    states: Sequence[IndexedState],
+    ranks: Sequence[int],
+    values: Sequence[str],
+) -> str:
+    """Return the text of an index, given the groups of each file with its rank in their meshes."""
+    tensors: dict[IndexedTensor, int] = {}
+    layouts: dict[SavedLayout, int] = {}
+    groups: dict[tuple[int, tuple[int, ...]], int] = {}
+    number_of: dict[int, int] = {}  # by identity, as ranks that have sent equal groups share one object
+    listed: list[list[GroupInFile]] = []
+    for of_file in files:
+        listed.append([])
+        for group, mesh_rank in of_file:
+            if id(group) not in number_of:
+                layout = layouts.setdefault(group.layout, len(layouts))
+                numbers = tuple(tensors.setdefault(tensor, len(tensors)) for tensor in group.tensors)
+                number_of[id(group)] = groups.setdefault((layout, numbers), len(groups))
+            listed[-1].append(GroupInFile(number_of[id(group)], mesh_rank))
+    record = {
+        "tensors": list(tensors),
+        "layouts": [layout.to_json() for layout in layouts],
+        "groups": list(groups),
+        "files": listed,
+        "states": [state.to_json() for state in states],
+        "ranks": ranks,
+        "values": values,
+    }
+    return json.dumps(record, ensure_ascii=False, separators=(",", ":"))
+
+
+def is_readable(text: str, num_files: int, num_ranks: int) -> bool:
+    """Whether readers accept an index, which they parse twice: within the manifest's text and then by itself."""
+    budget = Budget("", len(text))
+    try:
+        check_parsed_size(json.dumps(text), "", budget)
+        SaveIndex.parse(text, num_files, num_ranks, "", budget)
+    except CorruptError:
+        return False
+    return True
+
+
+def _group_from_json(
+    raw: object, layouts: Sequence[SavedLayout], groups: Sequence[tuple[int, Sequence[int]]]
+) -> GroupInFile:
+    number, mesh_rank = _listed(raw, 2)
+    (group,) = _numbers([number], len(groups))
+    placement = layouts[groups[group][0]].placement
+    return GroupInFile(group, *_numbers([mesh_rank], 1 if placement is None else placement.num_ranks))
 
 
 def _shown(dtype: str, shape: tuple[int, ...], boxes: Sequence[Box]) -> str:
     return f"{dtype} {list(shape)} {', '.join(map(str, boxes[:3]))}"
 
 
-_Content: TypeAlias = Sequence[tuple[int, Sequence[int]]]
-
-
-def _content_from_json(raw: object, layouts: Sequence[SavedLayout], tensors: Sequence[IndexedTensor]) -> _Content:
-    content = []
-    for pair in _of_length(raw):
-        layout, listed = _of_length(pair, 2)
-        numbers = _numbers(listed, len(tensors))
-        content.append((_number(layout, len(layouts)), numbers))
-    return content
-
-
-def _file_from_json(raw: object, layouts: Sequence[SavedLayout], contents: Sequence[_Content]) -> FileIndex:
-    number, listed = _of_length(raw, 2)
-    content = _number(number, len(contents))
-    coordinates = []
-    for (layout, _), coordinate in zip(contents[content], _of_length(listed), strict=True):
-        placement = layouts[layout].placement
-        coordinates.append(_number(coordinate, 1 if placement is None else placement.num_ranks))
-    return FileIndex(content, coordinates)
-
-
-def _number(raw: object, end: int) -> int:
-    return _numbers([raw], end)[0]
-
-
-def _of_length(raw: object, length: int | None = None) -> list[object]:
+def _listed(raw: object, length: int | None = None) -> list[object]:
+    """Return a list, of so many items if a length is given; raise ValueError for anything else."""
     if type(raw) is not list or length not in (None, len(raw)):
-        raise ValueError(f"not a list of {'any length' if length is None else length}: {excerpt(raw)}")
+        raise ValueError(f"not a list{'' if length is None else f' of {length}'}: {excerpt(raw)}")
     return raw
 
 

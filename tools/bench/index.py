@@ -51,7 +51,7 @@ class SimulatedRanks:
 
 
 def state_of(num_tensors: int, rank: int, world_size: int, rows: int, fill: float) -> dict[str, Any]:
-    """Return DTensors in rows on all ranks."""
+    """Return DTensors in rows on all ranks, and for each a count of steps that all ranks have, as AdamW's."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -66,6 +66,7 @@ def state_of(num_tensors: int, rank: int, world_size: int, rows: int, fill: floa
     for number in range(num_tensors):
         local = torch.full((rows, 1 + number % 24), fill + number)
         state[f"model.layers.{number}.weight"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        state[f"optimizer.{number}.step"] = torch.tensor(fill + number)
     return state
 
 
@@ -75,11 +76,8 @@ def write_save(folder: str, num_tensors: int, world_size: int, written: list[int
 
     from statexchange.exchange import save_index
     from statexchange.exchange.staging import Staging, shard_data
-    from statexchange.messages import encoded
     from statexchange.sharding.options import LoadOptions
     from statexchange.state.state_dict import describe_save
-    from statexchange.storage.files import digest
-    from statexchange.storage.save_index import IndexedState
     from statexchange.storage.tensorfile import (
         MANIFEST,
         SaveManifest,
@@ -90,29 +88,33 @@ def write_save(folder: str, num_tensors: int, world_size: int, written: list[int
 
     names, save = rank_file_names(world_size), "0123456789abcdef"
     sizes = [1] * world_size
-    for rank in written:
+    messages = []
+    for rank in range(world_size):
+        if rank > 1 and rank not in written:
+            # The same but for the rank in the mesh.
+            messages.append(messages[1]._replace(own=messages[1].own.replace(b"[[1]]", f"[[{rank}]]".encode())))
+            continue
         state = state_of(num_tensors, rank, world_size, ROWS_PER_RANK, 1.0)
         saved = describe_save(state, None, LoadOptions(), rank)
+        # Rank 0 writes what all ranks have.
+        held = [local for local in saved.described.tensors.values() if rank == 0 or local.placement is not None]
         began = time.perf_counter()
-        shards = [local.shard for local in saved.described.tensors.values()]
-        content, coordinates = save_index.content_of(shards, saved.described, rank)
-        facts = IndexedState.from_json({"config": digest(saved.common.encode())})
-        data = encoded(save_index.Held([content], facts), save_index.Held)
+        messages.append(save_index.index_of_rank(saved, saved.described, [[local.shard for local in held]], rank))
         described_s = time.perf_counter() - began
-        metadata = rank_metadata(save, rank, world_size, saved.config, {"aliases": {}})
-        parts = shard_data(saved.described.tensors.values(), Staging())
-        folder_fd = os.open(folder, os.O_RDONLY)
-        path = f"{folder}/{names[rank]}"
-        sizes[rank] = write_tensor_file(folder_fd, names[rank], path, parts, metadata, durable=False).nbytes
-        os.close(folder_fd)
-    placed = [encoded([[rank] * len(coordinates)], list[list[int]]) for rank in range(world_size)]
+        if rank in written:
+            metadata = rank_metadata(save, rank, world_size, saved.config, {"aliases": {}})
+            folder_fd = os.open(folder, os.O_RDONLY)
+            path, parts = f"{folder}/{names[rank]}", shard_data(held, Staging())
+            sizes[rank] = write_tensor_file(folder_fd, names[rank], path, parts, metadata, durable=False).nbytes
+            os.close(folder_fd)
+    size = sum(map(len, messages[-1]))
     began = time.perf_counter()
-    text = save_index.joined([data] * world_size, placed).to_text()
+    text = save_index.joined(messages)[0]
     joined_s = time.perf_counter() - began
     manifest = SaveManifest(save, "job", 0.0, tuple(sizes), index=text)
     with open(f"{folder}/{MANIFEST}", "wb") as file:
         file.write(manifest.to_bytes())
-    return {"described_s": described_s, "message": len(data), "joined_s": joined_s, "text": len(text)}
+    return {"described_s": described_s, "message": size, "joined_s": joined_s, "text": len(text)}
 
 
 def load(folder: str, num_tensors: int, rank: int, world_size: int, rows: int) -> tuple[float, float]:
@@ -130,8 +132,9 @@ def load(folder: str, num_tensors: int, rank: int, world_size: int, rows: int) -
     request = LoadRequest(state, folder, LoadOptions(), CallOptions(), began, None)
     load_now(request, SimulatedRanks(rank, world_size))  # type: ignore[arg-type]
     seconds = time.perf_counter() - began
-    for number, tensor in enumerate(state.values()):
-        if tensor.to_local().flatten()[-1].item() != 1.0 + number:
+    for number in range(num_tensors):
+        weight = state[f"model.layers.{number}.weight"].to_local()
+        if weight.flatten()[-1].item() != 1.0 + number or state[f"optimizer.{number}.step"].item() != 1.0 + number:
             raise SystemExit(f"tensor {number} was not loaded")
     return seconds, resident("VmHWM") - before
 
