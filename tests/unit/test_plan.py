@@ -503,7 +503,10 @@ def test_writers_have_about_equal_shares_and_tied_names_one_writer(sizes: list[i
     writers = plan_writers(shards, range(num_ranks), {}, set())
     loads = [0] * num_ranks
     for shard in shards:
-        loads[writers[shard.name]] += shard.nbytes
+        if shard.nbytes > 16:
+            loads[writers[shard.name]] += shard.nbytes
+        else:  # scalars and their like, which would make each file a part of every load
+            assert writers[shard.name] == 0
     assert max(loads) - min(loads) <= max(sizes)
     frozen = {"w7", "w8"}
     writers = plan_writers(shards, range(num_ranks), {"w1": "w0", "w2": "w0"}, frozen)
