@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, overload
 
 from statexchange.errors import IncompleteError, NotFoundError, ReplacedError, StateExchangeError
 from statexchange.formats.source import ShardFile
 from statexchange.sharding.shards import Box, Shard, full_box
-from statexchange.storage.location import OpenedPath
+from statexchange.storage.location import STALE_S, OpenedPath
 from statexchange.storage.save_index import IndexedTensor, SaveIndex
 from statexchange.storage.store import ByteRange
 from statexchange.storage.tensorfile import RankFile, SaveManifest, open_rank_file
@@ -35,7 +36,7 @@ class ListedFiles(Sequence[ShardFile]):
     def __init__(self, opened: OpenedPath, manifest: SaveManifest, index: SaveIndex) -> None:
         self.save_index = index
         self._store = opened.store
-        self._is_current = opened.is_current
+        self._at = opened
         self._manifest = manifest
         self._listed = manifest.all_files
         self.save = manifest.save
@@ -89,13 +90,25 @@ class ListedFiles(Sequence[ShardFile]):
             except ReplacedError:
                 raise
             except StateExchangeError as error:
-                # Another save may have come to this path since its manifest was read.
-                if not self._is_current():
+                if self._is_replaced():
                     raise ReplacedError("replaced while it was read", path=error.path) from error
                 if isinstance(error, NotFoundError):
                     raise IncompleteError(error.message, rank=self.rank_of(number), path=error.path) from None
                 raise
         return self._opened[number]
+
+
+    def _is_replaced(self) -> bool:
+        """Whether another save has come to this path since its manifest was read.
+
+        On shared storage that may show late, as `Attempts` has it.
+        """
+        ends = time.monotonic() + (STALE_S if self._at.is_shared else 0)
+        while self._at.is_current():
+            if time.monotonic() >= ends:
+                return False
+            time.sleep(0.05)
+        return True
 
 
 class ListedTensor(NamedTuple):

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_MANIFEST_BYTES",
     "MAX_PARSED_BYTES",
+    "STALE_S",
     "Attempts",
     "FilteredStore",
     "OpenedPath",
@@ -136,7 +137,7 @@ def target_path(path: str | os.PathLike[str], *, local: bool = False) -> str:
 
 T = TypeVar("T")
 _ATTEMPTS = 40  # to open a path that other processes keep replacing
-_STALE_S = 1.0  # how long an NFS 3 client may show a removed directory under its old name
+STALE_S = 1.0  # how long an NFS 3 client may show a removed directory under its old name
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,7 @@ class Attempts:
         if not opened.is_shared or not isinstance(error, NotFoundError | IncompleteError | CorruptError):
             return False
         if self._stale_until is None:
-            self._stale_until = time.monotonic() + _STALE_S
+            self._stale_until = time.monotonic() + STALE_S
         return time.monotonic() < self._stale_until
 
 

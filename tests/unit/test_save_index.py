@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import random
+import shutil
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,8 @@ import torch
 from sweeps import slow
 
 import statexchange as sx
-from statexchange.errors import CorruptError, IncompleteError
+from statexchange.errors import CorruptError, IncompleteError, ReplacedError
+from statexchange.formats.registry import open_source
 from statexchange.report.verify import verify
 from statexchange.sharding.sharding_spec import DimSplit, Placement, coordinate_of, local_boxes
 from statexchange.sharding.shards import Box, Shard, full_box
@@ -30,7 +33,7 @@ from statexchange.storage.save_index import (
     is_readable,
     layout_of,
 )
-from statexchange.storage.store import Budget
+from statexchange.storage.store import Budget, LocalStore
 from statexchange.testing import run_ranks
 
 ROWS, WHOLE = SavedLayout(Placement((4,), (DimSplit(0),))), SavedLayout(Placement((), ()))
@@ -252,6 +255,31 @@ def test_a_file_that_no_rank_needs_may_be_absent(tmp_path: Path) -> None:
         sx.load_checkpoint(state, path, include="w")
     assert caught.value.rank == 3
     assert state["w"].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("delay_s", [0, 0.3])
+def test_a_save_that_is_replaced_before_its_files_are_opened_is_a_replaced_error(
+    delay_s: float, in_many_layouts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / "saved", tmp_path / "other"
+    for place in (path, other):
+        shutil.copytree(in_many_layouts, place)
+    # An NFS client may show a directory for a while that another host has removed.
+    monkeypatch.setattr(LocalStore, "is_shared", delay_s > 0)
+
+    def replace() -> None:
+        shutil.rmtree(path, ignore_errors=True)
+        other.rename(path)
+
+    with open_source(str(path), ranks=(1, 4)) as source:
+        (path / "rank-00003-of-00004.safetensors").unlink()
+        timer = threading.Timer(delay_s, replace)
+        timer.start()
+        if not delay_s:
+            timer.join()
+        with pytest.raises(ReplacedError):
+            source.files[3]
+        timer.join()
 
 
 def with_index(path: Path, change: Callable[[Any], object]) -> None:
