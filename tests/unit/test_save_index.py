@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -212,10 +213,8 @@ def save_sharded(path: str) -> None:
     sx.save_checkpoint(sharded(7.0), path)
 
 
-def load_sharded(path: str) -> tuple[list[float], list[float], int, list[str]]:
-    """Return what was loaded, and the files of tensors that this rank has opened."""
-    import sys
-
+def opened_files() -> set[str]:
+    """Return a set to which the names of tensor files are added that this process opens from now on."""
     opened: set[str] = set()
 
     def note(event: str, arguments: tuple[Any, ...]) -> None:
@@ -223,6 +222,12 @@ def load_sharded(path: str) -> tuple[list[float], list[float], int, list[str]]:
             opened.add(str(arguments[0]).rpartition("/")[2])
 
     sys.addaudithook(note)
+    return opened
+
+
+def load_sharded(path: str) -> tuple[list[float], list[float], int, list[str]]:
+    """Return what was loaded, and the files of tensors that this rank has opened."""
+    opened = opened_files()
     state = sharded(0.0)
     sx.load_checkpoint(state, path, exclude="rng" if "rng" not in state else ())
     return state["w"].to_local().flatten().tolist(), state["copy"].tolist(), state["step"], sorted(opened)
@@ -241,6 +246,47 @@ def test_a_load_opens_the_files_whose_rows_it_reads(num_ranks: int, tmp_path: Pa
         # Rows lie 3 in a file. The first file also has the copy, and on another number of ranks the plain values.
         of_rows = {row // 3 for row in range(rank * size, min(10, (rank + 1) * size))}
         assert opened == [names[number] for number in sorted({0, *of_rows})]
+
+
+def trained(seed: int) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    fully_shard(model, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def save_trained(path: str) -> None:
+    sx.save_checkpoint(trained(1), path)
+
+
+def load_trained(path: str) -> tuple[bool, list[str]]:
+    expected, state = trained(1), trained(2)
+    opened = opened_files()
+    sx.load_checkpoint(state, path)
+    are_equal = [
+        torch.equal(a.to_local(), b.to_local()) for a, b in zip(*map(parameters, (state, expected)), strict=True)
+    ]
+    return all(are_equal), sorted(opened)
+
+
+def parameters(state: dict[str, Any]) -> list[Any]:
+    moments = [of_one["exp_avg"] for of_one in state["optimizer"].state.values()]
+    return [*state["model"].parameters(), *moments]
+
+
+def test_each_rank_of_fsdp_with_adamw_opens_its_own_file_and_that_of_the_steps(tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    run_ranks(save_trained, 4, backend="gloo", args=(str(path),))
+    assert len(json.loads(json.loads((path / "save.json").read_text())["index"])["groups"]) == 2
+    for rank, (is_equal, opened) in enumerate(run_ranks(load_trained, 4, backend="gloo", args=(str(path),))):
+        assert is_equal
+        assert opened == [f"rank-{number:05d}-of-00004.safetensors" for number in sorted({0, rank})]
 
 
 def test_a_file_that_no_rank_needs_may_be_absent(tmp_path: Path) -> None:
