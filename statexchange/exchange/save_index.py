@@ -32,7 +32,7 @@ from statexchange.tensors import collector_paused
 __all__ = ["RankIndex", "gather_index", "index_of_rank", "joined"]
 
 _log = logging.getLogger(__name__)
-_MAX_TEXT = 32 << 20
+_ANY_TEXT = 1 << 20  # characters, of which no text takes more memory than a reader may use
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ def gather_index(
         with comm.phase("indexing"):
             if comm.rank == 0:
                 text, num_files = joined(list(map(RankIndex, shared, others, own)))
-                if len(text) > _MAX_TEXT or not is_readable(text, num_files, comm.world_size):
+                if len(text) > _ANY_TEXT and not is_readable(text, num_files, comm.world_size):
                     _log.warning("the save has boxes that follow no mesh, too many for its index: loads open all files")
                     text = ""
     return text

@@ -97,7 +97,6 @@ class ListedFiles(Sequence[ShardFile]):
                 raise
         return self._opened[number]
 
-
     def _is_replaced(self) -> bool:
         """Whether another save has come to this path since its manifest was read.
 

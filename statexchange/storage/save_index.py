@@ -47,6 +47,7 @@ __all__ = [
 ]
 
 _FACTS = ("aliases", "per_rank", "optimizers", "left_out")  # of a file's metadata
+_MAX_TEXT = 32 << 20  # of an index: whoever lists saves reads it, too
 _MAX_RANKS, _MAX_AXES, _MAX_SPLIT = 1 << 20, 16, 1 << 16
 _BOXES_PER_STEP = 4
 
@@ -344,7 +345,9 @@ def index_text(
 
 
 def is_readable(text: str, num_files: int, num_ranks: int) -> bool:
-    """Whether readers accept an index, which they parse twice: within the manifest's text and then by itself."""
+    """Whether an index is small enough for readers, which parse it twice: within the manifest, and then by itself."""
+    if len(text) > _MAX_TEXT:
+        return False
     budget = Budget("", len(text))
     try:
         check_parsed_size(json.dumps(text), "", budget)
