@@ -62,7 +62,7 @@ def state_of(num_tensors: int, rank: int, world_size: int, rows: int, fill: floa
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     mesh = init_device_mesh("cpu", (world_size,))
-    state = {}
+    state: dict[str, Any] = {}
     for number in range(num_tensors):
         local = torch.full((rows, 1 + number % 24), fill + number)
         state[f"model.layers.{number}.weight"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
@@ -88,7 +88,7 @@ def write_save(folder: str, num_tensors: int, world_size: int, written: list[int
 
     names, save = rank_file_names(world_size), "0123456789abcdef"
     sizes = [1] * world_size
-    messages = []
+    messages: list[save_index.RankIndex] = []
     for rank in range(world_size):
         if rank > 1 and rank not in written:
             # The same but for the rank in the mesh.
