@@ -88,18 +88,14 @@ def write_save(folder: str, num_tensors: int, world_size: int, written: list[int
 
     names, save = rank_file_names(world_size), "0123456789abcdef"
     sizes = [1] * world_size
-    messages: list[save_index.RankIndex] = []
-    for rank in range(world_size):
-        if rank > 1 and rank not in written:
-            # The same but for the rank in the mesh.
-            messages.append(messages[1]._replace(own=messages[1].own.replace(b"[[1]]", f"[[{rank}]]".encode())))
-            continue
+    message_of: dict[int, save_index.RankIndex] = {}
+    for rank in sorted({0, 1, *written}):
         state = state_of(num_tensors, rank, world_size, ROWS_PER_RANK, 1.0)
         saved = describe_save(state, None, LoadOptions(), rank)
         # Rank 0 writes what all ranks have.
         held = [local for local in saved.described.tensors.values() if rank == 0 or local.placement is not None]
         began = time.perf_counter()
-        messages.append(save_index.index_of_rank(saved, saved.described, [[local.shard for local in held]], rank))
+        message_of[rank] = save_index.index_of_rank(saved, saved.described, [[local.shard for local in held]], rank)
         described_s = time.perf_counter() - began
         if rank in written:
             metadata = rank_metadata(save, rank, world_size, saved.config, {"aliases": {}})
@@ -107,6 +103,11 @@ def write_save(folder: str, num_tensors: int, world_size: int, written: list[int
             path, parts = f"{folder}/{names[rank]}", shard_data(held, Staging())
             sizes[rank] = write_tensor_file(folder_fd, names[rank], path, parts, metadata, durable=False).nbytes
             os.close(folder_fd)
+    messages = []
+    for rank in range(world_size):
+        # Ranks but the first differ only by their rank in the mesh, which one tensor shows.
+        own = save_index.index_of_rank(saved, saved.described, [[held[0].shard]], rank).own
+        messages.append(message_of.get(rank, message_of[1]._replace(own=own)))
     size = sum(map(len, messages[-1]))
     began = time.perf_counter()
     text = save_index.joined(messages)[0]
