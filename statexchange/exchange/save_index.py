@@ -37,7 +37,7 @@ _ANY_TEXT = 1 << 20  # characters, of which no text takes more memory than a rea
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What is equal on ranks that hold a model over one mesh: the groups of a mesh, and the state beside tensors."""
+    """The part of a message that ranks of one mesh have alike: the groups of the mesh, and the state beside tensors."""
 
     groups: Sequence[Group]
     state: IndexedState
@@ -45,7 +45,7 @@ class _Shared:
 
 @dataclass(frozen=True, slots=True)
 class _Own:
-    """What differs between ranks.
+    """The part of a message that differs between ranks.
 
     For each file it has the numbers of the groups of a mesh, and those of the others, each with the rank in its mesh.
     """
@@ -56,7 +56,7 @@ class _Own:
 
 
 class RankIndex(NamedTuple):
-    """What a rank sends to root, encoded: what is shared with other ranks, its other groups, and its own record.
+    """The encoded message of a rank to root: what other ranks may have alike, its other groups, and its own record.
 
     The other groups are those of plain tensors, which ranks with equal copies deal out to each other: they would make
     the messages of all ranks distinct.

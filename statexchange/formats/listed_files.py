@@ -119,7 +119,7 @@ class ListedTensor(NamedTuple):
 
     @property
     def byte_ranges(self) -> tuple[ByteRange, ...]:
-        """Where its boxes lie; opens the file."""
+        """The byte ranges of its boxes; opens the file."""
         # Of boxes without elements a file may have some or none, and the index has none.
         if 0 in self.shard.global_shape:
             return (ByteRange(self.files[self.file].file, 0, 0),) * len(self.shard.boxes)

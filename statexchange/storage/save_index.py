@@ -62,7 +62,7 @@ class IndexedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SavedLayout:
-    """Where a part of a tensor lies: by a placement and a rank of its mesh, or, without a placement, as boxes."""
+    """The place of a part in its tensor: by a placement and a rank of its mesh, or, without a placement, as boxes."""
 
     placement: Placement | None
     boxes: tuple[Box, ...] = ()
@@ -168,7 +168,7 @@ class GroupInFile(NamedTuple):
 
 
 class IndexedState(NamedTuple):
-    """What the metadata of a rank's file say beside its tensors."""
+    """The metadata of a rank's file that are not about its tensors."""
 
     aliases: Mapping[str, str]
     per_rank: Sequence[str]

@@ -131,6 +131,7 @@ def load(folder: str, num_tensors: int, rank: int, world_size: int, rows: int) -
     before = resident("VmRSS")
     began = time.perf_counter()
     request = LoadRequest(state, folder, LoadOptions(), CallOptions(), began, None)
+    # It has what a load asks of a communicator, and no more.
     load_now(request, SimulatedRanks(rank, world_size))  # type: ignore[arg-type]
     seconds = time.perf_counter() - began
     for number in range(num_tensors):
