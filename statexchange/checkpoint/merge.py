@@ -29,7 +29,7 @@ from statexchange.checkpoint.extra_files import (
     own_files,
 )
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about, notes_on_tensors, notes_on_written
-from statexchange.checkpoint.publication import BoxProvenance, Publication, check_publication
+from statexchange.checkpoint.publication import Provenance, Publication, check_publication
 from statexchange.conversions.config_facts import check_configs
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import (
@@ -564,9 +564,12 @@ def _unwrapping(rules: Sequence[tuple[str, str]], rename: Rename) -> Rename:
     return lambda name: inner(renamed(name, rules))
 
 
+_RECORD_VERSION = 2  # of what `_write_file` records of a file: an older one is not resumed
+
+
 def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]) -> str:
     """Return a digest of all that the output depends on, except names: options, headers, file sizes and times."""
-    described: list[object] = [options.replicas, options.dtype, sorted(reductions.items())]
+    described: list[object] = [_RECORD_VERSION, options.replicas, options.dtype, sorted(reductions.items())]
     for shard_file in source.files:
         described.append([shard_file.rank, shard_file.file.version, sorted(shard_file.aliases.items())])
         for tensor in shard_file.tensors.values():
@@ -624,15 +627,16 @@ class _FileWriter:
         self._lock = threading.Lock()
         self._stop = threading.Event()
 
-    def write(self) -> dict[str, list[BoxProvenance]]:
+    def write(self) -> dict[str, Provenance]:
         """Write all files that a killed merge has not finished; return the provenance of each box by tensor name."""
-        provenance: dict[str, list[BoxProvenance]] = {}
+        provenance: dict[str, Provenance] = {}
         files = []
         for file in self._plan.files:
             if file.name in self._publication.finished:
-                # What `_write_file` recorded: the fields of a BoxProvenance, by tensor and box.
-                for tensor, boxes in zip(file.tensors, self._publication.finished[file.name], strict=True):
-                    provenance[tensor.name] = [BoxProvenance(*box) for box in boxes]
+                # What `_write_file` recorded.
+                for tensor, record in zip(file.tensors, self._publication.finished[file.name], strict=True):
+                    ranks, digests, num_overflows = record
+                    provenance[tensor.name] = Provenance(ranks, bytes.fromhex(digests), num_overflows)
                 self._count(file.data_nbytes)
             else:
                 files.append(file)
@@ -647,19 +651,19 @@ class _FileWriter:
                 raise
         return provenance
 
-    def _write_file(self, plan: FilePlan, output: OutputFile) -> dict[str, list[BoxProvenance]]:
+    def _write_file(self, plan: FilePlan, output: OutputFile) -> dict[str, Provenance]:
         memory = memoryview(bytearray(MEMORY_BYTES))
         provenance = {}
         record = []
         for tensor in plan.tensors:
             boxes = self._write_tensor(tensor, output, memory)
             provenance[tensor.name] = boxes
-            record.append([[box.rank, box.digest, box.num_overflows] for box in boxes])
+            record.append([boxes.ranks, boxes.digests.hex(), boxes.num_overflows])
         output.finish()
         self._publication.record(plan.name, record)
         return provenance
 
-    def _write_tensor(self, tensor: TensorPlan, output: OutputFile, memory: memoryview) -> list[BoxProvenance]:
+    def _write_tensor(self, tensor: TensorPlan, output: OutputFile, memory: memoryview) -> Provenance:
         reader = TensorReader(self._source, tensor)
         at = len(output.header) + tensor.begin
         for _, data in reader.windows(memory):
@@ -669,7 +673,7 @@ class _FileWriter:
             output.write(data, at)
             at += len(data)
         ranks = [self._source.files[piece.holder].rank for piece in tensor.pieces]
-        return list(map(BoxProvenance, ranks, reader.digests(), reader.num_overflows()))
+        return Provenance(ranks, bytes.fromhex("".join(reader.digests())), sum(reader.num_overflows()))
 
     def _count(self, nbytes: int) -> None:
         with self._lock:

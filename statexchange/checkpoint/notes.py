@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import math
 import re
 from collections import Counter
 from itertools import islice
@@ -21,6 +20,7 @@ from statexchange.formats.source import (
     is_flat_parameter,
 )
 from statexchange.sharding.options import FLOATS
+from statexchange.sharding.pieces import boxes_of
 from statexchange.sharding.plan import is_packed_weight
 from statexchange.tensors import ITEMSIZE, LONG_NAMES, PACKED, numpy_dtype
 from statexchange.units import format_number
@@ -28,7 +28,7 @@ from statexchange.units import format_number
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from statexchange.checkpoint.publication import BoxProvenance
+    from statexchange.checkpoint.publication import Provenance
     from statexchange.formats.source import Source
     from statexchange.sharding.options import ExportOptions
     from statexchange.sharding.plan import Plan, RankShards, TensorPlan
@@ -115,7 +115,7 @@ def notes_about(
 
 def notes_on_written(
     plan: Plan,
-    provenance: Mapping[str, Sequence[BoxProvenance]],
+    provenance: Mapping[str, Provenance],
     layout: Layout,
     model_files: Mapping[str, bytes] | None,
 ) -> tuple[str, ...]:
@@ -127,15 +127,10 @@ def notes_on_written(
         layout: the layout by which parts were joined.
         model_files: the small files beside a whole model; None if what was written may be a part of one.
     """
-    overflows: dict[str, int] = {}
-    for name, boxes in provenance.items():
-        for box in boxes:
-            if box.num_overflows:
-                overflows[name] = overflows.get(name, 0) + box.num_overflows
-    notes = note_on_overflows(overflows)
+    notes = note_on_overflows({name: boxes.num_overflows for name, boxes in provenance.items()})
     notes += notes_on_equal_parts(layout, _joined_parts(plan, provenance))
     if model_files is not None:
-        digests = {name: [box.digest for box in boxes] for name, boxes in provenance.items()}
+        digests = {name: boxes.digests for name, boxes in provenance.items()}
         notes += tie_warnings(plan.tensors, model_files, digests)
     return notes
 
@@ -156,14 +151,15 @@ class JoinedParts(NamedTuple):
     numel: Mapping[str, int]
 
 
-def _joined_parts(plan: Plan, provenance: Mapping[str, Sequence[BoxProvenance]]) -> Iterator[JoinedParts]:
+def _joined_parts(plan: Plan, provenance: Mapping[str, Provenance]) -> Iterator[JoinedParts]:
     """Yield the parts of each tensor in a plan, from the ranks and digests of its boxes."""
     for tensor in plan.tensors.values():
         digests: dict[int, list[str]] = {}
         numel = {}
-        for piece, box in zip(tensor.pieces, provenance[tensor.name], strict=True):
-            digests.setdefault(box.rank, []).append(box.digest)
-            numel[box.digest] = math.prod(piece.box.shape)
+        boxes = provenance[tensor.name]
+        for box, rank, digest in zip(boxes_of(tensor.pieces), boxes.ranks, boxes.hex_digests(), strict=True):
+            digests.setdefault(rank, []).append(digest)
+            numel[digest] = box.numel
         yield JoinedParts(tensor.source, tensor.dtype, digests, numel)
 
 

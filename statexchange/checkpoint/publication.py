@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statexchange.errors import CorruptError, NotFoundError, UnsafeError, UnsupportedError
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import INDEX
 from statexchange.formats.sealed_files import KEY as SEALED
+from statexchange.sharding.pieces import boxes_of
 from statexchange.storage.files import check_size
 from statexchange.storage.location import (
     MAX_MANIFEST_BYTES,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FORMAT_METADATA",
-    "BoxProvenance",
+    "Provenance",
     "Publication",
     "check_publication",
     "index_name",
@@ -198,11 +198,11 @@ class Publication:
         """Record that an output file is finished, with JSON metadata, for a publisher that resumes after a kill."""
         self._build.record(name, metadata)
 
-    def commit(self, provenance: Mapping[str, Sequence[BoxProvenance]]) -> list[tuple[str, int]]:
+    def commit(self, provenance: Mapping[str, Provenance]) -> list[tuple[str, int]]:
         """Write extra files, index and manifest, and give the directory its name; return these files with their sizes.
 
         The sizes are counted, not looked up, because another publisher may replace the directory at any time.
-        `provenance` has one entry per piece of each output tensor. On return the checkpoint is complete and durable.
+        `provenance` has the boxes of each output tensor. On return the checkpoint is complete and durable.
 
         Raises:
             TargetExistsError: another publisher was first.
@@ -238,16 +238,26 @@ def _header_of(plan: FilePlan, metadata: Mapping[str, str]) -> bytes:
 _SCHEMA = 1
 _MANY_BOXES = 1 << 20  # fewer fit into a manifest, but for very long names
 _SAMPLE = 256  # boxes of a tensor whose text is looked at
-_NO_DIGEST = "0" * 32
+DIGEST_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class BoxProvenance:
-    """The provenance of a published box: the rank that supplied it, its digest, and what a cast made infinite in it."""
+class Provenance(NamedTuple):
+    """The provenance of the boxes of a published tensor, in the order of the plan.
 
-    rank: int
-    digest: str
+    Attributes:
+        ranks: the rank that supplied each.
+        digests: their digests, of 16 bytes each.
+        num_overflows: how many finite elements of all boxes a cast has made infinite.
+    """
+
+    ranks: Sequence[int]
+    digests: bytes
     num_overflows: int = 0
+
+    def hex_digests(self) -> list[str]:
+        """Return the digests as text."""
+        text = self.digests.hex()
+        return [text[at : at + 2 * DIGEST_BYTES] for at in range(0, len(text), 2 * DIGEST_BYTES)]
 
 
 def single_file_name(plan: Plan) -> str:
@@ -270,7 +280,7 @@ def index_text(plan: Plan) -> bytes:
 
 
 def manifest_text(
-    plan: Plan, provenance: Mapping[str, Sequence[BoxProvenance]], names: Sequence[str], source: str
+    plan: Plan, provenance: Mapping[str, Provenance], names: Sequence[str], source: str
 ) -> bytes:
     """Return the manifest: the names of all other files, and for each tensor its boxes with their provenance.
 
@@ -338,8 +348,8 @@ def _check_manifest_fits(plan: Plan, num_boxes: int) -> None:
     for file in plan.files:
         for tensor in file.tensors:
             num_pieces = len(tensor.pieces)
-            sample = [tensor.pieces[number] for number in range(0, num_pieces, 1 + num_pieces // _SAMPLE)]
-            provenance = [BoxProvenance(piece.holder, _NO_DIGEST) for piece in sample]
+            sample = tuple(tensor.pieces[number] for number in range(0, num_pieces, 1 + num_pieces // _SAMPLE))
+            provenance = Provenance([piece.holder for piece in sample], b"\0" * DIGEST_BYTES * len(sample))
             record = _tensor_record(file, tensor._replace(pieces=sample), provenance)
             boxes = json.dumps(record["boxes"], separators=(",", ":"))
             scale = num_pieces / max(1, len(sample))
@@ -366,11 +376,11 @@ def _encoded(record: Mapping[str, Any]) -> bytes:
     return data
 
 
-def _tensor_record(file: FilePlan, tensor: TensorPlan, provenance: Sequence[BoxProvenance]) -> dict[str, Any]:
+def _tensor_record(file: FilePlan, tensor: TensorPlan, provenance: Provenance) -> dict[str, Any]:
     """Return the manifest's record of a tensor; each of its boxes is (offsets, shape, digest, rank)."""
     boxes = []
-    for piece, box in zip(tensor.pieces, provenance, strict=True):
-        boxes.append([*piece.box.to_json(), box.digest, box.rank])
+    for box, digest, rank in zip(boxes_of(tensor.pieces), provenance.hex_digests(), provenance.ranks, strict=True):
+        boxes.append([*box, digest, rank])
     return {
         "file": file.name,
         "dtype": tensor.dtype,

@@ -15,9 +15,9 @@ from functools import partial
 
 from statexchange.checkpoint.extra_files import extra_files, given_files
 from statexchange.checkpoint.notes import note_on_extra_state, notes_on_tensors, notes_on_written
-from statexchange.checkpoint.publication import BoxProvenance, Publication
+from statexchange.checkpoint.publication import Provenance, Publication
 from statexchange.comm.communicator import Communicator, from_root
-from statexchange.errors import InvalidArgumentError, MismatchError, ReplicaError
+from statexchange.errors import InvalidArgumentError
 from statexchange.exchange.rank_metadata import (
     RankMetadata,
     check_metadata,
@@ -26,12 +26,12 @@ from statexchange.exchange.rank_metadata import (
     rank_shards,
     reductions_of,
 )
+from statexchange.exchange.receipts import provenance_of
 from statexchange.formats.config_check import config_warnings, unties_heads, without_heads
 from statexchange.messages import decode, encoded
 from statexchange.sharding.options import CallOptions, ExportOptions
-from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge, replica_error
-from statexchange.sharding.rules import layout_advice
-from statexchange.sharding.write_plan import BoxReceipt, WriteFile, WritePlan, WriteTensor
+from statexchange.sharding.plan import Plan, RankShards, plan_merge
+from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor
 from statexchange.units import format_shares, format_transfer
 
 __all__ = ["Clock", "ExportReport", "ExportRequest", "RootExport", "agree_on_plan", "publish"]
@@ -219,7 +219,7 @@ def _planned(
 def publish(
     comm: Communicator,
     root: RootExport | None,
-    receipts: Sequence[bytes],
+    receipts: list[bytes],
     nodes: Sequence[int],
     request: ExportRequest,
     clock: Clock,
@@ -229,7 +229,7 @@ def publish(
     Args:
         comm: the communicator.
         root: on root the export, with the directory under construction.
-        receipts: on root the receipts of all ranks.
+        receipts: on root the receipts of all ranks, which are taken out of the list.
         nodes: the host that has written each file.
         request: the arguments of the call.
         clock: the time that has passed.
@@ -237,14 +237,15 @@ def publish(
     report: ExportReport | None = None
     with comm.phase("publishing", timeout_s=request.call.stall_timeout_s):
         if root is not None:
-            provenance = _box_provenance(root, receipts)
+            num_bytes = sum(map(len, receipts))
+            provenance = provenance_of(root.plan, receipts, compares=root.options.replicas == "equal")
             for output, node in zip(root.publication.outputs, nodes, strict=True):
                 # The file was reserved without its header: a file that a crash leaves behind is no valid one.
                 output.finish(writes_header=node == comm.node_rank)
             # Only after the comparison: from here on readers see the checkpoint.
             small_files = root.publication.commit(provenance)
             notes = root.notes + _notes_on_written(root, provenance, request)
-            clock.lap("publish", sum(map(len, receipts)))
+            clock.lap("publish", num_bytes)
             report = _report(root, small_files, notes, clock, comm.world_size)
             _log.info("exported %s", report)
             for note in notes:
@@ -255,7 +256,7 @@ def publish(
 
 
 def _notes_on_written(
-    root: RootExport, provenance: Mapping[str, Sequence[BoxProvenance]], request: ExportRequest
+    root: RootExport, provenance: Mapping[str, Provenance], request: ExportRequest
 ) -> tuple[str, ...]:
     """Return what there is to say of the written tensors, and of a whole model beside its config."""
     layout = root.options.new_layout()
@@ -285,49 +286,3 @@ def _report(
         plan.nbytes_of_ranks(world_size),
         notes,
     )
-
-
-def _box_provenance(root: RootExport, receipts: Sequence[bytes]) -> dict[str, list[BoxProvenance]]:
-    """Return each tensor's supplier and digest for every piece; raise ReplicaError if replicas differ."""
-    boxes: dict[tuple[int, int, int, int], BoxReceipt] = {}  # by tensor, piece, rank, and index of the rank's box
-    for rank, data in enumerate(receipts):
-        for receipt in decode(data, list[BoxReceipt], "the digests", rank):
-            boxes[receipt.tensor, receipt.piece, rank, receipt.index] = receipt
-    provenance: dict[str, list[BoxProvenance]] = {}
-    for number, tensor in enumerate(root.plan.tensors.values()):
-        provenance[tensor.name] = []
-        for index, piece in enumerate(tensor.pieces):
-            written = _receipt(boxes, tensor, (number, index, piece.holder, piece.box_index))
-            provenance[tensor.name].append(BoxProvenance(piece.holder, written.digest, written.num_overflows))
-            # Copies that are reduced differ, and those of a rank that is chosen by name may.
-            if not piece.replicas or tensor.reduce is not None or root.options.replicas != "equal":
-                continue
-            for rank, box_index in piece.replicas:
-                if _receipt(boxes, tensor, (number, index, rank, box_index)).digest != written.digest:
-                    raise _replica_error(tensor, index, rank)
-    return provenance
-
-
-def _receipt(
-    boxes: Mapping[tuple[int, int, int, int], BoxReceipt], tensor: TensorPlan, key: tuple[int, int, int, int]
-) -> BoxReceipt:
-    if key not in boxes:
-        text = "this rank has not sent the digest of a box: run the same version of statexchange on all ranks"
-        raise MismatchError(text, name=tensor.name, rank=key[2])
-    return boxes[key]
-
-
-def _replica_error(tensor: TensorPlan, index: int, other: int) -> ReplicaError:
-    """Return the error for a piece of which `other` has another copy, with the layout by which it would be a part."""
-    piece = tensor.pieces[index]
-
-    def rule(dim: int) -> str:
-        return f'{{"{tensor.source}": Shard({dim})}}'
-
-    rules = layout_advice([tensor.shape], rule) if len(tensor.pieces) == 1 else ""
-    layout = f"if each rank holds a part, give layout={rules}; " if rules else ""
-    advice = (
-        f'{layout}to take rank {min(piece.holder, other)}\'s copy, replicas="root"; tensors of different pipeline '
-        "stages need different names, even if each stage numbers its layers from 0"
-    )
-    return replica_error(tensor.name, piece.box, piece.holder, other, advice)

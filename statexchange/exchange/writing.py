@@ -16,22 +16,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 import xxhash
 
 from statexchange.comm.communicator import Communicator, from_all, from_root
 from statexchange.exchange.rank_metadata import local_box
+from statexchange.exchange.receipts import Receipts
 from statexchange.exchange.reducing import reduce_copies
 from statexchange.exchange.staging import Staging
-from statexchange.messages import encoded
 from statexchange.sharding.options import CallOptions
+from statexchange.sharding.pieces import pieces_of_rank, pieces_written_by
 from statexchange.sharding.shards import Box
-from statexchange.sharding.write_plan import BoxReceipt, WriteFile, WritePlan, WriteTensor, assign_hosts
+from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import Description
 from statexchange.storage import files
 from statexchange.storage.regions import to_global, windows, write_box
 from statexchange.tensors import ITEMSIZE, run_bytes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["write_boxes", "writing_nodes"]
 
@@ -46,6 +51,7 @@ class _WriteItem:
 
     `number` is the tensor's index in the plan, `piece` that of the piece in the tensor. If `dst` is `src`, the rank
     writes the box itself; if `dst` is -1, it only digests the box, because another rank writes a replica of it.
+    `receipt` is the number of its receipt on the rank that supplies it.
     """
 
     tensor: WriteTensor
@@ -55,6 +61,7 @@ class _WriteItem:
     box_index: int
     src: int
     dst: int
+    receipt: int
 
     @property
     def nbytes(self) -> int:
@@ -89,7 +96,7 @@ def write_boxes(
         options: its `on_progress` is called with the bytes that this rank has written or sent, and the total.
 
     Returns:
-        On root the receipts of each rank, encoded; [] elsewhere.
+        On root the receipts of each rank, as bytes; [] elsewhere.
     """
     if any(map(attrgetter("reduce"), plan.tensors)):
         with comm.phase("reducing copies", timeout_s=options.stall_timeout_s):
@@ -104,7 +111,11 @@ def write_boxes(
                 if nodes[number] != comm.nodes[0] and comm.rank == writing.first_of(nodes[number]):
                     opened.write_header(number, header)
             receipts = writing.run(opened)
-    return comm.all_gather_bytes(encoded(receipts, list[BoxReceipt]), root=0, operation="the receipts")
+    return comm.all_gather_bytes(receipts.to_bytes(), root=0, operation="the receipts")
+
+
+def _place_in_plan(item: _WriteItem) -> tuple[int, int]:
+    return item.number, item.piece
 
 
 class _Writing:
@@ -121,6 +132,7 @@ class _Writing:
         start = len(local) * comm.rank // comm.world_size  # ranks begin in different files
         self._local = local[start:] + local[:start]
         self.total = 0
+        self._receipts = Receipts([b""] * self._num_receipts, {})
         for item in [*local, *self._messages]:
             if item.src == comm.rank and item.dst >= 0:
                 self.total += item.nbytes
@@ -131,37 +143,59 @@ class _Writing:
 
     def _items(self, plan: WritePlan, nodes: Sequence[int]) -> tuple[list[_WriteItem], list[_WriteItem]]:
         """Return what this rank writes or digests itself, and its sends and receives in an order equal on all ranks."""
-        rank, node_of = self._comm.rank, self._comm.nodes
-        num_sent = 0  # boxes sent to another host; the ranks there receive in turn
+        rank, node_here = self._comm.rank, self._comm.node_rank
+        senders = self._senders()
         local: list[_WriteItem] = []
         messages: list[_WriteItem] = []
+        num_receipts = 0
         for number, tensor in enumerate(plan.tensors):
             node = nodes[tensor.file]
-            for index, piece in enumerate(tensor.pieces):
-                dst = piece.holder
-                if node_of[dst] != node:
-                    dst = self._node_ranks[node][num_sent % len(self._node_ranks[node])]
-                    num_sent += 1
-                if rank in (piece.holder, dst):
-                    item = _WriteItem(tensor, number, index, piece.box, piece.box_index, piece.holder, dst)
-                    (local if dst == piece.holder else messages).append(item)
-                if not plan.compares or tensor.reduce is not None:
+            for piece in pieces_of_rank(tensor.pieces, rank):
+                if not piece.is_written and not plan.compares_copies_of(tensor):
                     continue
-                for holder, box_index in piece.replicas:
-                    if holder == rank:
-                        local.append(_WriteItem(tensor, number, index, piece.box, box_index, rank, -1))
-        return local, messages
+                dst = self._peer_of(rank, node) if piece.is_written else -1
+                item = _WriteItem(tensor, number, piece.number, piece.box, piece.box_index, rank, dst, num_receipts)
+                num_receipts += 1
+                (local if dst in (rank, -1) else messages).append(item)
+            if senders is not None and node == node_here:
+                for index, box, src in pieces_written_by(tensor.pieces, senders):
+                    messages.append(_WriteItem(tensor, number, index, box, -1, src, rank, -1))
+        self._num_receipts = num_receipts
+        return local, sorted(messages, key=_place_in_plan)
 
-    def run(self, opened: _Files) -> list[BoxReceipt]:
+    def _peer_of(self, rank: int, node: int) -> int:
+        """Return which rank of a host writes the boxes of a rank: itself on its own, else the one of its local rank.
+
+        So each rank of that host gets its share, and no rank needs to know how many boxes others have sent.
+        """
+        node_of_rank = self._comm.nodes[rank]
+        if node_of_rank == node:
+            return rank
+        there = self._node_ranks[node]
+        return there[self._node_ranks[node_of_rank].index(rank) % len(there)]
+
+    def _senders(self) -> NDArray[np.bool_] | None:
+        """Return which ranks of other hosts send their boxes of this host's files to this rank; None for one host."""
+        if self._comm.num_nodes == 1:
+            return None
+        here = self._comm.node_rank
+        senders = np.zeros(self._comm.world_size, np.bool_)
+        for node, ranks in self._node_ranks.items():
+            for rank in ranks if node != here else ():
+                senders[rank] = self._peer_of(rank, here) == self._comm.rank
+        return senders
+
+    def run(self, opened: _Files) -> Receipts:
         """Write this rank's own boxes, then send and receive the others; return the receipts."""
-        receipts = [self._supply(item, opened) for item in self._local]
+        for item in self._local:
+            self._supply(item, opened)
         # Messages last: until then no rank waits for another, and each writes at its own speed.
         for item in self._messages:
             if item.src == self._comm.rank:
-                receipts.append(self._supply(item, opened))
+                self._supply(item, opened)
             else:
                 self._receive(item, opened)
-        return receipts
+        return self._receipts
 
     # At the first box that needs one: most lie on the host as the file has them.
 
@@ -173,7 +207,7 @@ class _Writing:
     def _send_staging(self) -> Staging:
         return Staging(_MESSAGE_BYTES)
 
-    def _supply(self, item: _WriteItem, opened: _Files) -> BoxReceipt:
+    def _supply(self, item: _WriteItem, opened: _Files) -> None:
         """Write, send or only digest a box of this rank."""
         hasher = xxhash.xxh3_128()
         tensor = local_box(self._described, item.tensor.source, item.box_index)
@@ -183,7 +217,8 @@ class _Writing:
             # A whole tensor in host memory is written as it lies there: nothing is cast, and no box is placed.
             if memory.is_run and memory.dtype == item.tensor.dtype:
                 opened.write_whole(item, run_bytes(memory.tensor), hasher)
-                return BoxReceipt(item.number, item.piece, item.box_index, hasher.hexdigest())
+                self._receipts.digests[item.receipt] = hasher.digest()
+                return
         staging = self._write_staging if item.dst in (item.src, -1) else self._send_staging
         for window, data in staging.parts(tensor, item.tensor.dtype):
             # Before the write, while the data is in the processor's cache.
@@ -196,7 +231,10 @@ class _Writing:
             else:
                 self._comm.send(np.frombuffer(data, np.uint8), item.dst)
             opened.count(len(data))
-        return BoxReceipt(item.number, item.piece, item.box_index, hasher.hexdigest(), staging.num_overflows)
+        self._receipts.digests[item.receipt] = hasher.digest()
+        if item.dst >= 0 and staging.num_overflows:
+            overflows = self._receipts.overflows
+            overflows[item.number] = overflows.get(item.number, 0) + staging.num_overflows
 
     def _receive(self, item: _WriteItem, opened: _Files) -> None:
         """Receive a box of another rank and write it."""

@@ -151,7 +151,7 @@ def source_warnings(source: Source, digests: Mapping[str, Sequence[str]] = Mappi
 
 
 def tie_warnings(
-    tensors: _Tensors, files: Mapping[str, bytes], digests: Mapping[str, Sequence[str]]
+    tensors: _Tensors, files: Mapping[str, bytes], digests: Mapping[str, Sequence[str] | bytes]
 ) -> tuple[str, ...]:
     """Return a warning if config.json ties a head to the embedding and their values differ. Not collective.
 

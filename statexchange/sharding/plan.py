@@ -35,8 +35,9 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.sharding.options import MODEL_PATTERN, ExportOptions
+from statexchange.sharding.pieces import Pieces, SpecPieces, nbytes_by_holder
 from statexchange.sharding.rules import layout_advice, rule_for_dim
-from statexchange.sharding.sharding_spec import Placement, ShardingSpec, SpecPieces, covers_exactly
+from statexchange.sharding.sharding_spec import ShardingSpec, covers_exactly
 from statexchange.sharding.shards import Box, Piece, Shard, full_box, intersect, region_text
 from statexchange.tensors import ITEMSIZE, PACKED, collector_paused
 
@@ -58,7 +59,6 @@ __all__ = [
 
 _MAX_CUT_DIMS = 12
 _MAX_FILES, _MAX_NAME = 8, 100  # files in a message, and characters of a name
-_FEW_RANKS = 16  # the largest mesh for which the pieces of equal specs are cached
 _FEW_BOXES = 16  # the most of one tensor for which the proof of their cover is cached
 _MAX_CORNERS = 1 << 22  # of boxes that cannot be divided; a box that is cut along n dims has 2**n
 
@@ -105,7 +105,7 @@ class TensorPlan(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     begin: int
-    pieces: Sequence[Piece]
+    pieces: Pieces
     reduce: str | None = None
 
     @property
@@ -151,12 +151,8 @@ class Plan:
 
     def nbytes_of_ranks(self, world_size: int) -> tuple[int, ...]:
         """Return the number of bytes that each rank supplies."""
-        nbytes = [0] * world_size
-        for file in self.files:
-            for tensor in file.tensors:
-                for piece in tensor.pieces:
-                    nbytes[piece.holder] += math.prod(piece.box.shape) * ITEMSIZE[tensor.dtype]
-        return tuple(nbytes)
+        tensors = [(tensor.pieces, ITEMSIZE[tensor.dtype]) for file in self.files for tensor in file.tensors]
+        return tuple(nbytes_by_holder(tensors, world_size).tolist())
 
     @property
     def num_tensors(self) -> int:
@@ -308,22 +304,12 @@ def is_packed_weight(name: str, dtype: str) -> bool:
     return is_small or (dtype in _INTEGERS and name.endswith(_PACKED_ENDINGS))
 
 
-@functools.lru_cache(1024)  # a model has many tensors of few shapes and placements
-def _cached_pieces(shape: tuple[int, ...], placement: Placement, turn: int) -> tuple[Piece, ...]:
-    return tuple(SpecPieces(shape, placement, turn))
-
-
 def _plan_spec(name: str, spec: ShardingSpec, options: ExportOptions, dtypes: _OutputDTypes, number: int) -> TensorPlan:
     """Plan output tensor `number`, whose sharding is a spec."""
     if not covers_exactly(spec.global_shape, spec.placement):
         raise IncompleteError(f"{spec.placement} does not cover shape {spec.global_shape}", name=spec.name)
     turn = 0 if options.replicas == "root" else number
-    num_ranks = math.prod(spec.placement.mesh_shape)
-    pieces: Sequence[Piece]
-    if num_ranks <= _FEW_RANKS:
-        pieces = _cached_pieces(spec.global_shape, spec.placement, turn % num_ranks)
-    else:
-        pieces = SpecPieces(spec.global_shape, spec.placement, turn)
+    pieces = SpecPieces(spec.global_shape, spec.placement, turn)
     return TensorPlan(name, spec.name, dtypes.of(spec.name, spec.dtype), spec.global_shape, 0, pieces)
 
 

@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, islice, product
+from itertools import accumulate, product
 
 from statexchange.messages import Shared
-from statexchange.sharding.shards import Box, Piece, Shard, boxes_of_runs
+from statexchange.sharding.shards import Box, Shard, boxes_of_runs
 
 __all__ = [
+    "DimRun",
     "DimSplit",
     "Placement",
     "ShardingSpec",
-    "SpecPieces",
     "coordinate_of",
     "covers_exactly",
     "local_boxes",
     "parts_within",
+    "runs_by_dim",
 ]
 
 _MAX_PIECES = 1 << 16
@@ -172,7 +173,7 @@ class ShardingSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class DimRun:
     """A run of one dim, and the ranks that have it.
 
     Attributes:
@@ -191,7 +192,7 @@ class _Run:
 
 
 @lru_cache(maxsize=4096)
-def _runs(size: int, mesh_shape: tuple[int, ...], splits: tuple[DimSplit | None, ...]) -> tuple[_Run, ...]:
+def _runs(size: int, mesh_shape: tuple[int, ...], splits: tuple[DimSplit | None, ...]) -> tuple[DimRun, ...]:
     """Return all runs of a dim in order. `splits` has an entry for each axis that splits this dim, None for others."""
     axes = [axis for axis, split in enumerate(splits) if split is not None]
     shape = tuple(mesh_shape[axis] for axis in axes)
@@ -201,11 +202,11 @@ def _runs(size: int, mesh_shape: tuple[int, ...], splits: tuple[DimSplit | None,
         boxes = local_boxes((size,), shape, index, dim_splits)
         coordinates = tuple(zip(axes, index, strict=True))
         for number, (box, _) in enumerate(boxes):
-            runs.append(_Run(box.offsets[0], box.shape[0], coordinates, number, len(boxes)))
+            runs.append(DimRun(box.offsets[0], box.shape[0], coordinates, number, len(boxes)))
     return tuple(sorted(runs, key=lambda run: run.begin))
 
 
-def _runs_by_dim(shape: tuple[int, ...], placement: Placement) -> list[tuple[_Run, ...]]:
+def runs_by_dim(shape: tuple[int, ...], placement: Placement) -> list[tuple[DimRun, ...]]:
     """Return the runs of each dim, in order."""
     runs = []
     for dim, size in enumerate(shape):
@@ -223,7 +224,7 @@ def covers_exactly(shape: tuple[int, ...], placement: Placement) -> bool:
     Each mesh axis splits at most one dim, so the boxes are exactly the products of one run per dim. They cover
     the tensor exactly if and only if the runs of each dim cover that dim exactly.
     """
-    return all(_covers_dim(runs, size) for runs, size in zip(_runs_by_dim(shape, placement), shape, strict=True))
+    return all(_covers_dim(runs, size) for runs, size in zip(runs_by_dim(shape, placement), shape, strict=True))
 
 
 def parts_within(shape: tuple[int, ...], placement: Placement, box: Box) -> list[tuple[Box, tuple[int, ...]]]:
@@ -241,7 +242,7 @@ def parts_within(shape: tuple[int, ...], placement: Placement, box: Box) -> list
         if len(axes) == 1 and axes[0][1].split_factor == 1:
             overlapping.append(_chunks_within(begin, size, whole, axes[0][0], placement.mesh_shape))
             continue
-        runs = _runs_by_dim(shape, placement)[dim]
+        runs = runs_by_dim(shape, placement)[dim]
         # The runs follow one another, and there may be thousands.
         first = bisect_right(runs, begin, key=_begin_of) - 1
         overlapping.append(list(runs[max(first, 0) : bisect_left(runs, begin + size, key=_begin_of)]))
@@ -255,20 +256,20 @@ def parts_within(shape: tuple[int, ...], placement: Placement, box: Box) -> list
     return parts
 
 
-def _chunks_within(begin: int, size: int, whole: int, axis: int, mesh_shape: Sequence[int]) -> list[_Run]:
+def _chunks_within(begin: int, size: int, whole: int, axis: int, mesh_shape: Sequence[int]) -> list[DimRun]:
     """Return the chunks of a dim of `whole` indices, as torch.chunk has them, that have indices of a run."""
     chunk = -(-whole // mesh_shape[axis])
     runs = []
     for at in range(begin // chunk, -(-min(begin + size, whole) // chunk)) if chunk else ():
-        runs.append(_Run(at * chunk, min(chunk, whole - at * chunk), ((axis, at),), 0, 1))
+        runs.append(DimRun(at * chunk, min(chunk, whole - at * chunk), ((axis, at),), 0, 1))
     return runs
 
 
-def _begin_of(run: _Run) -> int:
+def _begin_of(run: DimRun) -> int:
     return run.begin
 
 
-def _covers_dim(runs: Sequence[_Run], size: int) -> bool:
+def _covers_dim(runs: Sequence[DimRun], size: int) -> bool:
     """Whether sorted runs follow one another from 0 to `size`."""
     at = 0
     for run in runs:
@@ -276,54 +277,3 @@ def _covers_dim(runs: Sequence[_Run], size: int) -> bool:
             return False
         at += run.size
     return at == size
-
-
-class SpecPieces(Sequence[Piece]):
-    """The pieces of a tensor in the order of their first elements, each computed when it is accessed.
-
-    `turn` selects the replica that writes, which balances the ranks' writes over the tensors.
-    """
-
-    def __init__(self, shape: tuple[int, ...], placement: Placement, turn: int) -> None:
-        self._mesh_shape = placement.mesh_shape
-        self._turn = turn
-        self._runs = _runs_by_dim(shape, placement)
-        split_axes = set()
-        for runs in self._runs:
-            if runs:  # all runs of one dim are along the same axes
-                split_axes |= {axis for axis, _ in runs[0].coordinates}
-        # The coordinates of replicas along the axes that split nothing; 0 stands for the other axes.
-        self._replicas = [range(1 if axis in split_axes else size) for axis, size in enumerate(placement.mesh_shape)]
-
-    def __len__(self) -> int:
-        return math.prod(map(len, self._runs))
-
-    def __iter__(self) -> Iterator[Piece]:
-        return map(self._piece, product(*self._runs))
-
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
-        if isinstance(index, slice):
-            return list(islice(self, *index.indices(len(self))))
-        chosen = []
-        rest = range(len(self))[index]
-        for runs in reversed(self._runs):
-            rest, number = divmod(rest, len(runs))
-            chosen.append(runs[number])
-        return self._piece(tuple(reversed(chosen)))
-
-    def _piece(self, chosen: tuple[_Run, ...]) -> Piece:
-        """Return the piece whose box is the product of one run of each dim."""
-        box = Box(tuple(run.begin for run in chosen), tuple(run.size for run in chosen))
-        index = 0
-        coordinates: dict[int, int] = {}
-        for run in chosen:
-            index = index * run.count + run.number
-            coordinates.update(run.coordinates)
-        owners = []
-        for replica in product(*self._replicas):
-            rank = 0
-            for axis, size in enumerate(self._mesh_shape):
-                rank = rank * size + coordinates.get(axis, replica[axis])
-            owners.append((rank, index))
-        writer = owners.pop(self._turn % len(owners))
-        return Piece(box, *writer, tuple(owners))

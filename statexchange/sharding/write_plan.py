@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from statexchange.sharding.pieces import Pieces, SpecPieces, nbytes_by_holder
 from statexchange.sharding.rules import REDUCTIONS
-from statexchange.sharding.shards import Piece, is_inside, shape_from_json
+from statexchange.sharding.shards import is_inside, shape_from_json
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["BoxReceipt", "BoxReduction", "WriteFile", "WritePlan", "WriteTensor", "assign_hosts"]
+__all__ = ["BoxReduction", "WriteFile", "WritePlan", "WriteTensor", "assign_hosts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ class WriteTensor:
     dtype: str
     source: str
     reduce: str | None
-    pieces: Sequence[Piece]
+    pieces: Pieces
 
     def check(self, world_size: int) -> None:
         """Raise ValueError for a tensor that cannot be one of a plan for `world_size` ranks."""
@@ -62,6 +63,9 @@ class WriteTensor:
         if self.reduce is not None and self.reduce not in REDUCTIONS:
             raise ValueError(f"no reduction is called {self.reduce!r}")
         shape_from_json(self.shape)
+        if isinstance(self.pieces, SpecPieces):
+            self.pieces.check(self.shape, world_size)
+            return
         for piece in self.pieces:
             if not is_inside(piece.box, self.shape):
                 raise ValueError(f"box {piece.box} lies outside of shape {self.shape}")
@@ -87,6 +91,11 @@ class WritePlan:
     tensors: tuple[WriteTensor, ...]
     probe: str
     compares: bool
+
+    def compares_copies_of(self, tensor: WriteTensor) -> bool:
+        """Whether the copies of a tensor are digested and compared."""
+        # Copies that are reduced differ.
+        return self.compares and tensor.reduce is None
 
     def reductions(self) -> list[BoxReduction]:
         """Return the reductions of all boxes that have copies to reduce."""
@@ -119,32 +128,23 @@ def assign_hosts(plan: WritePlan, nodes: Sequence[int], sees: Sequence[bool]) ->
         nodes: the host number of each rank.
         sees: whether each rank sees the directory.
     """
+    import numpy as np
+
     num_nodes = max(nodes) + 1
     without_access = {node for node, sees_it in zip(nodes, sees, strict=True) if not sees_it}
     candidates = [node for node in range(num_nodes) if node not in without_access]
-    nbytes = [[0] * num_nodes for _ in plan.files]  # by file and host
+    tensors_of: list[list[tuple[Pieces, int]]] = [[] for _ in plan.files]
     for tensor in plan.tensors:
-        for piece in tensor.pieces:
-            nbytes[tensor.file][nodes[piece.holder]] += piece.box.numel * ITEMSIZE[tensor.dtype]
+        tensors_of[tensor.file].append((tensor.pieces, ITEMSIZE[tensor.dtype]))
     load = [0] * num_nodes
     assigned = []
-    for by_node in nbytes:
-        total = sum(by_node)
-        chosen = min(candidates, key=lambda node: (load[node] + total - by_node[node], node))
+    for of_file in tensors_of:
+        by_node = np.zeros(num_nodes, np.int64)
+        np.add.at(by_node, np.array(nodes), nbytes_by_holder(of_file, len(nodes)))
+        nbytes: list[int] = by_node.tolist()
+        total = sum(nbytes)
+        chosen = min(candidates, key=lambda node: (load[node] + total - nbytes[node], node))
         load[chosen] += total
         assigned.append(chosen)
     return assigned
 
-
-@dataclass(frozen=True, slots=True)
-class BoxReceipt:
-    """The digest of a rank's box `index`, which supplies, or is a copy of, a piece of a tensor of the plan.
-
-    `num_overflows` is the number of its finite elements that became infinite as they were cast.
-    """
-
-    tensor: int
-    piece: int
-    index: int
-    digest: str
-    num_overflows: int = 0

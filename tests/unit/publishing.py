@@ -29,7 +29,7 @@ import numpy as np
 from fsspec.implementations.local import LocalFileSystem
 
 import statexchange as sx
-from statexchange.checkpoint.publication import BoxProvenance, Publication
+from statexchange.checkpoint.publication import Provenance, Publication
 from statexchange.errors import StateExchangeError
 from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.processes import Owner
@@ -51,9 +51,9 @@ def plan_of(value: int) -> Plan:
     return plan_merge([RankShards(0, shards)], ExportOptions(max_shard_size=NBYTES))
 
 
-def provenance_of(plan: Plan, value: int) -> dict[str, list[BoxProvenance]]:
+def provenance_of(plan: Plan, value: int) -> dict[str, Provenance]:
     known = digest(bytes([value]) * NBYTES)
-    return {tensor.name: [BoxProvenance(0, known)] for file in plan.files for tensor in file.tensors}
+    return {tensor.name: Provenance([0], bytes.fromhex(known)) for file in plan.files for tensor in file.tensors}
 
 
 def begin(path: Any, value: int, **options: Any) -> Publication:

@@ -30,7 +30,7 @@ from statexchange.report.value_sums import ValueSums
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpec
 from statexchange.sharding.shards import Box, Piece
-from statexchange.sharding.write_plan import BoxReceipt, WriteFile, WritePlan, WriteTensor, assign_hosts
+from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import describe
 from statexchange.storage.tensorfile import SavedFile, SaveManifest
 from statexchange.train import synchronize
@@ -70,7 +70,6 @@ MANIFEST = SaveManifest("0123456789abcdef", "job", 1.5, (10, 20), 7, {"loss": 1,
 CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     (metadata(), RankMetadata, RankMetadata.check),
     (PLAN, WritePlan, partial(WritePlan.check, world_size=2)),
-    ((BoxReceipt(0, 1, 0, "aa"), BoxReceipt(1, 0, 2, "bb")), tuple[BoxReceipt, ...], None),
     (_RankMessage(TENSORS_METADATA, {"id": "a"}, ["x"]), _RankMessage, _RankMessage.check),
     (_ArenaAddress("a", 1, 2, 3, 4096, None), _ArenaAddress, None),
     ([WantedBox("w", Box((0,), (2,)), "F32", "0f")], list[WantedBox], None),

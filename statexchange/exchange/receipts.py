@@ -1,0 +1,184 @@
+"""The digests of the boxes that ranks have written, and those of copies: sent to root, compared, assigned to pieces.
+
+A rank sends 16 bytes for each box that it has written or compared, in the order of the plan, which says what each of
+them is of. So the receipts of 4 million boxes are 64 MB, and root assigns them in arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from statexchange.checkpoint.publication import Provenance
+from statexchange.errors import MismatchError, ReplicaError
+from statexchange.messages import decode, encoded
+from statexchange.sharding.pieces import holders_of
+from statexchange.sharding.plan import Plan, TensorPlan, replica_error
+from statexchange.sharding.rules import layout_advice
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["Receipts", "provenance_of"]
+
+_DIGEST_BYTES, _COUNT_BYTES = 16, 8
+_BATCH_ROWS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Receipts:
+    """The receipts of one rank.
+
+    Attributes:
+        digests: the digest of each box that it has written or compared, in the order of the plan.
+        overflows: by the number of a tensor how many of its finite elements became infinite as they were cast.
+    """
+
+    digests: list[bytes]
+    overflows: dict[int, int]
+
+    def to_bytes(self) -> bytes:
+        """Return this as `provenance_of` reads it."""
+        count = len(self.digests).to_bytes(_COUNT_BYTES, "little")
+        return b"".join((count, *self.digests, encoded(self.overflows, dict[int, int])))
+
+
+class _Rows(NamedTuple):
+    """The ranks that send a digest of a tensor, in the order of its pieces, and how many of them each piece has."""
+
+    number: int
+    tensor: TensorPlan
+    ranks: NDArray[np.int64] | Sequence[int]
+    counts: Sequence[int] | int
+
+
+def provenance_of(plan: Plan, receipts: list[bytes], *, compares: bool) -> dict[str, Provenance]:
+    """Return the suppliers and digests of each tensor's boxes. Root only.
+
+    Args:
+        plan: the plan.
+        receipts: those of each rank; they are taken out of this list, as they may need much memory.
+        compares: whether copies are digested, and must be equal.
+
+    Raises:
+        ReplicaError: copies of a box differ.
+        MismatchError: a rank has not sent a digest of each of its boxes.
+    """
+    received = _Received(receipts)
+    provenance: dict[str, Provenance] = {}
+    for batch in _batches(plan, compares=compares):
+        digests = received.take(batch)
+        at = 0
+        for rows in batch:
+            of_tensor = digests[at : at + len(rows.ranks)]
+            at += len(rows.ranks)
+            overflows = received.overflows.get(rows.number, 0)
+            provenance[rows.tensor.name] = _provenance(rows, of_tensor, overflows)
+    received.check_all_taken()
+    return provenance
+
+
+def _batches(plan: Plan, *, compares: bool) -> Iterator[list[_Rows]]:
+    """Yield the rows of the tensors of a plan, of many small ones or a few large ones at once."""
+    batch: list[_Rows] = []
+    num_rows = 0
+    for number, tensor in enumerate(plan.tensors.values()):
+        # Copies that are reduced differ.
+        rows = _Rows(number, tensor, *holders_of(tensor.pieces, with_copies=compares and tensor.reduce is None))
+        batch.append(rows)
+        num_rows += len(rows.ranks)
+        if num_rows >= _BATCH_ROWS:
+            yield batch
+            batch, num_rows = [], 0
+    yield batch
+
+
+class _Received:
+    """The receipts of all ranks, in one array; each is taken once, in the order of the plan."""
+
+    def __init__(self, receipts: list[bytes]) -> None:
+        import numpy as np
+
+        self.overflows: dict[int, int] = {}
+        counts = []
+        for data in receipts:
+            counts.append(int.from_bytes(data[:_COUNT_BYTES], "little"))
+        self._ends = np.cumsum(counts)
+        self._next = self._ends - counts  # for each rank the row of its next digest
+        self._digests = np.empty((sum(counts), _DIGEST_BYTES), np.uint8)
+        for rank, count in enumerate(counts):
+            data, receipts[rank] = receipts[rank], b""
+            end = _COUNT_BYTES + count * _DIGEST_BYTES
+            for number, overflows in decode(data[end:], dict[int, int], "its overflows", rank).items():
+                self.overflows[number] = self.overflows.get(number, 0) + overflows
+            rows = np.frombuffer(data[_COUNT_BYTES:end], np.uint8).reshape(count, _DIGEST_BYTES)
+            self._digests[self._next[rank] : self._ends[rank]] = rows
+
+    def take(self, batch: Sequence[_Rows]) -> NDArray[np.uint8]:
+        """Return the digests of all rows."""
+        import numpy as np
+
+        world_size = len(self._ends)
+        ranks = np.concatenate([np.asarray(rows.ranks, np.int64) for rows in batch]) if batch else np.zeros(0, np.int64)
+        counts = np.bincount(ranks, minlength=world_size)
+        if np.any(self._next + counts > self._ends):
+            raise self._incomplete(self._next + counts > self._ends)
+        # By rank, and for each rank in the order of the plan, as it sent them. numpy sorts 16 bits by radix.
+        is_small = world_size <= 1 << 16
+        by_rank = np.argsort(ranks.astype(np.uint16) if is_small else ranks, kind="stable")
+        row_in_rank = np.arange(len(ranks)) - np.repeat(np.cumsum(counts) - counts, counts)
+        places = np.empty(len(ranks), np.int64)
+        places[by_rank] = np.repeat(self._next, counts) + row_in_rank
+        self._next += counts
+        digests: NDArray[np.uint8] = self._digests[places]
+        return digests
+
+    def check_all_taken(self) -> None:
+        """Raise MismatchError if a rank has sent more digests than it has boxes."""
+        if (self._next != self._ends).any():
+            raise self._incomplete(self._next != self._ends)
+
+    def _incomplete(self, ranks: NDArray[np.bool_]) -> MismatchError:
+        rank = int(ranks.nonzero()[0][0])
+        text = "this rank has not sent the digests of its boxes: run the same version of statexchange on all ranks"
+        return MismatchError(text, rank=rank)
+
+
+def _provenance(rows: _Rows, digests: NDArray[np.uint8], num_overflows: int) -> Provenance:
+    """Return the provenance of a tensor's pieces; raise ReplicaError if copies of one differ."""
+    import numpy as np
+
+    ranks = np.asarray(rows.ranks, np.int64)
+    # The row of each piece's writer comes before those of its copies.
+    if isinstance(rows.counts, int):
+        writers = np.arange(0, len(ranks), rows.counts)
+        counts: NDArray[np.int64] | int = rows.counts
+    else:
+        counts = np.array(rows.counts, np.int64)
+        writers = np.cumsum(counts) - counts
+    if len(writers) == len(ranks):
+        return Provenance(ranks.tolist(), digests.tobytes(), num_overflows)
+    expected = digests[np.repeat(writers, counts)]
+    differing = (digests != expected).any(axis=1).nonzero()[0]
+    if len(differing):
+        row = int(differing[0])
+        piece = int(np.searchsorted(writers, row, side="right")) - 1
+        raise _replica_error(rows.tensor, piece, int(ranks[writers[piece]]), int(ranks[row]))
+    return Provenance(ranks[writers].tolist(), digests[writers].tobytes(), num_overflows)
+
+
+def _replica_error(tensor: TensorPlan, index: int, holder: int, other: int) -> ReplicaError:
+    """Return the error for a piece of which `other` has another copy, with the layout by which it would be a part."""
+
+    def rule(dim: int) -> str:
+        return f'{{"{tensor.source}": Shard({dim})}}'
+
+    rules = layout_advice([tensor.shape], rule) if len(tensor.pieces) == 1 else ""
+    layout = f"if each rank holds a part, give layout={rules}; " if rules else ""
+    advice = (
+        f'{layout}to take rank {min(holder, other)}\'s copy, replicas="root"; tensors of different pipeline '
+        "stages need different names, even if each stage numbers its layers from 0"
+    )
+    return replica_error(tensor.name, tensor.pieces[index].box, holder, other, advice)

@@ -1,0 +1,323 @@
+"""The pieces of output tensors: who writes and who has each of them, as a list or as it follows from a mesh.
+
+A piece is a box of an output tensor, with the ranks or files that have it. Pieces of explicit boxes are listed. Those
+of a tensor on a mesh are computed on access, so that neither a plan nor what is done with it grows with the ranks: a
+rank asks for its own, and root looks at those of all ranks in arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice, product
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from statexchange.messages import Shared
+from statexchange.sharding.sharding_spec import DimRun, Placement, coordinate_of, runs_by_dim
+from statexchange.sharding.shards import Box, Piece, c_strides
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = [
+    "Pieces",
+    "RankPiece",
+    "SpecPieces",
+    "boxes_of",
+    "holders_of",
+    "nbytes_by_holder",
+    "pieces_of_rank",
+    "pieces_written_by",
+]
+
+_FEW_PIECES = 16  # the most of one tensor whose boxes are cached
+
+
+class _Grid(NamedTuple):
+    """The pieces of all tensors of one shape and placement, numbered in C order of the runs of each dim.
+
+    Attributes:
+        runs: the runs of each dim, in order.
+        numbers: for each dim the runs that a rank has, by its coordinates on the axes that split the dim.
+        holders: for each piece the first rank that has it.
+        numels: its number of elements.
+        copies: what is added to the number of its first rank for each rank that has it.
+    """
+
+    runs: list[tuple[DimRun, ...]]
+    numbers: list[dict[tuple[tuple[int, int], ...], list[int]]]
+    holders: NDArray[np.int64]
+    numels: NDArray[np.int64]
+    copies: NDArray[np.int64]
+
+
+@lru_cache(maxsize=1024)  # a model has many tensors of few shapes and placements
+def _grid(shape: tuple[int, ...], placement: Placement) -> _Grid:
+    import numpy as np
+
+    mesh_shape = placement.mesh_shape
+    strides = c_strides(mesh_shape)
+    all_runs = runs_by_dim(shape, placement)
+    holders, numels = np.zeros(1, np.int64), np.ones(1, np.int64)
+    split_axes: set[int] = set()
+    numbers = []
+    for runs in all_runs:
+        firsts = []
+        of_coordinates: dict[tuple[tuple[int, int], ...], list[int]] = {}
+        for number, run in enumerate(runs):
+            firsts.append(sum(strides[axis] * index for axis, index in run.coordinates))
+            split_axes.update(axis for axis, _ in run.coordinates)
+            of_coordinates.setdefault(run.coordinates, []).append(number)
+        numbers.append(of_coordinates)
+        holders = np.add.outer(holders, np.array(firsts, np.int64)).ravel()
+        numels = np.multiply.outer(numels, np.array([run.size for run in runs], np.int64)).ravel()
+    copies = np.zeros(1, np.int64)
+    for axis, size in enumerate(mesh_shape):
+        if axis not in split_axes:
+            copies = np.add.outer(copies, np.arange(size) * strides[axis]).ravel()
+    return _Grid(all_runs, numbers, holders, numels, copies)
+
+
+class RankPiece(NamedTuple):
+    """A piece of which a rank has a copy: its number among the pieces of the tensor, and the rank's box of it.
+
+    `is_written`: this rank's copy is the one that is written.
+    """
+
+    number: int
+    box: Box
+    box_index: int
+    is_written: bool
+
+
+@dataclass(frozen=True)
+class SpecPieces(Sequence[Piece]):
+    """The pieces of a tensor in the order of their first elements, each computed when it is accessed.
+
+    Attributes:
+        shape: the global shape.
+        placement: how it lies on its mesh.
+        turn: which copy of each piece is written. It balances the ranks' writes over the tensors.
+        ranks: the ranks of the mesh in C order; () for the ranks 0, 1, ...
+    """
+
+    shape: tuple[int, ...]
+    placement: Shared[Placement]
+    turn: int
+    ranks: Shared[tuple[int, ...]] = ()
+
+    @property
+    def _grid(self) -> _Grid:
+        return _grid(self.shape, self.placement)
+
+    @property
+    def holders(self) -> NDArray[np.int64]:
+        """The rank that writes each piece."""
+        grid = self._grid
+        return self._ranks_at(grid.holders + grid.copies[self.turn % len(grid.copies)])
+
+    @property
+    def all_holders(self) -> NDArray[np.int64]:
+        """The ranks that have each piece: one row for each piece, with the rank that writes it in the first column."""
+        import numpy as np
+
+        grid = self._grid
+        # As `_piece` does: the one that writes is taken out of the others.
+        writer = self.turn % len(grid.copies)
+        copies = np.concatenate((grid.copies[writer : writer + 1], np.delete(grid.copies, writer)))
+        return self._ranks_at(np.add.outer(grid.holders, copies))
+
+    def _ranks_at(self, mesh_ranks: NDArray[np.int64]) -> NDArray[np.int64]:
+        return _array_of(self.ranks)[mesh_ranks] if self.ranks else mesh_ranks
+
+    @property
+    def boxes(self) -> Iterable[Box]:
+        """The boxes of the pieces."""
+        if len(self) <= _FEW_PIECES:
+            return _few_boxes(self.shape, self.placement)
+        return map(_box_of, product(*self._grid.runs))
+
+    def box_at(self, number: int) -> Box:
+        """Return the box of one piece."""
+        return _box_of(_runs_at(self._grid, number))
+
+    @property
+    def numels(self) -> NDArray[np.int64]:
+        """The number of elements of each piece."""
+        return self._grid.numels
+
+    def check(self, shape: tuple[int, ...], world_size: int) -> None:
+        """Raise ValueError if these cannot be the pieces of a tensor of `shape` on so many ranks."""
+        num_ranks = self.placement.num_ranks
+        if self.shape != shape or len(self.placement.splits) != len(self.placement.mesh_shape):
+            raise ValueError(f"pieces of shape {self.shape} for shape {shape}, or a mesh without a placement")
+        if len(self.ranks or range(num_ranks)) != num_ranks or max(self.ranks, default=num_ranks - 1) >= world_size:
+            raise ValueError(f"{num_ranks} ranks of a mesh are not among {world_size}")
+
+    def of_rank(self, rank: int) -> tuple[RankPiece, ...]:
+        """Return the pieces of which a rank has a copy, in their order."""
+        mesh_rank = _positions_of(self.ranks).get(rank, -1) if self.ranks else rank
+        if not 0 <= mesh_rank < self.placement.num_ranks:
+            return ()
+        return _pieces_of_rank(self.shape, self.placement, self.turn % len(self._grid.copies), mesh_rank)
+
+    def __len__(self) -> int:
+        return len(self._grid.holders)
+
+    def __iter__(self) -> Iterator[Piece]:
+        return map(self._piece, product(*self._grid.runs))
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        if isinstance(index, slice):
+            return list(islice(self, *index.indices(len(self))))
+        return self._piece(_runs_at(self._grid, range(len(self))[index]))
+
+    def _piece(self, chosen: tuple[DimRun, ...]) -> Piece:
+        """Return the piece whose box is the product of one run of each dim."""
+        strides = c_strides(self.placement.mesh_shape)
+        coordinates: dict[int, int] = {}
+        for run in chosen:
+            coordinates.update(run.coordinates)
+        first = sum(strides[axis] * index for axis, index in coordinates.items())
+        index = _index_in_rank(chosen)
+        holders = self._ranks_at(first + self._grid.copies).tolist()
+        owners = [(holder, index) for holder in holders]
+        writer = owners.pop(self.turn % len(owners))
+        return Piece(_box_of(chosen), *writer, tuple(owners))
+
+
+@lru_cache(maxsize=64)  # meshes
+def _array_of(ranks: tuple[int, ...]) -> NDArray[np.int64]:
+    import numpy as np
+
+    return np.array(ranks, np.int64)
+
+
+@lru_cache(maxsize=64)  # meshes
+def _positions_of(ranks: tuple[int, ...]) -> dict[int, int]:
+    return {rank: position for position, rank in enumerate(ranks)}
+
+
+def _runs_at(grid: _Grid, number: int) -> tuple[DimRun, ...]:
+    """Return the runs whose product is a piece."""
+    chosen = []
+    for runs in reversed(grid.runs):
+        number, at = divmod(number, len(runs))
+        chosen.append(runs[at])
+    return tuple(reversed(chosen))
+
+
+def _box_of(chosen: Sequence[DimRun]) -> Box:
+    return Box(tuple(run.begin for run in chosen), tuple(run.size for run in chosen))
+
+
+@lru_cache(maxsize=1024)
+def _few_boxes(shape: tuple[int, ...], placement: Placement) -> tuple[Box, ...]:
+    return tuple(map(_box_of, product(*_grid(shape, placement).runs)))
+
+
+def _index_in_rank(chosen: Sequence[DimRun]) -> int:
+    """Return the index of a piece among the boxes of a rank that has it."""
+    index = 0
+    for run in chosen:
+        index = index * run.count + run.number
+    return index
+
+
+@lru_cache(maxsize=4096)  # one rank asks for its own pieces of tensors of few shapes; threads are several ranks
+def _pieces_of_rank(shape: tuple[int, ...], placement: Placement, writer: int, rank: int) -> tuple[RankPiece, ...]:
+    grid = _grid(shape, placement)
+    coordinate = coordinate_of(rank, placement.mesh_shape)
+    held = []
+    for runs, numbers in zip(grid.runs, grid.numbers, strict=True):
+        # All runs of one dim are along the same axes.
+        axes = [axis for axis, _ in runs[0].coordinates] if runs else []
+        held.append(numbers.get(tuple((axis, coordinate[axis]) for axis in axes), []))
+    pieces = []
+    for at in product(*held):
+        number = 0
+        chosen = []
+        for place, runs in zip(at, grid.runs, strict=True):
+            number = number * len(runs) + place
+            chosen.append(runs[place])
+        is_written = int(grid.holders[number] + grid.copies[writer]) == rank
+        pieces.append(RankPiece(number, _box_of(chosen), _index_in_rank(chosen), is_written))
+    return tuple(pieces)
+
+
+Pieces: TypeAlias = tuple[Piece, ...] | SpecPieces
+"""The pieces of one tensor."""
+
+
+def boxes_of(pieces: Pieces) -> Iterable[Box]:
+    """Return the boxes of the pieces of a tensor."""
+    return pieces.boxes if isinstance(pieces, SpecPieces) else [piece.box for piece in pieces]
+
+
+def pieces_of_rank(pieces: Pieces, rank: int) -> Sequence[RankPiece]:
+    """Return the pieces of a tensor of which a rank has a copy; one may be there twice, if it has two copies of it.
+
+    Of two rows on two ranks, each written by the one that has it, the rank 1 has
+    ``RankPiece(number=1, box=Box((1, 0), (1, 4)), box_index=0, is_written=True)``.
+    """
+    if isinstance(pieces, SpecPieces):
+        return pieces.of_rank(rank)
+    of_rank = []
+    for number, piece in enumerate(pieces):
+        if piece.holder == rank:
+            of_rank.append(RankPiece(number, piece.box, piece.box_index, True))
+        for holder, box_index in piece.replicas:
+            if holder == rank:
+                of_rank.append(RankPiece(number, piece.box, box_index, False))
+    return of_rank
+
+
+def holders_of(pieces: Pieces, *, with_copies: bool) -> tuple[Sequence[int] | NDArray[np.int64], Sequence[int] | int]:
+    """Return the ranks that have each piece of a tensor, and how many there are of each piece (one number if equal).
+
+    The rank that writes a piece comes first, then, `with_copies`, those with its other copies: as `pieces_of_rank` has
+    them in turn.
+    """
+    if isinstance(pieces, SpecPieces):
+        rows = pieces.all_holders if with_copies else pieces.holders
+        return rows.ravel(), rows.size // max(1, len(rows))
+    ranks, counts = [], []
+    for piece in pieces:
+        ranks.append(piece.holder)
+        if with_copies:
+            ranks += [holder for holder, _ in piece.replicas]
+        counts.append(1 + with_copies * len(piece.replicas))
+    return ranks, counts
+
+
+def pieces_written_by(pieces: Pieces, are_writers: NDArray[np.bool_]) -> Iterator[tuple[int, Box, int]]:
+    """Yield the number, the box and the rank of each piece that one of some ranks writes; those have True."""
+    if isinstance(pieces, SpecPieces):
+        holders = pieces.holders
+        for number in are_writers[holders].nonzero()[0].tolist():
+            yield number, pieces.box_at(number), int(holders[number])
+        return
+    for number, piece in enumerate(pieces):
+        if are_writers[piece.holder]:
+            yield number, piece.box, piece.holder
+
+
+def nbytes_by_holder(tensors: Iterable[tuple[Pieces, int]], num_holders: int) -> NDArray[np.int64]:
+    """Return the bytes that each holder writes of tensors, which are given by their pieces and the size of an element.
+
+    Not collective.
+    """
+    import numpy as np
+
+    nbytes = np.zeros(num_holders, np.int64)
+    listed = [0] * num_holders
+    for pieces, itemsize in tensors:
+        if isinstance(pieces, SpecPieces):
+            # No rank writes two pieces of one tensor, unless its boxes are dealt out in turn.
+            np.add.at(nbytes, pieces.holders, pieces.numels * itemsize)
+            continue
+        for piece in pieces:
+            listed[piece.holder] += piece.box.numel * itemsize
+    return nbytes + listed
