@@ -22,6 +22,7 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
+from statexchange.formats.box_digests import DIGESTS
 from statexchange.formats.config_check import LIVE_MODEL, is_adapter, live_name, named_adapters
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG, WEIGHT_SUFFIXES
@@ -56,7 +57,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versio
 # keeps beside them (Trainer, DeepSpeed and verl).
 _NOT_COPIED = re.compile(
     rf".*({'|'.join(map(re.escape, WEIGHT_SUFFIXES))}|\.distcp|\.pkl|\.log|\.index\.(.+\.)?json)|"
-    r"statexchange\.json|\..*|"
+    r"statexchange\.(json|digests)|\..*|"
     r"trainer_state\.json|(all|train|eval|test|predict)_results\.json|latest|latest_universal|zero_to_(fp32|torch)\.py|"
     r"latest_checkpointed_iteration\.txt|fsdp_config\.json|lora_train_meta\.json|events\.out\.tfevents.*"
 )
@@ -85,7 +86,16 @@ def extra_files(
     files = dict(own)
     if updates_dtype and CONFIG in files:
         files[CONFIG] = _with_dtype(files[CONFIG], plan)
-    reserved = {"", ".", "..", MANIFEST, index_name(plan), *(file.name for file in plan.files), single_file_name(plan)}
+    reserved = {
+        "",
+        ".",
+        "..",
+        MANIFEST,
+        DIGESTS,
+        index_name(plan),
+        *(file.name for file in plan.files),
+        single_file_name(plan),
+    }
     for name in given:
         if name in reserved or "\0" in name or name.startswith(".statexchange"):
             raise InvalidArgumentError(

@@ -158,7 +158,7 @@ def _joined_parts(plan: Plan, provenance: Mapping[str, Provenance]) -> Iterator[
         numel = {}
         boxes = provenance[tensor.name]
         for box, rank, digest in zip(boxes_of(tensor.pieces), boxes.ranks, boxes.hex_digests(), strict=True):
-            digests.setdefault(rank, []).append(digest)
+            digests.setdefault(int(rank), []).append(digest)
             numel[digest] = box.numel
         yield JoinedParts(tensor.source, tensor.dtype, digests, numel)
 

@@ -12,11 +12,13 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statexchange.errors import CorruptError, NotFoundError, UnsafeError, UnsupportedError
+from statexchange.formats.box_digests import DIGEST_BYTES, DIGESTS, PLACED_SCHEMA, placed_record
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import INDEX
+from statexchange.formats.sealed_files import DIGESTS_KEY, SealedFile
 from statexchange.formats.sealed_files import KEY as SEALED
-from statexchange.sharding.pieces import boxes_of
-from statexchange.storage.files import check_size
+from statexchange.sharding.pieces import SpecPieces, boxes_of
+from statexchange.storage.files import check_size, digest
 from statexchange.storage.location import (
     MAX_MANIFEST_BYTES,
     MAX_PARSED_BYTES,
@@ -32,9 +34,10 @@ from statexchange.storage.tensorfile import encode_header
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
     from typing_extensions import Self
 
-    from statexchange.formats.sealed_files import SealedFile
     from statexchange.sharding.plan import FilePlan, Plan, TensorPlan
     from statexchange.sharding.shards import Shard
 
@@ -103,12 +106,43 @@ class _Draft:
             self.texts[index] = index_text(plan)
             self.names.append(index)
         self.nbytes = plan.nbytes + sum(map(len, (*self.headers.values(), *self.texts.values())))
-        num_boxes = 0
+        self.placed = _placed(plan)
+        if self.placed.first:
+            self.names.append(DIGESTS)
+            self.nbytes += self.placed.num_boxes * DIGEST_BYTES
+        num_listed = 0
         for file in plan.files:
             for tensor in file.tensors:
-                num_boxes += len(tensor.pieces)
-        if num_boxes > _MANY_BOXES:
-            _check_manifest_fits(plan, num_boxes)
+                if tensor.name not in self.placed.first:
+                    num_listed += len(tensor.pieces)
+        if num_listed > _MANY_BOXES:
+            _check_manifest_fits(plan, self.placed, num_listed)
+
+
+class _Placed(NamedTuple):
+    """The tensors whose boxes a manifest does not list, but gives by their placements.
+
+    `first` is the number of each one's first digest in the file of digests, and `num_boxes` that of all digests.
+    """
+
+    first: Mapping[str, int]
+    num_boxes: int
+
+
+def _placed(plan: Plan) -> _Placed:
+    """Return the tensors that are placed: all that lie on a mesh, if a manifest would have to list too many boxes.
+
+    Of fewer boxes all are listed, as older versions read them, too.
+    """
+    first: dict[str, int] = {}
+    num_boxes = num_placed = 0
+    for file in plan.files:
+        for tensor in file.tensors:
+            num_boxes += len(tensor.pieces)
+            if isinstance(tensor.pieces, SpecPieces):
+                first[tensor.name] = num_placed
+                num_placed += len(tensor.pieces)
+    return _Placed(first, num_placed) if num_boxes > _MOST_LISTED else _Placed({}, 0)
 
 
 def check_publication(
@@ -210,9 +244,15 @@ class Publication:
         texts = self._draft.texts
         for name, data in texts.items():
             self._build.put(name, data)
-        manifest = manifest_text(self._plan, provenance, self._draft.names, self._source)
+        written = [(name, len(data)) for name, data in texts.items()]
+        placed, digests = self._draft.placed, b""
+        if placed.first:
+            digests = b"".join(provenance[name].digests for name in placed.first)
+            self._build.put(DIGESTS, digests)
+            written.append((DIGESTS, len(digests)))
+        manifest = manifest_text(self._plan, provenance, self._draft.names, self._source, placed, digests)
         self._build.commit(MANIFEST, manifest)
-        return [*((name, len(data)) for name, data in texts.items()), (MANIFEST, len(manifest))]
+        return [*written, (MANIFEST, len(manifest))]
 
     def abandon(self) -> None:
         """Remove all files of an uncommitted publication."""
@@ -238,7 +278,8 @@ def _header_of(plan: FilePlan, metadata: Mapping[str, str]) -> bytes:
 _SCHEMA = 1
 _MANY_BOXES = 1 << 20  # fewer fit into a manifest, but for very long names
 _SAMPLE = 256  # boxes of a tensor whose text is looked at
-DIGEST_BYTES = 16
+_HEX_DIGITS = 2 * DIGEST_BYTES
+_MOST_LISTED = 1 << 14  # boxes: with more, a manifest is larger than the headers of all files
 
 
 class Provenance(NamedTuple):
@@ -250,14 +291,14 @@ class Provenance(NamedTuple):
         num_overflows: how many finite elements of all boxes a cast has made infinite.
     """
 
-    ranks: Sequence[int]
+    ranks: Sequence[int] | NDArray[np.int64]
     digests: bytes
     num_overflows: int = 0
 
     def hex_digests(self) -> list[str]:
         """Return the digests as text."""
         text = self.digests.hex()
-        return [text[at : at + 2 * DIGEST_BYTES] for at in range(0, len(text), 2 * DIGEST_BYTES)]
+        return [text[at : at + _HEX_DIGITS] for at in range(0, len(text), _HEX_DIGITS)]
 
 
 def single_file_name(plan: Plan) -> str:
@@ -280,18 +321,39 @@ def index_text(plan: Plan) -> bytes:
 
 
 def manifest_text(
-    plan: Plan, provenance: Mapping[str, Provenance], names: Sequence[str], source: str
+    plan: Plan,
+    provenance: Mapping[str, Provenance],
+    names: Sequence[str],
+    source: str,
+    placed: _Placed,
+    digests: bytes,
 ) -> bytes:
     """Return the manifest: the names of all other files, and for each tensor its boxes with their provenance.
+
+    Args:
+        plan: the plan.
+        provenance: the boxes of each tensor.
+        names: the names of all other files.
+        source: the format of the source.
+        placed: the tensors whose boxes are not listed.
+        digests: the content of the file of their digests.
 
     Raises:
         UnsafeError: the manifest would be larger than readers accept.
     """
     tensors = {}
+    placements: list[object] = []
     for file in plan.files:
         for tensor in file.tensors:
-            tensors[tensor.name] = _tensor_record(file, tensor, provenance[tensor.name])
-    record = {
+            record: dict[str, object] = {"file": file.name, "dtype": tensor.dtype, "shape": list(tensor.shape)}
+            record["source"] = tensor.source
+            if tensor.name in placed.first:
+                assert isinstance(tensor.pieces, SpecPieces)
+                record["placed"] = placed_record(tensor.pieces, placements, placed.first[tensor.name])
+            else:
+                record["boxes"] = _listed_boxes(tensor, provenance[tensor.name])
+            tensors[tensor.name] = record
+    manifest = {
         "schema": _SCHEMA,
         "plan": plan.digest,
         "source": source,
@@ -300,7 +362,10 @@ def manifest_text(
         "aliases": dict(plan.aliases),
         "tensors": tensors,
     }
-    return _encoded(record)
+    if placed.first:
+        sealed = SealedFile(DIGESTS, len(digests), len(digests), digest(digests))
+        manifest |= {"schema": PLACED_SCHEMA, "placements": placements, DIGESTS_KEY: {DIGESTS: sealed.to_json()}}
+    return _encoded(manifest)
 
 
 def sealed_manifest_text(
@@ -319,13 +384,13 @@ def sealed_manifest_text(
         UnsafeError: the manifest would be larger than readers accept.
     """
     records = {}
-    for name, (file, shard, digest) in tensors.items():
+    for name, (file, shard, box_digest) in tensors.items():
         records[name] = {
             "file": file,
             "dtype": shard.dtype,
             "shape": list(shard.global_shape),
             "source": name,
-            "boxes": [[*shard.boxes[0].to_json(), digest, 0]],
+            "boxes": [[*shard.boxes[0].to_json(), box_digest, 0]],
         }
     record = {
         "schema": _SCHEMA,
@@ -339,7 +404,7 @@ def sealed_manifest_text(
     return _encoded(record)
 
 
-def _check_manifest_fits(plan: Plan, num_boxes: int) -> None:
+def _check_manifest_fits(plan: Plan, placed: _Placed, num_boxes: int) -> None:
     """Raise UnsafeError if readers would refuse the boxes in a manifest, by an estimate from some of each tensor.
 
     The end of the publication looks at all of the text.
@@ -347,11 +412,12 @@ def _check_manifest_fits(plan: Plan, num_boxes: int) -> None:
     nbytes = parsed = 0.0
     for file in plan.files:
         for tensor in file.tensors:
+            if tensor.name in placed.first:
+                continue
             num_pieces = len(tensor.pieces)
             sample = tuple(tensor.pieces[number] for number in range(0, num_pieces, 1 + num_pieces // _SAMPLE))
             provenance = Provenance([piece.holder for piece in sample], b"\0" * DIGEST_BYTES * len(sample))
-            record = _tensor_record(file, tensor._replace(pieces=sample), provenance)
-            boxes = json.dumps(record["boxes"], separators=(",", ":"))
+            boxes = json.dumps(_listed_boxes(tensor._replace(pieces=sample), provenance), separators=(",", ":"))
             scale = num_pieces / max(1, len(sample))
             nbytes += scale * len(boxes)
             parsed += scale * check_parsed_size(boxes, MANIFEST, Budget(MANIFEST))
@@ -376,18 +442,14 @@ def _encoded(record: Mapping[str, Any]) -> bytes:
     return data
 
 
-def _tensor_record(file: FilePlan, tensor: TensorPlan, provenance: Provenance) -> dict[str, Any]:
-    """Return the manifest's record of a tensor; each of its boxes is (offsets, shape, digest, rank)."""
-    boxes = []
-    for box, digest, rank in zip(boxes_of(tensor.pieces), provenance.hex_digests(), provenance.ranks, strict=True):
-        boxes.append([*box, digest, rank])
-    return {
-        "file": file.name,
-        "dtype": tensor.dtype,
-        "shape": list(tensor.shape),
-        "source": tensor.source,
-        "boxes": boxes,
-    }
+def _listed_boxes(tensor: TensorPlan, provenance: Provenance) -> list[list[object]]:
+    """Return the boxes of a tensor for a manifest, each as (offsets, shape, digest, rank)."""
+    boxes: list[list[object]] = []
+    digests, at = provenance.digests.hex(), 0
+    for box, rank in zip(boxes_of(tensor.pieces), provenance.ranks, strict=True):
+        boxes.append([*box, digests[at : at + _HEX_DIGITS], int(rank)])
+        at += _HEX_DIGITS
+    return boxes
 
 
 def listed_files(store: Store) -> list[str]:

@@ -50,7 +50,7 @@ class _Rows(NamedTuple):
 
     number: int
     tensor: TensorPlan
-    ranks: NDArray[np.int64] | Sequence[int]
+    ranks: Sequence[int] | NDArray[np.int64]
     counts: Sequence[int] | int
 
 
@@ -75,7 +75,10 @@ def provenance_of(plan: Plan, receipts: list[bytes], *, compares: bool) -> dict[
             of_tensor = digests[at : at + len(rows.ranks)]
             at += len(rows.ranks)
             overflows = received.overflows.get(rows.number, 0)
-            provenance[rows.tensor.name] = _provenance(rows, of_tensor, overflows)
+            if len(rows.tensor.pieces) == len(rows.ranks):
+                provenance[rows.tensor.name] = Provenance(rows.ranks, of_tensor.tobytes(), overflows)
+            else:
+                provenance[rows.tensor.name] = _provenance_of_copies(rows, of_tensor, overflows)
     received.check_all_taken()
     return provenance
 
@@ -146,8 +149,8 @@ class _Received:
         return MismatchError(text, rank=rank)
 
 
-def _provenance(rows: _Rows, digests: NDArray[np.uint8], num_overflows: int) -> Provenance:
-    """Return the provenance of a tensor's pieces; raise ReplicaError if copies of one differ."""
+def _provenance_of_copies(rows: _Rows, digests: NDArray[np.uint8], num_overflows: int) -> Provenance:
+    """Return the provenance of the pieces of a tensor that have copies; raise ReplicaError if copies of one differ."""
     import numpy as np
 
     ranks = np.asarray(rows.ranks, np.int64)
@@ -158,15 +161,13 @@ def _provenance(rows: _Rows, digests: NDArray[np.uint8], num_overflows: int) -> 
     else:
         counts = np.array(rows.counts, np.int64)
         writers = np.cumsum(counts) - counts
-    if len(writers) == len(ranks):
-        return Provenance(ranks.tolist(), digests.tobytes(), num_overflows)
     expected = digests[np.repeat(writers, counts)]
     differing = (digests != expected).any(axis=1).nonzero()[0]
     if len(differing):
         row = int(differing[0])
         piece = int(np.searchsorted(writers, row, side="right")) - 1
         raise _replica_error(rows.tensor, piece, int(ranks[writers[piece]]), int(ranks[row]))
-    return Provenance(ranks[writers].tolist(), digests[writers].tobytes(), num_overflows)
+    return Provenance(ranks[writers], digests[writers].tobytes(), num_overflows)
 
 
 def _replica_error(tensor: TensorPlan, index: int, holder: int, other: int) -> ReplicaError:

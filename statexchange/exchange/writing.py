@@ -153,7 +153,9 @@ class _Writing:
             for piece in pieces_of_rank(tensor.pieces, rank):
                 if not piece.is_written and not plan.compares_copies_of(tensor):
                     continue
-                dst = self._peer_of(rank, node) if piece.is_written else -1
+                dst = -1
+                if piece.is_written:
+                    dst = rank if node == node_here else self._peer_of(rank, node)
                 item = _WriteItem(tensor, number, piece.number, piece.box, piece.box_index, rank, dst, num_receipts)
                 num_receipts += 1
                 (local if dst in (rank, -1) else messages).append(item)

@@ -22,7 +22,7 @@ from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.options import Selection
 from statexchange.sharding.shards import Box, Shard, c_contiguous, c_strides, full_box, linear_offset
 from statexchange.storage.location import parse_json, read_option_file
-from statexchange.storage.store import Budget, ByteRange, StoredFile
+from statexchange.storage.store import Budget, ByteRange, ListedDigests, StoredFile
 from statexchange.tensors import ITEMSIZE
 
 __all__ = [
@@ -216,7 +216,7 @@ def _with_one_box(tensor: SourceTensor) -> SourceTensor:
     whole = full_box(shard.global_shape)
     if nbytes != whole.numel * ITEMSIZE[shard.dtype]:
         return tensor
-    joined = ByteRange(first.file, first.begin, nbytes, parts=tuple(parts))
+    joined = ByteRange(first.file, first.begin, nbytes, parts=ListedDigests(parts))
     return SourceTensor(replace(shard, boxes=(whole,)), (joined,))
 
 
@@ -237,7 +237,7 @@ def _byte_range(stored: ByteRange, box: Box, patch: Patch, dtype: str) -> ByteRa
     for part, digest in stored.parts:
         offsets = tuple(offset + distance for offset, distance in zip(part.offsets, moved, strict=True))
         parts.append((Box(offsets, part.shape), digest))
-    return ByteRange(stored.file, begin, nbytes, stored.digest, stored.strides, tuple(parts))
+    return ByteRange(stored.file, begin, nbytes, stored.digest, stored.strides, ListedDigests(parts))
 
 
 class _Zeros(StoredFile):

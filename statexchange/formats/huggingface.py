@@ -26,6 +26,7 @@ from statexchange.errors import (
     StateExchangeError,
     excerpt,
 )
+from statexchange.formats.box_digests import PLACED_SCHEMA, BoxDigests, PlacedBoxes
 from statexchange.formats.model_files import (
     INDEX,
     ModelFiles,
@@ -58,7 +59,7 @@ from statexchange.sharding.shards import (
 )
 from statexchange.storage.location import OpenedPath, parse_json, read_json
 from statexchange.storage.publish.claim import CLAIM_NAME, claim_of
-from statexchange.storage.store import ByteRange, Store, StoredFile
+from statexchange.storage.store import ByteRange, ListedDigests, Store, StoredFile
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_header
 from statexchange.storage.workspace import is_rank_file
 from statexchange.tensors import ITEMSIZE, itemsize_of
@@ -118,6 +119,7 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
     problems: list[StateExchangeError] = []
     manifest, weight_map, names = _files_to_read(opened, problems, uses_manifest=uses_manifest)
     published = manifest["tensors"] if manifest is not None else {}
+    placed = _placed(store, manifest, problems)
     listed_names = names_by_file(weight_map)
     shard_files: list[ShardFile] = []
     unreadable: list[UnreadableTensor] = []
@@ -131,7 +133,7 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
             parts.update(offsets)
             match = _SHARD_NAME.fullmatch(name)
             rank = int(match[1]) - 1 if match is not None else number
-            shard_files.append(shard_file_of(rank, file, header, offsets, published))
+            shard_files.append(shard_file_of(rank, file, header, offsets, published, placed))
             unreadable += unknown_dtypes(header, file.path)
             texts.append(header.common_metadata)
         except StateExchangeError as error:
@@ -292,11 +294,13 @@ def shard_file_of(
     header: Header,
     parts: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     published: Mapping[str, Any] = MappingProxyType({}),
+    placed: Mapping[str, PlacedBoxes] = MappingProxyType({}),
 ) -> ShardFile:
     """Return a safetensors file with its tensors.
 
     `parts` has the offsets of those that are parts. A part's global shape ends with this part for now; `_whole`
-    replaces it when all parts are known. `published` has the records of a manifest.
+    replaces it when all parts are known. `published` has the records of a manifest, and `placed` the boxes of those
+    that have a placement.
     """
     tensors = {}
     for name, entry in header.entries.items():
@@ -311,16 +315,23 @@ def shard_file_of(
         if record is None or not is_whole or (record["dtype"], tuple(record["shape"])) != (entry.dtype, entry.shape):
             tensors[name] = SourceTensor(shard, (stored,))
         else:
-            tensors[name] = _published(shard, stored, record["boxes"])
+            tensors[name] = _published(shard, stored, record, placed)
     return ShardFile(rank, file, tensors)
 
 
-def _published(shard: Shard, stored: ByteRange, records: Sequence[Any]) -> SourceTensor:
+def _published(
+    shard: Shard, stored: ByteRange, record: Mapping[str, Any], placed: Mapping[str, PlacedBoxes]
+) -> SourceTensor:
     """Return a published tensor with the digests of the boxes in its manifest, which `_check_record` has checked."""
+    if "placed" in record:
+        # Without the file of digests, which is a problem of the source, its bytes are not proven.
+        parts = placed.get(shard.name)
+        return SourceTensor(shard, (stored if parts is None else stored._replace(parts=parts),))
+    records: Sequence[Any] = record["boxes"]
     shape, itemsize = shard.global_shape, ITEMSIZE[shard.dtype]
     boxes = {Box(tuple(offsets), tuple(sizes)): digest for offsets, sizes, digest, _ in records}
     if not all(c_contiguous(box, shape) for box in boxes):
-        return SourceTensor(shard, (stored._replace(parts=tuple(boxes.items())),))
+        return SourceTensor(shard, (stored._replace(parts=ListedDigests(boxes.items())),))
     pieces = [
         ByteRange(stored.file, stored.begin + linear_offset(box, shape) * itemsize, box.numel * itemsize, digest)
         for box, digest in boxes.items()
@@ -385,8 +396,9 @@ def read_manifest(store: Store) -> dict[str, Any] | None:
     with parsing("broken manifest", path=path):
         if not isinstance(manifest, dict):
             raise TypeError("not an object")
-        if manifest.get("schema", 1) != 1:
-            raise ValueError(f"schema {excerpt(manifest['schema'], 60)}, but this version reads 1")
+        if manifest.get("schema", 1) not in (1, PLACED_SCHEMA):
+            text = f"schema {excerpt(manifest['schema'], 60)}, but this version reads 1 and {PLACED_SCHEMA}"
+            raise ValueError(text)
         aliases = manifest.get("aliases", {})
         if not isinstance(aliases, dict) or any(not isinstance(name, str) for name in aliases.values()):
             raise TypeError("its aliases do not map names to names")
@@ -396,21 +408,42 @@ def read_manifest(store: Store) -> dict[str, Any] | None:
     return manifest
 
 
+def _placed(
+    store: Store, manifest: Mapping[str, Any] | None, problems: list[StateExchangeError]
+) -> dict[str, PlacedBoxes]:
+    """Return the boxes of the tensors that the manifest places, without reading their digests; add to `problems`."""
+    placed: dict[str, PlacedBoxes] = {}
+    records = {} if manifest is None else manifest["tensors"]
+    if manifest is None or not any("placed" in record for record in records.values()):
+        return placed
+    try:
+        with parsing("broken manifest", path=store.path_of(MANIFEST)):
+            digests = BoxDigests(store, manifest)
+            for name, record in records.items():
+                if "placed" in record:
+                    placed[name] = digests.boxes_of(record)
+    except StateExchangeError as error:
+        problems.append(error)
+    return placed
+
+
 def _check_record(record: Any) -> None:
     """Raise ValueError, KeyError or TypeError unless this is a tensor's record of a manifest.
 
-    It has file, dtype, shape, and boxes as (offsets, shape, digest, rank).
+    It has file, dtype, shape, and boxes as (offsets, shape, digest, rank), or `placed`.
     """
     itemsize_of(record["dtype"])
     shape = shape_from_json(record["shape"])
+    if not isinstance(record["file"], str):
+        raise TypeError("a tensor's file is not a name")
+    if "placed" in record:
+        return
     for offsets, sizes, digest, rank in record["boxes"]:
         box = Box.from_json([offsets, sizes])
         if not is_inside(box, shape):
             raise ValueError(f"box {box} lies outside of shape {shape}")
         if not isinstance(digest, str) or type(rank) is not int or rank < 0:
             raise ValueError(f"not a box: {excerpt([digest, rank])}")
-    if not isinstance(record["file"], str):
-        raise TypeError("a tensor's file is not a name")
 
 
 def _weight_map(store: Store, files: ModelFiles, manifest: Mapping[str, Any] | None) -> dict[str, str]:

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
     from statexchange.storage.store import Store, StoredFile
 
-__all__ = ["KEY", "SealedFile", "check_sealed_file", "parse_sealed", "seal_file", "sealed_files"]
+__all__ = ["DIGESTS_KEY", "KEY", "SealedFile", "check_sealed_file", "parse_sealed", "seal_file", "sealed_files"]
 
 KEY = "sealed"
+DIGESTS_KEY = "digests"  # of the file of digests that a large checkpoint has (`box_digests.py`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,10 @@ def parse_sealed(raw: Any) -> list[SealedFile]:
 
 
 def sealed_files(source: Source) -> list[SealedFile]:
-    """Return the files that the manifest of a source seals; [] without any."""
-    return parse_sealed(source.manifest.get(KEY, {})) if source.manifest is not None else []
+    """Return the files whose digests the manifest of a source has; [] without any."""
+    if source.manifest is None:
+        return []
+    return parse_sealed(source.manifest.get(KEY, {})) + parse_sealed(source.manifest.get(DIGESTS_KEY, {}))
 
 
 def seal_file(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from statexchange.formats import sealed_files
+from statexchange.formats.box_digests import PlacedBoxes
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import KINDS_WITH_RANKS, Source, SourceKind
 from statexchange.sharding.shards import Box, full_box
@@ -101,7 +102,7 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
     if manifest is not None and sealed_files.KEY in manifest:  # a seal is added later, when the ranks are not known
         manifest = None
     if manifest is not None:
-        tensors = list(_published_tensors(manifest))
+        tensors = list(_published_tensors(source, manifest))
         merged = manifest.get("source")
         has_ranks = merged in KINDS_WITH_RANKS or merged not in get_args(SourceKind)
     else:
@@ -127,10 +128,19 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
     )
 
 
-def _published_tensors(manifest: Mapping[str, Any]) -> Iterator[Supplied]:
+def _published_tensors(source: Source, manifest: Mapping[str, Any]) -> Iterator[Supplied]:
     """Yield the tensors of a manifest, with the ranks in it."""
+    placed: dict[str, PlacedBoxes] = {}
+    for _, tensor in source.shards():
+        if isinstance(tensor.byte_ranges[0].parts, PlacedBoxes):
+            placed[tensor.shard.name] = tensor.byte_ranges[0].parts
     for name, record in manifest["tensors"].items():
-        boxes = tuple((Box.from_json([offsets, shape]), rank) for offsets, shape, _, rank in record["boxes"])
+        boxes: tuple[tuple[Box, int], ...] = ()
+        if name in placed:
+            pieces = placed[name].pieces
+            boxes = tuple(zip(pieces.boxes, pieces.holders.tolist(), strict=True))
+        elif "boxes" in record:
+            boxes = tuple((Box.from_json([offsets, shape]), rank) for offsets, shape, _, rank in record["boxes"])
         yield Supplied(name, record["dtype"], tuple(record["shape"]), boxes)
 
 

@@ -7,10 +7,13 @@ rank asks for its own, and root looks at those of all ranks in arrays.
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice, product
+from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from statexchange.messages import Shared
@@ -133,6 +136,11 @@ class SpecPieces(Sequence[Piece]):
         return _array_of(self.ranks)[mesh_ranks] if self.ranks else mesh_ranks
 
     @property
+    def copies(self) -> NDArray[np.int64]:
+        """What is added to the number of the first rank that has a piece, for each rank that has it."""
+        return self._grid.copies
+
+    @property
     def boxes(self) -> Iterable[Box]:
         """The boxes of the pieces."""
         if len(self) <= _FEW_PIECES:
@@ -162,6 +170,23 @@ class SpecPieces(Sequence[Piece]):
         if not 0 <= mesh_rank < self.placement.num_ranks:
             return ()
         return _pieces_of_rank(self.shape, self.placement, self.turn % len(self._grid.copies), mesh_rank)
+
+    def within(self, region: Box) -> Iterator[tuple[int, Box]]:
+        """Yield the pieces that lie in a region of the tensor, with their numbers."""
+        grid = self._grid
+        inside = []
+        for runs, begin, size in zip(grid.runs, *region, strict=True):
+            # The runs of a dim follow one another, and there may be thousands.
+            first = bisect_left(runs, begin, key=attrgetter("begin"))
+            last = bisect_right(runs, begin + size, key=attrgetter("end"))
+            inside.append(range(first, last))
+        for at in product(*inside):
+            number = 0
+            chosen = []
+            for place, runs in zip(at, grid.runs, strict=True):
+                number = number * len(runs) + place
+                chosen.append(runs[place])
+            yield number, _box_of(chosen)
 
     def __len__(self) -> int:
         return len(self._grid.holders)
@@ -253,7 +278,7 @@ Pieces: TypeAlias = tuple[Piece, ...] | SpecPieces
 
 def boxes_of(pieces: Pieces) -> Iterable[Box]:
     """Return the boxes of the pieces of a tensor."""
-    return pieces.boxes if isinstance(pieces, SpecPieces) else [piece.box for piece in pieces]
+    return pieces.boxes if isinstance(pieces, SpecPieces) else map(attrgetter("box"), pieces)
 
 
 def pieces_of_rank(pieces: Pieces, rank: int) -> Sequence[RankPiece]:
@@ -282,13 +307,14 @@ def holders_of(pieces: Pieces, *, with_copies: bool) -> tuple[Sequence[int] | ND
     """
     if isinstance(pieces, SpecPieces):
         rows = pieces.all_holders if with_copies else pieces.holders
-        return rows.ravel(), rows.size // max(1, len(rows))
+        return rows.ravel(), len(pieces.copies) if with_copies else 1
     ranks, counts = [], []
     for piece in pieces:
         ranks.append(piece.holder)
-        if with_copies:
+        counts.append(1)
+        if with_copies and piece.replicas:
             ranks += [holder for holder, _ in piece.replicas]
-        counts.append(1 + with_copies * len(piece.replicas))
+            counts[-1] += len(piece.replicas)
     return ranks, counts
 
 
@@ -319,5 +345,5 @@ def nbytes_by_holder(tensors: Iterable[tuple[Pieces, int]], num_holders: int) ->
             np.add.at(nbytes, pieces.holders, pieces.numels * itemsize)
             continue
         for piece in pieces:
-            listed[piece.holder] += piece.box.numel * itemsize
+            listed[piece.holder] += math.prod(piece.box.shape) * itemsize
     return nbytes + listed

@@ -190,6 +190,11 @@ class DimRun:
     number: int
     count: int
 
+    @property
+    def end(self) -> int:
+        """The index after its last one."""
+        return self.begin + self.size
+
 
 @lru_cache(maxsize=4096)
 def _runs(size: int, mesh_shape: tuple[int, ...], splits: tuple[DimSplit | None, ...]) -> tuple[DimRun, ...]:
@@ -197,6 +202,8 @@ def _runs(size: int, mesh_shape: tuple[int, ...], splits: tuple[DimSplit | None,
     axes = [axis for axis, split in enumerate(splits) if split is not None]
     shape = tuple(mesh_shape[axis] for axis in axes)
     dim_splits = tuple(DimSplit(0, split.split_factor) for split in splits if split is not None)
+    if dim_splits == (DimSplit(0),):
+        return tuple(_chunks_within(0, size, size, axes[0], mesh_shape))
     runs = []
     for index in product(*map(range, shape)):
         boxes = local_boxes((size,), shape, index, dim_splits)

@@ -147,4 +147,3 @@ def assign_hosts(plan: WritePlan, nodes: Sequence[int], sees: Sequence[bool]) ->
         load[chosen] += total
         assigned.append(chosen)
     return assigned
-

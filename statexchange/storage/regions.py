@@ -381,8 +381,7 @@ class BoxDigest:
         self._hasher = xxhash.xxh3_128() if whole else None
         self._parts = [
             (part, expected, xxhash.xxh3_128())
-            for part, expected in stored.parts
-            if region is None or intersect(part, region) == part
+            for part, expected in (stored.parts if region is None else stored.parts.within(region))
         ]
         # A heap of parts by the next element that each needs: a window then visits only the parts that it reaches.
         self._waiting = [(part.offsets, number) for number, (part, _, _) in enumerate(self._parts) if part.numel]

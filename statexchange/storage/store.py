@@ -55,7 +55,7 @@ from statexchange.errors import (
     UnsafeError,
     excerpt,
 )
-from statexchange.sharding.shards import Box
+from statexchange.sharding.shards import Box, intersect
 from statexchange.storage.files import (
     audit,
     check_private,
@@ -330,6 +330,29 @@ class Store(ABC):
         return self.open(name).read_all(limit)
 
 
+class KnownDigests(Protocol):
+    """Blocks of a box, in the tensor's coordinates, with their known digests."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[Box, str]]: ...
+
+    def within(self, region: Box) -> Iterator[tuple[Box, str]]:
+        """Yield the blocks that lie in a region of the tensor."""
+
+
+class ListedDigests(tuple[tuple[Box, str], ...]):
+    """Blocks and their digests as a list."""
+
+    __slots__ = ()
+
+    def within(self, region: Box) -> Iterator[tuple[Box, str]]:
+        """Yield the blocks that lie in a region of the tensor."""
+        for block, digest in self:
+            if intersect(block, region) == block:
+                yield block, digest
+
+
 class ByteRange(NamedTuple):
     """The position of one box's bytes in a file, and their known digests.
 
@@ -349,7 +372,7 @@ class ByteRange(NamedTuple):
     nbytes: int
     digest: str | None = None
     strides: tuple[int, ...] | None = None
-    parts: tuple[tuple[Box, str], ...] = ()
+    parts: KnownDigests = ListedDigests()
     orders: tuple[array[int] | None, ...] = ()
 
     @property
@@ -360,7 +383,7 @@ class ByteRange(NamedTuple):
     @property
     def is_proven(self) -> bool:
         """Whether digests cover all bytes of the box."""
-        return self.digest is not None or bool(self.parts)
+        return self.digest is not None or len(self.parts) > 0
 
 
 # Local directories

@@ -180,7 +180,7 @@ def test_runs_that_leave_a_gap_are_refused(monkeypatch: pytest.MonkeyPatch) -> N
     """The proof of cover does not rely on the arithmetic of placements."""
     from statexchange.sharding import sharding_spec
 
-    mesh = Placement((3,), (DimSplit(0),))
+    mesh = Placement((3,), (DimSplit(0, 2),))
     assert covers_exactly((7, 2), mesh)
     sharding_spec._runs.cache_clear()
     wrong = [[], [(Box((0,), (3,)), (0,))], [(Box((4,), (3,)), (0,))]]
