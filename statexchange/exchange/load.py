@@ -378,7 +378,7 @@ def _other_shape(target: _LiveTarget, loaded: LoadSource, expected: tuple[int, .
     shape = target.local.shard.global_shape
     hint = "; build the state as it was saved, or leave this tensor out by exclude"
     # A plain tensor may be this rank's part of one that the job has cut itself.
-    if len(shape) == len(expected) and target.local.placement is None and loaded.matching.loaded_by > 1:
+    if len(shape) == len(expected) and not target.local.mesh and loaded.matching.loaded_by > 1:
         dim = 0
         while shape[dim] == expected[dim]:
             dim += 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -71,7 +70,7 @@ class RankMetadata:
             shard: Shard | ShardingSpec = local.shard
             if local.placement is not None:
                 # The mesh says what each rank holds: a spec is equal on all of them, where boxes would differ.
-                shard = ShardingSpec(shard.name, shard.dtype, shard.global_shape, local.placement)
+                shard = ShardingSpec(shard.name, shard.dtype, shard.global_shape, local.placement, local.mesh_ranks)
             shards.append(DescribedShard(shard, local.part))
         return cls(shards, described.aliases, described.unused, described.extra_state, reductions, options)
 
@@ -233,7 +232,7 @@ def reductions_of(metadata: Sequence[RankMetadata]) -> dict[str, str]:
 def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[Shard | ShardingSpec]]:
     """Return each rank's shards, with the parts of layout rules placed in their whole tensors.
 
-    A spec that all ranks give, over a mesh of them all, is listed for rank 0 only.
+    A spec that all ranks of its mesh give, and no other rank has a tensor of this name, is listed for one of them only.
     """
     agreed = _agreed_specs(metadata)
     # Ranks with equal metadata share one object. Thousands of them may have a model on a mesh, with nothing to list.
@@ -249,30 +248,48 @@ def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[S
     positions = {name: place_parts(tensor_parts, layout.mesh) for name, tensor_parts in parts.items()}
     # Now by rank: a part has another place on each, and a spec of some ranks alone becomes each one's boxes.
     shards: list[list[Shard | ShardingSpec]] = []
+    seen: set[int] = set()
     for rank, rank_metadata in enumerate(metadata):
         of_rank: list[Shard | ShardingSpec] = []
-        for described in rank_metadata.shards if rank == 0 else kept[id(rank_metadata)]:
+        for described in kept[id(rank_metadata)] if id(rank_metadata) in seen else rank_metadata.shards:
             shard = described.shard
             if described.part is not None:
                 shard = Shard(shard.name, shard.dtype, *positions[shard.name][rank])
-            elif isinstance(shard, ShardingSpec) and shard not in agreed:
+            elif isinstance(shard, ShardingSpec) and shard in agreed:
+                if agreed[shard] != rank:
+                    continue
+            elif isinstance(shard, ShardingSpec):
                 shard = shard.shard_of(rank)
             of_rank.append(shard)
+        seen.add(id(rank_metadata))
         shards.append(of_rank)
     return shards
 
 
-def _agreed_specs(metadata: Sequence[RankMetadata]) -> set[Shard | ShardingSpec]:
-    """Return the specs that all ranks give, over a mesh of them all."""
-    agreed: set[Shard | ShardingSpec] = set()
-    for described in metadata[0].shards:
-        shard = described.shard
-        if isinstance(shard, ShardingSpec) and math.prod(shard.placement.mesh_shape) == len(metadata):
-            agreed.add(shard)
+def _agreed_specs(metadata: Sequence[RankMetadata]) -> dict[Shard | ShardingSpec, int]:
+    """Return the specs that all ranks of their mesh give, if no other rank has the tensor, each with the first rank."""
     # By identity, as equal metadata is one object: to compare it with itself would take seconds for 100,000 tensors.
-    compared = {id(metadata[0])}
-    for rank_metadata in metadata:
-        if agreed and id(rank_metadata) not in compared:
-            compared.add(id(rank_metadata))
-            agreed &= {described.shard for described in rank_metadata.shards}
+    ranks_of: dict[int, list[int]] = {}
+    for rank, rank_metadata in enumerate(metadata):
+        ranks_of.setdefault(id(rank_metadata), []).append(rank)
+    distinct = {id(rank_metadata): rank_metadata for rank_metadata in metadata}
+    givers: dict[str, list[int]] = {}  # the metadata that have a tensor, by its name
+    specs: dict[str, Shard | ShardingSpec | None] = {}  # None where they differ
+    for number, rank_metadata in distinct.items():
+        for described in rank_metadata.shards:
+            shard = described.shard
+            givers.setdefault(shard.name, []).append(number)
+            if specs.setdefault(shard.name, shard) != shard or described.part is not None:
+                specs[shard.name] = None
+    agreed: dict[Shard | ShardingSpec, int] = {}
+    are_meshes: dict[tuple[tuple[int, ...], tuple[int, ...], int], bool] = {}
+    for name, spec in specs.items():
+        if not isinstance(spec, ShardingSpec):
+            continue
+        key = tuple(givers[name]), spec.ranks, spec.placement.num_ranks
+        if key not in are_meshes:
+            ranks = [rank for number in givers[name] for rank in ranks_of[number]]
+            are_meshes[key] = sorted(ranks) == sorted(spec.ranks or range(spec.placement.num_ranks))
+        if are_meshes[key]:
+            agreed[spec] = min(ranks_of[number][0] for number in givers[name])
     return agreed

@@ -108,10 +108,10 @@ def index_of_rank(saved: SavedState, described: Description, files: Sequence[Ite
         # By identity first: to compare layouts takes longer than all else here, and most tensors share a few objects.
         seen: dict[int, tuple[object, list[IndexedTensor]]] = {}
         for shard in shards:
-            placement = described.tensors[shard.name].placement
+            local = described.tensors[shard.name]
             # A mesh also says where an uneven or an empty part lies.
-            if placement is not None:
-                place, groups = _placed(placement, rank), of_mesh
+            if local.placement is not None:
+                place, groups = _placed(local.placement, local.mesh_ranks, rank), of_mesh
             else:
                 place, groups = layout_of(shard.global_shape, shard.boxes), others
             if id(place) not in seen:
@@ -125,8 +125,8 @@ def index_of_rank(saved: SavedState, described: Description, files: Sequence[Ite
 
 
 @functools.lru_cache(256)
-def _placed(placement: Placement, rank: int) -> tuple[SavedLayout, int]:
-    return SavedLayout(placement), rank
+def _placed(placement: Placement, mesh_ranks: tuple[int, ...], rank: int) -> tuple[SavedLayout, int]:
+    return SavedLayout(placement), mesh_ranks.index(rank) if mesh_ranks else rank
 
 
 def _places(groups: Iterable[tuple[SavedLayout, int, int]], num_files: int) -> list[list[tuple[int, int]]]:

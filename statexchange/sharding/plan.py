@@ -309,7 +309,7 @@ def _plan_spec(name: str, spec: ShardingSpec, options: ExportOptions, dtypes: _O
     if not covers_exactly(spec.global_shape, spec.placement):
         raise IncompleteError(f"{spec.placement} does not cover shape {spec.global_shape}", name=spec.name)
     turn = 0 if options.replicas == "root" else number
-    pieces = SpecPieces(spec.global_shape, spec.placement, turn)
+    pieces = SpecPieces(spec.global_shape, spec.placement, turn, spec.ranks)
     return TensorPlan(name, spec.name, dtypes.of(spec.name, spec.dtype), spec.global_shape, 0, pieces)
 
 
@@ -359,8 +359,8 @@ def _kept_as(name: str, by_name: Mapping[str, _TensorShards], rank_shards: Seque
     shards = by_name[name]
     names = set()
     if isinstance(shards, ShardingSpec):
-        for number, holder in enumerate(rank_shards):
-            target = holder.aliases.get(name)
+        for number in shards.ranks or range(shards.placement.num_ranks):
+            target = rank_shards[number].aliases.get(name)
             if target is not None:
                 names.add(target if _are_equal(shards, by_name.get(target)) else name)
             # A rank's boxes take a while, and once one is known to be untied, another one adds nothing.
@@ -411,8 +411,10 @@ def _first(shards: _TensorShards) -> Shard | ShardingSpec:
 
 
 def _holders(shards: _TensorShards) -> set[int]:
-    """Return the holders with elements; those of a spec are all ranks of its mesh, and are left out."""
-    return set() if isinstance(shards, ShardingSpec) else {holder for holder, shard in shards if shard.nbytes}
+    """Return the holders with elements; of a spec the ranks of its mesh, if it lists them."""
+    if isinstance(shards, ShardingSpec):
+        return set(shards.ranks)
+    return {holder for holder, shard in shards if shard.nbytes}
 
 
 def _new_names(names: Iterable[str], aliases: Mapping[str, str], options: ExportOptions) -> dict[str, str]:

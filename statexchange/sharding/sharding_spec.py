@@ -157,17 +157,18 @@ def coordinate_of(rank: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ShardingSpec:
-    """The sharding of one tensor over the ranks 0, 1, ... of a mesh."""
+    """The sharding of one tensor over the ranks of a mesh, in C order; `ranks` is () for the ranks 0, 1, ..."""
 
     name: str
     dtype: str
     global_shape: tuple[int, ...]
     placement: Shared[Placement]
+    ranks: Shared[tuple[int, ...]] = ()
 
     def shard_of(self, rank: int) -> Shard:
         """Return one rank's shard, with explicit boxes."""
         mesh_shape = self.placement.mesh_shape
-        coordinate = coordinate_of(rank, mesh_shape)
+        coordinate = coordinate_of(self.ranks.index(rank) if self.ranks else rank, mesh_shape)
         boxes = local_boxes(self.global_shape, mesh_shape, coordinate, self.placement.splits)
         return Shard(self.name, self.dtype, self.global_shape, tuple(box for box, _ in boxes))
 

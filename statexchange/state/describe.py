@@ -47,7 +47,8 @@ class LocalTensor:
         tensors: the memory of each box.
         part: set for a plain tensor with a layout rule. The shard's boxes are then relative to this rank's tensor:
             offsets in the whole tensor follow only from the parts of all ranks.
-        placement: set for a tensor on a mesh of all ranks, if `local_boxes` computes this rank's boxes from it.
+        placement: set for a tensor on a mesh, if `local_boxes` computes this rank's boxes from it.
+        mesh_ranks: the ranks of that mesh in C order; () for the ranks 0, 1, ...
         mesh: the ranks of a DTensor's mesh and what each axis splits, as text; "" for other tensors.
         copies: the ranks that have the same boxes by that mesh, as text; "" if it is this rank alone.
         reduce: how to combine copies that differ, "max" or "min".
@@ -58,6 +59,7 @@ class LocalTensor:
     tensors: tuple[TensorLike, ...]
     part: Part | None = None
     placement: Placement | None = None
+    mesh_ranks: tuple[int, ...] = ()
     mesh: str = ""
     copies: str = ""
     reduce: str | None = None
@@ -317,6 +319,7 @@ def _from_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Leaf, ra
         shard,
         tuple(tensors),
         placement=layout.placement,
+        mesh_ranks=layout.mesh_ranks,
         mesh=layout.mesh,
         copies=layout.copies,
         memory=tuple(memories),
@@ -390,8 +393,9 @@ class _LocalLayout:
     Attributes:
         boxes: the boxes of the local part.
         begins: where each begins in the local part, if that has several.
-        placement: as for `LocalTensor`; None unless the mesh has the ranks 0, 1, ... in order and this rank holds
-            exactly the boxes that follow from the placement: then one record describes the boxes of all ranks.
+        placement: as for `LocalTensor`; None unless this rank holds exactly the boxes that follow from the placement:
+            then one record describes the boxes of all ranks.
+        mesh_ranks: as for `LocalTensor`.
         mesh: as for `LocalTensor`.
         copies: as for `LocalTensor`.
         problem: why the tensor is refused.
@@ -400,6 +404,7 @@ class _LocalLayout:
     boxes: tuple[Box, ...] = ()
     begins: tuple[tuple[int, ...], ...] | None = None
     placement: Placement | None = None
+    mesh_ranks: tuple[int, ...] = ()
     mesh: str = ""
     copies: str = ""
     problem: str | None = None
@@ -438,7 +443,7 @@ def _compute_layout(tensor: DTensor, mesh: DeviceMesh, coordinate: Sequence[int]
             is_split |= split.split_factor > 1
         splits.append(split)
     if coordinate is None:  # this rank is not in the tensor's mesh
-        return _LocalLayout(placement=_placement_of(mesh, shape, splits, (), rank))
+        return _LocalLayout()
     for axis, split in enumerate(splits):
         if split is not None and bool((mesh.mesh.diff(dim=axis) <= 0).any()):
             problem = "its mesh lists ranks out of order: torch's functions then disagree about which rank holds what"
@@ -455,21 +460,17 @@ def _compute_layout(tensor: DTensor, mesh: DeviceMesh, coordinate: Sequence[int]
     place = tuple(slice(None) if split is None else at for split, at in zip(splits, coordinate, strict=True))
     copies = mesh.mesh[place].flatten().tolist()
     shown = str(copies) if len(copies) > 1 else ""
-    return _LocalLayout(boxes, begins, _placement_of(mesh, shape, splits, boxes, rank), copies=shown)
-
-
-def _placement_of(
-    mesh: DeviceMesh, shape: tuple[int, ...], splits: list[DimSplit | None], boxes: tuple[Box, ...], rank: int
-) -> Placement | None:
-    """Return a DTensor's placement if its mesh has ranks 0, 1, ... and `boxes` are those that it implies for `rank`."""
-    ranks, mesh_shape = mesh.mesh, tuple(mesh.mesh.shape)
-    if ranks.flatten().tolist() != list(range(ranks.numel())) or rank >= ranks.numel() or len(boxes) > 1:
-        return None
+    layout = _LocalLayout(boxes, begins, copies=shown)
+    ranks: list[int] = mesh.mesh.flatten().tolist()
+    # Ranks of a communicator may be numbered in another way than those of torch's default group.
+    if rank not in ranks or len(boxes) > 1:
+        return layout
     try:
-        implied = local_boxes(shape, mesh_shape, coordinate_of(rank, mesh_shape), splits)
+        implied = local_boxes(shape, mesh_shape, coordinate_of(ranks.index(rank), mesh_shape), splits)
     except ValueError:
-        return None
+        return layout
     # torch has an empty chunk where the rules have no box.
     if [box for box, _ in implied] != [box for box in boxes if box.numel]:
-        return None
-    return Placement(mesh_shape, tuple(splits))
+        return layout
+    mesh_ranks = () if ranks == list(range(len(ranks))) else tuple(ranks)
+    return replace(layout, placement=Placement(mesh_shape, tuple(splits)), mesh_ranks=mesh_ranks)

@@ -27,6 +27,7 @@ from statexchange.exchange.reading import Overflows, WantedBox
 from statexchange.exchange.saving import _Start, _Written
 from statexchange.messages import decode, encoded
 from statexchange.report.value_sums import ValueSums
+from statexchange.sharding.pieces import SpecPieces
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpec
 from statexchange.sharding.shards import Box, Piece
@@ -45,7 +46,10 @@ STATE = {name: torch.ones(2, 2) for name in ("cut", "split.qkv", "own", "scale",
 PIECES = (Piece(Box((0, 0), (2, 2)), 1, 0, ((0, 1),)), Piece(Box((2, 0), (2, 2)), 0, 0))
 PLAN = WritePlan(
     (WriteFile("/out/a", is_reserved=True), WriteFile("/out/b", is_reserved=False)),
-    (WriteTensor(1, 80, (4, 2), "F32", "w", "max", PIECES), WriteTensor(0, 8, (2,), "BF16", "v", None, ())),
+    (
+        WriteTensor(1, 80, (4, 2), "F32", "w", "max", PIECES),
+        WriteTensor(0, 8, (2,), "BF16", "v", None, SpecPieces((2,), Placement((2,), (DimSplit(0),)), 1, (1, 0))),
+    ),
     "/out/probe",
     compares=True,
 )
@@ -192,6 +196,8 @@ def test_a_plan_with_absent_ranks_or_files_is_refused() -> None:
         (replace(PLAN, tensors=(replace(first, pieces=(piece._replace(replicas=((2, 1),)),)),)), "rank 2"),
         (replace(PLAN, tensors=(replace(first, pieces=(Piece(Box((3, 0), (2, 2)), 1, 0),)),)), "outside"),
         (replace(PLAN, tensors=(replace(first, reduce="sum"), second)), "reduction"),
+        (replace(PLAN, tensors=(replace(second, pieces=replace(second.pieces, ranks=(0, 2))),)), "not among"),
+        (replace(PLAN, tensors=(replace(second, pieces=replace(second.pieces, shape=(3,))),)), "shape"),
     ):
         with pytest.raises(sx.errors.MismatchError, match=text):
             decode(encoded(wrong, WritePlan), WritePlan, "the plan", 0, partial(WritePlan.check, world_size=2))
@@ -210,7 +216,7 @@ def test_equal_shapes_and_placements_travel_once() -> None:
         [ShardingSpec(f"{number:06}", "F32", (4096, 4096), placement) for number in range(size)] for size in (1, 1000)
     )
     each = (len(encoded(many, list[ShardingSpec])) - len(encoded(few, list[ShardingSpec]))) / 999
-    assert each < len('"000000","F32",0,0,') + 1
+    assert each < len('"000000","F32",0,0,0,') + 1
 
 
 def test_boxes_that_are_reduced_are_those_with_copies() -> None:

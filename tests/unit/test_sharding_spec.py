@@ -144,7 +144,9 @@ def test_sharding_specs_are_selected_renamed_and_tied_as_shards_are() -> None:
 
     plan = plan_merge(tied(a, plain, b), ExportOptions(rename=[("a", "x")]))
     assert (names_of(plan), plan.aliases) == (["c", "x"], {"b": "x"})
-    assert names_of(plan_merge([*tied(a, plain, b), RankShards(2, ())])) == ["c", "a", "b"]
+    # A rank outside of their mesh has no part in it, nor has one that ties what other ranks do not.
+    assert names_of(plan_merge([*tied(a, plain, b), RankShards(2, ())])) == ["c", "a"]
+    assert names_of(plan_merge([RankShards(0, [a, plain, b], {"b": "a"}), RankShards(1, [plain])])) == ["c", "a", "b"]
     other = ShardingSpec("b", "F32", (4,), Placement((2,), (None,)))
     assert names_of(plan_merge(tied(a, other, plain))) == ["c", "a", "b"]
     assert names_of(plan_merge(tied(a, plain, b), ExportOptions(exclude=("c", "a")))) == ["b"]

@@ -46,7 +46,7 @@ CEILINGS = {
     "load": Walk(25, 650, 52, 0),
     "save": Walk(25, 749, 77, 2),
     "export": Walk(31, 712, 25, 0),
-    "merge": Walk(27, 865, 113, 0),
+    "merge": Walk(28, 863, 111, 0),
     "synchronize": Walk(10, 240, 38, 1),
 }
 
