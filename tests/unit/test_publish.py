@@ -35,9 +35,8 @@ from statexchange.checkpoint.publication import Publication, index_name
 from statexchange.errors import CorruptError, InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
 from statexchange.processes import Owner
 from statexchange.sharding.options import ExportOptions
-from statexchange.sharding.plan import RankShards, plan_merge
-from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpec
-from statexchange.sharding.shards import Shard, full_box
+from statexchange.sharding.plan import FilePlan, Plan, RankShards, TensorPlan, plan_merge
+from statexchange.sharding.shards import Box, Piece, Shard, full_box
 from statexchange.storage.files import hidden_prefix
 from statexchange.storage.publish import open_build
 
@@ -621,10 +620,10 @@ def test_the_index_is_named_after_the_files() -> None:
 
 @pytest.mark.slow
 def test_a_manifest_that_readers_would_refuse_is_refused_before_a_byte_is_written(tmp_path: Path) -> None:
-    # 4.2 million boxes of one element, on 4,096 ranks: their text would take more memory than a reader may use.
-    placement = Placement((4096,), (DimSplit(0),))
-    specs = [ShardingSpec(f"w{number}", "U8", (4096,), placement) for number in range(1100)]
-    ranks = [RankShards(rank, specs if rank == 0 else ()) for rank in range(4096)]
+    # 4.5 million boxes that follow from no mesh: their text would take more memory than a reader may use.
+    pieces = (Piece(Box((1234,), (1,)), 0, 0),) * 4_505_600
+    tensor = TensorPlan("w", "w", "U8", (4096,), 0, pieces)
+    plan = Plan((FilePlan("model.safetensors", (tensor,)),), {}, "0" * 32)
     with pytest.raises(UnsafeError, match="4,505,600 boxes"):
-        Publication(tmp_path / "out", plan_merge(ranks), source="export")
+        Publication(tmp_path / "out", plan, source="export")
     assert list(tmp_path.iterdir()) == []

@@ -15,6 +15,15 @@ from hypothesis import strategies as st
 from statexchange.errors import CorruptError, IncompleteError
 from statexchange.messages import decode, encoded
 from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.pieces import (
+    Pieces,
+    SpecPieces,
+    boxes_of,
+    holders_of,
+    nbytes_by_holder,
+    pieces_of_rank,
+    pieces_written_by,
+)
 from statexchange.sharding.plan import Plan, RankShards, TensorPlan, plan_merge
 from statexchange.sharding.sharding_spec import (
     DimSplit,
@@ -25,7 +34,7 @@ from statexchange.sharding.sharding_spec import (
     local_boxes,
     parts_within,
 )
-from statexchange.sharding.shards import Box, Shard, full_box, intersect
+from statexchange.sharding.shards import Box, Piece, Shard, full_box, intersect
 
 
 @st.composite
@@ -95,8 +104,50 @@ def test_a_sharding_spec_gives_the_plan_of_its_boxes(case: tuple[tuple[int, ...]
     for rank, at in enumerate(product(*map(range, placement.mesh_shape))):
         boxes = tuple(box for box, _ in local_boxes(shape, placement.mesh_shape, at, placement.splits))
         rank_shards.append(RankShards(rank, [Shard("w", "F32", shape, boxes)]))
-    explicit = plan_merge(rank_shards, ExportOptions(replicas="root")).files[0].tensors[0]
-    assert list(planned(shape, placement, replicas="root").pieces) == list(explicit.pieces)
+    explicit = plan_merge(rank_shards, ExportOptions(replicas="root")).files[0].tensors[0].pieces
+    pieces = planned(shape, placement, replicas="root").pieces
+    assert list(pieces) == list(explicit)
+    assert list(boxes_of(pieces)) == list(boxes_of(explicit))
+    assert_same_answers(pieces, explicit, len(rank_shards))
+
+
+def assert_same_answers(pieces: Pieces, explicit: Pieces, world_size: int) -> None:
+    for rank in range(world_size):
+        assert list(pieces_of_rank(pieces, rank)) == list(pieces_of_rank(explicit, rank))
+    for with_copies in (False, True):
+        ranks, counts = holders_of(pieces, with_copies=with_copies)
+        listed, of_each = holders_of(explicit, with_copies=with_copies)
+        assert list(ranks) == list(listed)
+        assert isinstance(counts, int)
+        assert isinstance(of_each, list)
+        assert set(of_each) <= {counts}
+    written = [nbytes_by_holder([(them, 4)], world_size).tolist() for them in (pieces, explicit)]
+    assert written[0] == written[1]
+    some = np.arange(world_size) % 2 == 1
+    assert list(pieces_written_by(pieces, some)) == list(pieces_written_by(explicit, some))
+
+
+@settings(deadline=None)
+@given(placements(smallest=1), st.data())
+def test_the_ranks_of_a_mesh_may_be_any(case: tuple[tuple[int, ...], Placement], data: st.DataObject) -> None:
+    shape, placement = case
+    ranks = tuple(data.draw(st.permutations(range(placement.num_ranks + 2)))[: placement.num_ranks])
+    turn = data.draw(st.integers(0, 9))
+    pieces = SpecPieces(shape, placement, turn, ranks)
+    explicit = []
+    for piece in SpecPieces(shape, placement, turn):
+        copies = tuple((ranks[holder], index) for holder, index in piece.replicas)
+        explicit.append(Piece(piece.box, ranks[piece.holder], piece.box_index, copies))
+    assert list(pieces) == explicit
+    assert_same_answers(pieces, tuple(explicit), placement.num_ranks + 2)
+    spec = ShardingSpec("w", "F32", shape, placement, ranks)
+    boxes = {rank: set(spec.shard_of(rank).boxes) for rank in ranks}
+    assert all(boxes[rank] == {piece.box for piece in pieces.of_rank(rank)} for rank in ranks)
+    begins = tuple(data.draw(st.integers(0, size)) for size in shape)
+    sizes = tuple(data.draw(st.integers(0, size - begin)) for begin, size in zip(begins, shape, strict=True))
+    region = Box(begins, sizes)
+    inside = [(number, box) for number, box in enumerate(pieces.boxes) if intersect(box, region) == box]
+    assert list(pieces.within(region)) == inside
 
 
 @settings(max_examples=200, deadline=None)
