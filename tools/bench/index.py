@@ -1,4 +1,4 @@
-"""Time the index of a save, and a load that plans from it, over ranks and tensors; the ranks are simulated.
+"""Time saves, exports and loads of many ranks, beyond the bytes of tensors; the ranks are simulated.
 
     python tools/bench/index.py [--quick]
 
@@ -9,6 +9,10 @@ and its size; what root takes to join those of all; the text of the index; a loa
 saved and by half as many ranks, in seconds, with the memory that it adds. In the last column the index is taken away,
 so that each rank opens all files, as it did before there was one: of the first size alone, as it grows with ranks times
 tensors.
+
+A second table is of exports: what root takes to describe its tensors, to plan, and to assign the receipts of all ranks
+and publish; the memory that this adds; the bytes of the plan, which each rank gets, and of the manifest with the file
+of digests, for each box; and a load of the export by one rank, of the layout that was exported and by half as many.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ import argparse
 import contextlib
 import gc
 import json
+import os
+import struct
 import subprocess
 import sys
 import tempfile
@@ -28,6 +34,8 @@ from machine import machine_text
 
 SIZES = [(4600, 64), (4600, 256), (4600, 1024), (4600, 4096), (10_000, 4096)]
 QUICK = [(500, 16)]
+EXPORTS = [(1000, 64), (1000, 256), (1000, 1024), (1000, 4096), (10_000, 4096)]
+QUICK_EXPORTS = [(500, 64)]
 ROWS_PER_RANK = 2
 
 
@@ -46,11 +54,13 @@ class SimulatedRanks:
     def progress(self) -> None:
         pass
 
-    def all_gather_bytes(self, data: bytes, **_: object) -> list[bytes]:
-        return [data] * self.world_size
+    def all_gather_bytes(self, data: bytes, root: int | None = None, **_: object) -> list[bytes]:
+        return [data] * self.world_size if root in (None, self.rank) else []
 
 
-def state_of(num_tensors: int, rank: int, world_size: int, rows: int, fill: float) -> dict[str, Any]:
+def state_of(
+    num_tensors: int, rank: int, world_size: int, rows: int, fill: float, *, with_steps: bool = True
+) -> dict[str, Any]:
     """Return DTensors in rows on all ranks, and for each a count of steps that all ranks have, as AdamW's."""
     import torch
     import torch.distributed as dist
@@ -66,14 +76,13 @@ def state_of(num_tensors: int, rank: int, world_size: int, rows: int, fill: floa
     for number in range(num_tensors):
         local = torch.full((rows, 1 + number % 24), fill + number)
         state[f"model.layers.{number}.weight"] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-        state[f"optimizer.{number}.step"] = torch.tensor(fill + number)
+        if with_steps:
+            state[f"optimizer.{number}.step"] = torch.tensor(fill + number)
     return state
 
 
 def write_save(folder: str, num_tensors: int, world_size: int, written: list[int]) -> dict[str, float]:
     """Write the manifest of a save, and the files of some ranks; return what was measured."""
-    import os
-
     from statexchange.exchange import save_index
     from statexchange.exchange.staging import Staging, shard_data
     from statexchange.sharding.options import LoadOptions
@@ -118,27 +127,34 @@ def write_save(folder: str, num_tensors: int, world_size: int, written: list[int
     return {"described_s": described_s, "message": size, "joined_s": joined_s, "text": len(text)}
 
 
-def load(folder: str, num_tensors: int, rank: int, world_size: int, rows: int) -> tuple[float, float]:
+def load(
+    folder: str, num_tensors: int, rank: int, world_size: int, rows: int, *, with_steps: bool = True
+) -> tuple[float, float]:
     """Load on one rank; return seconds and the bytes that the peak of the process grew by."""
     from statexchange.exchange.load import load_now
     from statexchange.exchange.load_report import LoadRequest
     from statexchange.sharding.options import CallOptions, LoadOptions
 
-    state = state_of(num_tensors, rank, world_size, rows, 0.0)
-    gc.collect()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the peak begins anew
-    before = resident("VmRSS")
+    state = state_of(num_tensors, rank, world_size, rows, 0.0, with_steps=with_steps)
+    before = resident_now()
     began = time.perf_counter()
     request = LoadRequest(state, folder, LoadOptions(), CallOptions(), began, None)
     # It has what a load asks of a communicator, and no more.
     load_now(request, SimulatedRanks(rank, world_size))  # type: ignore[arg-type]
     seconds = time.perf_counter() - began
-    for number in range(num_tensors):
-        weight = state[f"model.layers.{number}.weight"].to_local()
-        if weight.flatten()[-1].item() != 1.0 + number or state[f"optimizer.{number}.step"].item() != 1.0 + number:
-            raise SystemExit(f"tensor {number} was not loaded")
+    for name, tensor in state.items():
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if local.flatten()[-1].item() != 1.0 + int(name.split(".")[1 if name.startswith("optimizer") else 2]):
+            raise SystemExit(f"{name} was not loaded")
     return seconds, resident("VmHWM") - before
+
+
+def resident_now() -> int:
+    """Return the bytes of this process that are resident, and let the peak begin anew."""
+    gc.collect()
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    return resident("VmRSS")
 
 
 def resident(field: str) -> int:
@@ -172,14 +188,88 @@ def measure(num_tensors: int, world_size: int, *, takes_index_away: bool) -> Non
     print(json.dumps(measured))
 
 
+def export(folder: str, num_tensors: int, world_size: int) -> dict[str, float]:
+    """Export on root of so many ranks; return what was measured. The file has root's parts alone."""
+    from statexchange.exchange.export import _export
+    from statexchange.exchange.exporting import ExportRequest
+    from statexchange.sharding.options import CallOptions, ExportOptions
+    from statexchange.state.describe import describe
+    from statexchange.tensors import collector_paused
+
+    state = state_of(num_tensors, 0, world_size, ROWS_PER_RANK, 1.0, with_steps=False)
+    before = resident_now()
+    options, call = ExportOptions(max_shard_size=1 << 50), CallOptions()
+    began = time.perf_counter()
+    with collector_paused():
+        described = describe(state, options.new_layout(), 0, with_extra_state=False)
+    comm: Any = SimulatedRanks(0, world_size)
+    report = _export(described, None, ExportRequest(f"{folder}/out", options, call, {}), comm, None)
+    seconds = time.perf_counter() - began
+    added = resident("VmHWM") - before
+    beside = sum(nbytes for name, nbytes in report.files if name.startswith("statexchange"))
+    return {
+        "seconds": seconds,
+        "described_s": seconds - sum(report.phases.values()) + report.phases["describe"],
+        "planned_s": report.phases["plan"],
+        "published_s": report.phases["publish"],
+        "bytes": added,
+        "plan_bytes": report.phase_nbytes["plan"],
+        "bytes_per_box": beside / (num_tensors * world_size),
+    }
+
+
+def fill_parts(folder: str, num_tensors: int, ranks: list[int]) -> None:
+    """Write the parts of these ranks into the file of an export."""
+    import torch
+
+    with open(f"{folder}/out/model.safetensors", "r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        for number in range(num_tensors):
+            entry = header[f"model.layers.{number}.weight"]
+            part = torch.full((ROWS_PER_RANK, entry["shape"][1]), 1.0 + number).numpy().tobytes()
+            for rank in ranks:
+                file.seek(8 + length + entry["data_offsets"][0] + rank * len(part))
+                file.write(part)
+
+
+def measure_export(num_tensors: int, world_size: int) -> None:
+    """Print what was measured of one export as JSON."""
+    rank = 5
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        measured = export(folder, num_tensors, world_size)
+        fill_parts(folder, num_tensors, [rank, 2 * rank, 2 * rank + 1])
+        for way, ranks, rows in (("same", world_size, ROWS_PER_RANK), ("half", world_size // 2, 2 * ROWS_PER_RANK)):
+            found = load(f"{folder}/out", num_tensors, rank, ranks, rows, with_steps=False)
+            measured[f"{way}_s"], measured[f"{way}_bytes"] = found
+    print(json.dumps(measured))
+
+
+def print_exports(sizes: list[tuple[int, int]]) -> None:
+    print("\n| tensors | ranks | root | describes | plans | publishes | plan | manifest | load | by half the ranks |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
+    for num_tensors, ranks in sizes:
+        command = [sys.executable, __file__, "--export", str(num_tensors), str(ranks)]
+        row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        cells = [f"{num_tensors:,}", f"{ranks:,}", f"{row['seconds']:.2f} s, {row['bytes'] / 2**20:.0f} MiB"]
+        cells += [f"{row[f'{step}_s']:.2f} s" for step in ("described", "planned", "published")]
+        cells += [f"{row['plan_bytes'] / 1000:.0f} kB", f"{row['bytes_per_box']:.1f} B a box"]
+        cells += [f"{row[f'{way}_s']:.2f} s, {row[f'{way}_bytes'] / 2**20:.0f} MiB" for way in ("same", "half")]
+        print(f"| {' | '.join(cells)} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="one small size")
     parser.add_argument("--size", nargs=2, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--all", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--export", nargs=2, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.size:
         measure(*options.size, takes_index_away=options.all)
+        return
+    if options.export:
+        measure_export(*options.export)
         return
     print(machine_text())
     print("| tensors | ranks | a rank's message | root joins | index | load | by half the ranks | opening all files |")
@@ -196,6 +286,7 @@ def main() -> None:
                 cell = f"{row[f'{way}_s']:.2f} s, {row[f'{way}_bytes'] / 2**20:.0f} MiB"
             cells.append(cell)
         print(f"| {' | '.join(cells)} |", flush=True)
+    print_exports(QUICK_EXPORTS if options.quick else EXPORTS)
 
 
 if __name__ == "__main__":
