@@ -109,7 +109,7 @@ class _Draft:
         self.placed = _placed(plan)
         if self.placed.first:
             self.names.append(DIGESTS)
-            self.nbytes += self.placed.num_boxes * DIGEST_BYTES
+            self.nbytes += self.placed.num_digests * DIGEST_BYTES
         num_listed = 0
         for file in plan.files:
             for tensor in file.tensors:
@@ -122,17 +122,17 @@ class _Draft:
 class _Placed(NamedTuple):
     """The tensors whose boxes a manifest does not list, but gives by their placements.
 
-    `first` is the number of each one's first digest in the file of digests, and `num_boxes` that of all digests.
+    `first` is the number of each one's first digest in the file of digests, which has `num_digests` of them.
     """
 
     first: Mapping[str, int]
-    num_boxes: int
+    num_digests: int
 
 
 def _placed(plan: Plan) -> _Placed:
-    """Return the tensors that are placed: all that lie on a mesh, if a manifest would have to list too many boxes.
+    """Return the tensors that are placed: all on a mesh, if the plan has many boxes.
 
-    Of fewer boxes all are listed, as older versions read them, too.
+    Of fewer boxes all are listed, so that older versions read the manifest, too.
     """
     first: dict[str, int] = {}
     num_boxes = num_placed = 0
@@ -233,7 +233,7 @@ class Publication:
         self._build.record(name, metadata)
 
     def commit(self, provenance: Mapping[str, Provenance]) -> list[tuple[str, int]]:
-        """Write extra files, index and manifest, and give the directory its name; return these files with their sizes.
+        """Write extra files, index, digests and manifest, and give the directory its name; return their names, sizes.
 
         The sizes are counted, not looked up, because another publisher may replace the directory at any time.
         `provenance` has the boxes of each output tensor. On return the checkpoint is complete and durable.
@@ -279,7 +279,7 @@ _SCHEMA = 1
 _MANY_BOXES = 1 << 20  # fewer fit into a manifest, but for very long names
 _SAMPLE = 256  # boxes of a tensor whose text is looked at
 _HEX_DIGITS = 2 * DIGEST_BYTES
-_MOST_LISTED = 1 << 14  # boxes: with more, a manifest is larger than the headers of all files
+_MOST_LISTED = 1 << 14  # boxes, in 1.5 MB of a manifest: of more, those of tensors on a mesh are not listed
 
 
 class Provenance(NamedTuple):
@@ -404,7 +404,7 @@ def sealed_manifest_text(
     return _encoded(record)
 
 
-def _check_manifest_fits(plan: Plan, placed: _Placed, num_boxes: int) -> None:
+def _check_manifest_fits(plan: Plan, placed: _Placed, num_listed: int) -> None:
     """Raise UnsafeError if readers would refuse the boxes in a manifest, by an estimate from some of each tensor.
 
     The end of the publication looks at all of the text.
@@ -423,7 +423,7 @@ def _check_manifest_fits(plan: Plan, placed: _Placed, num_boxes: int) -> None:
             parsed += scale * check_parsed_size(boxes, MANIFEST, Budget(MANIFEST))
     if nbytes > MAX_MANIFEST_BYTES or parsed > MAX_PARSED_BYTES:
         text = (
-            f"the manifest would list {num_boxes:,} boxes, more than readers accept: write fewer tensors at a time "
+            f"the manifest would list {num_listed:,} boxes, more than readers accept: write fewer tensors at a time "
             "(include, exclude), or from fewer ranks"
         )
         raise UnsafeError(text)
@@ -445,9 +445,10 @@ def _encoded(record: Mapping[str, Any]) -> bytes:
 def _listed_boxes(tensor: TensorPlan, provenance: Provenance) -> list[list[object]]:
     """Return the boxes of a tensor for a manifest, each as (offsets, shape, digest, rank)."""
     boxes: list[list[object]] = []
-    digests, at = provenance.digests.hex(), 0
+    # Not by `hex_digests`: most tensors have one box, and each call counts.
+    text, at = provenance.digests.hex(), 0
     for box, rank in zip(boxes_of(tensor.pieces), provenance.ranks, strict=True):
-        boxes.append([*box, digests[at : at + _HEX_DIGITS], int(rank)])
+        boxes.append([*box, text[at : at + _HEX_DIGITS], int(rank)])
         at += _HEX_DIGITS
     return boxes
 

@@ -49,7 +49,7 @@ def may_have_copies(local: LocalTensor, world_size: int) -> bool:
 
 
 def _spans_all(local: LocalTensor, world_size: int) -> bool:
-    """Whether the boxes follow from the placement on a mesh of all ranks."""
+    """Whether the boxes follow from the placement on a mesh of all ranks, in their order."""
     return local.placement is not None and local.placement.num_ranks == world_size and not local.mesh_ranks
 
 

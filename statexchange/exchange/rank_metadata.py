@@ -232,7 +232,8 @@ def reductions_of(metadata: Sequence[RankMetadata]) -> dict[str, str]:
 def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[Shard | ShardingSpec]]:
     """Return each rank's shards, with the parts of layout rules placed in their whole tensors.
 
-    A spec that all ranks of its mesh give, and no other rank has a tensor of this name, is listed for one of them only.
+    A spec that all ranks of its mesh give is listed for the first of them only, unless another rank has a tensor of
+    this name.
     """
     agreed = _agreed_specs(metadata)
     # Ranks with equal metadata share one object. Thousands of them may have a model on a mesh, with nothing to list.
@@ -246,7 +247,7 @@ def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[S
             if described.part is not None:
                 parts.setdefault(described.shard.name, {})[rank] = described.part
     positions = {name: place_parts(tensor_parts, layout.mesh) for name, tensor_parts in parts.items()}
-    # Now by rank: a part has another place on each, and a spec of some ranks alone becomes each one's boxes.
+    # Now by rank: a part has another place on each, and a spec that is not agreed becomes each one's boxes.
     shards: list[list[Shard | ShardingSpec]] = []
     seen: set[int] = set()
     for rank, rank_metadata in enumerate(metadata):
@@ -267,7 +268,10 @@ def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[S
 
 
 def _agreed_specs(metadata: Sequence[RankMetadata]) -> dict[Shard | ShardingSpec, int]:
-    """Return the specs that all ranks of their mesh give, if no other rank has the tensor, each with the first rank."""
+    """Return the specs that stay specs, each with the lowest rank that has it.
+
+    All ranks of the mesh give the same spec, and no other rank has a tensor of its name.
+    """
     # By identity, as equal metadata is one object: to compare it with itself would take seconds for 100,000 tensors.
     ranks_of: dict[int, list[int]] = {}
     for rank, rank_metadata in enumerate(metadata):

@@ -1,7 +1,7 @@
 """The digests of the boxes that ranks have written, and those of copies: sent to root, compared, assigned to pieces.
 
-A rank sends 16 bytes for each box that it has written or compared, in the order of the plan, which says what each of
-them is of. So the receipts of 4 million boxes are 64 MB, and root assigns them in arrays.
+A rank sends 16 bytes for each box that it has written or compared, in the order of the plan, and no names: root knows
+from the plan what each is of, and assigns them in arrays. The receipts of 4 million boxes are 64 MB.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.checkpoint.publication import Provenance
 from statexchange.errors import MismatchError, ReplicaError
+from statexchange.formats.box_digests import DIGEST_BYTES
 from statexchange.messages import decode, encoded
 from statexchange.sharding.pieces import holders_of
 from statexchange.sharding.plan import Plan, TensorPlan, replica_error
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Receipts", "provenance_of"]
+__all__ = ["Receipts", "compares_copies", "provenance_of"]
 
-_DIGEST_BYTES, _COUNT_BYTES = 16, 8
+_COUNT_BYTES = 8
 _BATCH_ROWS = 1 << 20
 
 
@@ -45,8 +46,20 @@ class Receipts:
         return b"".join((count, *self.digests, encoded(self.overflows, dict[int, int])))
 
 
+def compares_copies(reduce: str | None, *, compares: bool) -> bool:
+    """Whether the copies of a tensor with this reduction are digested, in a plan that compares copies or does not.
+
+    All ranks decide alike by this: receipts are assigned by their order alone.
+    """
+    # Copies that are reduced differ, and those of a rank that is chosen by name may.
+    return compares and reduce is None
+
+
 class _Rows(NamedTuple):
-    """The ranks that send a digest of a tensor, in the order of its pieces, and how many of them each piece has."""
+    """The ranks that send a digest of a tensor, in the order of its pieces, and how many of them each piece has.
+
+    `number` is the tensor's index in the plan.
+    """
 
     number: int
     tensor: TensorPlan
@@ -64,7 +77,7 @@ def provenance_of(plan: Plan, receipts: list[bytes], *, compares: bool) -> dict[
 
     Raises:
         ReplicaError: copies of a box differ.
-        MismatchError: a rank has not sent a digest of each of its boxes.
+        MismatchError: the number of a rank's digests is not that of its boxes.
     """
     received = _Received(receipts)
     provenance: dict[str, Provenance] = {}
@@ -88,8 +101,8 @@ def _batches(plan: Plan, *, compares: bool) -> Iterator[list[_Rows]]:
     batch: list[_Rows] = []
     num_rows = 0
     for number, tensor in enumerate(plan.tensors.values()):
-        # Copies that are reduced differ.
-        rows = _Rows(number, tensor, *holders_of(tensor.pieces, with_copies=compares and tensor.reduce is None))
+        with_copies = compares_copies(tensor.reduce, compares=compares)
+        rows = _Rows(number, tensor, *holders_of(tensor.pieces, with_copies=with_copies))
         batch.append(rows)
         num_rows += len(rows.ranks)
         if num_rows >= _BATCH_ROWS:
@@ -110,13 +123,13 @@ class _Received:
             counts.append(int.from_bytes(data[:_COUNT_BYTES], "little"))
         self._ends = np.cumsum(counts)
         self._next = self._ends - counts  # for each rank the row of its next digest
-        self._digests = np.empty((sum(counts), _DIGEST_BYTES), np.uint8)
+        self._digests = np.empty((sum(counts), DIGEST_BYTES), np.uint8)
         for rank, count in enumerate(counts):
             data, receipts[rank] = receipts[rank], b""
-            end = _COUNT_BYTES + count * _DIGEST_BYTES
+            end = _COUNT_BYTES + count * DIGEST_BYTES
             for number, overflows in decode(data[end:], dict[int, int], "its overflows", rank).items():
                 self.overflows[number] = self.overflows.get(number, 0) + overflows
-            rows = np.frombuffer(data[_COUNT_BYTES:end], np.uint8).reshape(count, _DIGEST_BYTES)
+            rows = np.frombuffer(data[_COUNT_BYTES:end], np.uint8).reshape(count, DIGEST_BYTES)
             self._digests[self._next[rank] : self._ends[rank]] = rows
 
     def take(self, batch: Sequence[_Rows]) -> NDArray[np.uint8]:
@@ -127,8 +140,9 @@ class _Received:
         ranks = np.concatenate([np.asarray(rows.ranks, np.int64) for rows in batch]) if batch else np.zeros(0, np.int64)
         counts = np.bincount(ranks, minlength=world_size)
         if np.any(self._next + counts > self._ends):
-            raise self._incomplete(self._next + counts > self._ends)
-        # By rank, and for each rank in the order of the plan, as it sent them. numpy sorts 16 bits by radix.
+            raise self._wrong_count(self._next + counts > self._ends)
+        # By rank, and for each in the order of the plan, as it sent them. numpy's stable sort of 16-bit integers is
+        # a radix sort.
         is_small = world_size <= 1 << 16
         by_rank = np.argsort(ranks.astype(np.uint16) if is_small else ranks, kind="stable")
         row_in_rank = np.arange(len(ranks)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -141,11 +155,11 @@ class _Received:
     def check_all_taken(self) -> None:
         """Raise MismatchError if a rank has sent more digests than it has boxes."""
         if (self._next != self._ends).any():
-            raise self._incomplete(self._next != self._ends)
+            raise self._wrong_count(self._next != self._ends)
 
-    def _incomplete(self, ranks: NDArray[np.bool_]) -> MismatchError:
+    def _wrong_count(self, ranks: NDArray[np.bool_]) -> MismatchError:
         rank = int(ranks.nonzero()[0][0])
-        text = "this rank has not sent the digests of its boxes: run the same version of statexchange on all ranks"
+        text = "this rank's digests are not as many as its boxes: run the same version of statexchange on all ranks"
         return MismatchError(text, rank=rank)
 
 

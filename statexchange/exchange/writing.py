@@ -1,7 +1,8 @@
 """Write the ranks' boxes into the output files: in place on the file's own host, by messages from other hosts.
 
 The ranks of one host write a file. Hosts that see the directory share the files among them. A box that another host
-holds is sent, window by window, from the rank that holds it to a rank of the host that writes the file.
+holds is sent, window by window, from the rank that holds it to the rank with the same local rank of the host that
+writes the file.
 
 All ranks derive the same order of messages from the plan, so every send has its receive. Each rank first writes
 and digests the boxes that need no message. Ranks start in different files to spread the load of the file system.
@@ -23,7 +24,7 @@ import xxhash
 
 from statexchange.comm.communicator import Communicator, from_all, from_root
 from statexchange.exchange.rank_metadata import local_box
-from statexchange.exchange.receipts import Receipts
+from statexchange.exchange.receipts import Receipts, compares_copies
 from statexchange.exchange.reducing import reduce_copies
 from statexchange.exchange.staging import Staging
 from statexchange.sharding.options import CallOptions
@@ -51,7 +52,7 @@ class _WriteItem:
 
     `number` is the tensor's index in the plan, `piece` that of the piece in the tensor. If `dst` is `src`, the rank
     writes the box itself; if `dst` is -1, it only digests the box, because another rank writes a replica of it.
-    `receipt` is the number of its receipt on the rank that supplies it.
+    `receipt` is the index of its digest in this rank's receipts; of a box to receive, it and `box_index` are -1.
     """
 
     tensor: WriteTensor
@@ -132,7 +133,6 @@ class _Writing:
         start = len(local) * comm.rank // comm.world_size  # ranks begin in different files
         self._local = local[start:] + local[:start]
         self.total = 0
-        self._receipts = Receipts([b""] * self._num_receipts, {})
         for item in [*local, *self._messages]:
             if item.src == comm.rank and item.dst >= 0:
                 self.total += item.nbytes
@@ -151,7 +151,7 @@ class _Writing:
         for number, tensor in enumerate(plan.tensors):
             node = nodes[tensor.file]
             for piece in pieces_of_rank(tensor.pieces, rank):
-                if not piece.is_written and not plan.compares_copies_of(tensor):
+                if not piece.is_written and not compares_copies(tensor.reduce, compares=plan.compares):
                     continue
                 dst = -1
                 if piece.is_written:
@@ -162,19 +162,17 @@ class _Writing:
             if senders is not None and node == node_here:
                 for index, box, src in pieces_written_by(tensor.pieces, senders):
                     messages.append(_WriteItem(tensor, number, index, box, -1, src, rank, -1))
-        self._num_receipts = num_receipts
+        self._receipts = Receipts([b""] * num_receipts, {})
+        # Sends and receives in one order of all ranks: each rank waits only for an earlier message.
         return local, sorted(messages, key=_place_in_plan)
 
     def _peer_of(self, rank: int, node: int) -> int:
-        """Return which rank of a host writes the boxes of a rank: itself on its own, else the one of its local rank.
+        """Return the rank of another host that writes a rank's boxes: that with its local rank, modulo their number.
 
-        So each rank of that host gets its share, and no rank needs to know how many boxes others have sent.
+        Each rank finds it by itself, and the boxes are spread over all ranks of that host.
         """
-        node_of_rank = self._comm.nodes[rank]
-        if node_of_rank == node:
-            return rank
         there = self._node_ranks[node]
-        return there[self._node_ranks[node_of_rank].index(rank) % len(there)]
+        return there[self._node_ranks[self._comm.nodes[rank]].index(rank) % len(there)]
 
     def _senders(self) -> NDArray[np.bool_] | None:
         """Return which ranks of other hosts send their boxes of this host's files to this rank; None for one host."""

@@ -9,9 +9,10 @@ computes the boxes that it reads, and fetches the digests of these::
     "digests": {"statexchange.digests": [128, 128, "f00d..."]},
     "tensors": {"w": {"file": "model.safetensors", "dtype": "F32", "shape": [8, 2], "source": "w", "placed": [0, 0, 4]}}
 
-Each placement has the shape of a mesh with the dim and the number of pieces that each axis splits (null: it
-replicates), and the ranks of the mesh ([]: 0, 1, ...). `placed` has the number of the placement, which copy of each box
-was written, and the number of the first digest. `digests` has the size and the digest of the file, as `sealed` has.
+Each placement has the shape of a mesh, for each of its axes null or the dim that it splits with torch's `split_factor`,
+and the ranks of the mesh ([]: 0, 1, ...). `placed` has the number of the placement, the number of the copy of each box
+that was written, in the order of the ranks in the mesh, and the number of the first digest. `digests` has the size and
+the digest of the file, as `sealed` has.
 """
 
 from __future__ import annotations
@@ -33,17 +34,16 @@ DIGESTS = "statexchange.digests"
 DIGEST_BYTES = 16
 PLACED_SCHEMA = 2  # of a manifest with placements
 _MAX_RANKS = 1 << 24
-_PIECES_PER_STEP = 8
-_WINDOW_BYTES = 8 << 20  # of an object store, whose every request takes as long
+_PIECES_PER_STEP = 8  # of the budget
+_WINDOW_BYTES = 8 << 20  # read ahead from an object store, where a small request takes as long as a large one
 
 
 def placed_record(pieces: SpecPieces, placements: list[object], first: int) -> list[int]:
     """Return `placed` for a tensor, and add its placement to those of the manifest."""
     placement = [SavedLayout(pieces.placement).to_json(), pieces.ranks]
-    # The last one is most often the same.
     if placement not in placements:
         placements.append(placement)
-    return [placements.index(placement), pieces.turn, first]
+    return [placements.index(placement), pieces.copy, first]
 
 
 def _digest_file(manifest: Mapping[str, Any]) -> SealedFile:
@@ -85,9 +85,8 @@ class BoxDigests:
             text = "the file of digests is not the one that was published"
             raise CorruptError(text, path=self.file.path, expected=sealed.nbytes, found=self.file.size)
         self._placements = _placements_of(manifest)
-        self._is_checked: set[tuple[tuple[int, ...], Placement]] = set()
-        self._window = b""
-        self._window_at = 0
+        self._checked: set[tuple[tuple[int, ...], Placement]] = set()
+        self._window = 0, b""  # its first byte in the file, and its bytes
 
     def boxes_of(self, record: Mapping[str, Any]) -> PlacedBoxes:
         """Return the boxes of a tensor by its record in the manifest; raise ValueError if they cannot be its boxes."""
@@ -96,7 +95,7 @@ class BoxDigests:
             raise ValueError(f"placement {number} is not one of {len(self._placements)}")
         placement, ranks = self._placements[number]
         shape = tuple(record["shape"])
-        if (shape, placement) not in self._is_checked:
+        if (shape, placement) not in self._checked:
             self._check(shape, placement)
         pieces = SpecPieces(shape, placement, turn, ranks)
         if DIGEST_BYTES * (first + len(pieces)) > self.file.size:
@@ -113,19 +112,21 @@ class BoxDigests:
         self.file.budget.spend(placement.num_ranks * layout.num_pieces // _PIECES_PER_STEP)
         if not covers_exactly(shape, placement):
             raise ValueError(f"{placement} does not cover shape {shape}")
-        self._is_checked.add((shape, placement))
+        self._checked.add((shape, placement))
 
     def read(self, first: int, count: int) -> list[str]:
         """Return the digests of boxes with consecutive numbers."""
         begin, nbytes = DIGEST_BYTES * first, DIGEST_BYTES * count
-        at = begin - self._window_at
-        if at < 0 or at + nbytes > len(self._window):
+        # One tuple, as other threads read, too.
+        window_at, window = self._window
+        if not window_at <= begin <= begin + nbytes <= window_at + len(window):
             # Of a local file no more than is needed: each rank needs a few of each tensor.
             ahead = _WINDOW_BYTES if self.file.is_remote else 0
-            window = bytearray(min(max(nbytes, ahead), self.file.size - begin))
-            self.file.read_into(memoryview(window), begin)
-            self._window, self._window_at, at = bytes(window), begin, 0
-        text = self._window[at : at + nbytes].hex()
+            data = bytearray(min(max(nbytes, ahead), self.file.size - begin))
+            self.file.read_into(memoryview(data), begin)
+            window_at, window = self._window = begin, bytes(data)
+        at = begin - window_at
+        text = window[at : at + nbytes].hex()
         return [text[place : place + 2 * DIGEST_BYTES] for place in range(0, len(text), 2 * DIGEST_BYTES)]
 
 

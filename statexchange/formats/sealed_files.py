@@ -1,4 +1,4 @@
-"""The files that a manifest seals: sizes and digests of all files of a directory, as `seal_checkpoint` found them.
+"""The sizes and digests of whole files in a manifest: of all of a sealed directory, or of the file of box digests.
 
 The manifest of a sealed directory has them under ``sealed``: by name ``[bytes, bytes that are digested, digest]``. Of a
 file whose tensors have digests of their own only the header is digested here, so that no byte is read twice; of any
@@ -27,7 +27,7 @@ DIGESTS_KEY = "digests"  # of the file of digests that a large checkpoint has (`
 
 @dataclass(frozen=True, slots=True)
 class SealedFile:
-    """A file as it was when its directory was sealed.
+    """A file as it was when its manifest was written.
 
     Attributes:
         name: its name in the directory.
@@ -49,7 +49,7 @@ class SealedFile:
 def parse_sealed(raw: Any) -> list[SealedFile]:
     """Return the sealed files of a manifest; raise ValueError or TypeError for anything but what `to_json` wrote."""
     if not isinstance(raw, dict):
-        raise TypeError(f"its {KEY} files are not an object")
+        raise TypeError("its digests of files are not an object")
     found = []
     for name, record in raw.items():
         nbytes, digest_nbytes, digest = record if isinstance(record, list) and len(record) == 3 else (None,) * 3
@@ -95,13 +95,13 @@ def check_sealed_file(store: Store, sealed: SealedFile) -> None:
     try:
         file = store.open(sealed.name)
     except NotFoundError:
-        raise IncompleteError("a file of this sealed checkpoint is missing", path=store.path_of(sealed.name)) from None
+        raise IncompleteError("a file of this checkpoint is missing", path=store.path_of(sealed.name)) from None
     if file.size != sealed.nbytes:
-        text = "the file's size is not the one that was sealed: it was replaced, cut or appended to"
+        text = "the file's size is not that in the manifest: it was replaced, cut or appended to"
         raise CorruptError(text, path=file.path, expected=sealed.nbytes, found=file.size)
     found = seal_file(file, sealed.name, sealed.digest_nbytes)
     if found.digest != sealed.digest:
         file.check_unchanged()
         what = "file" if sealed.digest_nbytes == sealed.nbytes else "header"
-        text = f"bytes of the {what} differ from those that were sealed"
+        text = f"bytes of the {what} differ from their digest in the manifest"
         raise CorruptError(text, path=file.path, expected=sealed.digest, found=found.digest)

@@ -138,7 +138,7 @@ def _published_tensors(source: Source, manifest: Mapping[str, Any]) -> Iterator[
         boxes: tuple[tuple[Box, int], ...] = ()
         if name in placed:
             pieces = placed[name].pieces
-            boxes = tuple(zip(pieces.boxes, pieces.holders.tolist(), strict=True))
+            boxes = tuple(zip(pieces.boxes, pieces.writers.tolist(), strict=True))
         elif "boxes" in record:
             boxes = tuple((Box.from_json([offsets, shape]), rank) for offsets, shape, _, rank in record["boxes"])
         yield Supplied(name, record["dtype"], tuple(record["shape"]), boxes)

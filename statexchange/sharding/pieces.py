@@ -1,8 +1,8 @@
-"""The pieces of output tensors: who writes and who has each of them, as a list or as it follows from a mesh.
+"""The pieces of an output tensor: its boxes, and which ranks or files write or hold each of them.
 
-A piece is a box of an output tensor, with the ranks or files that have it. Pieces of explicit boxes are listed. Those
-of a tensor on a mesh are computed on access, so that neither a plan nor what is done with it grows with the ranks: a
-rank asks for its own, and root looks at those of all ranks in arrays.
+Pieces are listed, or they follow from a placement on a mesh (`SpecPieces`). A `SpecPieces` is sent as its placement, so
+that a plan does not grow with the ranks. A rank computes its own pieces only. Root, and ranks that receive boxes from
+other hosts, compute the ranks of all pieces as arrays.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ class _Grid(NamedTuple):
 
     Attributes:
         runs: the runs of each dim, in order.
-        numbers: for each dim the runs that a rank has, by its coordinates on the axes that split the dim.
-        holders: for each piece the first rank that has it.
-        numels: its number of elements.
-        copies: what is added to the number of its first rank for each rank that has it.
+        runs_at: for each dim the numbers of a rank's runs, by its coordinates on the axes that split the dim.
+        first_ranks: for each piece the lowest rank of the mesh that has it.
+        numels: for each piece its number of elements.
+        copy_offsets: what to add to a piece's first rank to get each rank that has it.
     """
 
     runs: list[tuple[DimRun, ...]]
-    numbers: list[dict[tuple[tuple[int, int], ...], list[int]]]
-    holders: NDArray[np.int64]
+    runs_at: list[dict[tuple[tuple[int, int], ...], list[int]]]
+    first_ranks: NDArray[np.int64]
     numels: NDArray[np.int64]
-    copies: NDArray[np.int64]
+    copy_offsets: NDArray[np.int64]
 
 
 @lru_cache(maxsize=1024)  # a model has many tensors of few shapes and placements
@@ -63,9 +63,9 @@ def _grid(shape: tuple[int, ...], placement: Placement) -> _Grid:
     mesh_shape = placement.mesh_shape
     strides = c_strides(mesh_shape)
     all_runs = runs_by_dim(shape, placement)
-    holders, numels = np.zeros(1, np.int64), np.ones(1, np.int64)
+    first_ranks, numels = np.zeros(1, np.int64), np.ones(1, np.int64)
     split_axes: set[int] = set()
-    numbers = []
+    runs_at = []
     for runs in all_runs:
         firsts = []
         of_coordinates: dict[tuple[tuple[int, int], ...], list[int]] = {}
@@ -73,14 +73,14 @@ def _grid(shape: tuple[int, ...], placement: Placement) -> _Grid:
             firsts.append(sum(strides[axis] * index for axis, index in run.coordinates))
             split_axes.update(axis for axis, _ in run.coordinates)
             of_coordinates.setdefault(run.coordinates, []).append(number)
-        numbers.append(of_coordinates)
-        holders = np.add.outer(holders, np.array(firsts, np.int64)).ravel()
+        runs_at.append(of_coordinates)
+        first_ranks = np.add.outer(first_ranks, np.array(firsts, np.int64)).ravel()
         numels = np.multiply.outer(numels, np.array([run.size for run in runs], np.int64)).ravel()
-    copies = np.zeros(1, np.int64)
+    offsets = np.zeros(1, np.int64)
     for axis, size in enumerate(mesh_shape):
         if axis not in split_axes:
-            copies = np.add.outer(copies, np.arange(size) * strides[axis]).ravel()
-    return _Grid(all_runs, numbers, holders, numels, copies)
+            offsets = np.add.outer(offsets, np.arange(size) * strides[axis]).ravel()
+    return _Grid(all_runs, runs_at, first_ranks, numels, offsets)
 
 
 class RankPiece(NamedTuple):
@@ -116,29 +116,34 @@ class SpecPieces(Sequence[Piece]):
         return _grid(self.shape, self.placement)
 
     @property
-    def holders(self) -> NDArray[np.int64]:
-        """The rank that writes each piece."""
-        grid = self._grid
-        return self._ranks_at(grid.holders + grid.copies[self.turn % len(grid.copies)])
+    def num_copies(self) -> int:
+        """The number of ranks that have each piece."""
+        return len(self._grid.copy_offsets)
 
     @property
-    def all_holders(self) -> NDArray[np.int64]:
+    def copy(self) -> int:
+        """The number of the copy that is written; copies are in the order of their ranks in the mesh."""
+        return self.turn % self.num_copies
+
+    @property
+    def writers(self) -> NDArray[np.int64]:
+        """The rank that writes each piece."""
+        grid = self._grid
+        return self._ranks_at(grid.first_ranks + grid.copy_offsets[self.copy])
+
+    @property
+    def holders(self) -> NDArray[np.int64]:
         """The ranks that have each piece: one row for each piece, with the rank that writes it in the first column."""
         import numpy as np
 
         grid = self._grid
         # As `_piece` does: the one that writes is taken out of the others.
-        writer = self.turn % len(grid.copies)
-        copies = np.concatenate((grid.copies[writer : writer + 1], np.delete(grid.copies, writer)))
-        return self._ranks_at(np.add.outer(grid.holders, copies))
+        written = grid.copy_offsets[self.copy : self.copy + 1]
+        offsets = np.concatenate((written, np.delete(grid.copy_offsets, self.copy)))
+        return self._ranks_at(np.add.outer(grid.first_ranks, offsets))
 
     def _ranks_at(self, mesh_ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         return _array_of(self.ranks)[mesh_ranks] if self.ranks else mesh_ranks
-
-    @property
-    def copies(self) -> NDArray[np.int64]:
-        """What is added to the number of the first rank that has a piece, for each rank that has it."""
-        return self._grid.copies
 
     @property
     def boxes(self) -> Iterable[Box]:
@@ -159,8 +164,11 @@ class SpecPieces(Sequence[Piece]):
     def check(self, shape: tuple[int, ...], world_size: int) -> None:
         """Raise ValueError if these cannot be the pieces of a tensor of `shape` on so many ranks."""
         num_ranks = self.placement.num_ranks
-        if self.shape != shape or len(self.placement.splits) != len(self.placement.mesh_shape):
-            raise ValueError(f"pieces of shape {self.shape} for shape {shape}, or a mesh without a placement")
+        num_splits, num_axes = len(self.placement.splits), len(self.placement.mesh_shape)
+        if self.shape != shape:
+            raise ValueError(f"pieces of shape {self.shape} in a tensor of shape {shape}")
+        if num_splits != num_axes:
+            raise ValueError(f"{num_splits} placements for a mesh of {num_axes} axes")
         if len(self.ranks or range(num_ranks)) != num_ranks or max(self.ranks, default=num_ranks - 1) >= world_size:
             raise ValueError(f"{num_ranks} ranks of a mesh are not among {world_size}")
 
@@ -169,7 +177,7 @@ class SpecPieces(Sequence[Piece]):
         mesh_rank = _positions_of(self.ranks).get(rank, -1) if self.ranks else rank
         if not 0 <= mesh_rank < self.placement.num_ranks:
             return ()
-        return _pieces_of_rank(self.shape, self.placement, self.turn % len(self._grid.copies), mesh_rank)
+        return _pieces_of_rank(self.shape, self.placement, self.copy, mesh_rank)
 
     def within(self, region: Box) -> Iterator[tuple[int, Box]]:
         """Yield the pieces that lie in a region of the tensor, with their numbers."""
@@ -189,7 +197,7 @@ class SpecPieces(Sequence[Piece]):
             yield number, _box_of(chosen)
 
     def __len__(self) -> int:
-        return len(self._grid.holders)
+        return len(self._grid.first_ranks)
 
     def __iter__(self) -> Iterator[Piece]:
         return map(self._piece, product(*self._grid.runs))
@@ -207,9 +215,9 @@ class SpecPieces(Sequence[Piece]):
             coordinates.update(run.coordinates)
         first = sum(strides[axis] * index for axis, index in coordinates.items())
         index = _index_in_rank(chosen)
-        holders = self._ranks_at(first + self._grid.copies).tolist()
+        holders = self._ranks_at(first + self._grid.copy_offsets).tolist()
         owners = [(holder, index) for holder in holders]
-        writer = owners.pop(self.turn % len(owners))
+        writer = owners.pop(self.copy)
         return Piece(_box_of(chosen), *writer, tuple(owners))
 
 
@@ -252,14 +260,14 @@ def _index_in_rank(chosen: Sequence[DimRun]) -> int:
 
 
 @lru_cache(maxsize=4096)  # one rank asks for its own pieces of tensors of few shapes; threads are several ranks
-def _pieces_of_rank(shape: tuple[int, ...], placement: Placement, writer: int, rank: int) -> tuple[RankPiece, ...]:
+def _pieces_of_rank(shape: tuple[int, ...], placement: Placement, copy: int, rank: int) -> tuple[RankPiece, ...]:
     grid = _grid(shape, placement)
     coordinate = coordinate_of(rank, placement.mesh_shape)
     held = []
-    for runs, numbers in zip(grid.runs, grid.numbers, strict=True):
+    for runs, runs_at in zip(grid.runs, grid.runs_at, strict=True):
         # All runs of one dim are along the same axes.
         axes = [axis for axis, _ in runs[0].coordinates] if runs else []
-        held.append(numbers.get(tuple((axis, coordinate[axis]) for axis in axes), []))
+        held.append(runs_at.get(tuple((axis, coordinate[axis]) for axis in axes), []))
     pieces = []
     for at in product(*held):
         number = 0
@@ -267,7 +275,7 @@ def _pieces_of_rank(shape: tuple[int, ...], placement: Placement, writer: int, r
         for place, runs in zip(at, grid.runs, strict=True):
             number = number * len(runs) + place
             chosen.append(runs[place])
-        is_written = int(grid.holders[number] + grid.copies[writer]) == rank
+        is_written = int(grid.first_ranks[number] + grid.copy_offsets[copy]) == rank
         pieces.append(RankPiece(number, _box_of(chosen), _index_in_rank(chosen), is_written))
     return tuple(pieces)
 
@@ -282,9 +290,9 @@ def boxes_of(pieces: Pieces) -> Iterable[Box]:
 
 
 def pieces_of_rank(pieces: Pieces, rank: int) -> Sequence[RankPiece]:
-    """Return the pieces of a tensor of which a rank has a copy; one may be there twice, if it has two copies of it.
+    """Return the pieces of a tensor of which a rank has a copy. One of which it has two copies is there twice.
 
-    Of two rows on two ranks, each written by the one that has it, the rank 1 has
+    Of a tensor of two rows, one on each of two ranks, rank 1 has
     ``RankPiece(number=1, box=Box((1, 0), (1, 4)), box_index=0, is_written=True)``.
     """
     if isinstance(pieces, SpecPieces):
@@ -306,8 +314,9 @@ def holders_of(pieces: Pieces, *, with_copies: bool) -> tuple[Sequence[int] | ND
     them in turn.
     """
     if isinstance(pieces, SpecPieces):
-        rows = pieces.all_holders if with_copies else pieces.holders
-        return rows.ravel(), len(pieces.copies) if with_copies else 1
+        if with_copies:
+            return pieces.holders.ravel(), pieces.num_copies
+        return pieces.writers, 1
     ranks, counts = [], []
     for piece in pieces:
         ranks.append(piece.holder)
@@ -321,9 +330,9 @@ def holders_of(pieces: Pieces, *, with_copies: bool) -> tuple[Sequence[int] | ND
 def pieces_written_by(pieces: Pieces, are_writers: NDArray[np.bool_]) -> Iterator[tuple[int, Box, int]]:
     """Yield the number, the box and the rank of each piece that one of some ranks writes; those have True."""
     if isinstance(pieces, SpecPieces):
-        holders = pieces.holders
-        for number in are_writers[holders].nonzero()[0].tolist():
-            yield number, pieces.box_at(number), int(holders[number])
+        writers = pieces.writers
+        for number in are_writers[writers].nonzero()[0].tolist():
+            yield number, pieces.box_at(number), int(writers[number])
         return
     for number, piece in enumerate(pieces):
         if are_writers[piece.holder]:
@@ -341,8 +350,8 @@ def nbytes_by_holder(tensors: Iterable[tuple[Pieces, int]], num_holders: int) ->
     listed = [0] * num_holders
     for pieces, itemsize in tensors:
         if isinstance(pieces, SpecPieces):
-            # No rank writes two pieces of one tensor, unless its boxes are dealt out in turn.
-            np.add.at(nbytes, pieces.holders, pieces.numels * itemsize)
+            # Not `nbytes[writers] += ...`, as a rank may write several pieces of one tensor.
+            np.add.at(nbytes, pieces.writers, pieces.numels * itemsize)
             continue
         for piece in pieces:
             listed[piece.holder] += math.prod(piece.box.shape) * itemsize

@@ -203,7 +203,7 @@ def _runs(size: int, mesh_shape: tuple[int, ...], splits: tuple[DimSplit | None,
     axes = [axis for axis, split in enumerate(splits) if split is not None]
     shape = tuple(mesh_shape[axis] for axis in axes)
     dim_splits = tuple(DimSplit(0, split.split_factor) for split in splits if split is not None)
-    if dim_splits == (DimSplit(0),):
+    if dim_splits == (DimSplit(0),):  # by arithmetic, as one axis may have thousands of ranks
         return tuple(_chunks_within(0, size, size, axes[0], mesh_shape))
     runs = []
     for index in product(*map(range, shape)):

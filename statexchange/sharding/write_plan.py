@@ -92,11 +92,6 @@ class WritePlan:
     probe: str
     compares: bool
 
-    def compares_copies_of(self, tensor: WriteTensor) -> bool:
-        """Whether the copies of a tensor are digested and compared."""
-        # Copies that are reduced differ.
-        return self.compares and tensor.reduce is None
-
     def reductions(self) -> list[BoxReduction]:
         """Return the reductions of all boxes that have copies to reduce."""
         reductions = []

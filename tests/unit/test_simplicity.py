@@ -45,7 +45,7 @@ class Walk(NamedTuple):
 CEILINGS = {
     "load": Walk(25, 650, 52, 0),
     "save": Walk(25, 749, 77, 2),
-    "export": Walk(31, 719, 25, 0),
+    "export": Walk(31, 721, 26, 0),
     "merge": Walk(28, 863, 111, 0),
     "synchronize": Walk(10, 240, 38, 1),
 }
