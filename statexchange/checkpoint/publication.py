@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statexchange.errors import CorruptError, NotFoundError, UnsafeError, UnsupportedError
-from statexchange.formats.box_digests import DIGEST_BYTES, DIGESTS, PLACED_SCHEMA, placed_record
+from statexchange.formats.box_digests import DIGEST_BYTES, DIGESTS, PLACED_SCHEMA, is_readable, placed_record
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import INDEX
 from statexchange.formats.sealed_files import DIGESTS_KEY, SealedFile
@@ -135,14 +135,18 @@ def _placed(plan: Plan) -> _Placed:
     Of fewer boxes all are listed, so that older versions read the manifest, too.
     """
     first: dict[str, int] = {}
+    on_meshes = []
     num_boxes = num_placed = 0
     for file in plan.files:
         for tensor in file.tensors:
             num_boxes += len(tensor.pieces)
             if isinstance(tensor.pieces, SpecPieces):
                 first[tensor.name] = num_placed
+                on_meshes.append(tensor.pieces)
                 num_placed += len(tensor.pieces)
-    return _Placed(first, num_placed) if num_boxes > _MOST_LISTED else _Placed({}, 0)
+    if num_boxes <= _MOST_LISTED or not is_readable(on_meshes, num_placed):
+        return _Placed({}, 0)
+    return _Placed(first, num_placed)
 
 
 def check_publication(

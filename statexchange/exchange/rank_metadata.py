@@ -270,7 +270,7 @@ def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[S
 def _agreed_specs(metadata: Sequence[RankMetadata]) -> dict[Shard | ShardingSpec, int]:
     """Return the specs that stay specs, each with the lowest rank that has it.
 
-    All ranks of the mesh give the same spec, and no other rank has a tensor of its name.
+    All ranks of the mesh, which lists them in order, give the same spec, and no other rank has a tensor of its name.
     """
     # By identity, as equal metadata is one object: to compare it with itself would take seconds for 100,000 tensors.
     ranks_of: dict[int, list[int]] = {}
@@ -292,8 +292,9 @@ def _agreed_specs(metadata: Sequence[RankMetadata]) -> dict[Shard | ShardingSpec
             continue
         key = tuple(givers[name]), spec.ranks, spec.placement.num_ranks
         if key not in are_meshes:
-            ranks = [rank for number in givers[name] for rank in ranks_of[number]]
-            are_meshes[key] = sorted(ranks) == sorted(spec.ranks or range(spec.placement.num_ranks))
+            ranks = sorted(rank for number in givers[name] for rank in ranks_of[number])
+            # In their order, so that the first copy of a piece is that of the lowest rank.
+            are_meshes[key] = ranks == list(spec.ranks or range(spec.placement.num_ranks))
         if are_meshes[key]:
             agreed[spec] = min(ranks_of[number][0] for number in givers[name])
     return agreed

@@ -17,7 +17,9 @@ the digest of the file, as `sealed` has.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, excerpt
@@ -26,9 +28,9 @@ from statexchange.sharding.pieces import SpecPieces
 from statexchange.sharding.sharding_spec import Placement, covers_exactly
 from statexchange.sharding.shards import Box
 from statexchange.storage.save_index import SavedLayout
-from statexchange.storage.store import Store
+from statexchange.storage.store import Budget, Store
 
-__all__ = ["DIGESTS", "DIGEST_BYTES", "PLACED_SCHEMA", "BoxDigests", "PlacedBoxes", "placed_record"]
+__all__ = ["DIGESTS", "DIGEST_BYTES", "PLACED_SCHEMA", "BoxDigests", "PlacedBoxes", "is_readable", "placed_record"]
 
 DIGESTS = "statexchange.digests"
 DIGEST_BYTES = 16
@@ -44,6 +46,33 @@ def placed_record(pieces: SpecPieces, placements: list[object], first: int) -> l
     if placement not in placements:
         placements.append(placement)
     return [placements.index(placement), pieces.copy, first]
+
+
+def is_readable(tensors: Iterable[SpecPieces], num_digests: int) -> bool:
+    """Whether readers accept the placements of these tensors, given so many digests."""
+    budget = Budget(DIGESTS, DIGEST_BYTES * num_digests)
+    checked: set[tuple[tuple[int, ...], Placement]] = set()
+    try:
+        for pieces in tensors:
+            if (pieces.shape, pieces.placement) not in checked:
+                checked.add((pieces.shape, pieces.placement))
+                SavedLayout.from_json(_as_json(pieces.placement))
+                budget.spend(_steps_of(pieces.placement))
+    except (CorruptError, ValueError):
+        return False
+    return True
+
+
+def _as_json(placement: Placement) -> object:
+    """Return a placement as a reader gets it."""
+    return json.loads(json.dumps(SavedLayout(placement).to_json()))
+
+
+def _steps_of(placement: Placement) -> int:
+    """Return the work that the boxes of a placement are, in steps of a budget."""
+    layout = SavedLayout(placement)
+    num_parts = math.prod(placement.mesh_shape[axis] for axis in layout.split_axes)
+    return num_parts * layout.num_pieces // _PIECES_PER_STEP
 
 
 def _digest_file(manifest: Mapping[str, Any]) -> SealedFile:
@@ -85,6 +114,8 @@ class BoxDigests:
             text = "the file of digests is not the one that was published"
             raise CorruptError(text, path=self.file.path, expected=sealed.nbytes, found=self.file.size)
         self._placements = _placements_of(manifest)
+        # Of each box there are 16 bytes: so the work may grow with these.
+        self._budget = store.budget.of(self.file.path, self.file.size)
         self._checked: set[tuple[tuple[int, ...], Placement]] = set()
         self._window = 0, b""  # its first byte in the file, and its bytes
 
@@ -104,12 +135,11 @@ class BoxDigests:
 
     def _check(self, shape: tuple[int, ...], placement: Placement) -> None:
         """Raise ValueError unless the boxes of a placement cover a tensor of `shape` exactly once."""
-        layout = SavedLayout(placement)
         for split in placement.splits:
             if split is not None and split.dim >= len(shape):
                 raise ValueError(f"{split} does not fit shape {shape}")
         # A few characters may stand for many ranks, or for thousands of pieces on each.
-        self.file.budget.spend(placement.num_ranks * layout.num_pieces // _PIECES_PER_STEP)
+        self._budget.spend(_steps_of(placement))
         if not covers_exactly(shape, placement):
             raise ValueError(f"{placement} does not cover shape {shape}")
         self._checked.add((shape, placement))

@@ -36,8 +36,8 @@ from statexchange.formats.model_files import (
     preferred_file,
     unread_weights,
 )
+from statexchange.formats.sealed_files import DIGESTS_KEY, parse_sealed
 from statexchange.formats.sealed_files import KEY as SEALED
-from statexchange.formats.sealed_files import parse_sealed
 from statexchange.formats.source import (
     ShardFile,
     Source,
@@ -323,11 +323,11 @@ def _published(
     shard: Shard, stored: ByteRange, record: Mapping[str, Any], placed: Mapping[str, PlacedBoxes]
 ) -> SourceTensor:
     """Return a published tensor with the digests of the boxes in its manifest, which `_check_record` has checked."""
-    if "placed" in record:
+    if "placed" in record and shard.nbytes:
         # Without the file of digests, which is a problem of the source, its bytes are not proven.
         parts = placed.get(shard.name)
         return SourceTensor(shard, (stored if parts is None else stored._replace(parts=parts),))
-    records: Sequence[Any] = record["boxes"]
+    records: Sequence[Any] = record.get("boxes", [])  # an empty tensor that is placed has none
     shape, itemsize = shard.global_shape, ITEMSIZE[shard.dtype]
     boxes = {Box(tuple(offsets), tuple(sizes)): digest for offsets, sizes, digest, _ in records}
     if not all(c_contiguous(box, shape) for box in boxes):
@@ -405,6 +405,7 @@ def read_manifest(store: Store) -> dict[str, Any] | None:
         for record in manifest["tensors"].values():
             _check_record(record)
         parse_sealed(manifest.get(SEALED, {}))
+        parse_sealed(manifest.get(DIGESTS_KEY, {}))
     return manifest
 
 

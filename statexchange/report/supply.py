@@ -132,8 +132,9 @@ def _published_tensors(source: Source, manifest: Mapping[str, Any]) -> Iterator[
     """Yield the tensors of a manifest, with the ranks in it."""
     placed: dict[str, PlacedBoxes] = {}
     for _, tensor in source.shards():
-        if isinstance(tensor.byte_ranges[0].parts, PlacedBoxes):
-            placed[tensor.shard.name] = tensor.byte_ranges[0].parts
+        for stored in tensor.byte_ranges[:1]:  # an empty tensor has none
+            if isinstance(stored.parts, PlacedBoxes):
+                placed[tensor.shard.name] = stored.parts
     for name, record in manifest["tensors"].items():
         boxes: tuple[tuple[Box, int], ...] = ()
         if name in placed:

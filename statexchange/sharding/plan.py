@@ -362,7 +362,12 @@ def _kept_as(name: str, by_name: Mapping[str, _TensorShards], rank_shards: Seque
         for number in shards.ranks or range(shards.placement.num_ranks):
             target = rank_shards[number].aliases.get(name)
             if target is not None:
-                names.add(target if _are_equal(shards, by_name.get(target)) else name)
+                others = by_name.get(target, [])
+                if isinstance(others, ShardingSpec):
+                    is_tied = _are_equal(shards, others)
+                else:
+                    is_tied = _are_equal(shards.shard_of(number), _shard_at(others, number))
+                names.add(target if is_tied else name)
             # A rank's boxes take a while, and once one is known to be untied, another one adds nothing.
             elif name not in names and shards.shard_of(number).nbytes:
                 names.add(name)
@@ -371,12 +376,17 @@ def _kept_as(name: str, by_name: Mapping[str, _TensorShards], rank_shards: Seque
             # Empty shards are equal, whatever they are tied to, so they prove nothing.
             if shard.nbytes:
                 target = rank_shards[number].aliases.get(name, name)
-                others = by_name.get(target, [])
-                other = None if isinstance(others, ShardingSpec) else dict(others).get(number)
-                names.add(target if _are_equal(shard, other) else name)
+                names.add(target if _are_equal(shard, _shard_at(by_name.get(target, []), number)) else name)
     if len(names) > 1:
         return None
     return names.pop() if names else name
+
+
+def _shard_at(shards: _TensorShards, number: int) -> Shard | None:
+    """Return the shard that one holder has of a tensor."""
+    if not isinstance(shards, ShardingSpec):
+        return dict(shards).get(number)
+    return shards.shard_of(number) if number in (shards.ranks or range(shards.placement.num_ranks)) else None
 
 
 def _are_equal(shard: Shard | ShardingSpec, other: _TensorShards | Shard | None) -> bool:

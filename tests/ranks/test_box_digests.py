@@ -32,12 +32,13 @@ def sharded_state(rank: int, fill: float | None = None) -> dict[str, Any]:
     every = DeviceMesh("cpu", torch.arange(4))
     grid = DeviceMesh("cpu", torch.arange(4).reshape(2, 2))
     # Experts: each pair of ranks, interleaved, has one that the others have not.
-    pairs = [DeviceMesh("cpu", torch.tensor([0, 2])), DeviceMesh("cpu", torch.tensor([3, 1]))]
+    pairs = [DeviceMesh("cpu", torch.tensor([0, 2])), DeviceMesh("cpu", torch.tensor([1, 3]))]
     state: dict[str, Any] = {"plain": whole_of("plain", (3,))}
     for name, shape, mesh, placements in (
         ("rows", (9, 4), every, [Shard(0)]),
         ("columns", (4, 8), every, [Shard(1)]),
         ("few", (2, 3), every, [Shard(0)]),
+        ("empty", (0, 3), every, [Shard(0)]),
         ("tiles", (4, 6), grid, [Shard(0), Shard(1)]),
         ("copies", (4, 6), grid, [Replicate(), Shard(0)]),
         (f"expert{rank % 2}", (6, 2), pairs[rank % 2], [Replicate() if rank % 2 else Shard(0)]),
@@ -74,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def wholes() -> dict[str, torch.Tensor]:
     shapes = {"plain": (3,), "rows": (9, 4), "columns": (4, 8), "few": (2, 3), "tiles": (4, 6), "copies": (4, 6)}
-    shapes |= {"expert0": (6, 2), "expert1": (6, 2)}
+    shapes |= {"expert0": (6, 2), "expert1": (6, 2), "empty": (0, 3)}
     return {name: whole_of(name, shape) for name, shape in shapes.items()}
 
 
@@ -181,6 +182,17 @@ def test_a_changed_manifest_gives_the_same_values_or_a_named_error(folder: Path,
     assert 75 < num_refused < 150
 
 
+@pytest.mark.parametrize("digests", [5, {"x": 1}, [1], {DIGESTS: [1, 2, "a"]}])
+@pytest.mark.parametrize("name", ["placed", "listed"])
+def test_a_broken_record_of_the_file_of_digests_is_a_finding(
+    folder: Path, tmp_path: Path, name: str, digests: Any
+) -> None:
+    path = Path(shutil.copytree(folder / name, tmp_path / "copy"))
+    manifest = json.loads((path / "statexchange.json").read_text())
+    (path / "statexchange.json").write_text(json.dumps({**manifest, "digests": digests}))
+    assert any("broken manifest" in str(finding) for finding in verify(path).findings)
+
+
 def test_a_mesh_that_is_larger_than_its_digests_is_refused_at_once(folder: Path, tmp_path: Path) -> None:
     path = copied(folder, tmp_path)
     manifest = json.loads((path / "statexchange.json").read_text())
@@ -197,5 +209,5 @@ def test_meshes_of_a_part_of_the_ranks_have_records_of_their_own(folder: Path) -
         if "placed" in record:
             meshes[name] = manifest["placements"][record["placed"][0]]
     assert meshes["expert0"] == [[[2], [[0, 1]]], [0, 2]]
-    assert meshes["expert1"] == [[[2], [None]], [3, 1]]
+    assert meshes["expert1"] == [[[2], [None]], [1, 3]]
     assert meshes["rows"] == [[[4], [[0, 1]]], []]
