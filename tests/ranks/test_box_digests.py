@@ -211,3 +211,14 @@ def test_meshes_of_a_part_of_the_ranks_have_records_of_their_own(folder: Path) -
     assert meshes["expert0"] == [[[2], [[0, 1]]], [0, 2]]
     assert meshes["expert1"] == [[[2], [None]], [1, 3]]
     assert meshes["rows"] == [[[4], [[0, 1]]], []]
+
+
+@pytest.mark.ranks(2, backend="gloo")
+def test_the_lowest_rank_supplies_copies_of_a_mesh_that_lists_ranks_in_another_order(tmp_path: Path) -> None:
+    comm = sx.get_communicator()
+    mesh = DeviceMesh("cpu", torch.tensor([1, 0]))
+    state = {"w": DTensor.from_local(torch.full((3,), float(comm.rank)), mesh, [Replicate()], run_check=False)}
+    sx.export_checkpoint(state, tmp_path / "out", replicas="root")
+    into = {"w": torch.full((3,), 5.0)}
+    sx.load_checkpoint(into, tmp_path / "out")
+    assert torch.equal(into["w"], torch.zeros(3))

@@ -31,13 +31,16 @@ from sweeps import EVERY, slow, some, steps
 from system_calls import in_pairs, strace, system_calls
 
 import statexchange as sx
-from statexchange.checkpoint.publication import Publication, index_name
+from statexchange.checkpoint.publication import Provenance, Publication, index_name
 from statexchange.errors import CorruptError, InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
+from statexchange.formats.registry import open_source
 from statexchange.processes import Owner
 from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.pieces import SpecPieces
 from statexchange.sharding.plan import FilePlan, Plan, RankShards, TensorPlan, plan_merge
+from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpec
 from statexchange.sharding.shards import Box, Piece, Shard, full_box
-from statexchange.storage.files import hidden_prefix
+from statexchange.storage.files import digest, hidden_prefix
 from statexchange.storage.publish import open_build
 
 PUBLISHER = f"""
@@ -627,3 +630,36 @@ def test_a_manifest_that_readers_would_refuse_is_refused_before_a_byte_is_writte
     with pytest.raises(UnsafeError, match="4,505,600 boxes"):
         Publication(tmp_path / "out", plan, source="export")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_published_of_thousands_of_ranks_is_read(tmp_path: Path) -> None:
+    # FSDP over 1,024 ranks and tensor parallelism over 8 of the same dim, in 9 shapes, as a model has.
+    placement = Placement((1024, 8), (DimSplit(0, 8), DimSplit(0)))
+    specs = [ShardingSpec(f"w{rows}", "U8", (8192 * rows,), placement) for rows in range(1, 10)]
+    plan = plan_merge([RankShards(rank, specs if rank == 0 else ()) for rank in range(8192)])
+    zeros = {rows: bytes.fromhex(digest(bytes(rows))) for rows in range(1, 10)}
+    with Publication(tmp_path / "out", plan, source="export") as publication:
+        for file in plan.files:
+            publication.create(file).finish()
+        publication.commit({f"w{rows}": Provenance(range(8192), zeros[rows] * 8192) for rows in zeros})
+    with open_source(str(tmp_path / "out")) as source:
+        assert source.problems == ()
+        (stored,) = source.files[0].tensors["w9"].byte_ranges
+        region = Box((9 * 5,), (9 * 3,))
+        assert list(stored.parts.within(region)) == [(Box((9 * at,), (9,)), zeros[9].hex()) for at in (5, 6, 7)]
+
+
+def test_placements_that_readers_would_refuse_are_listed(tmp_path: Path) -> None:
+    # More ranks than a reader takes for a mesh, most of which have no part.
+    placement = Placement((1 << 21,), (DimSplit(0),))
+    plan = Plan(
+        (FilePlan("m.safetensors", (TensorPlan("w", "w", "U8", (20000,), 0, SpecPieces((20000,), placement, 0)),)),),
+        {},
+        "0" * 32,
+    )
+    with Publication(tmp_path / "out", plan, source="export") as publication:
+        publication.create(plan.files[0]).finish()
+        publication.commit({"w": Provenance(range(20000), bytes.fromhex(digest(b"0")) * 20000)})
+    with open_source(str(tmp_path / "out")) as source:
+        assert source.problems == ()
+        assert len(source.files[0].tensors["w"].byte_ranges) == 20000

@@ -208,6 +208,15 @@ def test_sharding_specs_are_selected_renamed_and_tied_as_shards_are() -> None:
             plan_merge(tied(*twice))
 
 
+def test_a_tie_is_found_where_one_name_alone_lies_on_a_mesh_of_all_its_ranks() -> None:
+    mesh = Placement((2,), (DimSplit(0),))
+    head = ShardingSpec("head", "F32", (4,), mesh)
+    embed = [Shard("embed", "F32", (4,), (Box((2 * (rank % 2),), (2,)),)) for rank in range(4)]
+    ranks = [RankShards(rank, [embed[rank], *([head] if rank == 0 else [])], {"head": "embed"}) for rank in range(4)]
+    plan = plan_merge(ranks)
+    assert (names_of(plan), plan.aliases) == (["embed"], {"head": "embed"})
+
+
 def test_a_rank_with_an_empty_part_does_not_count_for_ties() -> None:
     mesh = Placement((2,), (DimSplit(0),))
     for rows, expected in ((1, ["a"]), (2, ["a", "b"])):
