@@ -188,12 +188,7 @@ class SpecPieces(Sequence[Piece]):
             first = bisect_left(runs, begin, key=attrgetter("begin"))
             last = bisect_right(runs, begin + size, key=attrgetter("end"))
             inside.append(range(first, last))
-        for at in product(*inside):
-            number = 0
-            chosen = []
-            for place, runs in zip(at, grid.runs, strict=True):
-                number = number * len(runs) + place
-                chosen.append(runs[place])
+        for number, chosen in _numbered(grid, inside):
             yield number, _box_of(chosen)
 
     def __len__(self) -> int:
@@ -202,7 +197,7 @@ class SpecPieces(Sequence[Piece]):
     def __iter__(self) -> Iterator[Piece]:
         return map(self._piece, product(*self._grid.runs))
 
-    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]  # overloads would say int or slice twice
         if isinstance(index, slice):
             return list(islice(self, *index.indices(len(self))))
         return self._piece(_runs_at(self._grid, range(len(self))[index]))
@@ -242,6 +237,17 @@ def _runs_at(grid: _Grid, number: int) -> tuple[DimRun, ...]:
     return tuple(reversed(chosen))
 
 
+def _numbered(grid: _Grid, places: Iterable[Sequence[int]]) -> Iterator[tuple[int, list[DimRun]]]:
+    """Yield the pieces of some runs of each dim, as their number and runs; the inverse of `_runs_at`."""
+    for at in product(*places):
+        number = 0
+        chosen = []
+        for place, runs in zip(at, grid.runs, strict=True):
+            number = number * len(runs) + place
+            chosen.append(runs[place])
+        yield number, chosen
+
+
 def _box_of(chosen: Sequence[DimRun]) -> Box:
     return Box(tuple(run.begin for run in chosen), tuple(run.size for run in chosen))
 
@@ -269,12 +275,7 @@ def _pieces_of_rank(shape: tuple[int, ...], placement: Placement, copy: int, ran
         axes = [axis for axis, _ in runs[0].coordinates] if runs else []
         held.append(runs_at.get(tuple((axis, coordinate[axis]) for axis in axes), []))
     pieces = []
-    for at in product(*held):
-        number = 0
-        chosen = []
-        for place, runs in zip(at, grid.runs, strict=True):
-            number = number * len(runs) + place
-            chosen.append(runs[place])
+    for number, chosen in _numbered(grid, held):
         is_written = int(grid.first_ranks[number] + grid.copy_offsets[copy]) == rank
         pieces.append(RankPiece(number, _box_of(chosen), _index_in_rank(chosen), is_written))
     return tuple(pieces)
