@@ -457,9 +457,10 @@ def memory_of(tensor: TensorLike, name: str) -> TensorMemory:
     """
     import numpy as np
 
-    if type(tensor).__module__.startswith("torch.distributed._shard"):
+    kind = type(tensor)
+    if kind.__module__.startswith("torch.distributed._shard"):
         raise UnsupportedError("torch's old ShardedTensor cannot be represented: use DTensor", name=name)
-    if type(tensor).__name__ == "AsyncCollectiveTensor":
+    if kind.__name__ == "AsyncCollectiveTensor":
         tensor = wait_tensor(tensor)
     dtype = name_of_dtype(tensor.dtype)
     is_whole = isinstance(tensor, np.ndarray) or not hasattr(tensor, "__create_chunk_list__")
@@ -473,10 +474,10 @@ def memory_of(tensor: TensorLike, name: str) -> TensorMemory:
     if isinstance(tensor, np.ndarray):
         flags = tensor.flags
         return TensorMemory(tensor, dtype, "cpu", begin, end, flags.c_contiguous, flags.writeable and flags.contiguous)
-    is_contiguous = tensor.is_contiguous()
+    is_contiguous, is_cpu = tensor.is_contiguous(), tensor.is_cpu
     # A view that conjugates or negates shows other values than the bits in memory.
-    is_run = is_contiguous and tensor.is_cpu and not tensor.is_conj() and not tensor.is_neg()
-    device = "cpu" if tensor.is_cpu else str(tensor.device)
+    is_run = is_contiguous and is_cpu and not tensor.is_conj() and not tensor.is_neg()
+    device = "cpu" if is_cpu else str(tensor.device)
     return TensorMemory(tensor, dtype, device, begin, end, is_run, is_contiguous and not tensor.is_inference())
 
 
@@ -508,20 +509,23 @@ def check_dense(tensor: TensorLike, name: str | None = None) -> tuple[int, int]:
         kind = next((kind for kind, holds in kinds.items() if holds), str(tensor.layout)[6:])
         advice = ': the module\'s to_empty(device="cpu") gives it memory to load into' if tensor.is_meta else ""
         raise UnsupportedError(f"only dense tensors can be exchanged, not a {kind} one{advice}", name=name)
-    if not tensor.numel():
+    span = tensor.numel()  # elements from the first to the last one
+    if not span:
         return 0, 0
-    span = 1  # elements from the first to the last one
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        span += (size - 1) * stride
+    if not tensor.is_contiguous():
+        span = 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            span += (size - 1) * stride
     address = tensor.data_ptr()
     if hasattr(tensor, "__tensor_flatten__") and not address:
         parts, _ = tensor.__tensor_flatten__()
         kind = f"{type(tensor).__module__.partition('.')[0]}'s {type(tensor).__name__}"
         text = f"{kind} is made of several tensors ({', '.join(parts)[:100]}): give what dequantize() returns"
         raise UnsupportedError(f"{text}, or save it with the library that made it", name=name)
-    nbytes = span * tensor.element_size()
+    itemsize = tensor.element_size()
+    nbytes = span * itemsize
     # A storage that was resized to nothing, as FSDP does between steps, leaves a tensor that looks whole.
-    if not address or tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.element_size() + nbytes:
+    if not address or tensor.untyped_storage().nbytes() < tensor.storage_offset() * itemsize + nbytes:
         raise UnsupportedError(f"this {type(tensor).__name__} has no storage of its own, or it was freed", name=name)
     return address, address + nbytes
 

@@ -29,7 +29,7 @@ from statexchange.storage.location import (
 from statexchange.storage.publish import check_build, open_build
 from statexchange.storage.publish.build import OutputFile
 from statexchange.storage.store import Budget, Store
-from statexchange.storage.tensorfile import encode_header
+from statexchange.storage.tensorfile import encode_header, header_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -274,7 +274,7 @@ def _header_of(plan: FilePlan, metadata: Mapping[str, str]) -> bytes:
     for tensor in plan.tensors:
         if tensor.dtype == "C128":
             raise UnsupportedError("safetensors has no complex128; cast or exclude it", name=tensor.name)
-    return encode_header([(tensor.name, tensor.dtype, tensor.shape) for tensor in plan.tensors], metadata)
+    return encode_header(header_text([(tensor.name, tensor.dtype, tensor.shape) for tensor in plan.tensors], metadata))
 
 
 # Index and manifest

@@ -202,7 +202,7 @@ class _Background:
         for name, local in described.tensors.items():
             copied = tuple(copies[_key(tensor)] for tensor in local.tensors)
             # Not the memory of the live tensors, which the job changes while the copies are written.
-            tensors[name] = replace(local, tensors=copied, memory=())
+            tensors[name] = local._replace(tensors=copied, memory=())
         return replace(described, tensors=tensors)
 
     def _memory_of(self, nbytes: int) -> torch.Tensor:

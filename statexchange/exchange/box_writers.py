@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from statexchange.comm.communicator import Communicator, from_all
@@ -38,8 +38,8 @@ from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.messages import decode, encoded
 from statexchange.sharding.plan import RankShards, cover_sum, covers_evenly, plan_merge, plan_writers
-from statexchange.sharding.shards import Box, Shard
-from statexchange.state.describe import LocalTensor
+from statexchange.sharding.shards import Box, LongTuple, Shard
+from statexchange.state.describe import LocalTensor, MeshLayout
 from statexchange.storage.files import digest
 from statexchange.storage.tensorfile import digests_of
 from statexchange.tensors import collector_paused
@@ -101,13 +101,12 @@ class _Record:
 class _Tensor(NamedTuple):
     """A tensor; `place` is its name and, for a part without a mesh, in a second line its boxes."""
 
-    local: LocalTensor
+    shard: Shard
     place: str
-    digest: str
 
 
 class _Group(NamedTuple):
-    """This rank's tensors in a group, by unit."""
+    """This rank's tensors in a group, by unit; the record is without the units' digests."""
 
     record: _Record
     units: Sequence[Sequence[_Tensor]]
@@ -116,6 +115,15 @@ class _Group(NamedTuple):
     def tensors(self) -> list[_Tensor]:
         """All tensors."""
         return [tensor for unit in self.units for tensor in unit]
+
+    def digested(self, digests: Mapping[str, Sequence[str]]) -> _Record:
+        """Return the record with the units' digests, from those of the boxes of each tensor."""
+        if self.record.kind not in (_WHOLE, _PARTS):
+            return self.record
+        units = []
+        for unit in self.units:
+            units.append(_digest_of(" ".join(digests[tensor.shard.name]) for tensor in unit))
+        return replace(self.record, units=tuple(units))
 
 
 def share_writing(
@@ -136,28 +144,32 @@ def share_writing(
         IncompleteError, OverlapError: the ranks' boxes do not cover a tensor exactly once.
         CorruptError: one rank's part of a tensor is of another dtype or global shape than another rank's.
     """
+    shards = LongTuple([local.shard for local in tensors])
+    layouts = LongTuple([local.layout for local in tensors])
+    tied, not_trained = LongTuple(aliases.items()), frozenset(frozen)
     if comm.world_size == 1:
-        _prove_cover(comm, tensors, _CoverRecord.of(_groups(tensors, aliases, frozen, {}), (), ()))
+        groups = _groups(shards, layouts, tied, not_trained)
+        _prove_cover(comm, shards, _cover_record(groups, frozenset(), frozenset()))
         return Shares(tensors, {})
     with comm.phase("digesting its tensors", timeout_s=stall_timeout_s), collector_paused():
-        plain = [local for local in tensors if _kind_of(local) in (_WHOLE, _PARTS)]
+        groups = _groups(shards, layouts, tied, not_trained)
+        plain = [local for local in tensors if _kind_of(local.shard, local.layout) in (_WHOLE, _PARTS)]
         digests = digests_of(shard_data(plain, Staging()), comm.progress)
-        groups = _groups(tensors, aliases, frozen, digests)
-    here = [group.record for group in groups]
+        here = [group.digested(digests) for group in groups]
     records = from_all(comm, here, list[_Record], "the digests of its tensors")
     members = _members(records)
     in_several = _in_several_groups(comm, groups, records)
-    apart = in_several | _differing(comm, groups, records, members)
+    apart = in_several | _differing(comm, groups, digests, records, members)
     left_to_others: set[str] = set()
     for group in groups:
         if group.record.kind == _ALONE:
             continue
-        equal = [tensor.local.shard for tensor in group.tensors if tensor.place not in apart]
-        for name, writer in plan_writers(equal, members[group.record.key], aliases, frozen).items():
+        equal = LongTuple([tensor.shard for tensor in group.tensors if tensor.place not in apart])
+        for name, writer in plan_writers(equal, tuple(members[group.record.key]), tied, not_trained).items():
             if writer != comm.rank:
                 left_to_others.add(name)
     written = [local for local in tensors if local.shard.name not in left_to_others]
-    _prove_cover(comm, tensors, _CoverRecord.of(groups, left_to_others, in_several))
+    _prove_cover(comm, shards, _cover_record(groups, frozenset(left_to_others), frozenset(in_several)))
     if any(record.has_declared_copies for of_rank in records for record in of_rank):
         with comm.phase("digesting its copies", timeout_s=stall_timeout_s), collector_paused():
             copies = [local for local in tensors if local.shard.name in left_to_others - digests.keys()]
@@ -184,36 +196,36 @@ class _CoverRecord:
     wholes: Sequence[tuple[str, str]]
     empty: Sequence[tuple[str, str]]
 
-    @classmethod
-    def of(cls, groups: Sequence[_Group], left_to_others: Collection[str], in_several: Collection[str]) -> _CoverRecord:
-        """Return the record of a rank that leaves some tensors to others; `in_several` are places in several groups."""
-        begun: dict[str, tuple[int, int]] = {}
-        firsts: list[tuple[str, str]] = []
-        wholes: list[tuple[str, str]] = []
-        empty: list[tuple[str, str]] = []
-        written = []
-        for group in groups:
-            num_begun = num_tensors = 0
-            for local, place, _ in group.tensors:
-                shard = local.shard
-                num_firsts = 0
-                if shard.name not in left_to_others:
-                    written.append(shard)
-                    num_firsts = _num_firsts(shard.boxes)
-                if 0 in shard.global_shape or (group.record.kind == _WHOLE and place not in in_several):
-                    continue
-                if local.mesh and place not in in_several:
-                    num_begun += num_firsts
-                    num_tensors += 1
-                elif not shard.nbytes:
-                    empty.append(_hashes(shard))
-                elif shard.is_whole:
-                    wholes.append(_hashes(shard))
-                else:
-                    firsts += [_hashes(shard)] * num_firsts
-            if num_tensors:
-                begun[digest(group.record.names.encode())] = num_begun, num_tensors
-        return cls(str(cover_sum(written)), begun, firsts, wholes, empty)
+
+@functools.lru_cache(4)
+def _cover_record(groups: Sequence[_Group], left_to_others: frozenset[str], in_several: frozenset[str]) -> _CoverRecord:
+    """Return the record of a rank that leaves some tensors to others; `in_several` are places in several groups."""
+    begun: dict[str, tuple[int, int]] = {}
+    firsts: list[tuple[str, str]] = []
+    wholes: list[tuple[str, str]] = []
+    empty: list[tuple[str, str]] = []
+    written = []
+    for group in groups:
+        num_begun = num_tensors = 0
+        for shard, place in group.tensors:
+            num_firsts = 0
+            if shard.name not in left_to_others:
+                written.append(shard)
+                num_firsts = _num_firsts(shard.boxes)
+            if 0 in shard.global_shape or (group.record.kind == _WHOLE and place not in in_several):
+                continue
+            if group.record.mesh and place not in in_several:
+                num_begun += num_firsts
+                num_tensors += 1
+            elif not shard.nbytes:
+                empty.append(_hashes(shard))
+            elif shard.is_whole:
+                wholes.append(_hashes(shard))
+            else:
+                firsts += [_hashes(shard)] * num_firsts
+        if num_tensors:
+            begun[digest(group.record.names.encode())] = num_begun, num_tensors
+    return _CoverRecord(str(cover_sum(written)), begun, firsts, wholes, empty)
 
 
 def _hashes(shard: Shard) -> tuple[str, str]:
@@ -252,14 +264,13 @@ def _are_there_once(records: Sequence[_CoverRecord]) -> bool:
     return begun == expected and is_each_once and not are_any_lost
 
 
-def _prove_cover(comm: Communicator, tensors: Sequence[LocalTensor], record: _CoverRecord) -> None:
+def _prove_cover(comm: Communicator, shards_here: Sequence[Shard], record: _CoverRecord) -> None:
     """Raise unless all ranks together write each element of each tensor once, or each rank its own. Collective."""
     if _are_there_once(from_all(comm, record, _CoverRecord, "the record of its boxes")):
         return
     # Only now all boxes travel to root, which finds the first flaw. There is none if two pipeline stages have
     # the same boxes of one name, and each writes them.
-    shards_here = [local.shard for local in tensors]
-    sent, _ = gather_distinct(comm, encoded(shards_here, list[Shard]), root=0)
+    sent, _ = gather_distinct(comm, encoded([*shards_here], list[Shard]), root=0)
     with comm.phase("proving that each element is saved"):
         by_rank = [decode(data, list[Shard], "its boxes", rank) for rank, data in enumerate(sent)]
         partial = {shard.name for shards in by_rank for shard in shards if not shard.is_whole}
@@ -272,49 +283,46 @@ def _prove_cover(comm: Communicator, tensors: Sequence[LocalTensor], record: _Co
             raise error.located(advice=_ADVICE) from None
 
 
-def _kind_of(local: LocalTensor) -> str:
+def _kind_of(shard: Shard, layout: MeshLayout) -> str:
     """Return the kind of the group in which a tensor is compared, as `_Record` has it."""
     # By its mesh also a part that is empty: so that all ranks of the mesh have groups of the same names.
-    if local.mesh:
-        return local.copies or _ALONE
-    if not local.shard.nbytes:
+    if layout.mesh:
+        return layout.copies or _ALONE
+    if not shard.nbytes:
         return _ALONE
-    return _WHOLE if local.shard.is_whole else _PARTS
+    return _WHOLE if shard.is_whole else _PARTS
 
 
+@functools.lru_cache(4)
 def _groups(
-    tensors: Sequence[LocalTensor],
-    aliases: Mapping[str, str],
-    frozen: Collection[str],
-    digests: Mapping[str, Sequence[str]],
-) -> list[_Group]:
-    """Return the groups of this rank's tensors."""
+    shards: LongTuple[Shard],
+    layouts: LongTuple[MeshLayout],
+    aliases_of: LongTuple[tuple[str, str]],
+    frozen: frozenset[str],
+) -> LongTuple[_Group]:
+    """Return the groups of this rank's tensors; the names of tied ones come with the name that is kept."""
+    aliases = dict(aliases_of)
     grouped: dict[tuple[str, str], dict[str, list[_Tensor]]] = {}
     # Sorted, as ranks may have filled a mapping in different orders.
-    for local in sorted(tensors, key=lambda local: local.shard.name):
-        kind, name = _kind_of(local), local.shard.name
-        place = f"{name}\n{local.shard.boxes}" if kind == _PARTS else name
-        tensor = _Tensor(local, place, " ".join(digests.get(name, ())))
-        units = grouped.setdefault((kind, local.mesh), {})
-        units.setdefault(name.partition(".")[0], []).append(tensor)
+    for shard, layout in sorted(zip(shards, layouts, strict=True), key=lambda pair: pair[0].name):
+        name = shard.name
+        kind = _kind_of(shard, layout)
+        place = f"{name}\n{shard.boxes}" if kind == _PARTS else name
+        units = grouped.setdefault((kind, layout.mesh), {})
+        units.setdefault(name.partition(".")[0], []).append(_Tensor(shard, place))
     groups = []
     for (kind, mesh), units in grouped.items():
-        contents = []
-        if kind in (_WHOLE, _PARTS):
-            for unit in units.values():
-                contents.append(_digest_of(tensor.digest for tensor in unit))
         structure = []
         boxes = []
         for unit in units.values():
-            for local, place, _ in unit:
-                shard = local.shard
+            for shard, place in unit:
                 # All that decides who writes: only ranks that agree about it choose the same rank.
                 facts = shard.dtype, shard.global_shape, aliases.get(shard.name), shard.name in frozen
                 structure.append(f"{place} {facts}")
                 boxes.append(str(shard.boxes))
-        record = _Record(kind, mesh, _digest_of(structure), _digest_of(boxes), tuple(contents))
+        record = _Record(kind, mesh, _digest_of(structure), _digest_of(boxes), ())
         groups.append(_Group(record, list(units.values())))
-    return groups
+    return LongTuple(groups)
 
 
 def _digest_of(texts: Iterable[str]) -> str:
@@ -331,19 +339,30 @@ def _members(records: Sequence[Sequence[_Record]]) -> dict[tuple[str, str, str],
     return members
 
 
-def _in_several_groups(comm: Communicator, groups: Sequence[_Group], records: Sequence[Sequence[_Record]]) -> set[str]:
+def _in_several_groups(comm: Communicator, groups: LongTuple[_Group], records: Sequence[Sequence[_Record]]) -> set[str]:
     """Return the places whose tensors are also in another group, on this rank or another. Collective."""
-    places_here: dict[str, list[str]] = {}
-    for group in groups:
-        places_here[group.record.names] = [tensor.place for tensor in group.tensors]
-    places = places_here
     # Where all ranks have groups with the same names, each knows them already.
-    if len({frozenset(record.names for record in of_rank) for of_rank in records}) > 1:
-        sent, _ = gather_distinct(comm, encoded(places_here, dict[str, list[str]]))
-        places = {}
-        with comm.phase("comparing names"):
-            for data in dict.fromkeys(sent):
-                places |= decode(data, dict[str, list[str]], "its names", sent.index(data))
+    if len({frozenset(record.names for record in of_rank) for of_rank in records}) == 1:
+        return _in_several_of(groups)
+    sent, _ = gather_distinct(comm, encoded(_places_of(groups), dict[str, list[str]]))
+    places: dict[str, list[str]] = {}
+    with comm.phase("comparing names"):
+        for data in dict.fromkeys(sent):
+            places |= decode(data, dict[str, list[str]], "its names", sent.index(data))
+    return _apart(places)
+
+
+def _places_of(groups: Sequence[_Group]) -> dict[str, list[str]]:
+    return {group.record.names: [tensor.place for tensor in group.tensors] for group in groups}
+
+
+@functools.lru_cache(4)
+def _in_several_of(groups: LongTuple[_Group]) -> set[str]:
+    return _apart(_places_of(groups))
+
+
+def _apart(places: Mapping[str, Sequence[str]]) -> set[str]:
+    """Return the places that are also in another group, from those of each group."""
     groups_of: dict[str, set[str]] = {}
     for names, of_group in places.items():
         for place in of_group:
@@ -361,6 +380,7 @@ def _in_several_groups(comm: Communicator, groups: Sequence[_Group], records: Se
 def _differing(
     comm: Communicator,
     groups: Sequence[_Group],
+    digests_of_boxes: Mapping[str, Sequence[str]],
     records: Sequence[Sequence[_Record]],
     members: Mapping[tuple[str, str, str], Sequence[int]],
 ) -> set[str]:
@@ -382,12 +402,14 @@ def _differing(
         tensors = [tensor for number in sorted(differing) for tensor in group.units[number]]
         if tensors:
             compared.append((group.record, tensors))
-            digests_here[str(group.record.key)] = [tensor.digest for tensor in tensors]
+            key = str(group.record.key)
+            digests_here[key] = [" ".join(digests_of_boxes[tensor.shard.name]) for tensor in tensors]
     digests = from_all(comm, digests_here, dict[str, list[str]], "the digests of its tensors")
     places: set[str] = set()
     for record, tensors in compared:
+        key = str(record.key)
         for rank in members[record.key]:
-            for tensor, there in zip(tensors, digests[rank][str(record.key)], strict=True):
-                if tensor.digest != there:
+            for tensor, here, there in zip(tensors, digests_here[key], digests[rank][key], strict=True):
+                if here != there:
                     places.add(tensor.place)
     return places

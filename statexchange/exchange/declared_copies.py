@@ -42,15 +42,17 @@ def may_have_copies(local: LocalTensor, world_size: int) -> bool:
     if local.part is not None:
         return True
     if not _spans_all(local, world_size):
-        return bool(local.mesh) or local.shard.boxes != (full_box(local.shard.global_shape),)
-    assert local.placement is not None
-    axes = zip(local.placement.mesh_shape, local.placement.splits, strict=True)
+        return bool(local.layout.mesh) or local.shard.boxes != (full_box(local.shard.global_shape),)
+    placement = local.layout.placement
+    assert placement is not None
+    axes = zip(placement.mesh_shape, placement.splits, strict=True)
     return any(size > 1 for size, split in axes if split is None)
 
 
 def _spans_all(local: LocalTensor, world_size: int) -> bool:
     """Whether the boxes follow from the placement on a mesh of all ranks, in their order."""
-    return local.placement is not None and local.placement.num_ranks == world_size and not local.mesh_ranks
+    layout = local.layout
+    return layout.placement is not None and layout.placement.num_ranks == world_size and not layout.mesh_ranks
 
 
 def compare_copies(
@@ -96,12 +98,12 @@ class _DeclaredCopies:
             for box, box_digest in zip(shard.boxes, self._digests[name], strict=True):
                 entry = _BoxDigest(name, box, box_digest)
                 if not is_part and _spans_all(local, self._comm.world_size):
-                    alike.setdefault(repr(local.placement), []).append(entry)
+                    alike.setdefault(repr(local.layout.placement), []).append(entry)
                 elif box.numel:
                     # Two meshes may give one name to two whole tensors, as stages of a pipeline do. But a region of a
                     # larger tensor has one content, whatever the mesh.
                     is_whole = box == full_box(shard.global_shape) and not is_part
-                    mesh = local.mesh if is_whole else ""
+                    mesh = local.layout.mesh if is_whole else ""
                     boxes.setdefault(repr((name, shard.global_shape, box, mesh)), []).append(entry)
         for placement, entries in alike.items():
             # The names too: ranks of two meshes of one shape may have different tensors, which are no copies.

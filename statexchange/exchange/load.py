@@ -11,7 +11,6 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from statexchange.comm.communicator import CommLike, Communicator
@@ -340,7 +339,7 @@ def _placed(targets: Sequence[_LiveTarget], matching: Matching, comm: Communicat
     for target in targets:
         local = target.local
         if local.part is not None:
-            local = replace(local, shard=placed[target.name].shard, part=None)
+            local = local._replace(shard=placed[target.name].shard, part=None)
         wholes.append(target._replace(local=local))
     return wholes
 
@@ -378,7 +377,7 @@ def _other_shape(target: _LiveTarget, loaded: LoadSource, expected: tuple[int, .
     shape = target.local.shard.global_shape
     hint = "; build the state as it was saved, or leave this tensor out by exclude"
     # A plain tensor may be this rank's part of one that the job has cut itself.
-    if len(shape) == len(expected) and not target.local.mesh and loaded.matching.loaded_by > 1:
+    if len(shape) == len(expected) and not target.local.layout.mesh and loaded.matching.loaded_by > 1:
         dim = 0
         while shape[dim] == expected[dim]:
             dim += 1

@@ -45,7 +45,7 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
         check_metadata(metadata, layout)
         for shard in rank_shards(metadata, layout)[comm.rank]:
             if isinstance(shard, Shard):
-                tensors[shard.name] = replace(tensors[shard.name], shard=shard, part=None)
+                tensors[shard.name] = tensors[shard.name]._replace(shard=shard, part=None)
     return replace(described, tensors=tensors)
 
 

@@ -68,9 +68,10 @@ class RankMetadata:
             if local.reduce is not None:
                 reductions[name] = local.reduce
             shard: Shard | ShardingSpec = local.shard
-            if local.placement is not None:
+            layout = local.layout
+            if layout.placement is not None:
                 # The mesh says what each rank holds: a spec is equal on all of them, where boxes would differ.
-                shard = ShardingSpec(shard.name, shard.dtype, shard.global_shape, local.placement, local.mesh_ranks)
+                shard = ShardingSpec(shard.name, shard.dtype, shard.global_shape, layout.placement, layout.mesh_ranks)
             shards.append(DescribedShard(shard, local.part))
         return cls(shards, described.aliases, described.unused, described.extra_state, reductions, options)
 

@@ -95,4 +95,4 @@ def _with_bytes(local: LocalTensor, index: int, data: _Bytes) -> LocalTensor:
     """Return `local` with other bytes for one of its boxes."""
     as_numpy = isinstance(local.tensors[index], np.ndarray)
     tensor = from_bytes(data, _dtype_of(local), local.shard.boxes[index].shape, as_numpy=as_numpy)
-    return replace(local, tensors=(*local.tensors[:index], tensor, *local.tensors[index + 1 :]), memory=())
+    return local._replace(tensors=(*local.tensors[:index], tensor, *local.tensors[index + 1 :]), memory=())

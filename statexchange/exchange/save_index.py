@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,8 @@ from statexchange.exchange.frozen_files import FrozenFile
 from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.messages import decode, encoded
 from statexchange.sharding.sharding_spec import Placement
-from statexchange.sharding.shards import Shard
-from statexchange.state.describe import Description
+from statexchange.sharding.shards import LongTuple, Shard
+from statexchange.state.describe import Description, MeshLayout
 from statexchange.state.state_dict import SavedState
 from statexchange.storage.files import digest
 from statexchange.storage.publish.build import WrittenFile
@@ -102,26 +103,51 @@ def gather_index(
 
 def index_of_rank(saved: SavedState, described: Description, files: Sequence[Iterable[Shard]], rank: int) -> RankIndex:
     """Return what a rank sends of the shards of its files."""
+    shards_of_files, layouts = [], []
+    for shards in files:
+        shards_of_files.append(tuple(shards))
+        layouts.append(tuple(described.tensors[shard.name].layout for shard in shards_of_files[-1]))
+    state = {"aliases": dict(saved.described.aliases), **saved.owners}
+    shared, others, *places = _groups_of(LongTuple(shards_of_files), LongTuple(layouts), json.dumps(state), rank)
+    return RankIndex(shared, others, encoded(_Own(digest(saved.common.encode()), *places), _Own))
+
+
+class _Groups(NamedTuple):
+    """The groups of a rank's files: the messages of a `RankIndex`, and the numbers of the groups as in `_Own`."""
+
+    shared: bytes
+    others: bytes
+    places_of_mesh: Sequence[Sequence[tuple[int, int]]]
+    places_of_others: Sequence[Sequence[tuple[int, int]]]
+
+
+@functools.lru_cache(4)
+def _groups_of(
+    files: LongTuple[tuple[Shard, ...]],
+    layouts: LongTuple[tuple[MeshLayout, ...]],
+    state: str,
+    rank: int,
+) -> _Groups:
+    """Return the groups of each file's shards, whose `layouts` are what their meshes say; `state` is JSON text."""
     of_mesh: dict[tuple[SavedLayout, int, int], list[IndexedTensor]] = {}
     others: dict[tuple[SavedLayout, int, int], list[IndexedTensor]] = {}
-    for number, shards in enumerate(files):
+    for number, (shards, of_shards) in enumerate(zip(files, layouts, strict=True)):
         # By identity first: to compare layouts takes longer than all else here, and most tensors share a few objects.
         seen: dict[int, tuple[object, list[IndexedTensor]]] = {}
-        for shard in shards:
-            local = described.tensors[shard.name]
+        for shard, layout in zip(shards, of_shards, strict=True):
             # A mesh also says where an uneven or an empty part lies.
-            if local.placement is not None:
-                place, groups = _placed(local.placement, local.mesh_ranks, rank), of_mesh
+            if layout.placement is not None:
+                place, groups = _placed(layout.placement, layout.mesh_ranks, rank), of_mesh
             else:
                 place, groups = layout_of(shard.global_shape, shard.boxes), others
             if id(place) not in seen:
                 seen[id(place)] = place, groups.setdefault((*place, number), [])
             seen[id(place)][1].append(IndexedTensor(shard.name, shard.dtype, shard.global_shape))
-    state = IndexedState.from_json({"aliases": dict(saved.described.aliases), **saved.owners})
-    own = _Own(digest(saved.common.encode()), _places(of_mesh, len(files)), _places(others, len(files)))
-    shared = _Shared([Group(layout, tensors) for (layout, _, _), tensors in of_mesh.items()], state)
-    listed = [Group(layout, tensors) for (layout, _, _), tensors in others.items()]
-    return RankIndex(encoded(shared, _Shared), encoded(listed, list[Group]), encoded(own, _Own))
+    listed_of_mesh = [Group(place, tensors) for (place, _, _), tensors in of_mesh.items()]
+    shared = encoded(_Shared(listed_of_mesh, IndexedState.from_json(json.loads(state))), _Shared)
+    listed = [Group(place, tensors) for (place, _, _), tensors in others.items()]
+    num_files = len(files)
+    return _Groups(shared, encoded(listed, list[Group]), _places(of_mesh, num_files), _places(others, num_files))
 
 
 @functools.lru_cache(256)

@@ -38,7 +38,7 @@ from statexchange.sharding.options import MODEL_PATTERN, ExportOptions
 from statexchange.sharding.pieces import Pieces, SpecPieces, nbytes_by_holder
 from statexchange.sharding.rules import layout_advice, rule_for_dim
 from statexchange.sharding.sharding_spec import ShardingSpec, covers_exactly
-from statexchange.sharding.shards import Box, Piece, Shard, full_box, intersect, region_text
+from statexchange.sharding.shards import Box, LongTuple, Piece, Shard, full_box, intersect, region_text
 from statexchange.tensors import ITEMSIZE, PACKED, collector_paused
 
 __all__ = [
@@ -228,17 +228,19 @@ def _writer_of(holders: Iterable[int], loads: dict[int, int], nbytes: int) -> in
     return holder
 
 
+@functools.lru_cache(8)
 def plan_writers(
-    shards: Iterable[Shard], ranks: Sequence[int], aliases: Mapping[str, str], frozen: Collection[str]
+    shards: LongTuple[Shard], ranks: tuple[int, ...], tied: LongTuple[tuple[str, str]], frozen: frozenset[str]
 ) -> dict[str, int]:
     """Return the rank that writes each of the tensors of which all these ranks have equal copies. Not collective.
 
     Args:
         shards: the tensors, in one order on all ranks.
         ranks: the ranks that have them.
-        aliases: the kept name of each other name of a tied tensor: one rank writes both, so that they stay tied.
+        tied: each other name of a tied tensor with the name that is kept: one rank writes both, so that they stay tied.
         frozen: the names whose writer depends on no other tensor, so that it is the same in the next save.
     """
+    aliases = dict(tied)
     loads = {is_frozen: dict.fromkeys(ranks, 0) for is_frozen in (False, True)}
     writers: dict[str, int] = {}
     # The largest first: so the last ones, which are small, make the ranks equal. The other names of tied tensors come
@@ -247,7 +249,7 @@ def plan_writers(
         kept = writers.get(aliases.get(shard.name, ""))
         # AdamW counts the steps of each parameter. Dealt out to all ranks they would make each file a part of every
         # load, and they weigh nothing.
-        candidates = ranks[:1] if shard.nbytes <= _SCALAR_BYTES else ranks
+        candidates: Sequence[int] = ranks[:1] if shard.nbytes <= _SCALAR_BYTES else ranks
         if kept is not None:
             candidates = (kept,)
         writers[shard.name] = _writer_of(candidates, loads[shard.name in frozen], shard.nbytes)

@@ -7,7 +7,7 @@ import math
 import operator
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from statexchange.errors import excerpt
 from statexchange.tensors import ITEMSIZE
@@ -19,6 +19,7 @@ __all__ = [
     "MAX_DIMS",
     "MAX_SIZE",
     "Box",
+    "LongTuple",
     "Piece",
     "Shard",
     "boxes_of_run",
@@ -36,6 +37,8 @@ __all__ = [
     "shape_from_json",
     "sizes_from_json",
 ]
+
+_T = TypeVar("_T")
 
 MAX_DIMS = 64
 MAX_SIZE = 1 << 48
@@ -254,6 +257,27 @@ class Shard:
         if len(self.boxes) == 1:
             return self.boxes[0].shape
         return (sum(box.numel for box in self.boxes),)
+
+
+class LongTuple(tuple[_T, ...]):
+    """A tuple that is hashed by its length alone: the argument of a function that keeps its last few results.
+
+    A job saves the same tensors each time. `functools.lru_cache` then finds what was made of 50,000 shards for the last
+    save: that they are the same objects takes it 10 ns each, where hashing each would take as long as making it anew.
+    Neither a result may be changed, nor may a live tensor be in it, as it is kept until other calls come.
+
+    Example:
+        >>> num_elements = functools.lru_cache(4)(lambda shapes: sum(map(math.prod, shapes)))
+        >>> num_elements(LongTuple([(2, 3), (4,)])), num_elements(LongTuple([(2, 3), (4,)]))
+        (10, 10)
+        >>> num_elements.cache_info().hits
+        1
+    """
+
+    __slots__ = ()
+
+    def __hash__(self) -> int:
+        return len(self)
 
 
 def boxes_of_run(shape: tuple[int, ...], begin: int, end: int) -> tuple[Box, ...]:

@@ -6,12 +6,13 @@ lists its own chunks.
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import add
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
 from statexchange.sharding.rules import Layout, Part, Rule
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Description", "LocalTensor", "State", "describe", "local_tensors", "new_dtensor"]
+__all__ = ["NO_MESH", "Description", "LocalTensor", "MeshLayout", "State", "describe", "local_tensors", "new_dtensor"]
 
 # State as callers give it: a module, a mapping of names to tensors (nested where a call allows it), or a list of such.
 State: TypeAlias = "Module | Mapping[str, Leaf] | Sequence[Module | Mapping[str, Leaf]]"
@@ -39,38 +40,58 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LocalTensor:
+class MeshLayout:
+    """What a DTensor's mesh says of its boxes on this rank; tensors that are alike on one mesh share one object.
+
+    Attributes:
+        boxes: the boxes of the local part.
+        begins: where each begins in the local part, if that has several.
+        placement: set if `local_boxes` computes exactly this rank's boxes from it: then one record describes the boxes
+            of all ranks.
+        mesh_ranks: the ranks of the mesh in C order; () for the ranks 0, 1, ...
+        mesh: the ranks of the mesh and what each axis splits, as text; "" for tensors without a mesh.
+        copies: the ranks that have the same boxes by the mesh, as text; "" if it is this rank alone.
+        problem: why the tensor is refused.
+    """
+
+    boxes: tuple[Box, ...] = ()
+    begins: tuple[tuple[int, ...], ...] | None = None
+    placement: Placement | None = None
+    mesh_ranks: tuple[int, ...] = ()
+    mesh: str = ""
+    copies: str = ""
+    problem: str | None = None
+
+
+NO_MESH = MeshLayout()
+
+
+class LocalTensor(NamedTuple):
     """One named tensor on this rank.
 
     Attributes:
         shard: the name, dtype, global shape and this rank's boxes.
         tensors: the memory of each box.
+        memory: where the elements of each of `tensors` lie; () for tensors that were made from others.
+        layout: what its mesh says of it; `NO_MESH` for a tensor without one.
         part: set for a plain tensor with a layout rule. The shard's boxes are then relative to this rank's tensor:
             offsets in the whole tensor follow only from the parts of all ranks.
-        placement: set for a tensor on a mesh, if `local_boxes` computes this rank's boxes from it.
-        mesh_ranks: the ranks of that mesh in C order; () for the ranks 0, 1, ...
-        mesh: the ranks of a DTensor's mesh and what each axis splits, as text; "" for other tensors.
-        copies: the ranks that have the same boxes by that mesh, as text; "" if it is this rank alone.
         reduce: how to combine copies that differ, "max" or "min".
-        memory: where the elements of each of `tensors` lie; () for tensors that were made from others.
     """
 
     shard: Shard
     tensors: tuple[TensorLike, ...]
-    part: Part | None = None
-    placement: Placement | None = None
-    mesh_ranks: tuple[int, ...] = ()
-    mesh: str = ""
-    copies: str = ""
-    reduce: str | None = None
     memory: tuple[TensorMemory, ...] = ()
+    layout: MeshLayout = NO_MESH
+    part: Part | None = None
+    reduce: str | None = None
 
     def renamed(self, name: str) -> LocalTensor:
         """Return the same tensor under another name."""
         part = self.part
         if part is not None:
             part = replace(part, name=name)
-        return replace(self, shard=replace(self.shard, name=name), part=part)
+        return self._replace(shard=replace(self.shard, name=name), part=part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +291,7 @@ def local_tensors(name: str, tensor: Leaf, rule: Rule | None = None, rank: int =
             )
         described = [_from_chunks(name, dtype, shape, tensor, rank)]
     elif rule is None:
-        return [LocalTensor(Shard(name, dtype, shape, (full_box(shape),)), (tensor,), memory=(memory,))]
+        return [LocalTensor(_shard(name, dtype, shape, (full_box(shape),)), (tensor,), (memory,))]
     else:
         described = []
         names: set[str] = set()
@@ -280,7 +301,7 @@ def local_tensors(name: str, tensor: Leaf, rule: Rule | None = None, rank: int =
             names.add(part.name)
             described.append(_from_part(part, memory, tensor))
     if rule is not None and rule.reduce is not None:
-        described = [replace(local, reduce=rule.reduce) for local in described]
+        described = [local._replace(reduce=rule.reduce) for local in described]
     return described
 
 
@@ -293,7 +314,7 @@ def _from_part(part: Part, memory: TensorMemory, tensor: TensorLike) -> LocalTen
         tensors = [tensor[tuple(map(slice, box.offsets, box.ends))] for box in boxes]
         memories = [memory_of(cut, part.name) for cut in tensors]
     shard = Shard(part.name, memory.dtype, part.shape, boxes)
-    return LocalTensor(shard, tuple(tensors), part, memory=tuple(memories))
+    return LocalTensor(shard, tuple(tensors), tuple(memories), part=part)
 
 
 def _from_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Leaf, rank: int) -> LocalTensor:
@@ -314,16 +335,11 @@ def _from_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Leaf, ra
         boxes.append(box)
         tensors.append(part)
         memories.append(memory)
-    shard = Shard(name, dtype, shape, tuple(boxes))
-    return LocalTensor(
-        shard,
-        tuple(tensors),
-        placement=layout.placement,
-        mesh_ranks=layout.mesh_ranks,
-        mesh=layout.mesh,
-        copies=layout.copies,
-        memory=tuple(memories),
-    )
+    return LocalTensor(_shard(name, dtype, shape, tuple(boxes)), tuple(tensors), tuple(memories), layout)
+
+
+# The same object for the same tensor, by which a save finds what was made of it for the last one, see `LongTuple`.
+_shard = functools.lru_cache(1 << 16)(Shard)
 
 
 def new_dtensor(like: DTensor, shape: Sequence[int], dtype: torch.dtype, dims: Collection[int]) -> DTensor:
@@ -340,7 +356,7 @@ def new_dtensor(like: DTensor, shape: Sequence[int], dtype: torch.dtype, dims: C
     return zeros(*shape, dtype=dtype, device_mesh=like.device_mesh, placements=placements)
 
 
-def _chunks_of(name: str, tensor: Leaf, rank: int) -> tuple[list[tuple[Box, torch.Tensor]], _LocalLayout]:
+def _chunks_of(name: str, tensor: Leaf, rank: int) -> tuple[list[tuple[Box, torch.Tensor]], MeshLayout]:
     """Return the boxes that this rank holds, each with its memory, and what else a DTensor's mesh says.
 
     Not collective. Of a (4, 2) DTensor with Shard(0) on two ranks the rank 1 holds the box at (2, 0) of shape (2, 2).
@@ -355,7 +371,7 @@ def _chunks_of(name: str, tensor: Leaf, rank: int) -> tuple[list[tuple[Box, torc
         for index, chunk in enumerate(tensor.__create_chunk_list__()):
             memory = tensor.__get_tensor_shard__(MetadataIndex(name, chunk.offsets, index))
             chunks.append((_box(chunk), memory))
-        return chunks, _LocalLayout()
+        return chunks, NO_MESH
     layout = _layout_of(tensor, rank)
     if layout.problem is not None:
         raise UnsupportedError(layout.problem, name=name)
@@ -378,61 +394,40 @@ def _local_part(tensor: DTensor) -> torch.Tensor:
     if torch.is_grad_enabled():
         with torch.no_grad():
             return _local_part(tensor)
-    local: torch.Tensor = wait_tensor(tensor.to_local()).detach()
-    return local
+    local: torch.Tensor = wait_tensor(tensor.to_local())
+    return local.detach() if local.requires_grad else local
 
 
 def _box(chunk: ChunkStorageMetadata) -> Box:
     return Box(tuple(map(int, chunk.offsets)), tuple(map(int, chunk.sizes)))
 
 
-@dataclass(frozen=True, slots=True)
-class _LocalLayout:
-    """The layout of a DTensor's local part on this rank, by its mesh.
-
-    Attributes:
-        boxes: the boxes of the local part.
-        begins: where each begins in the local part, if that has several.
-        placement: as for `LocalTensor`; None unless this rank holds exactly the boxes that follow from the placement:
-            then one record describes the boxes of all ranks.
-        mesh_ranks: as for `LocalTensor`.
-        mesh: as for `LocalTensor`.
-        copies: as for `LocalTensor`.
-        problem: why the tensor is refused.
-    """
-
-    boxes: tuple[Box, ...] = ()
-    begins: tuple[tuple[int, ...], ...] | None = None
-    placement: Placement | None = None
-    mesh_ranks: tuple[int, ...] = ()
-    mesh: str = ""
-    copies: str = ""
-    problem: str | None = None
-
-
 # A cache, by mesh: most of a model's tensors share shape and placements, and torch is slow to compute chunks.
-_layouts: weakref.WeakKeyDictionary[DeviceMesh, dict[object, _LocalLayout]] = weakref.WeakKeyDictionary()
+_layouts: weakref.WeakKeyDictionary[DeviceMesh, dict[object, MeshLayout]] = weakref.WeakKeyDictionary()
 
 
-def _layout_of(tensor: DTensor, rank: int) -> _LocalLayout:
-    mesh = tensor.device_mesh
+def _layout_of(tensor: DTensor, rank: int) -> MeshLayout:
+    mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
+    of_mesh = _layouts.get(mesh)
+    if of_mesh is None:
+        of_mesh = _layouts.setdefault(mesh, {})
     # One mesh object may serve several ranks, which are threads.
-    key = (tensor.placements, tuple(tensor.shape), rank, str(coordinate))
-    of_mesh = _layouts.setdefault(mesh, {})
-    if key not in of_mesh:
-        shown = f"{mesh.mesh.tolist()} {tensor.placements}"
-        of_mesh[key] = replace(_compute_layout(tensor, mesh, coordinate, rank), mesh=shown)
-    return of_mesh[key]
+    key = placements, tensor.shape, rank, None if coordinate is None else tuple(coordinate)
+    layout = of_mesh.get(key)
+    if layout is None:
+        layout = replace(_compute_layout(tensor, mesh, coordinate, rank), mesh=f"{mesh.mesh.tolist()} {placements}")
+        of_mesh[key] = layout
+    return layout
 
 
-def _compute_layout(tensor: DTensor, mesh: DeviceMesh, coordinate: Sequence[int] | None, rank: int) -> _LocalLayout:
+def _compute_layout(tensor: DTensor, mesh: DeviceMesh, coordinate: Sequence[int] | None, rank: int) -> MeshLayout:
     shape, mesh_shape = tuple(tensor.shape), tuple(mesh.mesh.shape)
     splits: list[DimSplit | None] = []
     is_split = False
     for placement in tensor.placements:
         if placement.is_partial():
-            return _LocalLayout(problem=f"placement {placement} holds an unfinished sum; redistribute it first")
+            return MeshLayout(problem=f"placement {placement} holds an unfinished sum; redistribute it first")
         split = None
         if hasattr(placement, "dim"):
             # Counted from the last one, it would be another placement than that of a rank that counts from the first.
@@ -443,11 +438,11 @@ def _compute_layout(tensor: DTensor, mesh: DeviceMesh, coordinate: Sequence[int]
             is_split |= split.split_factor > 1
         splits.append(split)
     if coordinate is None:  # this rank is not in the tensor's mesh
-        return _LocalLayout()
+        return MeshLayout()
     for axis, split in enumerate(splits):
         if split is not None and bool((mesh.mesh.diff(dim=axis) <= 0).any()):
             problem = "its mesh lists ranks out of order: torch's functions then disagree about which rank holds what"
-            return _LocalLayout(problem=problem)
+            return MeshLayout(problem=problem)
     begins = None
     if is_split:
         # Several runs of rows. torch's one chunk does not show them: it begins with the first and has the size of all.
@@ -460,7 +455,7 @@ def _compute_layout(tensor: DTensor, mesh: DeviceMesh, coordinate: Sequence[int]
     place = tuple(slice(None) if split is None else at for split, at in zip(splits, coordinate, strict=True))
     copies = mesh.mesh[place].flatten().tolist()
     shown = str(copies) if len(copies) > 1 else ""
-    layout = _LocalLayout(boxes, begins, copies=shown)
+    layout = MeshLayout(boxes, begins, copies=shown)
     ranks: list[int] = mesh.mesh.flatten().tolist()
     # Ranks of a communicator may be numbered in another way than those of torch's default group.
     if rank not in ranks or len(boxes) > 1:

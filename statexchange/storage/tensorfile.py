@@ -12,6 +12,7 @@ parameters that do not train, which later saves link: the manifest has the id of
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -21,7 +22,7 @@ from collections.abc import Mapping  # ranks send manifests, so that their hints
 from dataclasses import dataclass, field
 from itertools import islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statexchange.errors import (
     CorruptError,
@@ -33,7 +34,7 @@ from statexchange.errors import (
     UnsafeError,
     excerpt,
 )
-from statexchange.sharding.shards import MAX_SIZE, Box, Shard, full_box, numel_of, sizes_from_json
+from statexchange.sharding.shards import MAX_SIZE, Box, LongTuple, Shard, full_box, numel_of, sizes_from_json
 from statexchange.storage.atomic import new_file
 from statexchange.storage.files import PART_BYTES, REPORTED_BYTES, WINDOW_BYTES, digest
 from statexchange.storage.location import parse_json, read_json, seal, unseal
@@ -69,6 +70,7 @@ __all__ = [
     "digests_of",
     "encode_header",
     "frozen_file_name",
+    "header_text",
     "is_of_a_save",
     "is_stray",
     "open_rank_file",
@@ -92,6 +94,7 @@ _PER_FILE_KEYS = (WORKSPACE_KEY, TORCH_SHARDING_KEY, _TORCH_VERSION_KEY)
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _CHANGED_IN_FILE = frozenset({"C128", *PACKED})  # dtypes whose shape, or name, is another in a file
 _INT = frozenset({int})
+_SHARD_OF = attrgetter("shard")
 _DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -202,17 +205,12 @@ def _in_file(dtype: str, shape: Sequence[int]) -> tuple[str, Sequence[int]]:
     return dtype, element_shape(dtype, shape)
 
 
-def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
-    """Return the length and header of a file, byte-identical to those of `safetensors.save_file`.
+def header_text(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> str:
+    """Return the text of a header: ``{"__metadata__":{},"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}``.
 
     `tensors` are (name, dtype, shape) in the order of their bytes.
     """
-    refused = _refused_name([name for name, _, _ in tensors])
-    if refused is not None:
-        name, reason = refused
-        problem = f"a tensor cannot be written under the name {excerpt(name, 60)}: {reason}; rename the tensor"
-        raise UnsafeError(problem)
-    entries: dict[str, object] = {_METADATA_KEY: dict(metadata)}
+    entries: dict[str, object] = {}
     begin = 0
     for name, dtype, shape in tensors:
         if name in entries:
@@ -223,12 +221,23 @@ def encode_header(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: M
             stored_dtype, stored_shape = _in_file(dtype, shape)
         entries[name] = {"dtype": stored_dtype, "shape": stored_shape, "data_offsets": [begin, end]}
         begin = end
-    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    refused = _refused_name(entries)
+    if refused is not None:
+        name, reason = refused
+        problem = f"a tensor cannot be written under the name {excerpt(name, 60)}: {reason}; rename the tensor"
+        raise UnsafeError(problem)
+    return json.dumps({_METADATA_KEY: metadata, **entries}, ensure_ascii=False, separators=(",", ":"))
+
+
+def encode_header(text: str) -> bytes:
+    """Return the length and header of a file, byte-identical to those of `safetensors.save_file`."""
+    encoded = text.encode()
     # As safetensors does: the bytes of the tensors then begin where elements of 8 bytes may lie in a mapped file.
-    text += b" " * (-len(text) % 8)
-    if len(text) > MAX_HEADER_BYTES:
-        raise UnsafeError(f"the header would have {len(text)} bytes, and safetensors readers accept {MAX_HEADER_BYTES}")
-    return struct.pack("<Q", len(text)) + text
+    encoded += b" " * (-len(encoded) % 8)
+    if len(encoded) > MAX_HEADER_BYTES:
+        problem = f"the header would have {len(encoded)} bytes, and safetensors readers accept {MAX_HEADER_BYTES}"
+        raise UnsafeError(problem)
+    return struct.pack("<Q", len(encoded)) + encoded
 
 
 def read_header(file: StoredFile, *, whole: bool = True) -> Header:
@@ -445,41 +454,73 @@ def _by_name(shards: Sequence[ShardData], digests: Sequence[str]) -> dict[str, l
     return {data.shard.name: list(islice(following, len(data.shard.boxes))) for data in shards}
 
 
-class _RankHeader:
-    """The header of a rank's file, encoded before the digests are known: they all have the same length.
+_BEFORE_METADATA = f'{{"{_METADATA_KEY}":{{"{WORKSPACE_KEY}":"'
 
-    Its text metadata are the workspace's, "format", and torch's sharding keys.
+
+class _TensorText(NamedTuple):
+    """The part of a header that follows from the tensors.
+
+    Attributes:
+        text: the text, which has `no_digest` in the place of each box's digest.
+        no_digest: a text as long as a digest.
+        data_nbytes: the bytes of all tensors.
+    """
+
+    text: str
+    no_digest: str
+    data_nbytes: int
+
+
+# A save writes a file for each top-level key that does not train, too, and ranks may be threads.
+@functools.lru_cache(8)
+def _tensor_text(shards: LongTuple[Shard]) -> _TensorText:
+    """Return the header of a rank's file from the records of its tensors on.
+
+    Before them it has what changes with each save, see `_RankHeader`; after them "format" and torch's sharding keys.
+    """
+    no_digest = secrets.token_hex(16)  # random, so that no name and no value contains it
+    entries, tensors, torch_sharding, nbytes = [], {}, {}, 0
+    with collector_paused():
+        for shard in shards:
+            name, dtype, boxes = shard.name, shard.dtype, shard.boxes
+            if len(boxes) == 1:
+                offsets, shape = boxes[0]
+                if dtype == "C128":
+                    offsets = (*offsets, 0)  # in the file a number is a pair, in a dim of its own
+                torch_sharding[name] = {"saved_offsets": offsets}
+            else:
+                shape = shard.local_shape
+            entries.append((name, dtype, shape))
+            nbytes += math.prod(shape) * ITEMSIZE[dtype]
+            # JSON has tuples as lists, so that a box is written as `Box.to_json` returns it.
+            digests = [no_digest] * len(boxes)
+            tensors[name] = {"dtype": dtype, "global_shape": shard.global_shape, "boxes": boxes, "digests": digests}
+        texts = {
+            WORKSPACE_KEY: json.dumps({"tensors": tensors}, separators=(",", ":"))[1:],
+            "format": "pt",
+            TORCH_SHARDING_KEY: json.dumps(torch_sharding, separators=(",", ":")),
+            _TORCH_VERSION_KEY: _TORCH_VERSION,
+        }
+        text = header_text(entries, texts).removeprefix(_BEFORE_METADATA)
+    return _TensorText(text, no_digest, nbytes)
+
+
+class _RankHeader:
+    """The header of a rank's file, known before the digests are: they all have the same length.
+
+    The metadata of a save are encoded each time; what follows from the tensors is most often as at the last save.
     """
 
     def __init__(self, shards: Sequence[ShardData], metadata: Mapping[str, object]) -> None:
-        no_digest = secrets.token_hex(16)  # as long as a digest; random, so that no name and no value contains it
-        entries, tensors, torch_sharding, nbytes = [], {}, {}, 0
-        with collector_paused():
-            for data in shards:
-                shard = data.shard
-                name, dtype, boxes = shard.name, shard.dtype, shard.boxes
-                if len(boxes) == 1:
-                    offsets, shape = boxes[0]
-                    if dtype == "C128":
-                        offsets = (*offsets, 0)  # in the file a number is a pair, in a dim of its own
-                    torch_sharding[name] = {"saved_offsets": offsets}
-                else:
-                    shape = shard.local_shape
-                entries.append((name, dtype, shape))
-                nbytes += math.prod(shape) * ITEMSIZE[dtype]
-                # JSON has tuples as lists, so that a box is written as `Box.to_json` returns it.
-                digests = [no_digest] * len(boxes)
-                tensors[name] = {"dtype": dtype, "global_shape": shard.global_shape, "boxes": boxes, "digests": digests}
-            texts = {
-                WORKSPACE_KEY: json.dumps({**metadata, "tensors": tensors}, separators=(",", ":")),
-                "format": "pt",
-                TORCH_SHARDING_KEY: json.dumps(torch_sharding, separators=(",", ":")),
-                _TORCH_VERSION_KEY: _TORCH_VERSION,
-            }
-            header = encode_header(entries, texts)
+        of_tensors = _tensor_text(LongTuple(map(_SHARD_OF, shards)))
+        begin = json.dumps(metadata, separators=(",", ":"))[:-1]
+        if metadata:
+            begin += ","
+        # The beginning of a JSON text within a JSON text: a quote in it becomes a backslash and a quote.
+        header = encode_header(_BEFORE_METADATA + json.dumps(begin, ensure_ascii=False)[1:-1] + of_tensors.text)
         self.nbytes = len(header)
-        self.file_nbytes = len(header) + nbytes
-        self._between_digests = header.split(no_digest.encode())
+        self.file_nbytes = len(header) + of_tensors.data_nbytes
+        self._between_digests = header.split(of_tensors.no_digest.encode())
 
     def with_digests(self, digests: Sequence[str]) -> bytes:
         """Return the header with the digests of all boxes."""

@@ -37,7 +37,7 @@ from statexchange.sharding.plan import (
     plan_writers,
     prove_cover,
 )
-from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.sharding.shards import Box, LongTuple, Shard, full_box
 from statexchange.tensors import ITEMSIZE
 
 
@@ -500,7 +500,8 @@ def test_boxes_of_tensors_with_other_names_dtypes_or_shapes_cover_nothing_togeth
 @given(st.lists(st.integers(0, 99), min_size=9, max_size=30), st.integers(1, 5))
 def test_writers_have_about_equal_shares_and_tied_names_one_writer(sizes: list[int], num_ranks: int) -> None:
     shards = [Shard(f"w{number}", "U8", (size,), (full_box((size,)),)) for number, size in enumerate(sizes)]
-    writers = plan_writers(shards, range(num_ranks), {}, set())
+    ranks = tuple(range(num_ranks))
+    writers = plan_writers(LongTuple(shards), ranks, LongTuple(), frozenset())
     loads = [0] * num_ranks
     for shard in shards:
         if shard.nbytes > 16:
@@ -508,10 +509,10 @@ def test_writers_have_about_equal_shares_and_tied_names_one_writer(sizes: list[i
         else:  # scalars and their like, which would make each file a part of every load
             assert writers[shard.name] == 0
     assert max(loads) - min(loads) <= max(sizes)
-    frozen = {"w7", "w8"}
-    writers = plan_writers(shards, range(num_ranks), {"w1": "w0", "w2": "w0"}, frozen)
+    frozen = frozenset({"w7", "w8"})
+    writers = plan_writers(LongTuple(shards), ranks, LongTuple([("w1", "w0"), ("w2", "w0")]), frozen)
     assert writers["w0"] == writers["w1"] == writers["w2"]
-    alone = plan_writers(shards[7:9], range(num_ranks), {}, frozen)
+    alone = plan_writers(LongTuple(shards[7:9]), ranks, LongTuple(), frozen)
     assert alone == {name: writers[name] for name in frozen}
 
 

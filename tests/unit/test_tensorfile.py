@@ -20,7 +20,7 @@ from statexchange.storage import files
 from statexchange.storage.files import digest
 from statexchange.storage.location import open_path
 from statexchange.storage.store import Budget
-from statexchange.storage.tensorfile import ShardData, encode_header, write_tensor_file
+from statexchange.storage.tensorfile import ShardData, encode_header, header_text, write_tensor_file
 from statexchange.tensors import DTYPE_NAMES
 
 DTYPES = {name: getattr(torch, long_name) for long_name, name in DTYPE_NAMES.items()}
@@ -80,7 +80,7 @@ def test_a_header_alone_is_byte_identical(tmp_path: Path, names: list[str]) -> N
     tensors = {n: torch.zeros(3, 2, dtype=DTYPES.get(n, torch.float32)) for n in names if n != "C128"}
     save_file(tensors, tmp_path / "x", {"format": "pt"})
     header = header_of(str(tmp_path / "x"))
-    text = encode_header([(e.name, e.dtype, e.shape) for e in header.entries.values()], {"format": "pt"})
+    text = encode_header(header_text([(e.name, e.dtype, e.shape) for e in header.entries.values()], {"format": "pt"}))
     assert (tmp_path / "x").read_bytes()[: len(text)] == text
 
 

@@ -102,7 +102,7 @@ def write_save(folder: str, num_tensors: int, world_size: int, written: list[int
         state = state_of(num_tensors, rank, world_size, ROWS_PER_RANK, 1.0)
         saved = describe_save(state, None, LoadOptions(), rank)
         # Rank 0 writes what all ranks have.
-        held = [local for local in saved.described.tensors.values() if rank == 0 or local.placement is not None]
+        held = [local for local in saved.described.tensors.values() if rank == 0 or local.layout.placement is not None]
         began = time.perf_counter()
         message_of[rank] = save_index.index_of_rank(saved, saved.described, [[local.shard for local in held]], rank)
         described_s = time.perf_counter() - began
