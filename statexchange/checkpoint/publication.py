@@ -7,6 +7,7 @@ lists every file in it.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,6 +19,7 @@ from statexchange.formats.model_files import INDEX
 from statexchange.formats.sealed_files import DIGESTS_KEY, SealedFile
 from statexchange.formats.sealed_files import KEY as SEALED
 from statexchange.sharding.pieces import SpecPieces, boxes_of
+from statexchange.sharding.shards import LongTuple
 from statexchange.storage.files import check_size, digest
 from statexchange.storage.location import (
     MAX_MANIFEST_BYTES,
@@ -99,37 +101,37 @@ class _Draft:
 
     def __init__(self, plan: Plan, extra: Mapping[str, bytes], metadata: Mapping[str, str]) -> None:
         index = index_name(plan)
-        self.headers = {file.name: _header_of(file, metadata) for file in plan.files}
+        self.headers = {}
+        for file in plan.files:
+            self.headers[file.name] = _header_of(LongTuple([file]), tuple(metadata.items()))
         self.texts = dict(extra)
         self.names = [*self.headers, *extra]
         if index is not None:
             self.texts[index] = index_text(plan)
             self.names.append(index)
         self.nbytes = plan.nbytes + sum(map(len, (*self.headers.values(), *self.texts.values())))
-        self.placed = _placed(plan)
+        self.placed = _placed(LongTuple([plan]), _MOST_LISTED)
         if self.placed.first:
             self.names.append(DIGESTS)
             self.nbytes += self.placed.num_digests * DIGEST_BYTES
-        num_listed = 0
-        for file in plan.files:
-            for tensor in file.tensors:
-                if tensor.name not in self.placed.first:
-                    num_listed += len(tensor.pieces)
-        if num_listed > _MANY_BOXES:
-            _check_manifest_fits(plan, self.placed, num_listed)
+        if self.placed.num_listed > _MANY_BOXES:
+            _check_manifest_fits(plan, self.placed)
 
 
 class _Placed(NamedTuple):
     """The tensors whose boxes a manifest does not list, but gives by their placements.
 
-    `first` is the number of each one's first digest in the file of digests, which has `num_digests` of them.
+    `first` is the number of each one's first digest in the file of digests, which has `num_digests` of them. Of the
+    other tensors the manifest lists `num_listed` boxes.
     """
 
     first: Mapping[str, int]
     num_digests: int
+    num_listed: int
 
 
-def _placed(plan: Plan) -> _Placed:
+@functools.lru_cache(2)
+def _placed(planned: LongTuple[Plan], most_listed: int) -> _Placed:
     """Return the tensors that are placed: all on a mesh, if the plan has many boxes.
 
     Of fewer boxes all are listed, so that older versions read the manifest, too.
@@ -137,16 +139,16 @@ def _placed(plan: Plan) -> _Placed:
     first: dict[str, int] = {}
     on_meshes = []
     num_boxes = num_placed = 0
-    for file in plan.files:
+    for file in planned[0].files:
         for tensor in file.tensors:
             num_boxes += len(tensor.pieces)
             if isinstance(tensor.pieces, SpecPieces):
                 first[tensor.name] = num_placed
                 on_meshes.append(tensor.pieces)
                 num_placed += len(tensor.pieces)
-    if num_boxes <= _MOST_LISTED or not is_readable(on_meshes, num_placed):
-        return _Placed({}, 0)
-    return _Placed(first, num_placed)
+    if num_boxes <= most_listed or not is_readable(on_meshes, num_placed):
+        return _Placed({}, 0, num_boxes)
+    return _Placed(first, num_placed, num_boxes - num_placed)
 
 
 def check_publication(
@@ -269,12 +271,15 @@ class Publication:
         self.abandon()
 
 
-def _header_of(plan: FilePlan, metadata: Mapping[str, str]) -> bytes:
+@functools.lru_cache(2)
+def _header_of(planned: LongTuple[FilePlan], metadata: tuple[tuple[str, str], ...]) -> bytes:
     """Return the header of an output file; raise UnsupportedError for a dtype that safetensors cannot store."""
-    for tensor in plan.tensors:
+    tensors = []
+    for tensor in planned[0].tensors:
         if tensor.dtype == "C128":
             raise UnsupportedError("safetensors has no complex128; cast or exclude it", name=tensor.name)
-    return encode_header(header_text([(tensor.name, tensor.dtype, tensor.shape) for tensor in plan.tensors], metadata))
+        tensors.append((tensor.name, tensor.dtype, tensor.shape))
+    return encode_header(header_text(tensors, dict(metadata)))
 
 
 # Index and manifest
@@ -408,7 +413,7 @@ def sealed_manifest_text(
     return _encoded(record)
 
 
-def _check_manifest_fits(plan: Plan, placed: _Placed, num_listed: int) -> None:
+def _check_manifest_fits(plan: Plan, placed: _Placed) -> None:
     """Raise UnsafeError if readers would refuse the boxes in a manifest, by an estimate from some of each tensor.
 
     The end of the publication looks at all of the text.
@@ -427,8 +432,8 @@ def _check_manifest_fits(plan: Plan, placed: _Placed, num_listed: int) -> None:
             parsed += scale * check_parsed_size(boxes, MANIFEST, Budget(MANIFEST))
     if nbytes > MAX_MANIFEST_BYTES or parsed > MAX_PARSED_BYTES:
         text = (
-            f"the manifest would list {num_listed:,} boxes, more than readers accept: write fewer tensors at a time "
-            "(include, exclude), or from fewer ranks"
+            f"the manifest would list {placed.num_listed:,} boxes, more than readers accept: write fewer tensors at a "
+            "time (include, exclude), or from fewer ranks"
         )
         raise UnsafeError(text)
 

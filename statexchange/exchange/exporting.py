@@ -7,11 +7,14 @@ written, root compares the digests of copies, finishes the files, and gives the 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from statexchange.checkpoint.extra_files import extra_files, given_files
 from statexchange.checkpoint.notes import note_on_extra_state, notes_on_tensors, notes_on_written
@@ -28,13 +31,16 @@ from statexchange.exchange.rank_metadata import (
 )
 from statexchange.exchange.receipts import provenance_of
 from statexchange.formats.config_check import config_warnings, unties_heads, without_heads
-from statexchange.messages import decode, encoded
+from statexchange.messages import decode
 from statexchange.sharding.options import CallOptions, ExportOptions
 from statexchange.sharding.plan import Plan, RankShards, plan_merge
+from statexchange.sharding.shards import LongTuple
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor
 from statexchange.units import format_shares, format_transfer
 
 __all__ = ["Clock", "ExportReport", "ExportRequest", "RootExport", "agree_on_plan", "publish"]
+
+_MOST_KEPT = 8  # ranks with different metadata, of which a plan is kept for the next export
 
 _log = logging.getLogger(__name__)
 
@@ -124,18 +130,27 @@ class RootExport:
         """The first bytes of each file."""
         return [output.header for output in self.publication.outputs]
 
-    def write_plan(self, probe: str) -> WritePlan:
+    def write_plan(self) -> WritePlan:
         """Return the plan by which each rank writes its part."""
-        files, tensors = [], []
-        for number, (file, output) in enumerate(zip(self.plan.files, self.publication.outputs, strict=True)):
-            files.append(WriteFile(output.path, output.is_reserved))
-            begin = len(output.header)
-            for tensor in file.tensors:
-                place = (number, begin + tensor.begin)
-                tensors.append(
-                    WriteTensor(*place, tensor.shape, tensor.dtype, tensor.source, tensor.reduce, tensor.pieces)
-                )
-        return WritePlan(tuple(files), tuple(tensors), probe, self.options.replicas == "equal")
+        outputs = [(len(output.header), output.is_reserved) for output in self.publication.outputs]
+        return _write_plan(LongTuple([self.plan]), tuple(outputs), compares=self.options.replicas == "equal")
+
+
+@functools.lru_cache(2)
+def _write_plan(planned: LongTuple[Plan], outputs: tuple[tuple[int, bool], ...], *, compares: bool) -> WritePlan:
+    """Return what ranks write; `outputs` has the length of each file's header and whether its space is reserved."""
+    files, tensors = [], []
+    for number, (file, (begin, is_reserved)) in enumerate(zip(planned[0].files, outputs, strict=True)):
+        files.append(WriteFile(file.name, is_reserved))
+        for tensor in file.tensors:
+            place = (number, begin + tensor.begin)
+            tensors.append(WriteTensor(*place, tensor.shape, tensor.dtype, tensor.source, tensor.reduce, tensor.pieces))
+    return WritePlan(tuple(files), tuple(tensors), compares)
+
+
+@functools.lru_cache(2)
+def _received_plan(data: bytes, world_size: int) -> WritePlan:
+    return decode(data, WritePlan, "the plan", 0, partial(WritePlan.check, world_size=world_size))
 
 
 def agree_on_plan(
@@ -156,37 +171,46 @@ def agree_on_plan(
         clock: the time that has passed.
         building: at its end the directory under construction is abandoned, unless it is committed.
     """
-    metadata, nbytes = gather_distinct(comm, encoded(metadata_here, RankMetadata), root=0)
-    clock.lap("describe", nbytes)
     root: RootExport | None = None
-    plan: WritePlan | None = None
-    data = b""
+    if comm.world_size == 1:
+        clock.lap("describe")
+        with comm.phase("planning"):
+            root = _planned([metadata_here], request, options, building)
+        clock.lap("plan")
+        return _in_folder(root.write_plan(), root.publication.building_path), root
+    metadata, nbytes = gather_distinct(comm, metadata_here.data, root=0)
+    clock.lap("describe", nbytes)
+    folder, data = "", b""
     with comm.phase("planning"):
         if comm.rank == 0:
-            parsed = parse_metadata(metadata, comm.rank, metadata_here)
-            root, plan = _planned(parsed, request, options, building)
-            data = encoded(plan, WritePlan)
+            root = _planned(parse_metadata(metadata, comm.rank, metadata_here), request, options, building)
+            folder = root.publication.building_path
+            data = root.write_plan().data
     sent = comm.all_gather_bytes(data, operation="the plan")[0]
+    folder = from_root(comm, folder, str, "the directory under construction")
     with comm.phase("reading the plan"):
-        if plan is None:
-            plan = decode(sent, WritePlan, "the plan", 0, partial(WritePlan.check, world_size=comm.world_size))
+        plan = _received_plan(sent, comm.world_size) if root is None else root.write_plan()
     clock.lap("plan", len(sent))
-    return plan, root
+    return _in_folder(plan, folder), root
 
 
-def _planned(
-    metadata: Sequence[RankMetadata],
-    request: ExportRequest,
-    options: ExportOptions,
-    building: contextlib.ExitStack,
-) -> tuple[RootExport, WritePlan]:
-    """Prove the cover, claim the target, and create the files. Root only."""
+def _in_folder(plan: WritePlan, folder: str) -> WritePlan:
+    """Return a plan whose files have names with their paths in a directory."""
+    files = [WriteFile(os.path.join(folder, file.path), file.is_reserved) for file in plan.files]
+    return replace(plan, files=tuple(files))
+
+
+class _Planned(NamedTuple):
+    """A proven plan, with the notes on its tensors."""
+
+    plan: Plan
+    notes: tuple[str, ...]
+
+
+def _plan_of(metadata: Sequence[RankMetadata], options: ExportOptions, *, is_untied: bool) -> _Planned:
+    """Prove the cover and plan the files; tensors of an `is_untied` model are written under all of their names."""
     layout = options.new_layout()
     check_metadata(metadata, layout)
-    has_files = request.options.files_from is not None or bool(request.model_files)
-    given = given_files(request.options.files_from) if has_files else None
-    # transformers would give a head that its config does not tie, and that no file has, random values.
-    is_untied = given is not None and unties_heads(given.config(request.model_files))
     by_rank = []
     for rank, shards in enumerate(rank_shards(metadata, layout)):
         aliases = metadata[rank].aliases
@@ -196,7 +220,32 @@ def _planned(
         has_tensors = any(holder.shards for holder in by_rank)
         reason = "include and exclude leave out every tensor" if has_tensors else "no rank's state has a tensor"
         raise InvalidArgumentError(f"there is nothing to export: {reason}")
-    notes = notes_on_tensors(by_rank, plan, options)
+    return _Planned(plan, notes_on_tensors(by_rank, plan, options))
+
+
+@functools.lru_cache(2)
+def _last_plan_of(metadata: LongTuple[RankMetadata], options: LongTuple[ExportOptions], *, is_untied: bool) -> _Planned:
+    return _plan_of(metadata, options[0], is_untied=is_untied)
+
+
+def _planned(
+    metadata: Sequence[RankMetadata],
+    request: ExportRequest,
+    options: ExportOptions,
+    building: contextlib.ExitStack,
+) -> RootExport:
+    """Plan, claim the target, and create the files. Root only."""
+    has_files = request.options.files_from is not None or bool(request.model_files)
+    given = given_files(request.options.files_from) if has_files else None
+    # transformers would give a head that its config does not tie, and that no file has, random values.
+    is_untied = given is not None and unties_heads(given.config(request.model_files))
+    # A function that renames may answer otherwise than at the last export. The rules of a layout are not compared, and
+    # many different ranks would be kept for nothing.
+    is_kept = not callable(options.rename) and options.layout is None and len(set(map(id, metadata))) <= _MOST_KEPT
+    if is_kept:
+        plan, notes = _last_plan_of(LongTuple(metadata), LongTuple([options]), is_untied=is_untied)
+    else:
+        plan, notes = _plan_of(metadata, options, is_untied=is_untied)
     extra_state: list[str] = []
     for rank_metadata in metadata:
         extra_state += rank_metadata.extra_state
@@ -210,10 +259,7 @@ def _planned(
     building.enter_context(publication)
     for file in plan.files:
         publication.create(file)
-    root = RootExport(options, plan, publication, extra, notes)
-    # Other hosts look for the first file, and write in place if they see it. Its directory has a random name, so that
-    # no NFS client can have looked it up before, and remember that it was absent.
-    return root, root.write_plan(publication.outputs[0].path)
+    return RootExport(options, plan, publication, extra, notes)
 
 
 def publish(

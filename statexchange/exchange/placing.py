@@ -13,7 +13,6 @@ from statexchange.exchange.rank_metadata import (
     parse_metadata,
     rank_shards,
 )
-from statexchange.messages import encoded
 from statexchange.sharding.options import mesh_option
 from statexchange.sharding.paths import joined
 from statexchange.sharding.rules import Layout, renumber_names
@@ -38,7 +37,7 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
             parts[name] = local
     own = RankMetadata.of(Description(parts, unused=described.unused), mesh_option(layout))
     # Ranks with equal parts send equal metadata, which travels once.
-    sent, _ = gather_distinct(comm, encoded(own, RankMetadata))
+    sent, _ = gather_distinct(comm, own.data)
     tensors = dict(described.tensors)
     with comm.phase("placing its tensors"):
         metadata = parse_metadata(sent, comm.rank, own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 from statexchange.comm.communicator import Communicator, from_all
@@ -13,8 +14,8 @@ from statexchange.errors import CorruptError, InvalidArgumentError, MismatchErro
 from statexchange.messages import decode, encoded
 from statexchange.sharding.rules import REDUCTIONS, Layout, Part, place_parts, renumber_names
 from statexchange.sharding.sharding_spec import ShardingSpec
-from statexchange.sharding.shards import Shard, shape_from_json
-from statexchange.state.describe import Description
+from statexchange.sharding.shards import LongTuple, Shard, shape_from_json
+from statexchange.state.describe import Description, MeshLayout
 from statexchange.storage.files import digest
 from statexchange.tensors import TensorLike, itemsize_of
 
@@ -44,7 +45,7 @@ class DescribedShard:
     part: Part | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankMetadata:
     """One rank's shards, and its options as text by name.
 
@@ -61,19 +62,16 @@ class RankMetadata:
 
     @classmethod
     def of(cls, described: Description, options: Mapping[str, str]) -> RankMetadata:
-        """Return the metadata of a description."""
-        shards = []
-        reductions: dict[str, str] = {}
-        for name, local in described.tensors.items():
-            if local.reduce is not None:
-                reductions[name] = local.reduce
-            shard: Shard | ShardingSpec = local.shard
-            layout = local.layout
-            if layout.placement is not None:
-                # The mesh says what each rank holds: a spec is equal on all of them, where boxes would differ.
-                shard = ShardingSpec(shard.name, shard.dtype, shard.global_shape, layout.placement, layout.mesh_ranks)
-            shards.append(DescribedShard(shard, local.part))
-        return cls(shards, described.aliases, described.unused, described.extra_state, reductions, options)
+        """Return the metadata of a description: the same object as for an equal one before, most often."""
+        locals_ = described.tensors.values()
+        tensors = LongTuple([(local.shard, local.layout, local.part, local.reduce) for local in locals_])
+        aliases, given = LongTuple(described.aliases.items()), LongTuple(options.items())
+        return _metadata_of(tensors, aliases, described.unused, described.extra_state, given)
+
+    @cached_property
+    def data(self) -> bytes:
+        """This as it is sent."""
+        return encoded(self, RankMetadata)
 
     def check(self) -> None:
         """Raise ValueError if this cannot be another rank's metadata."""
@@ -84,6 +82,28 @@ class RankMetadata:
             shape_from_json(described.shard.global_shape)
             if described.part is not None:
                 described.part.check()
+
+
+@lru_cache(4)
+def _metadata_of(
+    tensors: LongTuple[tuple[Shard, MeshLayout, Part | None, str | None]],
+    aliases: LongTuple[tuple[str, str]],
+    unused: tuple[str, ...],
+    extra_state: tuple[str, ...],
+    options: LongTuple[tuple[str, str]],
+) -> RankMetadata:
+    """Return the metadata of a rank; `tensors` has of each the shard, what its mesh says, its part and reduction."""
+    shards = []
+    reductions: dict[str, str] = {}
+    for shard, layout, part, reduce in tensors:
+        if reduce is not None:
+            reductions[shard.name] = reduce
+        sent: Shard | ShardingSpec = shard
+        if layout.placement is not None:
+            # The mesh says what each rank holds: a spec is equal on all of them, where boxes would differ.
+            sent = ShardingSpec(shard.name, shard.dtype, shard.global_shape, layout.placement, layout.mesh_ranks)
+        shards.append(DescribedShard(sent, part))
+    return RankMetadata(shards, dict(aliases), unused, extra_state, reductions, dict(options))
 
 
 def gather_distinct(comm: Communicator, data: bytes, root: int | None = None) -> tuple[list[bytes], int]:
@@ -109,8 +129,13 @@ def parse_metadata(sent: Sequence[bytes], rank_here: int, metadata_here: RankMet
     parsed = {sent[rank_here]: metadata_here}
     for rank, data in enumerate(sent):
         if data not in parsed:
-            parsed[data] = decode(data, RankMetadata, "the description of its state", rank, RankMetadata.check)
+            parsed[data] = _parsed(data, rank)
     return [parsed[data] for data in sent]
+
+
+@lru_cache(8)
+def _parsed(data: bytes, rank: int) -> RankMetadata:
+    return decode(data, RankMetadata, "the description of its state", rank, RankMetadata.check)
 
 
 def all_tensors(comm: Communicator, described: Description) -> dict[str, TensorInfo]:

@@ -64,7 +64,7 @@ class _Rows(NamedTuple):
     number: int
     tensor: TensorPlan
     ranks: Sequence[int] | NDArray[np.int64]
-    counts: Sequence[int] | int
+    counts: Sequence[int] | NDArray[np.int64]
 
 
 def provenance_of(plan: Plan, receipts: list[bytes], *, compares: bool) -> dict[str, Provenance]:
@@ -79,19 +79,29 @@ def provenance_of(plan: Plan, receipts: list[bytes], *, compares: bool) -> dict[
         ReplicaError: copies of a box differ.
         MismatchError: the number of a rank's digests is not that of its boxes.
     """
+    import numpy as np
+
     received = _Received(receipts)
     provenance: dict[str, Provenance] = {}
     for batch in _batches(plan, compares=compares):
-        digests = received.take(batch)
+        ranks, digests = received.take(batch)
+        counts = np.concatenate([rows.counts for rows in batch]).astype(np.int64, copy=False)
+        # The row of each piece's writer comes before those of its copies.
+        writers = np.cumsum(counts) - counts
+        if len(writers) < len(ranks):
+            differing = (digests != digests[np.repeat(writers, counts)]).any(axis=1).nonzero()[0]
+            if len(differing):
+                piece = int(np.searchsorted(writers, differing[0], side="right")) - 1
+                raise _replica_error(batch, piece, int(ranks[writers[piece]]), int(ranks[differing[0]]))
+            ranks, digests = ranks[writers], digests[writers]
+        content = digests.tobytes()
         at = 0
         for rows in batch:
-            of_tensor = digests[at : at + len(rows.ranks)]
-            at += len(rows.ranks)
-            overflows = received.overflows.get(rows.number, 0)
-            if len(rows.tensor.pieces) == len(rows.ranks):
-                provenance[rows.tensor.name] = Provenance(rows.ranks, of_tensor.tobytes(), overflows)
-            else:
-                provenance[rows.tensor.name] = _provenance_of_copies(rows, of_tensor, overflows)
+            end = at + len(rows.counts)
+            of_tensor = content[at * DIGEST_BYTES : end * DIGEST_BYTES]
+            num_overflows = received.overflows.get(rows.number, 0)
+            provenance[rows.tensor.name] = Provenance(ranks[at:end], of_tensor, num_overflows)
+            at = end
     received.check_all_taken()
     return provenance
 
@@ -108,7 +118,8 @@ def _batches(plan: Plan, *, compares: bool) -> Iterator[list[_Rows]]:
         if num_rows >= _BATCH_ROWS:
             yield batch
             batch, num_rows = [], 0
-    yield batch
+    if batch:
+        yield batch
 
 
 class _Received:
@@ -132,12 +143,12 @@ class _Received:
             rows = np.frombuffer(data[_COUNT_BYTES:end], np.uint8).reshape(count, DIGEST_BYTES)
             self._digests[self._next[rank] : self._ends[rank]] = rows
 
-    def take(self, batch: Sequence[_Rows]) -> NDArray[np.uint8]:
-        """Return the digests of all rows."""
+    def take(self, batch: Sequence[_Rows]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+        """Return the ranks of all rows and their digests."""
         import numpy as np
 
         world_size = len(self._ends)
-        ranks = np.concatenate([np.asarray(rows.ranks, np.int64) for rows in batch]) if batch else np.zeros(0, np.int64)
+        ranks = np.concatenate([rows.ranks for rows in batch]).astype(np.int64, copy=False)
         counts = np.bincount(ranks, minlength=world_size)
         if np.any(self._next + counts > self._ends):
             raise self._wrong_count(self._next + counts > self._ends)
@@ -149,8 +160,7 @@ class _Received:
         places = np.empty(len(ranks), np.int64)
         places[by_rank] = np.repeat(self._next, counts) + row_in_rank
         self._next += counts
-        digests: NDArray[np.uint8] = self._digests[places]
-        return digests
+        return ranks, self._digests[places]
 
     def check_all_taken(self) -> None:
         """Raise MismatchError if a rank has sent more digests than it has boxes."""
@@ -163,29 +173,17 @@ class _Received:
         return MismatchError(text, rank=rank)
 
 
-def _provenance_of_copies(rows: _Rows, digests: NDArray[np.uint8], num_overflows: int) -> Provenance:
-    """Return the provenance of the pieces of a tensor that have copies; raise ReplicaError if copies of one differ."""
-    import numpy as np
+def _replica_error(batch: Sequence[_Rows], index: int, holder: int, other: int) -> ReplicaError:
+    """Return the error for a piece of a batch of which `other` has another copy.
 
-    ranks = np.asarray(rows.ranks, np.int64)
-    # The row of each piece's writer comes before those of its copies.
-    if isinstance(rows.counts, int):
-        writers = np.arange(0, len(ranks), rows.counts)
-        counts: NDArray[np.int64] | int = rows.counts
-    else:
-        counts = np.array(rows.counts, np.int64)
-        writers = np.cumsum(counts) - counts
-    expected = digests[np.repeat(writers, counts)]
-    differing = (digests != expected).any(axis=1).nonzero()[0]
-    if len(differing):
-        row = int(differing[0])
-        piece = int(np.searchsorted(writers, row, side="right")) - 1
-        raise _replica_error(rows.tensor, piece, int(ranks[writers[piece]]), int(ranks[row]))
-    return Provenance(ranks[writers], digests[writers].tobytes(), num_overflows)
-
-
-def _replica_error(tensor: TensorPlan, index: int, holder: int, other: int) -> ReplicaError:
-    """Return the error for a piece of which `other` has another copy, with the layout by which it would be a part."""
+    It says by which layout the copy would be a part.
+    """
+    of_tensor = iter(batch)
+    rows = next(of_tensor)
+    while index >= len(rows.counts):
+        index -= len(rows.counts)
+        rows = next(of_tensor)
+    tensor = rows.tensor
 
     def rule(dim: int) -> str:
         return f'{{"{tensor.source}": Shard({dim})}}'

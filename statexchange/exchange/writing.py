@@ -29,7 +29,7 @@ from statexchange.exchange.reducing import reduce_copies
 from statexchange.exchange.staging import Staging
 from statexchange.sharding.options import CallOptions
 from statexchange.sharding.pieces import pieces_of_rank, pieces_written_by
-from statexchange.sharding.shards import Box
+from statexchange.sharding.shards import Box, begin_of_run
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor, assign_hosts
 from statexchange.state.describe import Description
 from statexchange.storage import files
@@ -74,7 +74,9 @@ def writing_nodes(comm: Communicator, plan: WritePlan) -> list[int]:
     """Return for each file the number of the host that writes it. Collective."""
     if not any(comm.nodes):  # one host, of number 0
         return [0] * len(plan.files)
-    sees = from_all(comm, os.path.lexists(plan.probe), bool, "whether it sees the directory")
+    # The directory has a random name, so that no NFS client can have looked the file up before, and remember that it
+    # was absent.
+    sees = from_all(comm, os.path.lexists(plan.files[0].path), bool, "whether it sees the directory")
     return assign_hosts(plan, comm.nodes, sees)
 
 
@@ -209,16 +211,16 @@ class _Writing:
 
     def _supply(self, item: _WriteItem, opened: _Files) -> None:
         """Write, send or only digest a box of this rank."""
-        hasher = xxhash.xxh3_128()
         tensor = local_box(self._described, item.tensor.source, item.box_index)
         memories = self._described.tensors[item.tensor.source].memory
-        if memories and item.box.shape == item.tensor.shape and item.dst == item.src:
+        if memories and item.dst == item.src:
             memory = memories[item.box_index]
-            # A whole tensor in host memory is written as it lies there: nothing is cast, and no box is placed.
-            if memory.is_run and memory.dtype == item.tensor.dtype:
-                opened.write_whole(item, run_bytes(memory.tensor), hasher)
-                self._receipts.digests[item.receipt] = hasher.digest()
+            begin = begin_of_run(item.box, item.tensor.shape)
+            # Rows in host memory are one run of the file, too: nothing is cast, and no window is placed.
+            if memory.is_run and memory.dtype == item.tensor.dtype and begin >= 0:
+                self._receipts.digests[item.receipt] = opened.write_run(item, begin, run_bytes(memory.tensor))
                 return
+        hasher = xxhash.xxh3_128()
         staging = self._write_staging if item.dst in (item.src, -1) else self._send_staging
         for window, data in staging.parts(tensor, item.tensor.dtype):
             # Before the write, while the data is in the processor's cache.
@@ -278,18 +280,22 @@ class _Files:
         if self._dirty > _SYNC_EVERY_BYTES:
             self._sync()
 
-    def write_whole(self, item: _WriteItem, data: memoryview, hasher: xxhash.xxh3_128) -> None:
-        """Write the bytes of a whole tensor, part by part, and give each to `hasher` before."""
+    def write_run(self, item: _WriteItem, begin: int, data: memoryview) -> bytes:
+        """Write the bytes of a box that is one run from element `begin` of its tensor on; return their digest."""
         tensor, file = item.tensor, self._files[item.tensor.file]
         fd = self._fd(tensor.file, file.path)
+        in_file = tensor.begin + begin * ITEMSIZE[tensor.dtype]
+        hasher = xxhash.xxh3_128()
         for at in range(0, len(data), files.WINDOW_BYTES):
             part = data[at : at + files.WINDOW_BYTES]
+            # Before the write, while the part is in the processor's cache.
             hasher.update(part)
-            files.pwrite_all(fd, part, tensor.begin + at, file.path)
+            files.pwrite_all(fd, part, in_file + at, file.path)
             self._dirty += len(part)
             if self._dirty > _SYNC_EVERY_BYTES:
                 self._sync()
             self.count(len(part))
+        return hasher.digest()
 
     def write_header(self, number: int, header: bytes) -> None:
         """Write the first bytes of a file."""

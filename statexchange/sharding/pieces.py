@@ -11,13 +11,13 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import islice, product
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from statexchange.messages import Shared
-from statexchange.sharding.sharding_spec import DimRun, Placement, coordinate_of, runs_by_dim
+from statexchange.sharding.sharding_spec import DimRun, Placement, ShardingSpec, coordinate_of, runs_by_dim
 from statexchange.sharding.shards import Box, Piece, c_strides
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ __all__ = [
     "nbytes_by_holder",
     "pieces_of_rank",
     "pieces_written_by",
+    "spec_pieces",
 ]
 
 _FEW_PIECES = 16  # the most of one tensor whose boxes are cached
@@ -111,7 +112,8 @@ class SpecPieces(Sequence[Piece]):
     turn: int
     ranks: Shared[tuple[int, ...]] = ()
 
-    @property
+    # Once for each object: tensors of one shape share it, see `spec_pieces`.
+    @cached_property
     def _grid(self) -> _Grid:
         return _grid(self.shape, self.placement)
 
@@ -125,13 +127,13 @@ class SpecPieces(Sequence[Piece]):
         """The number of the copy that is written; copies are in the order of their ranks in the mesh."""
         return self.turn % self.num_copies
 
-    @property
+    @cached_property
     def writers(self) -> NDArray[np.int64]:
         """The rank that writes each piece."""
         grid = self._grid
         return self._ranks_at(grid.first_ranks + grid.copy_offsets[self.copy])
 
-    @property
+    @cached_property
     def holders(self) -> NDArray[np.int64]:
         """The ranks that have each piece: one row for each piece, with the rank that writes it in the first column."""
         import numpy as np
@@ -214,6 +216,22 @@ class SpecPieces(Sequence[Piece]):
         owners = [(holder, index) for holder in holders]
         writer = owners.pop(self.copy)
         return Piece(_box_of(chosen), *writer, tuple(owners))
+
+
+def spec_pieces(spec: ShardingSpec, turn: int) -> SpecPieces:
+    """Return the pieces of a tensor; those of the same shape and placement, of which the same copy is written, are one.
+
+    `turn` counts the tensors, which take turns in the copy that is written.
+    """
+    return _spec_pieces(
+        spec.global_shape,
+        spec.placement,
+        turn % SpecPieces(spec.global_shape, spec.placement, 0).num_copies,
+        spec.ranks,
+    )
+
+
+_spec_pieces = lru_cache(maxsize=1024)(SpecPieces)
 
 
 @lru_cache(maxsize=64)  # meshes
@@ -308,17 +326,22 @@ def pieces_of_rank(pieces: Pieces, rank: int) -> Sequence[RankPiece]:
     return of_rank
 
 
-def holders_of(pieces: Pieces, *, with_copies: bool) -> tuple[Sequence[int] | NDArray[np.int64], Sequence[int] | int]:
-    """Return the ranks that have each piece of a tensor, and how many there are of each piece (one number if equal).
+_Numbers: TypeAlias = "Sequence[int] | NDArray[np.int64]"
+
+
+def holders_of(pieces: Pieces, *, with_copies: bool) -> tuple[_Numbers, _Numbers]:
+    """Return the ranks that have each piece of a tensor, and how many there are of each piece.
 
     The rank that writes a piece comes first, then, `with_copies`, those with its other copies: as `pieces_of_rank` has
     them in turn.
     """
+    import numpy as np
+
     if isinstance(pieces, SpecPieces):
-        if with_copies:
-            return pieces.holders.ravel(), pieces.num_copies
-        return pieces.writers, 1
-    ranks, counts = [], []
+        of_each = pieces.holders if with_copies else pieces.writers[:, np.newaxis]
+        return of_each.ravel(), np.full(len(of_each), of_each.shape[1])
+    ranks: list[int] = []
+    counts: list[int] = []
     for piece in pieces:
         ranks.append(piece.holder)
         counts.append(1)
@@ -349,11 +372,14 @@ def nbytes_by_holder(tensors: Iterable[tuple[Pieces, int]], num_holders: int) ->
 
     nbytes = np.zeros(num_holders, np.int64)
     listed = [0] * num_holders
+    alike: dict[int, tuple[SpecPieces, list[int]]] = {}
     for pieces, itemsize in tensors:
         if isinstance(pieces, SpecPieces):
-            # Not `nbytes[writers] += ...`, as a rank may write several pieces of one tensor.
-            np.add.at(nbytes, pieces.writers, pieces.numels * itemsize)
+            alike.setdefault(id(pieces), (pieces, []))[1].append(itemsize)
             continue
         for piece in pieces:
             listed[piece.holder] += math.prod(piece.box.shape) * itemsize
+    for of_spec, itemsizes in alike.values():
+        # Not `nbytes[writers] += ...`, as a rank may write several pieces of one tensor.
+        np.add.at(nbytes, of_spec.writers, of_spec.numels * sum(itemsizes))
     return nbytes + listed

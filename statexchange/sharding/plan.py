@@ -35,7 +35,7 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.sharding.options import MODEL_PATTERN, ExportOptions
-from statexchange.sharding.pieces import Pieces, SpecPieces, nbytes_by_holder
+from statexchange.sharding.pieces import Pieces, nbytes_by_holder, spec_pieces
 from statexchange.sharding.rules import layout_advice, rule_for_dim
 from statexchange.sharding.sharding_spec import ShardingSpec, covers_exactly
 from statexchange.sharding.shards import Box, LongTuple, Piece, Shard, full_box, intersect, region_text
@@ -311,8 +311,7 @@ def _plan_spec(name: str, spec: ShardingSpec, options: ExportOptions, dtypes: _O
     if not covers_exactly(spec.global_shape, spec.placement):
         raise IncompleteError(f"{spec.placement} does not cover shape {spec.global_shape}", name=spec.name)
     turn = 0 if options.replicas == "root" else number
-    pieces = SpecPieces(spec.global_shape, spec.placement, turn, spec.ranks)
-    return TensorPlan(name, spec.name, dtypes.of(spec.name, spec.dtype), spec.global_shape, 0, pieces)
+    return TensorPlan(name, spec.name, dtypes.of(spec.name, spec.dtype), spec.global_shape, 0, spec_pieces(spec, turn))
 
 
 def _by_name(rank_shards: Sequence[RankShards]) -> dict[str, _TensorShards]:

@@ -22,6 +22,7 @@ __all__ = [
     "LongTuple",
     "Piece",
     "Shard",
+    "begin_of_run",
     "boxes_of_run",
     "boxes_of_runs",
     "c_contiguous",
@@ -154,6 +155,12 @@ def c_contiguous(box: Box, shape: Sequence[int]) -> bool:
     """Whether a box is one run of the C order of a tensor of `shape`."""
     cut_dims = [dim for dim in range(len(shape)) if box.shape[dim] != shape[dim]]
     return not cut_dims or all(size == 1 for size in box.shape[: cut_dims[-1]])
+
+
+@functools.lru_cache(1024)
+def begin_of_run(box: Box, shape: tuple[int, ...]) -> int:
+    """Return the `linear_offset` of a box that is one run of the C order of a tensor of `shape`; -1 for another."""
+    return linear_offset(box, shape) if c_contiguous(box, shape) else -1
 
 
 @functools.lru_cache(1024)

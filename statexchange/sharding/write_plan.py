@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+from statexchange.messages import encoded
 from statexchange.sharding.pieces import Pieces, SpecPieces, nbytes_by_holder
 from statexchange.sharding.rules import REDUCTIONS
 from statexchange.sharding.shards import is_inside, shape_from_json
@@ -76,21 +78,24 @@ class WriteTensor:
                     raise ValueError(f"rank {rank} is not one of {world_size}")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WritePlan:
     """The files and tensors that all ranks write together.
 
     Attributes:
         files: the output files.
         tensors: the output tensors.
-        probe: the path of a file that shows a host that it sees root's directory.
         compares: whether replicas are digested and compared.
     """
 
     files: tuple[WriteFile, ...]
     tensors: tuple[WriteTensor, ...]
-    probe: str
     compares: bool
+
+    @cached_property
+    def data(self) -> bytes:
+        """This as it is sent."""
+        return encoded(self, WritePlan)
 
     def reductions(self) -> list[BoxReduction]:
         """Return the reductions of all boxes that have copies to reduce."""

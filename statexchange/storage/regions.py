@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from statexchange.errors import CorruptError, StorageError
-from statexchange.sharding.shards import Box, c_contiguous, c_strides, full_box, intersect, linear_offset
+from statexchange.sharding.shards import Box, begin_of_run, c_contiguous, c_strides, full_box, intersect, linear_offset
 from statexchange.storage.files import WINDOW_BYTES, pwrite_all, reserve
 from statexchange.tensors import ITEMSIZE, elements
 
@@ -88,8 +88,9 @@ def write_box(
     raises SIGBUS, so the bytes that the box spans are reserved first, unless the whole file is `reserved` already.
     """
     itemsize = ITEMSIZE[dtype]
-    if c_contiguous(box, shape):
-        pwrite_all(fd, data, begin + linear_offset(box, shape) * itemsize, path)
+    run_begin = begin_of_run(box, shape)
+    if run_begin >= 0:
+        pwrite_all(fd, data, begin + run_begin * itemsize, path)
         return
     if _run_bytes(box, shape, itemsize) < _LONG_RUN_BYTES:
         strides = c_strides(shape)

@@ -50,7 +50,6 @@ PLAN = WritePlan(
         WriteTensor(1, 80, (4, 2), "F32", "w", "max", PIECES),
         WriteTensor(0, 8, (2,), "BF16", "v", None, SpecPieces((2,), Placement((2,), (DimSplit(0),)), 1, (1, 0))),
     ),
-    "/out/probe",
     compares=True,
 )
 
@@ -227,7 +226,7 @@ def test_boxes_that_are_reduced_are_those_with_copies() -> None:
 def test_a_file_is_written_by_the_host_to_which_the_least_is_sent() -> None:
     one = [Piece(Box((0,), (8,)), 0, 0), Piece(Box((8,), (24,)), 2, 0)]
     tensors = tuple(WriteTensor(file, 0, (32,), "F32", f"w{file}", None, one) for file in range(2))
-    plan = WritePlan((WriteFile("a", True), WriteFile("b", True)), tensors, "", compares=True)
+    plan = WritePlan((WriteFile("a", True), WriteFile("b", True)), tensors, compares=True)
     assert assign_hosts(plan, [0, 0, 1], [True] * 3) == [1, 0]
     assert assign_hosts(plan, [0, 0, 1], [True, True, False]) == [0, 0]
 
