@@ -44,8 +44,8 @@ class Walk(NamedTuple):
 
 CEILINGS = {
     "load": Walk(25, 650, 52, 0),
-    "save": Walk(25, 749, 77, 2),
-    "export": Walk(31, 721, 26, 0),
+    "save": Walk(25, 749, 76, 2),
+    "export": Walk(31, 540, 26, 0),
     "merge": Walk(28, 863, 111, 0),
     "synchronize": Walk(10, 240, 38, 1),
 }
