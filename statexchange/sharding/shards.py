@@ -222,6 +222,18 @@ def region_text(offsets: Sequence[int], ends: Sequence[int]) -> str:
     return "[" + ", ".join(f"{begin}:{end}" for begin, end in zip(offsets, ends, strict=True)) + "]"
 
 
+@functools.lru_cache(1024)
+def _box_outside(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Box | None:
+    """Return the first box that lies outside of a tensor of `shape`; raise ValueError for sizes of no tensor."""
+    numel_of(shape)
+    whole = full_box(shape)
+    for box in boxes:
+        # Most shards of replicated models are whole tensors.
+        if box != whole and not is_inside(box, shape):
+            return box
+    return None
+
+
 @dataclass(frozen=True, slots=True)
 class Shard:
     """One rank's part of a tensor of `global_shape`: a list of boxes, most often one.
@@ -238,12 +250,9 @@ class Shard:
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE:
             raise ValueError(f"unknown dtype {excerpt(self.dtype)}")
-        numel_of(self.global_shape)
-        whole = full_box(self.global_shape)
-        for box in self.boxes:
-            # Most shards of replicated models are whole tensors.
-            if box != whole and not is_inside(box, self.global_shape):
-                raise ValueError(f"box {box} lies outside {self.name!r} of shape {self.global_shape}")
+        outside = _box_outside(self.global_shape, self.boxes)
+        if outside is not None:
+            raise ValueError(f"box {outside} lies outside {self.name!r} of shape {self.global_shape}")
 
     @property
     def is_whole(self) -> bool:

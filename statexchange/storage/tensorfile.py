@@ -94,6 +94,7 @@ _PER_FILE_KEYS = (WORKSPACE_KEY, TORCH_SHARDING_KEY, _TORCH_VERSION_KEY)
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _CHANGED_IN_FILE = frozenset({"C128", *PACKED})  # dtypes whose shape, or name, is another in a file
 _INT = frozenset({int})
+_PLACE_OF = {dtype: -place for place, dtype in enumerate(ITEMSIZE)}
 _SHARD_OF = attrgetter("shard")
 _DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -178,8 +179,13 @@ class ShardData:
         return [box[at : at + WINDOW_BYTES] for at in range(0, len(box), WINDOW_BYTES)]
 
 
-def _refused_name(names: Iterable[str]) -> tuple[str, str] | None:
+def _refused_name(names: Mapping[str, object]) -> tuple[str, str] | None:
     """Return the first name that no tensor of a file may have, with the reason; None if there is none."""
+    # Nearly always none is refused, which one look at all of them shows: what is printable has neither control
+    # characters nor surrogates, and no character has more than 4 bytes.
+    is_reserved = "" in names or _METADATA_KEY in names
+    if not is_reserved and "".join(names).isprintable() and 4 * max(map(len, names), default=0) <= _MAX_NAME_BYTES:
+        return None
     for name in names:
         try:
             nbytes = len(name.encode())
@@ -403,7 +409,7 @@ class DigestedTensors:
     @property
     def shards(self) -> list[Shard]:
         """The shards, in file order."""
-        return [data.shard for data in self._shards]
+        return list(map(_SHARD_OF, self._shards))
 
     def parts(self) -> Iterator[memoryview]:
         """Yield the bytes after the header; each part is valid until the next one is requested.
@@ -441,11 +447,11 @@ def _digests(shards: Sequence[ShardData], progress: Callable[[], object] | None)
 
 def _in_file_order(shards: Sequence[ShardData]) -> list[ShardData]:
     """Return the shards in the order of safetensors: those of large elements first, so that each tensor is aligned."""
-    place_of = {dtype: -place for place, dtype in enumerate(ITEMSIZE)}
     keys = []
-    for number, data in enumerate(shards):
-        keys.append((place_of[data.shard.dtype], data.shard.name, number))
-    return [shards[number] for _, _, number in sorted(keys)]
+    for data in shards:
+        keys.append((_PLACE_OF[data.shard.dtype], data.shard.name))
+    order = sorted(range(len(shards)), key=keys.__getitem__)
+    return list(map(shards.__getitem__, order))
 
 
 def _by_name(shards: Sequence[ShardData], digests: Sequence[str]) -> dict[str, list[str]]:
@@ -627,18 +633,20 @@ class RankFile:
             raise CorruptError(f"unknown dtype {entry.dtype}", path=path, name=entry.name)
         if not isinstance(tensors, dict) or tensors.keys() != header.entries.keys():
             raise CorruptError("metadata and header list different tensors", path=path)
+        parsed: dict[str, tuple[tuple[int, ...], tuple[Box, ...]]] = {}
         for name, raw in tensors.items():
             entry = header.entries[name]
-            shape, boxes = entry.shape, [full_box(entry.shape)]
             try:
-                # Most records are those of whole tensors, whose shapes have been checked in the header. Their texts are
-                # compared: as numbers, true and 2.0 in a record would equal 1 and 2.
-                in_header = [*shape]
-                text, whole = repr(in_header), repr([[[0] * len(shape), in_header]])
-                if repr(raw["global_shape"]) != text or repr(raw["boxes"]) != whole:
-                    shape = sizes_from_json(raw["global_shape"])
-                    boxes = list(map(Box.from_json, raw["boxes"]))
-                shard = Shard(name, raw["dtype"], shape, tuple(boxes))
+                # Many tensors have equal shapes and boxes. Their texts are compared: as numbers, true and 2.0 in a
+                # record would equal 1 and 2.
+                key = f"{raw['global_shape']!r} {raw['boxes']!r}"
+                if key not in parsed and key == f"{[*entry.shape]} {[[[0] * len(entry.shape), [*entry.shape]]]}":
+                    # A whole tensor, whose shape was checked in the header.
+                    parsed[key] = entry.shape, (full_box(entry.shape),)
+                elif key not in parsed:
+                    parsed[key] = sizes_from_json(raw["global_shape"]), tuple(map(Box.from_json, raw["boxes"]))
+                shape, boxes = parsed[key]
+                shard = Shard(name, raw["dtype"], shape, boxes)
                 digests = tuple(map(str, raw["digests"]))
             except (KeyError, TypeError, ValueError) as error:
                 raise CorruptError(f"broken metadata: {error}", path=path, name=name) from None

@@ -1,11 +1,14 @@
-"""Measure processor time per small tensor: export, save and load, compared with torch's `dcp.save` and `dcp.load`.
+"""Measure processor time per small tensor: exports, saves and loads, compared with torch's `dcp.save` and `dcp.load`.
 
-    python tools/bench/small.py [--tensors 50000] [--ranks 2] [--dirs /dev/shm] [--rounds 3]
+    python tools/bench/small.py [--tensors 50000] [--peer-tensors 10000] [--ranks 2] [--dirs /dev/shm] [--rounds 2]
 
 Each tensor has 1 kB: "sharded" ones are DTensors of which each rank holds some rows, "replicated" ones are whole on
 each rank. Figures are microseconds of user and system time per tensor, of the rank that took most; medians of rounds in
-which all ways run in turn, after one round that warms up. Before each measurement the garbage collector runs: a whole
-collection of this state takes as long as an export, and would count against the way that it happens to fall into.
+which all ways run in turn, after one round of few tensors that warms up. Each round has new tensors with new names: its
+first save and export are those of a job, the second ones are of the same tensors with other values. torch's functions
+take the time of all others together, so that they save fewer tensors. Before each measurement the garbage collector
+runs: a whole collection of this state takes as long as an export, and would count against the way that it happens to
+fall into.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ def processor_s() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def rank_main(number: int, folder: str, rounds: int) -> dict[str, list[float]]:
+def rank_main(number: int, peer_number: int, folder: str, rounds: int) -> dict[str, list[float]]:
     """Return by way the microseconds per tensor of every round, on this rank."""
     import torch
     import torch.distributed as dist
@@ -46,45 +49,65 @@ def rank_main(number: int, folder: str, rounds: int) -> dict[str, list[float]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = ELEMENTS // dist.get_world_size()
 
-    def sharded() -> dict[str, Any]:
-        parts = (torch.full((rows,), float(i)) for i in range(number))
-        return {f"layer.{i}.weight": DTensor.from_local(part, mesh, [Shard(0)]) for i, part in enumerate(parts)}
+    def sharded(count: int, turn: int) -> dict[str, Any]:
+        parts = (torch.full((rows,), float(i)) for i in range(count))
+        return {f"{turn}.layer.{i}.weight": DTensor.from_local(part, mesh, [Shard(0)]) for i, part in enumerate(parts)}
 
-    def replicated() -> dict[str, Any]:
-        return {f"layer.{i}.weight": torch.full((ELEMENTS,), float(i)) for i in range(number)}
+    def replicated(count: int, turn: int) -> dict[str, Any]:
+        return {f"{turn}.layer.{i}.weight": torch.full((ELEMENTS,), float(i)) for i in range(count)}
+
+    def trained(state: dict[str, Any]) -> None:
+        for tensor in state.values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).add_(1)
 
     found: dict[str, list[float]] = {}
-    for kind, make in (("sharded", sharded), ("replicated", replicated)):
-        state, live = make(), make()
-        ways: dict[str, Callable[[], object]] = {
-            "export_checkpoint": partial(sx.export_checkpoint, state, f"{folder}/export", overwrite=True),
-            "save_checkpoint": partial(sx.save_checkpoint, {"model": state}, f"{folder}/save", overwrite=True),
-            "dcp.save": partial(dcp.state_dict_saver.save, state, checkpoint_id=f"{folder}/dcp"),
-            "load_checkpoint of the export": partial(sx.load_checkpoint, live, f"{folder}/export"),
-            "load_checkpoint of the save": partial(sx.load_checkpoint, {"model": live}, f"{folder}/save"),
-            "dcp.load": partial(dcp.state_dict_loader.load, live, checkpoint_id=f"{folder}/dcp"),
-        }
-        for turn in range(rounds + 1):
-            for way, run in ways.items():
-                gc.collect()
-                dist.barrier()
-                began = processor_s()
-                run()
-                if turn:
-                    found.setdefault(f"{way}, {kind}", []).append((processor_s() - began) / number * 1e6)
+
+    def measure(way: str, count: int, run: Callable[[], object]) -> None:
+        gc.collect()
+        dist.barrier()
+        began = processor_s()
+        run()
+        found.setdefault(way, []).append((processor_s() - began) / count * 1e6)
+
+    def run_all(kind: str, make: Callable[[int, int], dict[str, Any]], counts: tuple[int, int], turn: int) -> None:
+        state = make(counts[0], turn)
+        export = partial(sx.export_checkpoint, state, f"{folder}/export{turn}", overwrite=True)
+        save = partial(sx.save_checkpoint, {"model": state}, f"{folder}/save{turn}", overwrite=True)
+        for when in ("first", "second"):
+            measure(f"{when} export_checkpoint, {kind}", counts[0], export)
+            measure(f"{when} save_checkpoint, {kind}", counts[0], save)
+            trained(state)
+        load = partial(sx.load_checkpoint, state, f"{folder}/export{turn}")
+        measure(f"load_checkpoint of the export, {kind}", counts[0], load)
+        load = partial(sx.load_checkpoint, {"model": state}, f"{folder}/save{turn}")
+        measure(f"load_checkpoint of the save, {kind}", counts[0], load)
+        few = dict(list(state.items())[: counts[1]])
+        save = partial(dcp.state_dict_saver.save, few, checkpoint_id=f"{folder}/dcp{turn}")
+        measure(f"dcp.save, {kind}", len(few), save)
+        load = partial(dcp.state_dict_loader.load, few, checkpoint_id=f"{folder}/dcp{turn}")
+        measure(f"dcp.load, {kind}", len(few), load)
         dist.barrier()
         if dist.get_rank() == 0:
             for name in ("export", "save", "dcp"):
-                shutil.rmtree(f"{folder}/{name}")
+                shutil.rmtree(f"{folder}/{name}{turn}")
+
+    for kind, make in (("sharded", sharded), ("replicated", replicated)):
+        run_all(kind, make, (300, 300), 0)
+        for way, figures in found.items():
+            if way.endswith(f", {kind}"):
+                figures.clear()
+        for turn in range(1, rounds + 1):
+            run_all(kind, make, (number, peer_number), turn)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tensors", type=int, default=50000)
+    parser.add_argument("--peer-tensors", type=int, default=10000)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dirs", nargs="+", default=["/dev/shm"])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
     from small import rank_main as ranks_work  # ranks cannot import __main__
 
@@ -92,7 +115,7 @@ def main() -> None:
     print("| way | directory | sharded, us | replicated, us |\n|---|---|---|---|")
     for place in options.dirs:
         with tempfile.TemporaryDirectory(dir=place) as folder:
-            args = (options.tensors, folder, options.rounds)
+            args = (options.tensors, options.peer_tensors, folder, options.rounds)
             ranks = run_ranks(ranks_work, options.ranks, backend="gloo", args=args, timeout_s=1200)
         cells = {way: statistics.median(map(max, zip(*(rank[way] for rank in ranks), strict=True))) for way in ranks[0]}
         for way in dict.fromkeys(name.rpartition(", ")[0] for name in cells):
