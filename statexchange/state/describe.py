@@ -339,7 +339,7 @@ def _from_chunks(name: str, dtype: str, shape: tuple[int, ...], tensor: Leaf, ra
 
 
 # The same object for the same tensor, by which a save finds what was made of it for the last one, see `LongTuple`.
-_shard = functools.lru_cache(1 << 16)(Shard)
+_shard = functools.lru_cache(1 << 18)(Shard)
 
 
 def new_dtensor(like: DTensor, shape: Sequence[int], dtype: torch.dtype, dims: Collection[int]) -> DTensor:

@@ -1,6 +1,6 @@
 """Measure processor time per small tensor: exports, saves and loads, compared with torch's `dcp.save` and `dcp.load`.
 
-    python tools/bench/small.py [--tensors 50000] [--peer-tensors 10000] [--ranks 2] [--dirs /dev/shm] [--rounds 2]
+    python tools/bench/small.py [--tensors 50000] [--peer-tensors 2000] [--ranks 2] [--dirs /dev/shm] [--rounds 2]
 
 Each tensor has 1 kB: "sharded" ones are DTensors of which each rank holds some rows, "replicated" ones are whole on
 each rank. Figures are microseconds of user and system time per tensor, of the rank that took most; medians of rounds in
@@ -104,7 +104,7 @@ def rank_main(number: int, peer_number: int, folder: str, rounds: int) -> dict[s
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--tensors", type=int, default=50000)
-    parser.add_argument("--peer-tensors", type=int, default=10000)
+    parser.add_argument("--peer-tensors", type=int, default=2000)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--dirs", nargs="+", default=["/dev/shm"])
     parser.add_argument("--rounds", type=int, default=2)
