@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import islice, product
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -57,7 +57,7 @@ class _Grid(NamedTuple):
     copy_offsets: NDArray[np.int64]
 
 
-@lru_cache(maxsize=1024)  # a model has many tensors of few shapes and placements
+@lru_cache(maxsize=256)  # a model has many tensors of few shapes and placements
 def _grid(shape: tuple[int, ...], placement: Placement) -> _Grid:
     import numpy as np
 
@@ -112,8 +112,7 @@ class SpecPieces(Sequence[Piece]):
     turn: int
     ranks: Shared[tuple[int, ...]] = ()
 
-    # Once for each object: tensors of one shape share it, see `spec_pieces`.
-    @cached_property
+    @property
     def _grid(self) -> _Grid:
         return _grid(self.shape, self.placement)
 
@@ -127,22 +126,16 @@ class SpecPieces(Sequence[Piece]):
         """The number of the copy that is written; copies are in the order of their ranks in the mesh."""
         return self.turn % self.num_copies
 
-    @cached_property
+    @property
     def writers(self) -> NDArray[np.int64]:
         """The rank that writes each piece."""
         grid = self._grid
         return self._ranks_at(grid.first_ranks + grid.copy_offsets[self.copy])
 
-    @cached_property
+    @property
     def holders(self) -> NDArray[np.int64]:
         """The ranks that have each piece: one row for each piece, with the rank that writes it in the first column."""
-        import numpy as np
-
-        grid = self._grid
-        # As `_piece` does: the one that writes is taken out of the others.
-        written = grid.copy_offsets[self.copy : self.copy + 1]
-        offsets = np.concatenate((written, np.delete(grid.copy_offsets, self.copy)))
-        return self._ranks_at(np.add.outer(grid.first_ranks, offsets))
+        return self._ranks_at(_holders(self.shape, self.placement, self.copy))
 
     def _ranks_at(self, mesh_ranks: NDArray[np.int64]) -> NDArray[np.int64]:
         return _array_of(self.ranks)[mesh_ranks] if self.ranks else mesh_ranks
@@ -218,8 +211,19 @@ class SpecPieces(Sequence[Piece]):
         return Piece(_box_of(chosen), *writer, tuple(owners))
 
 
+@lru_cache(maxsize=256)
+def _holders(shape: tuple[int, ...], placement: Placement, copy: int) -> NDArray[np.int64]:
+    import numpy as np
+
+    grid = _grid(shape, placement)
+    # As `SpecPieces` does: the one that writes is taken out of the others.
+    written = grid.copy_offsets[copy : copy + 1]
+    offsets = np.concatenate((written, np.delete(grid.copy_offsets, copy)))
+    return np.add.outer(grid.first_ranks, offsets)
+
+
 def spec_pieces(spec: ShardingSpec, turn: int) -> SpecPieces:
-    """Return the pieces of a tensor; those of the same shape and placement, of which the same copy is written, are one.
+    """Return the pieces of a tensor: one object for all tensors of one shape and placement with the same copy to write.
 
     `turn` counts the tensors, which take turns in the copy that is written.
     """

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
+from typing import NamedTuple
 
 from statexchange.messages import Shared
 from statexchange.sharding.shards import Box, Shard, boxes_of_runs
@@ -33,8 +34,7 @@ _MAX_PIECES = 1 << 16
 Run = tuple[int, int]  # (begin, end) in a dim
 
 
-@dataclass(frozen=True, slots=True)
-class DimSplit:
+class DimSplit(NamedTuple):
     """One mesh axis splits `dim` into as many parts as it has ranks.
 
     Each part is one run, as with Shard. With a `split_factor`, as with _StridedShard, the dim is first cut into
@@ -133,8 +133,7 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
     return merged or [(0, 0)]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """The shape of a mesh, whose ranks are numbered in C order, and what each axis splits (None: it replicates)."""
 
     mesh_shape: tuple[int, ...]
