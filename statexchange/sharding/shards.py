@@ -42,6 +42,7 @@ __all__ = [
 _T = TypeVar("_T")
 
 MAX_DIMS = 64
+_FEW_BOXES = 16  # the most of one tensor for which the check that they lie inside is cached
 MAX_SIZE = 1 << 48
 
 
@@ -250,7 +251,9 @@ class Shard:
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, str) or self.dtype not in ITEMSIZE:
             raise ValueError(f"unknown dtype {excerpt(self.dtype)}")
-        outside = _box_outside(self.global_shape, self.boxes)
+        # Long lists of boxes are seldom equal, and would be kept.
+        check = _box_outside if len(self.boxes) <= _FEW_BOXES else _box_outside.__wrapped__
+        outside = check(self.global_shape, self.boxes)
         if outside is not None:
             raise ValueError(f"box {outside} lies outside {self.name!r} of shape {self.global_shape}")
 
