@@ -101,9 +101,7 @@ class _Draft:
 
     def __init__(self, plan: Plan, extra: Mapping[str, bytes], metadata: Mapping[str, str]) -> None:
         index = index_name(plan)
-        self.headers = {}
-        for file in plan.files:
-            self.headers[file.name] = _header_of(LongTuple([file]), tuple(metadata.items()))
+        self.headers = _headers_of(LongTuple([plan]), tuple(metadata.items()))
         self.texts = dict(extra)
         self.names = [*self.headers, *extra]
         if index is not None:
@@ -272,14 +270,17 @@ class Publication:
 
 
 @functools.lru_cache(2)
-def _header_of(planned: LongTuple[FilePlan], metadata: tuple[tuple[str, str], ...]) -> bytes:
-    """Return the header of an output file; raise UnsupportedError for a dtype that safetensors cannot store."""
-    tensors = []
-    for tensor in planned[0].tensors:
-        if tensor.dtype == "C128":
-            raise UnsupportedError("safetensors has no complex128; cast or exclude it", name=tensor.name)
-        tensors.append((tensor.name, tensor.dtype, tensor.shape))
-    return encode_header(header_text(tensors, dict(metadata)))
+def _headers_of(planned: LongTuple[Plan], metadata: tuple[tuple[str, str], ...]) -> Mapping[str, bytes]:
+    """Return the header of each output file; raise UnsupportedError for a dtype that safetensors cannot store."""
+    headers = {}
+    for file in planned[0].files:
+        tensors = []
+        for tensor in file.tensors:
+            if tensor.dtype == "C128":
+                raise UnsupportedError("safetensors has no complex128; cast or exclude it", name=tensor.name)
+            tensors.append((tensor.name, tensor.dtype, tensor.shape))
+        headers[file.name] = encode_header(header_text(tensors, dict(metadata)))
+    return headers
 
 
 # Index and manifest

@@ -198,7 +198,9 @@ class _CoverRecord:
 
 
 @functools.lru_cache(4)
-def _cover_record(groups: Sequence[_Group], left_to_others: frozenset[str], in_several: frozenset[str]) -> _CoverRecord:
+def _cover_record(
+    groups: LongTuple[_Group], left_to_others: frozenset[str], in_several: frozenset[str]
+) -> _CoverRecord:
     """Return the record of a rank that leaves some tensors to others; `in_several` are places in several groups."""
     begun: dict[str, tuple[int, int]] = {}
     firsts: list[tuple[str, str]] = []

@@ -227,12 +227,8 @@ def spec_pieces(spec: ShardingSpec, turn: int) -> SpecPieces:
 
     `turn` counts the tensors, which take turns in the copy that is written.
     """
-    return _spec_pieces(
-        spec.global_shape,
-        spec.placement,
-        turn % SpecPieces(spec.global_shape, spec.placement, 0).num_copies,
-        spec.ranks,
-    )
+    num_copies = len(_grid(spec.global_shape, spec.placement).copy_offsets)
+    return _spec_pieces(spec.global_shape, spec.placement, turn % num_copies, spec.ranks)
 
 
 _spec_pieces = lru_cache(maxsize=1024)(SpecPieces)

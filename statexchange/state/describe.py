@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MeshLayout:
-    """What a DTensor's mesh says of its boxes on this rank; tensors that are alike on one mesh share one object.
+    """The layout of a DTensor on its mesh, for this rank; one object serves all of one mesh, shape and placements.
 
     Attributes:
         boxes: the boxes of the local part.
