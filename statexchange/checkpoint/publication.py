@@ -249,14 +249,25 @@ class Publication:
         for name, data in texts.items():
             self._build.put(name, data)
         written = [(name, len(data)) for name, data in texts.items()]
-        placed, digests = self._draft.placed, b""
+        placed = self._draft.placed
+        sealed: SealedFile | None = None
         if placed.first:
-            digests = b"".join(provenance[name].digests for name in placed.first)
-            self._build.put(DIGESTS, digests)
-            written.append((DIGESTS, len(digests)))
-        manifest = manifest_text(self._plan, provenance, self._draft.names, self._source, placed, digests)
+            sealed = self._put_digests([provenance[name].digests for name in placed.first])
+            written.append((DIGESTS, sealed.nbytes))
+        manifest = manifest_text(self._plan, provenance, self._draft.names, self._source, placed, sealed)
         self._build.commit(MANIFEST, manifest)
         return [*written, (MANIFEST, len(manifest))]
+
+    def _put_digests(self, digests: Sequence[bytes]) -> SealedFile:
+        """Write the file of digests; not as one text, since there may be many."""
+        nbytes = sum(map(len, digests))
+        output = self._build.create(DIGESTS, nbytes, b"")
+        at = 0
+        for of_tensor in digests:
+            output.write(of_tensor, at)
+            at += len(of_tensor)
+        output.finish()
+        return SealedFile(DIGESTS, nbytes, nbytes, digest(*digests))
 
     def abandon(self) -> None:
         """Remove all files of an uncommitted publication."""
@@ -336,7 +347,7 @@ def manifest_text(
     names: Sequence[str],
     source: str,
     placed: _Placed,
-    digests: bytes,
+    digests: SealedFile | None,
 ) -> bytes:
     """Return the manifest: the names of all other files, and for each tensor its boxes with their provenance.
 
@@ -346,7 +357,7 @@ def manifest_text(
         names: the names of all other files.
         source: the format of the source.
         placed: the tensors whose boxes are not listed.
-        digests: the content of the file of their digests.
+        digests: the file of their digests.
 
     Raises:
         UnsafeError: the manifest would be larger than readers accept.
@@ -372,9 +383,8 @@ def manifest_text(
         "aliases": dict(plan.aliases),
         "tensors": tensors,
     }
-    if placed.first:
-        sealed = SealedFile(DIGESTS, len(digests), len(digests), digest(digests))
-        manifest |= {"schema": PLACED_SCHEMA, "placements": placements, DIGESTS_KEY: {DIGESTS: sealed.to_json()}}
+    if digests is not None:
+        manifest |= {"schema": PLACED_SCHEMA, "placements": placements, DIGESTS_KEY: {DIGESTS: digests.to_json()}}
     return _encoded(manifest)
 
 

@@ -230,7 +230,7 @@ def _export(
         receipts = write_boxes(comm, described, plan, nodes, headers, request.call)
         clock.lap("write", nbytes)
         with collector_paused():
-            return publish(comm, root, receipts, nodes, request, clock)
+            return publish(comm, root, plan, receipts, nodes, request, clock)
 
 
 def _converted(

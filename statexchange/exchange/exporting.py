@@ -29,7 +29,7 @@ from statexchange.exchange.rank_metadata import (
     rank_shards,
     reductions_of,
 )
-from statexchange.exchange.receipts import provenance_of
+from statexchange.exchange.receipts import Receipts, gather_provenance, rounds_of
 from statexchange.formats.config_check import config_warnings, unties_heads, without_heads
 from statexchange.messages import decode
 from statexchange.sharding.options import CallOptions, ExportOptions
@@ -58,7 +58,7 @@ class ExportReport:
         seconds: duration.
         phases: seconds by phase: metadata sent to root ("describe"), the plan sent to the ranks ("plan"), tensors
             ("write") and receipts ("publish").
-        phase_nbytes: bytes by phase.
+        phase_nbytes: bytes by phase; of the receipts, those of the digests that are kept.
         rank_nbytes: the bytes that each rank supplied.
         notes: differences between the tensors and the config that is written; tensors that `dtype` has made infinite,
             narrowed or left as they were; extra state that is left out; equal parts of ranks that a layout without a
@@ -145,7 +145,7 @@ def _write_plan(planned: LongTuple[Plan], outputs: tuple[tuple[int, bool], ...],
         for tensor in file.tensors:
             place = (number, begin + tensor.begin)
             tensors.append(WriteTensor(*place, tensor.shape, tensor.dtype, tensor.source, tensor.reduce, tensor.pieces))
-    return WritePlan(tuple(files), tuple(tensors), compares)
+    return WritePlan(tuple(files), tuple(tensors), compares, rounds_of(tensors, compares=compares))
 
 
 @functools.lru_cache(2)
@@ -265,7 +265,8 @@ def _planned(
 def publish(
     comm: Communicator,
     root: RootExport | None,
-    receipts: list[bytes],
+    write_plan: WritePlan,
+    receipts: Receipts,
     nodes: Sequence[int],
     request: ExportRequest,
     clock: Clock,
@@ -275,23 +276,24 @@ def publish(
     Args:
         comm: the communicator.
         root: on root the export, with the directory under construction.
-        receipts: on root the receipts of all ranks, which are taken out of the list.
+        write_plan: the plan by which all ranks have written.
+        receipts: those of this rank.
         nodes: the host that has written each file.
         request: the arguments of the call.
         clock: the time that has passed.
     """
     report: ExportReport | None = None
     with comm.phase("publishing", timeout_s=request.call.stall_timeout_s):
+        tensors = [] if root is None else list(root.plan.tensors.values())
+        provenance = gather_provenance(comm, write_plan, receipts, tensors)
         if root is not None:
-            num_bytes = sum(map(len, receipts))
-            provenance = provenance_of(root.plan, receipts, compares=root.options.replicas == "equal")
             for output, node in zip(root.publication.outputs, nodes, strict=True):
                 # The file was reserved without its header: a file that a crash leaves behind is no valid one.
                 output.finish(writes_header=node == comm.node_rank)
             # Only after the comparison: from here on readers see the checkpoint.
             small_files = root.publication.commit(provenance)
             notes = root.notes + _notes_on_written(root, provenance, request)
-            clock.lap("publish", num_bytes)
+            clock.lap("publish", sum([len(boxes.digests) for boxes in provenance.values()]))
             report = _report(root, small_files, notes, clock, comm.world_size)
             _log.info("exported %s", report)
             for note in notes:

@@ -1,49 +1,64 @@
 """The digests of the boxes that ranks have written, and those of copies: sent to root, compared, assigned to pieces.
 
 A rank sends 16 bytes for each box that it has written or compared, in the order of the plan, and no names: root knows
-from the plan what each is of, and assigns them in arrays. The receipts of 4 million boxes are 64 MB.
+from the plan what each is of, and assigns them in arrays. It does so in rounds, each of some tensors, since the
+receipts of 41 million boxes are 656 MB: twice, by rank and by tensor, they would be too much for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+import bisect
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from statexchange.checkpoint.publication import Provenance
+from statexchange.comm.communicator import Communicator
 from statexchange.errors import MismatchError, ReplicaError
 from statexchange.formats.box_digests import DIGEST_BYTES
 from statexchange.messages import decode, encoded
 from statexchange.sharding.pieces import holders_of
-from statexchange.sharding.plan import Plan, TensorPlan, replica_error
+from statexchange.sharding.plan import TensorPlan, replica_error
 from statexchange.sharding.rules import layout_advice
+from statexchange.sharding.write_plan import WritePlan, WriteTensor
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Receipts", "compares_copies", "provenance_of"]
+__all__ = ["Receipts", "compares_copies", "gather_provenance", "rounds_of"]
 
 _COUNT_BYTES = 8
-_BATCH_ROWS = 1 << 20
+_ROUND_ROWS = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Receipts:
     """The receipts of one rank.
 
     Attributes:
         digests: the digest of each box that it has written or compared, in the order of the plan.
+        tensors: the number of each one's tensor in the plan.
         overflows: by the number of a tensor how many of its finite elements became infinite as they were cast.
     """
 
-    digests: list[bytes]
-    overflows: dict[int, int]
+    digests: list[bytes] = field(default_factory=list)
+    tensors: list[int] = field(default_factory=list)
+    overflows: dict[int, int] = field(default_factory=dict)
 
-    def to_bytes(self) -> bytes:
-        """Return this as `provenance_of` reads it."""
-        count = len(self.digests).to_bytes(_COUNT_BYTES, "little")
-        return b"".join((count, *self.digests, encoded(self.overflows, dict[int, int])))
+    def add(self, tensor: int) -> int:
+        """Make room for the digest of one more box of a tensor; return its index."""
+        self.digests.append(b"")
+        self.tensors.append(tensor)
+        return len(self.digests) - 1
+
+    def to_bytes(self, begin: int, end: int) -> bytes:
+        """Return those of some tensors as `_Received` reads them; all overflows come with the first tensor."""
+        digests = self.digests[bisect.bisect_left(self.tensors, begin) : bisect.bisect_left(self.tensors, end)]
+        overflows = encoded(self.overflows, dict[int, int]) if begin == 0 else b""
+        return b"".join((len(digests).to_bytes(_COUNT_BYTES, "little"), *digests, overflows))
 
 
 def compares_copies(reduce: str | None, *, compares: bool) -> bool:
@@ -55,135 +70,129 @@ def compares_copies(reduce: str | None, *, compares: bool) -> bool:
     return compares and reduce is None
 
 
-class _Rows(NamedTuple):
-    """The ranks that send a digest of a tensor, in the order of its pieces, and how many of them each piece has.
+def rounds_of(tensors: Sequence[WriteTensor], *, compares: bool) -> tuple[int, ...]:
+    """Return the number of the first tensor of each round in which root gets the receipts of a plan. Root only."""
+    rounds: list[int] = []
+    num_rows = _ROUND_ROWS
+    for number, tensor in enumerate(tensors):
+        if num_rows >= _ROUND_ROWS:
+            rounds.append(number)
+            num_rows = 0
+        with_copies = compares_copies(tensor.reduce, compares=compares)
+        num_rows += len(holders_of(tensor.pieces, with_copies=with_copies)[0])
+    return tuple(rounds)
 
-    `number` is the tensor's index in the plan.
-    """
 
-    number: int
-    tensor: TensorPlan
-    ranks: Sequence[int] | NDArray[np.int64]
-    counts: Sequence[int] | NDArray[np.int64]
+def gather_provenance(
+    comm: Communicator, plan: WritePlan, receipts: Receipts, tensors: Sequence[TensorPlan]
+) -> dict[str, Provenance]:
+    """Return on root the suppliers and digests of each tensor's boxes; {} elsewhere. Collective.
 
-
-def provenance_of(plan: Plan, receipts: list[bytes], *, compares: bool) -> dict[str, Provenance]:
-    """Return the suppliers and digests of each tensor's boxes. Root only.
+    To be called in a phase of `comm`, since root alone raises.
 
     Args:
-        plan: the plan.
-        receipts: those of each rank; they are taken out of this list, as they may need much memory.
-        compares: whether copies are digested, and must be equal.
+        comm: the communicator.
+        plan: the plan, equal on all ranks.
+        receipts: those of this rank.
+        tensors: on root the tensors of the plan, by which errors name them; ignored elsewhere.
 
     Raises:
         ReplicaError: copies of a box differ.
         MismatchError: the number of a rank's digests is not that of its boxes.
     """
-    import numpy as np
-
-    received = _Received(receipts)
     provenance: dict[str, Provenance] = {}
-    for batch in _batches(plan, compares=compares):
-        ranks, digests = received.take(batch)
-        counts = np.concatenate([rows.counts for rows in batch]).astype(np.int64, copy=False)
-        # The row of each piece's writer comes before those of its copies.
-        writers = np.cumsum(counts) - counts
-        if len(writers) < len(ranks):
-            differing = (digests != digests[np.repeat(writers, counts)]).any(axis=1).nonzero()[0]
-            if len(differing):
-                piece = int(np.searchsorted(writers, differing[0], side="right")) - 1
-                raise _replica_error(batch, piece, int(ranks[writers[piece]]), int(ranks[differing[0]]))
-            ranks, digests = ranks[writers], digests[writers]
-        content = digests.tobytes()
-        at = 0
-        for rows in batch:
-            end = at + len(rows.counts)
-            of_tensor = content[at * DIGEST_BYTES : end * DIGEST_BYTES]
-            num_overflows = received.overflows.get(rows.number, 0)
-            provenance[rows.tensor.name] = Provenance(ranks[at:end], of_tensor, num_overflows)
-            at = end
-    received.check_all_taken()
+    overflows: dict[int, int] = {}
+    for begin, end in itertools.pairwise((*plan.rounds, len(plan.tensors))):
+        parts = comm.all_gather_bytes(receipts.to_bytes(begin, end), root=0, operation="the receipts")
+        if comm.rank == 0:
+            received = _Received(parts, overflows)
+            provenance |= _assigned(received, tensors, range(begin, end), compares=plan.compares)
     return provenance
 
 
-def _batches(plan: Plan, *, compares: bool) -> Iterator[list[_Rows]]:
-    """Yield the rows of the tensors of a plan, of many small ones or a few large ones at once."""
-    batch: list[_Rows] = []
-    num_rows = 0
-    for number, tensor in enumerate(plan.tensors.values()):
-        with_copies = compares_copies(tensor.reduce, compares=compares)
-        rows = _Rows(number, tensor, *holders_of(tensor.pieces, with_copies=with_copies))
-        batch.append(rows)
-        num_rows += len(rows.ranks)
-        if num_rows >= _BATCH_ROWS:
-            yield batch
-            batch, num_rows = [], 0
-    if batch:
-        yield batch
+def _assigned(
+    received: _Received, tensors: Sequence[TensorPlan], numbers: range, *, compares: bool
+) -> dict[str, Provenance]:
+    """Compare the digests of copies, and assign those of writers to the tensors of a round."""
+    ranks_of, counts_of = [], []
+    for number in numbers:
+        with_copies = compares_copies(tensors[number].reduce, compares=compares)
+        ranks_of_tensor, counts_of_tensor = holders_of(tensors[number].pieces, with_copies=with_copies)
+        ranks_of.append(ranks_of_tensor)
+        counts_of.append(counts_of_tensor)
+    ranks, digests = received.take(ranks_of)
+    counts = np.concatenate(counts_of).astype(np.int64, copy=False)
+    # The row of each piece's writer comes before those of its copies.
+    writers = np.cumsum(counts) - counts
+    if len(writers) < len(ranks):
+        differing = (digests != digests[np.repeat(writers, counts)]).any(axis=1).nonzero()[0]
+        if len(differing):
+            piece = int(np.searchsorted(writers, differing[0], side="right")) - 1
+            holders = int(ranks[writers[piece]]), int(ranks[differing[0]])
+            raise _replica_error([tensors[number] for number in numbers], piece, *holders)
+        ranks, digests = ranks[writers], digests[writers]
+    content = digests.tobytes()
+    provenance: dict[str, Provenance] = {}
+    at = 0
+    for number, counts_of_tensor in zip(numbers, counts_of, strict=True):
+        end = at + len(counts_of_tensor)
+        of_tensor = content[at * DIGEST_BYTES : end * DIGEST_BYTES]
+        provenance[tensors[number].name] = Provenance(ranks[at:end], of_tensor, received.overflows.get(number, 0))
+        at = end
+    return provenance
 
 
 class _Received:
-    """The receipts of all ranks, in one array; each is taken once, in the order of the plan."""
+    """The receipts of all ranks for some tensors, in one array.
 
-    def __init__(self, receipts: list[bytes]) -> None:
-        import numpy as np
+    The first ones bring the overflows of all tensors, which are added to `overflows`.
+    """
 
-        self.overflows: dict[int, int] = {}
-        counts = []
-        for data in receipts:
-            counts.append(int.from_bytes(data[:_COUNT_BYTES], "little"))
-        self._ends = np.cumsum(counts)
-        self._next = self._ends - counts  # for each rank the row of its next digest
-        self._digests = np.empty((sum(counts), DIGEST_BYTES), np.uint8)
-        for rank, count in enumerate(counts):
-            data, receipts[rank] = receipts[rank], b""
+    def __init__(self, receipts: Sequence[bytes], overflows: dict[int, int]) -> None:
+        self.overflows = overflows
+        counts, parts = [], []
+        for rank, data in enumerate(receipts):
+            count = int.from_bytes(data[:_COUNT_BYTES], "little")
             end = _COUNT_BYTES + count * DIGEST_BYTES
-            for number, overflows in decode(data[end:], dict[int, int], "its overflows", rank).items():
-                self.overflows[number] = self.overflows.get(number, 0) + overflows
-            rows = np.frombuffer(data[_COUNT_BYTES:end], np.uint8).reshape(count, DIGEST_BYTES)
-            self._digests[self._next[rank] : self._ends[rank]] = rows
+            if len(data) > end:
+                for number, num_overflows in decode(data[end:], dict[int, int], "its overflows", rank).items():
+                    overflows[number] = overflows.get(number, 0) + num_overflows
+            counts.append(count)
+            parts.append(memoryview(data)[_COUNT_BYTES:end])
+        self._counts = np.array(counts, np.int64)
+        self._digests = np.frombuffer(b"".join(parts), np.uint8).reshape(-1, DIGEST_BYTES)
 
-    def take(self, batch: Sequence[_Rows]) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-        """Return the ranks of all rows and their digests."""
-        import numpy as np
+    def take(self, ranks_of: Sequence[Sequence[int] | NDArray[np.int64]]) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+        """Return the ranks of all rows of the tensors, and their digests.
 
-        world_size = len(self._ends)
-        ranks = np.concatenate([rows.ranks for rows in batch]).astype(np.int64, copy=False)
+        Raises:
+            MismatchError: a rank has sent more or fewer digests than it has boxes.
+        """
+        world_size = len(self._counts)
+        ranks: NDArray[Any] = np.concatenate(ranks_of)
+        # numpy's stable sort of 16-bit integers is a radix sort; and these are kept for each box.
+        ranks = ranks.astype(np.uint16 if world_size <= 1 << 16 else np.int64)
         counts = np.bincount(ranks, minlength=world_size)
-        if np.any(self._next + counts > self._ends):
-            raise self._wrong_count(self._next + counts > self._ends)
-        # By rank, and for each in the order of the plan, as it sent them. numpy's stable sort of 16-bit integers is
-        # a radix sort.
-        is_small = world_size <= 1 << 16
-        by_rank = np.argsort(ranks.astype(np.uint16) if is_small else ranks, kind="stable")
-        row_in_rank = np.arange(len(ranks)) - np.repeat(np.cumsum(counts) - counts, counts)
-        places = np.empty(len(ranks), np.int64)
-        places[by_rank] = np.repeat(self._next, counts) + row_in_rank
-        self._next += counts
-        return ranks, self._digests[places]
-
-    def check_all_taken(self) -> None:
-        """Raise MismatchError if a rank has sent more digests than it has boxes."""
-        if (self._next != self._ends).any():
-            raise self._wrong_count(self._next != self._ends)
-
-    def _wrong_count(self, ranks: NDArray[np.bool_]) -> MismatchError:
-        rank = int(ranks.nonzero()[0][0])
-        text = "this rank's digests are not as many as its boxes: run the same version of statexchange on all ranks"
-        return MismatchError(text, rank=rank)
+        if (counts != self._counts).any():
+            rank = int((counts != self._counts).nonzero()[0][0])
+            text = "this rank's digests are not as many as its boxes: run the same version of statexchange on all ranks"
+            raise MismatchError(text, rank=rank)
+        # By rank, and for each in the order of the plan, as it sent them.
+        digests = np.empty_like(self._digests)
+        digests[np.argsort(ranks, kind="stable")] = self._digests
+        return ranks, digests
 
 
-def _replica_error(batch: Sequence[_Rows], index: int, holder: int, other: int) -> ReplicaError:
-    """Return the error for a piece of a batch of which `other` has another copy.
+def _replica_error(tensors: Sequence[TensorPlan], index: int, holder: int, other: int) -> ReplicaError:
+    """Return the error for a piece of some tensors of which `other` has another copy.
 
     It says by which layout the copy would be a part.
     """
-    of_tensor = iter(batch)
-    rows = next(of_tensor)
-    while index >= len(rows.counts):
-        index -= len(rows.counts)
-        rows = next(of_tensor)
-    tensor = rows.tensor
+    in_order = iter(tensors)
+    tensor = next(in_order)
+    while index >= len(tensor.pieces):
+        index -= len(tensor.pieces)
+        tensor = next(in_order)
 
     def rule(dim: int) -> str:
         return f'{{"{tensor.source}": Shard({dim})}}'

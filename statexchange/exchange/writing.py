@@ -87,7 +87,7 @@ def write_boxes(
     nodes: Sequence[int],
     headers: Sequence[bytes],
     options: CallOptions,
-) -> list[bytes]:
+) -> Receipts:
     """Write all ranks' boxes, and the headers of files that are written on another host than root's. Collective.
 
     Args:
@@ -99,7 +99,7 @@ def write_boxes(
         options: its `on_progress` is called with the bytes that this rank has written or sent, and the total.
 
     Returns:
-        On root the receipts of each rank, as bytes; [] elsewhere.
+        The receipts of this rank.
     """
     if any(map(attrgetter("reduce"), plan.tensors)):
         with comm.phase("reducing copies", timeout_s=options.stall_timeout_s):
@@ -113,8 +113,7 @@ def write_boxes(
             for number, header in enumerate(remote_headers):
                 if nodes[number] != comm.nodes[0] and comm.rank == writing.first_of(nodes[number]):
                     opened.write_header(number, header)
-            receipts = writing.run(opened)
-    return comm.all_gather_bytes(receipts.to_bytes(), root=0, operation="the receipts")
+            return writing.run(opened)
 
 
 def _place_in_plan(item: _WriteItem) -> tuple[int, int]:
@@ -127,6 +126,7 @@ class _Writing:
     def __init__(self, comm: Communicator, described: Description, plan: WritePlan, nodes: Sequence[int]) -> None:
         self._comm = comm
         self._described = described
+        self._receipts = Receipts()
         self._node_ranks: dict[int, list[int]] = {}
         for rank, node in enumerate(comm.nodes):
             self._node_ranks.setdefault(node, []).append(rank)
@@ -149,7 +149,6 @@ class _Writing:
         senders = self._senders()
         local: list[_WriteItem] = []
         messages: list[_WriteItem] = []
-        num_receipts = 0
         for number, tensor in enumerate(plan.tensors):
             node = nodes[tensor.file]
             for piece in pieces_of_rank(tensor.pieces, rank):
@@ -158,13 +157,12 @@ class _Writing:
                 dst = -1
                 if piece.is_written:
                     dst = rank if node == node_here else self._peer_of(rank, node)
-                item = _WriteItem(tensor, number, piece.number, piece.box, piece.box_index, rank, dst, num_receipts)
-                num_receipts += 1
+                receipt = self._receipts.add(number)
+                item = _WriteItem(tensor, number, piece.number, piece.box, piece.box_index, rank, dst, receipt)
                 (local if dst in (rank, -1) else messages).append(item)
             if senders is not None and node == node_here:
                 for index, box, src in pieces_written_by(tensor.pieces, senders):
                     messages.append(_WriteItem(tensor, number, index, box, -1, src, rank, -1))
-        self._receipts = Receipts([b""] * num_receipts, {})
         # Sends and receives in one order of all ranks: each rank waits only for an earlier message.
         return local, sorted(messages, key=_place_in_plan)
 

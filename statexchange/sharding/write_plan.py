@@ -86,11 +86,13 @@ class WritePlan:
         files: the output files.
         tensors: the output tensors.
         compares: whether replicas are digested and compared.
+        rounds: the number of the first tensor of each round in which root gets the digests.
     """
 
     files: tuple[WriteFile, ...]
     tensors: tuple[WriteTensor, ...]
     compares: bool
+    rounds: tuple[int, ...]
 
     @cached_property
     def data(self) -> bytes:
@@ -111,6 +113,9 @@ class WritePlan:
 
     def check(self, world_size: int) -> None:
         """Raise ValueError if this cannot be a plan for `world_size` ranks."""
+        begins_and_end = (*self.rounds, len(self.tensors))
+        if begins_and_end[0] != 0 or list(begins_and_end) != sorted(set(begins_and_end)):
+            raise ValueError(f"rounds {self.rounds[:3]} do not divide {len(self.tensors)} tensors")
         for tensor in self.tensors:
             if tensor.file >= len(self.files):
                 raise ValueError(f"file {tensor.file} is not one of {len(self.files)}")

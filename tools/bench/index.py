@@ -13,6 +13,9 @@ tensors.
 A second table is of exports: what root takes to describe its tensors, to plan, and to assign the receipts of all ranks
 and publish; the memory that this adds; the bytes of the plan, which each rank gets, and of the manifest with the file
 of digests, for each box; and a load of the export by one rank, of the layout that was exported and by half as many.
+"Both again" is what describing and planning take in a second export of the same tensors.
+
+A third is of what root takes to decode all ranks' messages and plan, beside torch's DefaultSavePlanner.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ SIZES = [(4600, 64), (4600, 256), (4600, 1024), (4600, 4096), (10_000, 4096)]
 QUICK = [(500, 16)]
 EXPORTS = [(1000, 64), (1000, 256), (1000, 1024), (1000, 4096), (10_000, 4096)]
 QUICK_EXPORTS = [(500, 64)]
+PLANNER = (200, 1024)
 ROWS_PER_RANK = 2
 
 
@@ -198,20 +202,27 @@ def export(folder: str, num_tensors: int, world_size: int) -> dict[str, float]:
 
     state = state_of(num_tensors, 0, world_size, ROWS_PER_RANK, 1.0, with_steps=False)
     before = resident_now()
-    options, call = ExportOptions(max_shard_size=1 << 50), CallOptions()
-    began = time.perf_counter()
-    with collector_paused():
-        described = describe(state, options.new_layout(), 0, with_extra_state=False)
     comm: Any = SimulatedRanks(0, world_size)
-    report = _export(described, None, ExportRequest(f"{folder}/out", options, call, {}), comm, None)
-    seconds = time.perf_counter() - began
-    added = resident("VmHWM") - before
+    trips = []
+    added = 0
+    for name in ("first", "out"):
+        options, call = ExportOptions(max_shard_size=1 << 50), CallOptions()
+        began = time.perf_counter()
+        with collector_paused():
+            described = describe(state, options.new_layout(), 0, with_extra_state=False)
+        report = _export(described, None, ExportRequest(f"{folder}/{name}", options, call, {}), comm, None)
+        seconds = time.perf_counter() - began
+        trip = {step: report.phases[step] for step in ("plan", "publish")}
+        trips.append(trip | {"seconds": seconds, "describe": seconds - sum(report.phases.values())})
+        trips[-1]["describe"] += report.phases["describe"]
+        added = added or resident("VmHWM") - before
     beside = sum(nbytes for name, nbytes in report.files if name.startswith("statexchange"))
     return {
-        "seconds": seconds,
-        "described_s": seconds - sum(report.phases.values()) + report.phases["describe"],
-        "planned_s": report.phases["plan"],
-        "published_s": report.phases["publish"],
+        "seconds": trips[0]["seconds"],
+        "described_s": trips[0]["describe"],
+        "planned_s": trips[0]["plan"],
+        "published_s": trips[0]["publish"],
+        "again_s": trips[1]["describe"] + trips[1]["plan"],
         "bytes": added,
         "plan_bytes": report.phase_nbytes["plan"],
         "bytes_per_box": beside / (num_tensors * world_size),
@@ -245,14 +256,65 @@ def measure_export(num_tensors: int, world_size: int) -> None:
     print(json.dumps(measured))
 
 
+def measure_planner(num_tensors: int, world_size: int) -> None:
+    """Print what root takes to plan a save by torch, and an export by the package, as JSON."""
+    import dataclasses
+    import pickle
+
+    import torch
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state_of(num_tensors, 0, world_size, ROWS_PER_RANK, 1.0, with_steps=False), None, True)
+    of_root = planner.create_local_plan()
+    messages = []
+    for rank in range(world_size):
+        items = []
+        for item in of_root.items:
+            offsets = torch.Size((rank * ROWS_PER_RANK, 0))
+            chunk = dataclasses.replace(item.tensor_data.chunk, offsets=offsets)
+            data = dataclasses.replace(item.tensor_data, chunk=chunk)
+            index = dataclasses.replace(item.index, offset=offsets)
+            items.append(dataclasses.replace(item, index=index, tensor_data=data))
+        messages.append(pickle.dumps(dataclasses.replace(of_root, items=items)))
+    del of_root
+    before = resident_now()
+    began = time.perf_counter()
+    plans = [pickle.loads(message) for message in messages]  # as dcp.save's gather_object does
+    decoded_s = time.perf_counter() - began
+    planner.create_global_plan(plans)
+    measured = {
+        "decoded_s": decoded_s,
+        "torch_s": time.perf_counter() - began,
+        "torch_bytes": resident("VmHWM") - before,
+    }
+    del plans
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        exported = export(folder, num_tensors, world_size)
+    measured |= {"torch_message": len(messages[0]), "seconds": exported["planned_s"], "again_s": exported["again_s"]}
+    print(json.dumps(measured))
+
+
+def print_planners(num_tensors: int, ranks: int) -> None:
+    command = [sys.executable, __file__, "--planner", str(num_tensors), str(ranks)]
+    row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    print("\n| tensors | ranks | way | root decodes and plans | decodes | ratio |")
+    print("|---|---|---|---|---|---|")
+    size = f"{num_tensors:,} | {ranks:,}"
+    print(f"| {size} | DefaultSavePlanner | {row['torch_s']:.2f} s | {row['decoded_s']:.2f} s | |")
+    print(f"| {size} | export | {row['seconds']:.3f} s | | {row['torch_s'] / row['seconds']:.0f}x |", flush=True)
+
+
 def print_exports(sizes: list[tuple[int, int]]) -> None:
-    print("\n| tensors | ranks | root | describes | plans | publishes | plan | manifest | load | by half the ranks |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        "\n| tensors | ranks | root | describes | plans | publishes | both again | plan | manifest | load | by half |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for num_tensors, ranks in sizes:
         command = [sys.executable, __file__, "--export", str(num_tensors), str(ranks)]
         row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
         cells = [f"{num_tensors:,}", f"{ranks:,}", f"{row['seconds']:.2f} s, {row['bytes'] / 2**20:.0f} MiB"]
-        cells += [f"{row[f'{step}_s']:.2f} s" for step in ("described", "planned", "published")]
+        cells += [f"{row[f'{step}_s']:.2f} s" for step in ("described", "planned", "published", "again")]
         cells += [f"{row['plan_bytes'] / 1000:.0f} kB", f"{row['bytes_per_box']:.1f} B a box"]
         cells += [f"{row[f'{way}_s']:.2f} s, {row[f'{way}_bytes'] / 2**20:.0f} MiB" for way in ("same", "half")]
         print(f"| {' | '.join(cells)} |", flush=True)
@@ -263,6 +325,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one small size")
     parser.add_argument("--size", nargs=2, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--all", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--planner", nargs=2, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--export", nargs=2, type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.size:
@@ -270,6 +333,9 @@ def main() -> None:
         return
     if options.export:
         measure_export(*options.export)
+        return
+    if options.planner:
+        measure_planner(*options.planner)
         return
     print(machine_text())
     print("| tensors | ranks | a rank's message | root joins | index | load | by half the ranks | opening all files |")
@@ -287,6 +353,7 @@ def main() -> None:
             cells.append(cell)
         print(f"| {' | '.join(cells)} |", flush=True)
     print_exports(QUICK_EXPORTS if options.quick else EXPORTS)
+    print_planners(*(QUICK[0] if options.quick else PLANNER))
 
 
 if __name__ == "__main__":
