@@ -29,7 +29,7 @@ from statexchange.exchange.rank_metadata import (
     rank_shards,
     reductions_of,
 )
-from statexchange.exchange.receipts import Receipts, gather_provenance, rounds_of
+from statexchange.exchange.receipts import Receipts, gather_provenance
 from statexchange.formats.config_check import config_warnings, unties_heads, without_heads
 from statexchange.messages import decode
 from statexchange.sharding.options import CallOptions, ExportOptions
@@ -145,7 +145,7 @@ def _write_plan(planned: LongTuple[Plan], outputs: tuple[tuple[int, bool], ...],
         for tensor in file.tensors:
             place = (number, begin + tensor.begin)
             tensors.append(WriteTensor(*place, tensor.shape, tensor.dtype, tensor.source, tensor.reduce, tensor.pieces))
-    return WritePlan(tuple(files), tuple(tensors), compares, rounds_of(tensors, compares=compares))
+    return WritePlan(tuple(files), tuple(tensors), compares)
 
 
 @functools.lru_cache(2)

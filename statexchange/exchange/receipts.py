@@ -8,7 +8,6 @@ receipts of 41 million boxes are 656 MB: twice, by rank and by tensor, they woul
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -23,12 +22,12 @@ from statexchange.messages import decode, encoded
 from statexchange.sharding.pieces import holders_of
 from statexchange.sharding.plan import TensorPlan, replica_error
 from statexchange.sharding.rules import layout_advice
-from statexchange.sharding.write_plan import WritePlan, WriteTensor
+from statexchange.sharding.write_plan import WritePlan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Receipts", "compares_copies", "gather_provenance", "rounds_of"]
+__all__ = ["Receipts", "compares_copies", "gather_provenance"]
 
 _COUNT_BYTES = 8
 _ROUND_ROWS = 1 << 20
@@ -48,12 +47,6 @@ class Receipts:
     tensors: list[int] = field(default_factory=list)
     overflows: dict[int, int] = field(default_factory=dict)
 
-    def add(self, tensor: int) -> int:
-        """Make room for the digest of one more box of a tensor; return its index."""
-        self.digests.append(b"")
-        self.tensors.append(tensor)
-        return len(self.digests) - 1
-
     def to_bytes(self, begin: int, end: int) -> bytes:
         """Return those of some tensors as `_Received` reads them; all overflows come with the first tensor."""
         digests = self.digests[bisect.bisect_left(self.tensors, begin) : bisect.bisect_left(self.tensors, end)]
@@ -68,19 +61,6 @@ def compares_copies(reduce: str | None, *, compares: bool) -> bool:
     """
     # Copies that are reduced differ, and those of a rank that is chosen by name may.
     return compares and reduce is None
-
-
-def rounds_of(tensors: Sequence[WriteTensor], *, compares: bool) -> tuple[int, ...]:
-    """Return the number of the first tensor of each round in which root gets the receipts of a plan. Root only."""
-    rounds: list[int] = []
-    num_rows = _ROUND_ROWS
-    for number, tensor in enumerate(tensors):
-        if num_rows >= _ROUND_ROWS:
-            rounds.append(number)
-            num_rows = 0
-        with_copies = compares_copies(tensor.reduce, compares=compares)
-        num_rows += len(holders_of(tensor.pieces, with_copies=with_copies)[0])
-    return tuple(rounds)
 
 
 def gather_provenance(
@@ -102,7 +82,10 @@ def gather_provenance(
     """
     provenance: dict[str, Provenance] = {}
     overflows: dict[int, int] = {}
-    for begin, end in itertools.pairwise((*plan.rounds, len(plan.tensors))):
+    # Most ranks have one box of a tensor, or none.
+    step = 1 + _ROUND_ROWS // comm.world_size
+    for begin in range(0, len(plan.tensors), step):
+        end = min(begin + step, len(plan.tensors))
         parts = comm.all_gather_bytes(receipts.to_bytes(begin, end), root=0, operation="the receipts")
         if comm.rank == 0:
             received = _Received(parts, overflows)

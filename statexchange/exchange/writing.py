@@ -157,8 +157,10 @@ class _Writing:
                 dst = -1
                 if piece.is_written:
                     dst = rank if node == node_here else self._peer_of(rank, node)
-                receipt = self._receipts.add(number)
-                item = _WriteItem(tensor, number, piece.number, piece.box, piece.box_index, rank, dst, receipt)
+                place = (piece.number, piece.box, piece.box_index)
+                item = _WriteItem(tensor, number, *place, rank, dst, len(self._receipts.digests))
+                self._receipts.digests.append(b"")
+                self._receipts.tensors.append(number)
                 (local if dst in (rank, -1) else messages).append(item)
             if senders is not None and node == node_here:
                 for index, box, src in pieces_written_by(tensor.pieces, senders):

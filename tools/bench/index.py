@@ -272,6 +272,7 @@ def measure_planner(num_tensors: int, world_size: int) -> None:
         items = []
         for item in of_root.items:
             offsets = torch.Size((rank * ROWS_PER_RANK, 0))
+            assert item.tensor_data is not None
             chunk = dataclasses.replace(item.tensor_data.chunk, offsets=offsets)
             data = dataclasses.replace(item.tensor_data, chunk=chunk)
             index = dataclasses.replace(item.index, offset=offsets)
