@@ -1217,14 +1217,20 @@ def _refusal_of(timeout_s: object) -> InvalidArgumentError | None:
 def from_all(
     comm: Communicator, value: T, kind: type[T] | UnionType, what: str, check: Callable[[T], object] | None = None
 ) -> list[T]:
-    """Return the values of all ranks in rank order; `kind`, `what` and `check` are as for `decode`. Collective."""
+    """Return the values of all ranks in rank order; `kind`, `what` and `check` are as for `decode`. Collective.
+
+    Equal values are one object, since thousands of ranks most often have the same.
+    """
     if comm.world_size == 1:
         return [value]
-    found = []
+    by_rank: list[T] = []
+    decoded: dict[bytes, T] = {}
     # A rank decodes its own value, too: what cannot be read is an error on all ranks, and none goes on alone.
     for rank, data in enumerate(comm.all_gather_bytes(messages.encoded(value, kind), operation=what)):
-        found.append(messages.decode(data, kind, what, rank, check))
-    return found
+        if data not in decoded:
+            decoded[data] = messages.decode(data, kind, what, rank, check)
+        by_rank.append(decoded[data])
+    return by_rank
 
 
 def from_root(comm: Communicator, value: T, kind: type[T] | UnionType, what: str, root: int = 0) -> T:

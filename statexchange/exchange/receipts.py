@@ -48,9 +48,9 @@ class Receipts:
     overflows: dict[int, int] = field(default_factory=dict)
 
     def to_bytes(self, begin: int, end: int) -> bytes:
-        """Return those of some tensors as `_Received` reads them; all overflows come with the first tensor."""
+        """Return those of some tensors as `_Received` reads them; overflows, if any, come with the first tensor."""
         digests = self.digests[bisect.bisect_left(self.tensors, begin) : bisect.bisect_left(self.tensors, end)]
-        overflows = encoded(self.overflows, dict[int, int]) if begin == 0 else b""
+        overflows = encoded(self.overflows, dict[int, int]) if begin == 0 and self.overflows else b""
         return b"".join((len(digests).to_bytes(_COUNT_BYTES, "little"), *digests, overflows))
 
 
