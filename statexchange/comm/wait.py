@@ -2,13 +2,15 @@
 
 No wait of this package blocks in a native call. A wait tests its condition, and between two tests it checks its
 monitor. It raises PeerError when the monitor reports a failure, and StallError at its deadline. The deadline is put off
-while any rank reports progress, so it bounds the time without progress, not the whole time.
+while any rank reports progress, so it bounds the time without progress, not the whole time. After a minute without
+progress the log names the ranks that are missing, so that nobody has to wait for the deadline to learn of them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +25,9 @@ __all__ = ["Pace", "Wait", "yield_core"]
 _LONGEST_NAP_S = 2e-3
 _NAPS_PER_WAIT = 16  # a nap is 1/16 of the time waited so far, so a wait ends at most 1/16 too late
 _MONITOR_PERIOD_S = 0.05
+_LATE_S = 60.0  # without progress, until ranks that are missing are named; with a short timeout half of it
+
+_log = logging.getLogger(__name__)
 
 # Through ctypes, since os.sched_yield holds the GIL, for which another thread may wait.
 yield_core: Callable[[], object] = (
@@ -56,6 +61,7 @@ class Wait:
         "_checked_at",
         "_deadline",
         "_enter",
+        "_has_named",
         "_progress",
         "monitor",
         "operation",
@@ -76,6 +82,7 @@ class Wait:
         self._deadline = time.monotonic() + timeout_s
         self._checked_at = 0.0
         self._progress = -1
+        self._has_named = False
 
     def enter(self, location: int = 0) -> Sequence[int]:
         """Enter a collective: wait for all ranks, and compare their calls.
@@ -103,11 +110,23 @@ class Wait:
                 progress += monitor.progress_count()
             if progress != self._progress:
                 self._progress, self._deadline = progress, now + self.timeout_s
+            without_progress_s = now - (self._deadline - self.timeout_s)
+            if not self._has_named and without_progress_s > min(_LATE_S, self.timeout_s / 2):
+                self._has_named = True
+                self._name_late_ranks(monitors[0], without_progress_s)
         if now > self._deadline:
             raise self.stall_error(monitors[0].missing_ranks())
 
+    def _name_late_ranks(self, monitor: FailureMonitor, waited_s: float) -> None:
+        """Log which ranks are missing, if they are known; on one rank, as all that wait see the same."""
+        missing = monitor.missing_ranks()
+        if missing and monitor.is_first_waiting(missing):
+            text = absence_text(missing, self.operation, round(waited_s))
+            _log.warning("still waiting, until %g s have passed: %s", self.timeout_s, text)
+
     def restart(self) -> None:
         """Put off the deadline, as what was awaited so far has come."""
+        self._has_named = False
         self._deadline = time.monotonic() + self.timeout_s
 
     def stall_error(self, missing: Sequence[int]) -> StallError:

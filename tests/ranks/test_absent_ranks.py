@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -139,3 +140,25 @@ def test_a_rank_that_is_slow_inside_the_call_is_not_said_to_be_absent(tmp_path: 
     text = run_ranks(waits_in_a_later_step, 2, backend="processes", args=(str(tmp_path),), timeout_s=60)[0]
     assert "did not reach export_checkpoint" in text
     assert "called" not in text
+
+
+def arrives_late(kind: str, folder: str) -> list[str]:
+    """Rank 1 calls after more than half of the timeout; return what is logged meanwhile."""
+    os.environ["STATEXCHANGE_TIMEOUT_S"] = "4"
+    start({"file": "shm", "several hosts": "hierarchical"}.get(kind, kind), f"{folder}/meeting")
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("statexchange").addHandler(handler)
+    if sx.get_rank() == 1:
+        time.sleep(2.7)
+    sx.save_checkpoint({"w": torch.zeros(2)}, f"{folder}/saved")
+    return lines
+
+
+@pytest.mark.parametrize("kind", ["file", "gloo", slow("several hosts"), slow("mpi")])
+def test_a_late_rank_is_named_while_the_others_wait(kind: str, tmp_path: Path) -> None:
+    lines = run_ranks(arrives_late, 4, backend=LAUNCHED[kind], args=(kind, str(tmp_path)), timeout_s=60)
+    assert lines[1:] == [[], [], []]
+    assert len(lines[0]) == 1
+    assert "rank 1 has not called save_checkpoint in 2 s" in lines[0][0]

@@ -143,6 +143,10 @@ class FailureDetector(FailureMonitor):
         behind = {rank for rank, number in enumerate(view.op_numbers) if number < self._op_number}
         return tuple(sorted((behind | set(view.silent)) - {self._topology.rank}))
 
+    def is_first_waiting(self, missing: Sequence[int]) -> bool:
+        """Whether all ranks below this one are missing. Not collective."""
+        return set(range(self._topology.rank)) <= set(missing)
+
     def report_failure(self, error: StateExchangeError) -> None:
         """Report why this communicator has failed; the first report counts. Not collective; blocks 1 s at most."""
         record = to_record(error, self._topology.rank, self._operation)

@@ -54,6 +54,10 @@ class FailureMonitor:
         """Return the ranks that are known not to have reached this rank's call; () if none is known."""
         return ()
 
+    def is_first_waiting(self, missing: Sequence[int]) -> bool:  # noqa: ARG002 (detectors do)
+        """Whether this is the lowest rank that is not missing, which reports on the others."""
+        return True
+
     def progress_count(self) -> int:
         """Return a number that grows while any rank reports progress."""
         return 0
