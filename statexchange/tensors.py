@@ -139,6 +139,7 @@ LONG_NAMES = {name: long_name for long_name, name in DTYPE_NAMES.items()}
 # With the packed dtypes that torch has. They have no arithmetic and no casts, and numpy lacks them.
 _TORCH_NAMES = {**DTYPE_NAMES, "float4_e2m1fn_x2": "F4"}
 # numpy copies unsigned integers faster than opaque bytes; 16 bytes have no integer, so complex stands for them.
+_SMALL_BYTES = 1 << 16
 _WORD = {1: "u1", 2: "u2", 3: "V3", 4: "u4", 8: "u8", 16: "c16"}
 
 
@@ -615,14 +616,26 @@ def own_bytes(tensor: TensorLike) -> memoryview | None:
 
 
 def run_bytes(tensor: TensorLike) -> memoryview:
-    """Return the memory of a tensor that is one run on the host, see `TensorMemory`, as bytes."""
+    """Return the memory of a tensor that is one run on the host, see `TensorMemory`, as bytes to be used at once.
+
+    Of a small tensor nothing keeps its storage from being resized, after which the bytes are not its own.
+    """
     import numpy as np
 
     if isinstance(tensor, np.ndarray):
         plain = np.asarray(tensor)  # np.matrix would stay two-dimensional
         return memoryview(plain.reshape(-1).view(np.uint8).data)
-    if not tensor.numel():  # `numpy` would keep its storage from being resized
+    nbytes = tensor.nbytes
+    if not nbytes:  # `numpy` would keep its storage from being resized
         return memoryview(bytearray())
+    storage = tensor.untyped_storage()
+    # What torch does below takes longer than to copy a small tensor.
+    if nbytes <= _SMALL_BYTES and storage.nbytes() >= tensor.storage_offset() * tensor.itemsize + nbytes:
+        import ctypes  # late: commands that only read headers do not need it
+
+        block: Any = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
+        block.storage = storage  # which lives as long as the bytes are used
+        return memoryview(np.frombuffer(block, np.uint8).data)
     import torch
 
     # A single element counts as contiguous whatever its stride. `as_strided` refuses a storage that was freed or shrunk

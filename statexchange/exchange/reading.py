@@ -459,13 +459,22 @@ class _Block(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """A block that is one small run of bytes, from byte `begin` of a file on, and the memory that it fills.
+    """A block that is one small run of bytes, and what it fills: bytes of a tensor in host memory.
 
-    `digest` is that of the bytes, if no other is known of them.
+    Attributes:
+        begin: the first byte in the file.
+        nbytes: the size.
+        tensor: the tensor that is filled.
+        in_memory: the first of its bytes.
+        block: the block.
+        item: the tensor's item.
+        digest: that of the bytes, if no other is known of them.
     """
 
     begin: int
-    memory: memoryview
+    nbytes: int
+    tensor: TensorLike
+    in_memory: int
     block: _Block
     item: ReadItem
     digest: str | None
@@ -610,9 +619,8 @@ class _Reading:
                 if run is None or run.nbytes > _LIMITS[stored.file.is_remote].piece:
                     needed.append(block)
                     continue
-                data = run_bytes(memory.tensor)[run.in_memory : run.in_memory + run.nbytes]
                 digest = stored.digest if region == box and not stored.parts else None
-                pieces.append(_Piece(run.in_file, data, block, item, digest))
+                pieces.append(_Piece(run.in_file, run.nbytes, memory.tensor, run.in_memory, block, item, digest))
                 num_left += 1
             if needed:
                 self._alone.append(_Target(part, needed))
@@ -629,26 +637,27 @@ class _Reading:
                 if len(buffer) < limits.together:
                     buffer = memoryview(bytearray(limits.together))
                 # An empty tensor begins where the next one does, and comes first: it is no gap between its neighbours.
-                pieces.sort(key=operator.attrgetter("begin", "memory.nbytes"))
+                pieces.sort(key=operator.attrgetter("begin", "nbytes"))
                 for together in _neighbours(pieces, limits):
                     self._read_together(file, together, buffer)
                 pieces.clear()
 
     def _read_together(self, file: StoredFile, pieces: Sequence[_Piece], buffer: memoryview) -> None:
         begin, last = pieces[0].begin, pieces[-1]
-        file.read_into(buffer[: last.begin + len(last.memory) - begin], begin)
+        file.read_into(buffer[: last.begin + last.nbytes - begin], begin)
         # Live memory changes only after all digests of what was read together have been compared.
         for piece in pieces:
-            data = buffer[piece.begin - begin :][: len(piece.memory)]
+            data = buffer[piece.begin - begin :][: piece.nbytes]
             if piece.digest is None or xxh3_128_hexdigest(data) != piece.digest:
                 piece.check(data)
         nbytes = 0
         for piece in pieces:
             number = id(piece.item)
             self._changed.add(number)
-            piece.memory[:] = buffer[piece.begin - begin :][: len(piece.memory)]
+            data = buffer[piece.begin - begin :][: piece.nbytes]
+            run_bytes(piece.tensor)[piece.in_memory : piece.in_memory + piece.nbytes] = data
             self._left[number] -= 1
-            nbytes += len(piece.memory)
+            nbytes += piece.nbytes
         self._count(nbytes)
 
     def _read_alone(self, target: _Target) -> None:
@@ -693,7 +702,7 @@ def _neighbours(pieces: Sequence[_Piece], limits: _Limits) -> list[list[_Piece]]
     groups: list[list[_Piece]] = []
     begin = end = 0
     for piece in pieces:
-        piece_end = piece.begin + len(piece.memory)
+        piece_end = piece.begin + piece.nbytes
         # Two live tensors may be filled from the same bytes: each begins a group of its own, as these overlap.
         is_near = 0 <= piece.begin - end <= limits.gap and piece_end - begin <= limits.together
         if groups and is_near:
