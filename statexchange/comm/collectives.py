@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -319,10 +319,9 @@ def all_reduce(
     """See `Communicator.all_reduce`. Collective."""
     has_plain_options = type(op) is str and type(scale) is float and scale == 1 and out is None and not async_op
     is_plain = has_plain_options and _is_plain(tensor)
-    if is_plain:
-        known = route.known.get((op, tensor.dtype, tensor.shape))
-        if known is not None and route.may_repeat:
-            return _all_reduce_again(route, tensor, op, known)
+    known = route.known.get(("all_reduce", op, tensor.dtype, tensor.shape)) if is_plain else None
+    if known is not None and route.may_repeat:
+        return _all_reduce_again(route, tensor, op, known)
     if route.session.dead is not None:
         route.session.raise_if_dead()
     try:
@@ -341,8 +340,12 @@ def all_reduce(
     call = Call(f"all_reduce {reduction.text} {given.text}")
     result = route.collective(call, backend, body, async_op)
     if is_plain and reduction.native:
-        route.remember((op, given.tensor.dtype, given.tensor.shape), call, backend)
+        route.remember(("all_reduce", op, given.tensor.dtype, given.tensor.shape), call, backend)
     return result
+
+
+# What follows from a call's dtype, shape and options is known when it is made for the third time (`Route.remember`),
+# and of a small tensor takes longer than the rest. What does not is looked at each time: `_is_plain`.
 
 
 def _is_plain(tensor: object) -> bool:
@@ -366,19 +369,30 @@ def _is_plain(tensor: object) -> bool:
 def _all_reduce_again(route: Route, tensor: TensorT, op: object, known: KnownCall) -> TensorT:
     """Reduce a plain tensor of a dtype and shape that were reduced before. Collective."""
     assert isinstance(tensor, torch.Tensor)  # for mypy
-    session, backend = route.session, known.backend
+    backend = known.backend
     reduction: Reduction = backend.reductions[op, tensor.dtype]
     flat = tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
+    _again(route, known, lambda wait: backend.all_reduce(flat, reduction.op, reduction.finish, wait))
+    return tensor
+
+
+def _again(route: Route, known: KnownCall, move: Callable[[Wait], object]) -> None:
+    """Make a call that was made before; `move` moves the data. Collective."""
+    session = route.session
 
     def body() -> None:
         wait = known.wait
         # `guarded` runs this a second time if the threads of some ranks are new. Then `begin` compares threads first.
         if session.is_caller_new:
             wait = session.begin(known.call)
-        backend.all_reduce(flat, reduction.op, reduction.finish, wait)
+        move(wait)
 
     session.run(known.call, body)
-    return tensor
+
+
+def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class _ReducedTogether(NamedTuple):
@@ -469,6 +483,13 @@ def through_leaders(route: Route, tensor: TensorLike, between: Between, operatio
 
 def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, async_op: bool) -> TensorT | Work[TensorT]:
     """See `Communicator.broadcast`. Collective."""
+    is_plain = type(root) is int and out is None and not async_op and _is_plain(tensor)
+    known = route.known.get(("broadcast", root, tensor.dtype, tensor.shape)) if is_plain else None
+    if known is not None and route.may_repeat:
+        assert isinstance(tensor, torch.Tensor)  # for mypy
+        data = _plain_bytes(tensor)
+        _again(route, known, lambda wait: known.backend.broadcast(data, root, wait))
+        return tensor
     is_root = route.rank == root
     with route.session.checking("broadcast"):
         route.session.check_root(root)
@@ -482,7 +503,11 @@ def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, asy
             return tensor
         return target.finish_with(moved.data)
 
-    return route.collective(Call(f"broadcast {given.text} from {root}"), backend, body, async_op)
+    call = Call(f"broadcast {given.text} from {root}")
+    result = route.collective(call, backend, body, async_op)
+    if is_plain:
+        route.remember(("broadcast", root, given.tensor.dtype, given.tensor.shape), call, backend)
+    return result
 
 
 def gather(
@@ -490,6 +515,10 @@ def gather(
 ) -> list[TensorKindT] | Work[list[TensorKindT]]:
     """See `Communicator.gather`, and `Communicator.all_gather` for the `root` None. Collective."""
     verb = "all_gather" if root is None else "gather"
+    is_plain = root is None and not async_op and _is_plain(tensor)
+    known = route.known.get((verb, tensor.dtype, tensor.shape)) if is_plain else None
+    if known is not None and route.may_repeat:
+        return _all_gather_again(route, tensor, known)
     with route.session.checking(verb):
         if root is not None:
             route.session.check_root(root)
@@ -511,8 +540,20 @@ def gather(
         parts = gathered.view(route.world_size, *given.tensor.shape)
         return [cast("TensorKindT", _as_kind(part, given.kind, route)) for part in parts]
 
-    text = f"{verb} {given.text}" if root is None else f"{verb} {given.text} to {root}"
-    return route.collective(Call(text), backend, body, async_op)
+    call = Call(f"{verb} {given.text}" if root is None else f"{verb} {given.text} to {root}")
+    result = route.collective(call, backend, body, async_op)
+    if is_plain:
+        route.remember((verb, given.tensor.dtype, given.tensor.shape), call, backend)
+    return result
+
+
+def _all_gather_again(route: Route, tensor: TensorKindT, known: KnownCall) -> list[TensorKindT]:
+    """Gather plain tensors of a dtype and shape that were gathered before. Collective."""
+    assert isinstance(tensor, torch.Tensor)  # for mypy
+    gathered = tensor.new_empty(route.world_size, *tensor.shape)
+    sent, received = _plain_bytes(tensor), _plain_bytes(gathered)
+    _again(route, known, lambda wait: known.backend.all_gather(sent, received, wait))
+    return list(gathered.unbind())
 
 
 class _TensorMetadata(NamedTuple):

@@ -1,4 +1,4 @@
-"""A call of all_reduce that is made again with the same dtype, shape and op: what it checks and raises."""
+"""Calls of collectives that are made again with the same dtype, shape and op: what they check and raise."""
 
 from __future__ import annotations
 
@@ -210,3 +210,50 @@ def many_shapes() -> int:
 
 def test_few_shapes_are_remembered_and_none_after_the_end() -> None:
     assert max(run_ranks(in_shared_memory, 2, args=("many_shapes",))) <= 1024
+
+
+def others_than_all_reduce() -> list[str]:
+    comm = sx.get_communicator()
+    total, texts = comm.world_size, []
+    for turn in range(4):
+        for dtype in (torch.float32, torch.bfloat16, torch.bool, torch.complex64):
+            for shape in ((), (2, 3)):
+                mine = torch.full(shape, comm.rank, dtype=dtype)
+                gathered = comm.all_gather(mine)
+                assert [part.dtype for part in gathered] == [dtype] * total
+                for rank, part in enumerate(gathered):
+                    assert torch.equal(part, torch.full(shape, rank, dtype=dtype))
+                assert torch.equal(mine, torch.full(shape, comm.rank, dtype=dtype))
+                for root in range(total):
+                    sent = torch.full(shape, comm.rank, dtype=dtype)
+                    assert comm.broadcast(sent, root=root) is sent
+                    assert torch.equal(sent, torch.full(shape, root, dtype=dtype))
+        assert remembered(comm) == (8 + 8 * total if turn else 0)
+    # Others than plain tensors go the long way.
+    assert comm.all_gather(np.full(2, comm.rank))[1].tolist() == [1, 1]
+    transposed = torch.full((3, 2), float(comm.rank)).t()
+    assert comm.broadcast(transposed, root=1).eq(1).all()
+    assert comm.all_gather(torch.full((3, 2), float(comm.rank)).t())[1].eq(1).all()
+    differing = [
+        lambda: comm.broadcast(torch.ones(2, 3), root=comm.rank),
+        lambda: comm.broadcast(torch.ones(2, 3) if comm.rank else torch.ones(6)),
+        lambda: comm.all_gather(torch.ones(2, 3) if comm.rank else torch.ones(2, 3).double()),
+        lambda: comm.all_gather(torch.ones(2, 3)) if comm.rank else comm.broadcast(torch.ones(2, 3)),
+    ]
+    for call in differing:
+        with pytest.raises(sx.errors.MismatchError) as caught:
+            call()
+        texts.append(str(caught.value))
+    for root in (7, -1, "0"):
+        with pytest.raises(sx.errors.StateExchangeError):
+            comm.broadcast(torch.ones(2, 3), root=root)
+    assert comm.broadcast(torch.ones(2, 3)).eq(1).all()
+    return texts
+
+
+@pytest.mark.parametrize("backend", ["threads", "gloo"])
+def test_other_collectives_are_the_same_the_third_time(backend: str) -> None:
+    first, second = run_ranks(in_shared_memory, 2, backend=backend, args=("others_than_all_reduce",))
+    assert first == second
+    assert "broadcast float32[2, 3] from 0" in first[0]
+    assert "all_gather float64[2, 3]" in first[2] or "all_gather float32[2, 3]" in first[2]
