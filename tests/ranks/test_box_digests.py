@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import statexchange as sx
 from statexchange.checkpoint import publication
+from statexchange.exchange import receipts
 from statexchange.formats.box_digests import DIGESTS
 from statexchange.report.supply import supply_of
 from statexchange.report.verify import verify
@@ -222,3 +223,28 @@ def test_the_lowest_rank_supplies_copies_of_a_mesh_that_lists_ranks_in_another_o
     into = {"w": torch.full((3,), 5.0)}
     sx.load_checkpoint(into, tmp_path / "out")
     assert torch.equal(into["w"], torch.zeros(3))
+
+
+def exports_in_rounds(folder: str) -> tuple[str, int]:
+    """Export with all digests at once and in rounds; then with copies that differ, in a tensor of a later round."""
+    comm = sx.get_communicator()
+    state = sharded_state(comm.rank)
+    state["last"] = torch.tensor([1e30, float(comm.rank + 1)])
+    layout = {"last": {"dim": 0}}
+    sx.export_checkpoint(state, f"{folder}/at_once", layout=layout, dtype="float16")
+    receipts._ROUND_ROWS = 1
+    report = sx.export_checkpoint(state, f"{folder}/in_rounds", layout=layout, dtype="float16")
+    state["plain"] = torch.tensor([1.0, 2.0, comm.rank])
+    with pytest.raises(sx.errors.ReplicaError, match="plain") as caught:
+        sx.export_checkpoint(state, f"{folder}/differing", layout=layout)
+    assert comm.all_reduce(torch.ones(1)).item() == WORLD_SIZE  # and the ranks go on together
+    return str(caught.value), sum("infinite" in note for note in report.notes)
+
+
+def test_digests_may_come_in_several_rounds(tmp_path: Path) -> None:
+    outcomes = run_ranks(exports_in_rounds, WORLD_SIZE, backend="gloo", args=(str(tmp_path),))
+    assert outcomes == outcomes[:1] * WORLD_SIZE
+    assert outcomes[0][1] == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["at_once", "in_rounds"]
+    for name in ("statexchange.json", "model.safetensors"):
+        assert (tmp_path / "in_rounds" / name).read_bytes() == (tmp_path / "at_once" / name).read_bytes()
