@@ -217,7 +217,7 @@ class _Writing:
             memory = memories[item.box_index]
             begin = begin_of_run(item.box, item.tensor.shape)
             # Rows in host memory are one run of the file, too: nothing is cast, and no window is placed.
-            if memory.is_run and memory.dtype == item.tensor.dtype and begin >= 0:
+            if memory.is_run and memory.dtype == item.tensor.dtype and begin is not None:
                 self._receipts.digests[item.receipt] = opened.write_run(item, begin, run_bytes(memory.tensor))
                 return
         hasher = xxhash.xxh3_128()

@@ -20,7 +20,7 @@ from statexchange.errors import CorruptError, StateExchangeError
 from statexchange.formats.model_files import CONFIG
 from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.options import Selection
-from statexchange.sharding.shards import Box, Shard, c_contiguous, c_strides, full_box, linear_offset
+from statexchange.sharding.shards import Box, Shard, begin_of_run, c_strides, full_box
 from statexchange.storage.location import parse_json, read_option_file
 from statexchange.storage.store import Budget, ByteRange, ListedDigests, StoredFile
 from statexchange.tensors import ITEMSIZE
@@ -207,9 +207,10 @@ def _with_one_box(tensor: SourceTensor) -> SourceTensor:
     parts: list[tuple[Box, str]] = []
     nbytes = 0
     for box, stored in zip(shard.boxes, tensor.byte_ranges, strict=True):
-        begin = first.begin + linear_offset(box, shard.global_shape) * ITEMSIZE[shard.dtype]
-        is_next = stored.file is first.file and stored.begin == begin == first.begin + nbytes
-        if not is_next or stored.digest is None or not c_contiguous(box, shard.global_shape):
+        begin = begin_of_run(box, shard.global_shape)
+        if begin is None or stored.digest is None or stored.file is not first.file:
+            return tensor
+        if not stored.begin - first.begin == begin * ITEMSIZE[shard.dtype] == nbytes:
             return tensor
         parts.append((box, stored.digest))
         nbytes += stored.nbytes

@@ -51,9 +51,8 @@ from statexchange.formats.source import (
 from statexchange.sharding.shards import (
     Box,
     Shard,
-    c_contiguous,
+    begin_of_run,
     is_inside,
-    linear_offset,
     shape_from_json,
     sizes_from_json,
 )
@@ -330,12 +329,12 @@ def _published(
     records: Sequence[Any] = record.get("boxes", [])  # an empty tensor that is placed has none
     shape, itemsize = shard.global_shape, ITEMSIZE[shard.dtype]
     boxes = {Box(tuple(offsets), tuple(sizes)): digest for offsets, sizes, digest, _ in records}
-    if not all(c_contiguous(box, shape) for box in boxes):
-        return SourceTensor(shard, (stored._replace(parts=ListedDigests(boxes.items())),))
-    pieces = [
-        ByteRange(stored.file, stored.begin + linear_offset(box, shape) * itemsize, box.numel * itemsize, digest)
-        for box, digest in boxes.items()
-    ]
+    pieces = []
+    for box, digest in boxes.items():
+        begin = begin_of_run(box, shape)
+        if begin is None:
+            return SourceTensor(shard, (stored._replace(parts=ListedDigests(boxes.items())),))
+        pieces.append(ByteRange(stored.file, stored.begin + begin * itemsize, box.numel * itemsize, digest))
     return SourceTensor(Shard(shard.name, shard.dtype, shape, tuple(boxes)), tuple(pieces))
 
 

@@ -159,9 +159,14 @@ def c_contiguous(box: Box, shape: Sequence[int]) -> bool:
 
 
 @functools.lru_cache(1024)
-def begin_of_run(box: Box, shape: tuple[int, ...]) -> int:
-    """Return the `linear_offset` of a box that is one run of the C order of a tensor of `shape`; -1 for another."""
-    return linear_offset(box, shape) if c_contiguous(box, shape) else -1
+def begin_of_run(box: Box, shape: tuple[int, ...]) -> int | None:
+    """Return the `linear_offset` of a box if it is one run of the C order of a tensor of `shape`; None if not.
+
+    Example:
+        >>> begin_of_run(Box((1, 0), (2, 3)), (4, 3)), begin_of_run(Box((0, 1), (4, 2)), (4, 3))
+        (3, None)
+    """
+    return linear_offset(box, shape) if c_contiguous(box, shape) else None
 
 
 @functools.lru_cache(1024)

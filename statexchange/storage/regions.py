@@ -89,7 +89,7 @@ def write_box(
     """
     itemsize = ITEMSIZE[dtype]
     run_begin = begin_of_run(box, shape)
-    if run_begin >= 0:
+    if run_begin is not None:
         pwrite_all(fd, data, begin + run_begin * itemsize, path)
         return
     if _run_bytes(box, shape, itemsize) < _LONG_RUN_BYTES:
@@ -283,15 +283,15 @@ def one_run(stored: ByteRange, box: Box, part: Box, dtype: str, target: Box) -> 
     nbytes = part.numel * itemsize
     in_file, in_memory = stored.begin, 0
     if part != box:
-        source_box = to_local(part, box)
-        if not c_contiguous(source_box, box.shape):
+        begin = begin_of_run(to_local(part, box), box.shape)
+        if begin is None:
             return None
-        in_file += linear_offset(source_box, box.shape) * itemsize
+        in_file += begin * itemsize
     if part != target:
-        target_box = to_local(part, target)
-        if not c_contiguous(target_box, target.shape):
+        begin = begin_of_run(to_local(part, target), target.shape)
+        if begin is None:
             return None
-        in_memory = linear_offset(target_box, target.shape) * itemsize
+        in_memory = begin * itemsize
     return Run(in_file, in_memory, nbytes)
 
 
