@@ -34,8 +34,9 @@ class NFSWorkspace:
     Args:
         workspace_path: the directory or URL; "" is the current directory. With None the workspace is uninitialised,
             and its methods raise InvalidArgumentError, a ValueError.
-        run: separates jobs that share a directory. By default it is the run of this process's communicator, else the
-            launcher's job id. A reader needs none if the directory holds one run.
+        run: separates jobs that share a directory: the same on all ranks, and new for each job. By default it is the
+            run of this process's communicator, else one that torch's default group shares, else the launcher's job id.
+            A reader needs none if the directory holds one run.
 
     Example:
         >>> import torch
@@ -110,8 +111,9 @@ class NFSWorkspace:
             if not runs and _position()[1] > 1:
                 # A random name would give each rank a run of its own, which no reader could put together.
                 raise InvalidArgumentError(
-                    f"the launcher ({detect_launch().launcher}) gives this job no identity of its own: pass run=, the "
-                    "same on all ranks, or call statexchange.init() first"
+                    f"the launcher ({detect_launch().launcher}) gives this job no id of its own: call "
+                    "torch.distributed.init_process_group() or statexchange.init() first, or pass run=, which must be "
+                    "the same on all ranks and new for each job"
                 )
             self._run = runs[0] if runs else f"run-{secrets.token_hex(8)}"
         return self._run
@@ -224,12 +226,18 @@ def _find(view: WorkspaceView, run: str | None, rank: int, number: int | None) -
 
 
 def _runs_here() -> list[str]:
-    """Return the runs that this process may be in, the likeliest first: its communicator's, its launcher's job."""
+    """Return the runs that this process may be in, the likeliest first.
+
+    They are its communicator's, that of torch's default group, and its launcher's job.
+    """
     comm, job = defaults.current(), detect_launch().job
-    runs = [] if comm is None else [comm.run]
-    if job is not None:
-        runs.append(job)
-    return runs
+    candidates = [None if comm is None else comm.run]
+    if defaults.torch_default_group() is not None:
+        from statexchange.comm.backends.torch_groups import run_of_default_group  # late: torch is imported here
+
+        candidates.append(run_of_default_group())
+    candidates.append(job)
+    return [run for run in candidates if run is not None]
 
 
 def _reading_run(view: WorkspaceView) -> str:

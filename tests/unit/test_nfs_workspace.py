@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from stored import flip_bit
 
 import statexchange as sx
@@ -91,15 +92,36 @@ def test_a_reader_waits_for_a_rank_that_is_late(tmp_path: Path) -> None:
 
 
 def has_no_identity(path: str) -> None:
-    with pytest.raises(ValueError, match="no identity") as caught:
+    with pytest.raises(ValueError, match="no id of its own") as caught:
         sx.NFSWorkspace(path).write_configs_and_weights({}, {})
-    assert "run=" in str(caught.value)
+    assert "run=, which must be the same on all ranks and new for each job" in str(caught.value)
     sx.NFSWorkspace(path, run="mine").write_configs_and_weights({}, {})
 
 
 def test_a_launcher_without_an_identity_is_not_trusted(tmp_path: Path) -> None:
     run_ranks(has_no_identity, 2, backend="processes", args=(str(tmp_path / "ws"),))
     assert len(list((tmp_path / "ws/mine").rglob("*.safetensors"))) == 2
+
+
+def exchanges_in_torchs_group(path: str, job: int) -> list[object]:
+    """Write and read in a job that has called `init_process_group` and nothing else."""
+    assert dist.is_initialized()
+    assert not sx.is_initialized()
+    rank = dist.get_rank()
+    workspace = sx.NFSWorkspace(path)
+    workspace.write_configs_and_weights([job, rank], {})
+    dist.barrier()
+    # Another instance, as a reader makes it, finds the run of this job among those in the directory.
+    configs = [sx.NFSWorkspace(path).read_configs_and_weights_from_rank(r)[0] for r in range(3)]
+    dist.barrier()
+    return configs
+
+
+def test_the_ranks_of_torchs_default_group_share_a_run_that_no_other_job_has(tmp_path: Path) -> None:
+    for job in (1, 2):
+        found = run_ranks(exchanges_in_torchs_group, 3, backend="gloo", args=(str(tmp_path / "ws"), job))
+        assert found == [[[job, rank] for rank in range(3)]] * 3
+    assert len(list((tmp_path / "ws").iterdir())) == 2
 
 
 def test_an_altered_file_is_an_error_that_names_tensor_rank_and_file(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,7 @@ from statexchange.errors import (
     StateExchangeError,
     UnsupportedError,
 )
+from statexchange.settings import default_timeout_s
 
 __all__ = [
     "GRACE_S",
@@ -36,6 +38,7 @@ __all__ = [
     "note_presence",
     "ranks_key",
     "reduce_options",
+    "run_of_default_group",
     "start",
     "store_of_ranks",
     "torch_errors",
@@ -59,6 +62,22 @@ def store_of_ranks(ranks: Sequence[int]) -> Any:
     """Return a part of torch's default store for one group of these ranks. Not collective."""
     prefix = unused_prefix(f"group/{ranks_key(ranks)}")
     return _stores.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # noqa: SLF001 (torch has no other way)
+
+
+def run_of_default_group() -> str | None:
+    """Return a name that the ranks of torch's default group share, and no other job has; None without such a group.
+
+    Not collective: the first rank that asks chooses the name.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 (torch has no other way)
+    if store is None:  # the group of torch's MPI backend
+        return None
+    store = _stores.PrefixStore("statexchange", store)
+    with torch_errors(Wait(default_timeout_s(), "torch's store")):
+        name: bytes = store.compare_set("run", "", f"run-{secrets.token_hex(8)}")
+    return name.decode()
 
 
 def note_presence(group: dist.ProcessGroup) -> Any:
