@@ -138,8 +138,8 @@ DTYPE_NAMES = {
 LONG_NAMES = {name: long_name for long_name, name in DTYPE_NAMES.items()}
 # With the packed dtypes that torch has. They have no arithmetic and no casts, and numpy lacks them.
 _TORCH_NAMES = {**DTYPE_NAMES, "float4_e2m1fn_x2": "F4"}
+_SMALL_BYTES = 1 << 16  # of a tensor whose memory `run_bytes` finds sooner than torch makes views of it
 # numpy copies unsigned integers faster than opaque bytes; 16 bytes have no integer, so complex stands for them.
-_SMALL_BYTES = 1 << 16
 _WORD = {1: "u1", 2: "u2", 3: "V3", 4: "u4", 8: "u8", 16: "c16"}
 
 
@@ -618,7 +618,7 @@ def own_bytes(tensor: TensorLike) -> memoryview | None:
 def run_bytes(tensor: TensorLike) -> memoryview:
     """Return the memory of a tensor that is one run on the host, see `TensorMemory`, as bytes to be used at once.
 
-    Of a small tensor nothing keeps its storage from being resized, after which the bytes are not its own.
+    Of a small tensor they do not block `resize_` of its storage, after which they lie in memory that was freed.
     """
     import numpy as np
 
@@ -634,7 +634,8 @@ def run_bytes(tensor: TensorLike) -> memoryview:
         import ctypes  # late: commands that only read headers do not need it
 
         block: Any = (ctypes.c_ubyte * nbytes).from_address(tensor.data_ptr())
-        block.storage = storage  # which lives as long as the bytes are used
+        block.storage = storage  # keeps the memory alive
+        # By numpy, as the bytes of a ctypes array cannot be compared with others: their format is "<B".
         return memoryview(np.frombuffer(block, np.uint8).data)
     import torch
 

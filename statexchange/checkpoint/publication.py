@@ -312,7 +312,7 @@ class Provenance(NamedTuple):
         num_overflows: how many finite elements of all boxes a cast has made infinite.
     """
 
-    ranks: Sequence[int] | NDArray[np.int64]
+    ranks: Sequence[int] | NDArray[np.integer[Any]]
     digests: bytes
     num_overflows: int = 0
 
@@ -347,7 +347,7 @@ def manifest_text(
     names: Sequence[str],
     source: str,
     placed: _Placed,
-    digests: SealedFile | None,
+    digests_file: SealedFile | None,
 ) -> bytes:
     """Return the manifest: the names of all other files, and for each tensor its boxes with their provenance.
 
@@ -357,7 +357,7 @@ def manifest_text(
         names: the names of all other files.
         source: the format of the source.
         placed: the tensors whose boxes are not listed.
-        digests: the file of their digests.
+        digests_file: the file of their digests.
 
     Raises:
         UnsafeError: the manifest would be larger than readers accept.
@@ -383,8 +383,9 @@ def manifest_text(
         "aliases": dict(plan.aliases),
         "tensors": tensors,
     }
-    if digests is not None:
-        manifest |= {"schema": PLACED_SCHEMA, "placements": placements, DIGESTS_KEY: {DIGESTS: digests.to_json()}}
+    if digests_file is not None:
+        digests = {DIGESTS: digests_file.to_json()}
+        manifest |= {"schema": PLACED_SCHEMA, "placements": placements, DIGESTS_KEY: digests}
     return _encoded(manifest)
 
 

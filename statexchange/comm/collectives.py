@@ -321,7 +321,7 @@ def all_reduce(
     is_plain = has_plain_options and _is_plain(tensor)
     known = route.known.get(("all_reduce", op, tensor.dtype, tensor.shape)) if is_plain else None
     if known is not None and route.may_repeat:
-        return _all_reduce_again(route, tensor, op, known)
+        return _repeat_all_reduce(route, tensor, op, known)
     if route.session.dead is not None:
         route.session.raise_if_dead()
     try:
@@ -344,8 +344,8 @@ def all_reduce(
     return result
 
 
-# What follows from a call's dtype, shape and options is known when it is made for the third time (`Route.remember`),
-# and of a small tensor takes longer than the rest. What does not is looked at each time: `_is_plain`.
+# From the third call on with one dtype, shape and options, their checks are skipped: of a small tensor they take longer
+# than its data (`Route.remember`). What else may differ, `_is_plain` checks every time.
 
 
 def _is_plain(tensor: object) -> bool:
@@ -366,18 +366,18 @@ def _is_plain(tensor: object) -> bool:
     return has_memory and tensor.is_contiguous()
 
 
-def _all_reduce_again(route: Route, tensor: TensorT, op: object, known: KnownCall) -> TensorT:
+def _repeat_all_reduce(route: Route, tensor: TensorT, op: object, known: KnownCall) -> TensorT:
     """Reduce a plain tensor of a dtype and shape that were reduced before. Collective."""
     assert isinstance(tensor, torch.Tensor)  # for mypy
     backend = known.backend
     reduction: Reduction = backend.reductions[op, tensor.dtype]
     flat = tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
-    _again(route, known, lambda wait: backend.all_reduce(flat, reduction.op, reduction.finish, wait))
+    _repeat(route, known, lambda wait: backend.all_reduce(flat, reduction.op, reduction.finish, wait))
     return tensor
 
 
-def _again(route: Route, known: KnownCall, move: Callable[[Wait], object]) -> None:
-    """Make a call that was made before; `move` moves the data. Collective."""
+def _repeat(route: Route, known: KnownCall, transfer_data: Callable[[Wait], object]) -> None:
+    """Make a call that was made before; `transfer_data` moves the data. Collective."""
     session = route.session
 
     def body() -> None:
@@ -385,7 +385,7 @@ def _again(route: Route, known: KnownCall, move: Callable[[Wait], object]) -> No
         # `guarded` runs this a second time if the threads of some ranks are new. Then `begin` compares threads first.
         if session.is_caller_new:
             wait = session.begin(known.call)
-        move(wait)
+        transfer_data(wait)
 
     session.run(known.call, body)
 
@@ -488,7 +488,7 @@ def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, asy
     if known is not None and route.may_repeat:
         assert isinstance(tensor, torch.Tensor)  # for mypy
         data = _plain_bytes(tensor)
-        _again(route, known, lambda wait: known.backend.broadcast(data, root, wait))
+        _repeat(route, known, lambda wait: known.backend.broadcast(data, root, wait))
         return tensor
     is_root = route.rank == root
     with route.session.checking("broadcast"):
@@ -518,7 +518,7 @@ def gather(
     is_plain = root is None and not async_op and _is_plain(tensor)
     known = route.known.get((verb, tensor.dtype, tensor.shape)) if is_plain else None
     if known is not None and route.may_repeat:
-        return _all_gather_again(route, tensor, known)
+        return _repeat_all_gather(route, tensor, known)
     with route.session.checking(verb):
         if root is not None:
             route.session.check_root(root)
@@ -547,12 +547,12 @@ def gather(
     return result
 
 
-def _all_gather_again(route: Route, tensor: TensorKindT, known: KnownCall) -> list[TensorKindT]:
+def _repeat_all_gather(route: Route, tensor: TensorKindT, known: KnownCall) -> list[TensorKindT]:
     """Gather plain tensors of a dtype and shape that were gathered before. Collective."""
     assert isinstance(tensor, torch.Tensor)  # for mypy
     gathered = tensor.new_empty(route.world_size, *tensor.shape)
     sent, received = _plain_bytes(tensor), _plain_bytes(gathered)
-    _again(route, known, lambda wait: known.backend.all_gather(sent, received, wait))
+    _repeat(route, known, lambda wait: known.backend.all_gather(sent, received, wait))
     return list(gathered.unbind())
 
 

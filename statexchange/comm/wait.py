@@ -25,7 +25,7 @@ __all__ = ["Pace", "Wait", "yield_core"]
 _LONGEST_NAP_S = 2e-3
 _NAPS_PER_WAIT = 16  # a nap is 1/16 of the time waited so far, so a wait ends at most 1/16 too late
 _MONITOR_PERIOD_S = 0.05
-_LATE_S = 60.0  # without progress, until ranks that are missing are named; with a short timeout half of it
+_LATE_AFTER_S = 60.0  # without progress, before missing ranks are logged; at most half of the timeout
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +59,10 @@ class Wait:
 
     __slots__ = (
         "_checked_at",
-        "_deadline",
         "_enter",
-        "_has_named",
+        "_has_looked_for_late_ranks",
         "_progress",
+        "_progress_at",
         "monitor",
         "operation",
         "timeout_s",
@@ -79,10 +79,10 @@ class Wait:
         self.operation = operation
         self.monitor = outer_monitor() if monitor is None else monitor
         self._enter = enter
-        self._deadline = time.monotonic() + timeout_s
         self._checked_at = 0.0
         self._progress = -1
-        self._has_named = False
+        self._progress_at = time.monotonic()
+        self._has_looked_for_late_ranks = False
 
     def enter(self, location: int = 0) -> Sequence[int]:
         """Enter a collective: wait for all ranks, and compare their calls.
@@ -102,32 +102,33 @@ class Wait:
         """Raise PeerError if a rank has failed, StallError past the deadline."""
         now = time.monotonic()
         # At the deadline, too, as another rank may have given up a moment before, and its error is the one to raise.
-        if now - self._checked_at >= _MONITOR_PERIOD_S or now > self._deadline:
+        if now - self._checked_at >= _MONITOR_PERIOD_S or now - self._progress_at > self.timeout_s:
             self._checked_at = now
             progress = 0
             for monitor in monitors:
                 monitor.check(self.operation)
                 progress += monitor.progress_count()
             if progress != self._progress:
-                self._progress, self._deadline = progress, now + self.timeout_s
-            without_progress_s = now - (self._deadline - self.timeout_s)
-            if not self._has_named and without_progress_s > min(_LATE_S, self.timeout_s / 2):
-                self._has_named = True
-                self._name_late_ranks(monitors[0], without_progress_s)
-        if now > self._deadline:
+                self._progress, self._progress_at = progress, now
+            idle_s = now - self._progress_at
+            if idle_s > min(_LATE_AFTER_S, self.timeout_s / 2) and not self._has_looked_for_late_ranks:
+                self._has_looked_for_late_ranks = True
+                self._log_late_ranks(idle_s)
+        if now - self._progress_at > self.timeout_s:
             raise self.stall_error(monitors[0].missing_ranks())
 
-    def _name_late_ranks(self, monitor: FailureMonitor, waited_s: float) -> None:
-        """Log which ranks are missing, if they are known; on one rank, as all that wait see the same."""
-        missing = monitor.missing_ranks()
-        if missing and monitor.is_first_waiting(missing):
-            text = absence_text(missing, self.operation, round(waited_s))
-            _log.warning("still waiting, until %g s have passed: %s", self.timeout_s, text)
+    def _log_late_ranks(self, idle_s: float) -> None:
+        """Log which ranks are missing, if that is known; on the lowest rank that waits for them."""
+        # Not the monitor that is asked first: that of a host has numbers of its own for the ranks.
+        rank, missing = self.monitor.rank, self.monitor.missing_ranks()
+        if missing and rank >= 0 and set(range(rank)) <= set(missing):
+            text = absence_text(missing, self.operation, round(idle_s, 1))
+            _log.warning("waiting for late ranks (StallError after %g s without progress): %s", self.timeout_s, text)
 
     def restart(self) -> None:
         """Put off the deadline, as what was awaited so far has come."""
-        self._has_named = False
-        self._deadline = time.monotonic() + self.timeout_s
+        self._progress_at = time.monotonic()
+        self._has_looked_for_late_ranks = False
 
     def stall_error(self, missing: Sequence[int]) -> StallError:
         """Return the error for ranks that have not come in time; `missing` is () if they are not known."""

@@ -58,7 +58,7 @@ class ExportReport:
         seconds: duration.
         phases: seconds by phase: metadata sent to root ("describe"), the plan sent to the ranks ("plan"), tensors
             ("write") and receipts ("publish").
-        phase_nbytes: bytes by phase; of the receipts, those of the digests that are kept.
+        phase_nbytes: bytes by phase; of "publish" 16 for each box, without the digests of copies.
         rank_nbytes: the bytes that each rank supplied.
         notes: differences between the tensors and the config that is written; tensors that `dtype` has made infinite,
             narrowed or left as they were; extra state that is left out; equal parts of ranks that a layout without a

@@ -645,16 +645,15 @@ class _Reading:
     def _read_together(self, file: StoredFile, pieces: Sequence[_Piece], buffer: memoryview) -> None:
         begin, last = pieces[0].begin, pieces[-1]
         file.read_into(buffer[: last.begin + last.nbytes - begin], begin)
+        bytes_of = [buffer[piece.begin - begin :][: piece.nbytes] for piece in pieces]
         # Live memory changes only after all digests of what was read together have been compared.
-        for piece in pieces:
-            data = buffer[piece.begin - begin :][: piece.nbytes]
+        for piece, data in zip(pieces, bytes_of, strict=True):
             if piece.digest is None or xxh3_128_hexdigest(data) != piece.digest:
                 piece.check(data)
         nbytes = 0
-        for piece in pieces:
+        for piece, data in zip(pieces, bytes_of, strict=True):
             number = id(piece.item)
             self._changed.add(number)
-            data = buffer[piece.begin - begin :][: piece.nbytes]
             run_bytes(piece.tensor)[piece.in_memory : piece.in_memory + piece.nbytes] = data
             self._left[number] -= 1
             nbytes += piece.nbytes

@@ -1,14 +1,14 @@
 """The digests of the boxes that ranks have written, and those of copies: sent to root, compared, assigned to pieces.
 
 A rank sends 16 bytes for each box that it has written or compared, in the order of the plan, and no names: root knows
-from the plan what each is of, and assigns them in arrays. It does so in rounds, each of some tensors, since the
-receipts of 41 million boxes are 656 MB: twice, by rank and by tensor, they would be too much for it.
+from the plan what each is of, and assigns them in arrays. Root receives them in rounds of some tensors each: held by
+rank and by tensor at once, the digests of 41 million boxes would take 1.3 GB.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Receipts", "compares_copies", "gather_provenance"]
 
-_COUNT_BYTES = 8
 _ROUND_ROWS = 1 << 20
 
 
@@ -39,19 +38,18 @@ class Receipts:
 
     Attributes:
         digests: the digest of each box that it has written or compared, in the order of the plan.
-        tensors: the number of each one's tensor in the plan.
+        tensor_numbers: for each digest the number of its tensor in the plan, ascending.
         overflows: by the number of a tensor how many of its finite elements became infinite as they were cast.
     """
 
     digests: list[bytes] = field(default_factory=list)
-    tensors: list[int] = field(default_factory=list)
+    tensor_numbers: list[int] = field(default_factory=list)
     overflows: dict[int, int] = field(default_factory=dict)
 
-    def to_bytes(self, begin: int, end: int) -> bytes:
-        """Return those of some tensors as `_Received` reads them; overflows, if any, come with the first tensor."""
-        digests = self.digests[bisect.bisect_left(self.tensors, begin) : bisect.bisect_left(self.tensors, end)]
-        overflows = encoded(self.overflows, dict[int, int]) if begin == 0 and self.overflows else b""
-        return b"".join((len(digests).to_bytes(_COUNT_BYTES, "little"), *digests, overflows))
+    def of_tensors(self, begin: int, end: int) -> bytes:
+        """Return the digests of the tensors from `begin` to before `end`."""
+        first, last = bisect.bisect_left(self.tensor_numbers, begin), bisect.bisect_left(self.tensor_numbers, end)
+        return b"".join(self.digests[first:last])
 
 
 def compares_copies(reduce: str | None, *, compares: bool) -> bool:
@@ -81,29 +79,52 @@ def gather_provenance(
         MismatchError: the number of a rank's digests is not that of its boxes.
     """
     provenance: dict[str, Provenance] = {}
-    overflows: dict[int, int] = {}
-    # Most ranks have one box of a tensor, or none.
+    overflows = _total_overflows(comm, receipts)
+    # About so many digests if each rank has one box of a tensor. All ranks find the same rounds.
     step = 1 + _ROUND_ROWS // comm.world_size
     for begin in range(0, len(plan.tensors), step):
-        end = min(begin + step, len(plan.tensors))
-        parts = comm.all_gather_bytes(receipts.to_bytes(begin, end), root=0, operation="the receipts")
+        numbers = range(begin, min(begin + step, len(plan.tensors)))
+        sent = comm.all_gather_bytes(receipts.of_tensors(begin, begin + step), root=0, operation="the receipts")
         if comm.rank == 0:
-            received = _Received(parts, overflows)
-            provenance |= _assigned(received, tensors, range(begin, end), compares=plan.compares)
+            provenance |= _assigned(sent, tensors, numbers, overflows, compares=plan.compares)
     return provenance
 
 
+def _total_overflows(comm: Communicator, receipts: Receipts) -> dict[int, int]:
+    """Return on root the overflows of all ranks by the number of the tensor; {} elsewhere. Collective."""
+    total: dict[int, int] = {}
+    data = encoded(receipts.overflows, dict[int, int]) if receipts.overflows else b""
+    for rank, of_rank in enumerate(comm.all_gather_bytes(data, root=0, operation="overflows")):
+        if of_rank:
+            for number, num_overflows in decode(of_rank, dict[int, int], "its overflows", rank).items():
+                total[number] = total.get(number, 0) + num_overflows
+    return total
+
+
 def _assigned(
-    received: _Received, tensors: Sequence[TensorPlan], numbers: range, *, compares: bool
+    sent: Sequence[bytes],
+    tensors: Sequence[TensorPlan],
+    numbers: range,
+    overflows: Mapping[int, int],
+    *,
+    compares: bool,
 ) -> dict[str, Provenance]:
-    """Compare the digests of copies, and assign those of writers to the tensors of a round."""
+    """Compare the digests of copies, and assign those of writers to the tensors of a round.
+
+    Args:
+        sent: the digests of each rank.
+        tensors: all tensors of the plan.
+        numbers: those of the round.
+        overflows: by the number of a tensor.
+        compares: whether copies are digested.
+    """
     ranks_of, counts_of = [], []
     for number in numbers:
         with_copies = compares_copies(tensors[number].reduce, compares=compares)
         ranks_of_tensor, counts_of_tensor = holders_of(tensors[number].pieces, with_copies=with_copies)
         ranks_of.append(ranks_of_tensor)
         counts_of.append(counts_of_tensor)
-    ranks, digests = received.take(ranks_of)
+    ranks, digests = _in_plan_order(sent, np.concatenate(ranks_of))
     counts = np.concatenate(counts_of).astype(np.int64, copy=False)
     # The row of each piece's writer comes before those of its copies.
     writers = np.cumsum(counts) - counts
@@ -111,8 +132,8 @@ def _assigned(
         differing = (digests != digests[np.repeat(writers, counts)]).any(axis=1).nonzero()[0]
         if len(differing):
             piece = int(np.searchsorted(writers, differing[0], side="right")) - 1
-            holders = int(ranks[writers[piece]]), int(ranks[differing[0]])
-            raise _replica_error([tensors[number] for number in numbers], piece, *holders)
+            holder, other = int(ranks[writers[piece]]), int(ranks[differing[0]])
+            raise _replica_error([tensors[number] for number in numbers], piece, holder, other)
         ranks, digests = ranks[writers], digests[writers]
     content = digests.tobytes()
     provenance: dict[str, Provenance] = {}
@@ -120,50 +141,29 @@ def _assigned(
     for number, counts_of_tensor in zip(numbers, counts_of, strict=True):
         end = at + len(counts_of_tensor)
         of_tensor = content[at * DIGEST_BYTES : end * DIGEST_BYTES]
-        provenance[tensors[number].name] = Provenance(ranks[at:end], of_tensor, received.overflows.get(number, 0))
+        provenance[tensors[number].name] = Provenance(ranks[at:end], of_tensor, overflows.get(number, 0))
         at = end
     return provenance
 
 
-class _Received:
-    """The receipts of all ranks for some tensors, in one array.
+def _in_plan_order(sent: Sequence[bytes], ranks: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.uint8]]:
+    """Return the rank and the digest of each row of a round, whose rows `ranks` have sent in this order.
 
-    The first ones bring the overflows of all tensors, which are added to `overflows`.
+    Raises:
+        MismatchError: a rank has sent more or fewer digests than it has rows.
     """
-
-    def __init__(self, receipts: Sequence[bytes], overflows: dict[int, int]) -> None:
-        self.overflows = overflows
-        counts, parts = [], []
-        for rank, data in enumerate(receipts):
-            count = int.from_bytes(data[:_COUNT_BYTES], "little")
-            end = _COUNT_BYTES + count * DIGEST_BYTES
-            if len(data) > end:
-                for number, num_overflows in decode(data[end:], dict[int, int], "its overflows", rank).items():
-                    overflows[number] = overflows.get(number, 0) + num_overflows
-            counts.append(count)
-            parts.append(memoryview(data)[_COUNT_BYTES:end])
-        self._counts = np.array(counts, np.int64)
-        self._digests = np.frombuffer(b"".join(parts), np.uint8).reshape(-1, DIGEST_BYTES)
-
-    def take(self, ranks_of: Sequence[Sequence[int] | NDArray[np.int64]]) -> tuple[NDArray[Any], NDArray[np.uint8]]:
-        """Return the ranks of all rows of the tensors, and their digests.
-
-        Raises:
-            MismatchError: a rank has sent more or fewer digests than it has boxes.
-        """
-        world_size = len(self._counts)
-        ranks: NDArray[Any] = np.concatenate(ranks_of)
-        # numpy's stable sort of 16-bit integers is a radix sort; and these are kept for each box.
-        ranks = ranks.astype(np.uint16 if world_size <= 1 << 16 else np.int64)
-        counts = np.bincount(ranks, minlength=world_size)
-        if (counts != self._counts).any():
-            rank = int((counts != self._counts).nonzero()[0][0])
-            text = "this rank's digests are not as many as its boxes: run the same version of statexchange on all ranks"
-            raise MismatchError(text, rank=rank)
-        # By rank, and for each in the order of the plan, as it sent them.
-        digests = np.empty_like(self._digests)
-        digests[np.argsort(ranks, kind="stable")] = self._digests
-        return ranks, digests
+    world_size = len(sent)
+    # The ranks are kept, in 2 bytes instead of 8; and numpy's stable sort of 16-bit integers is a radix sort.
+    ranks_kept: NDArray[Any] = ranks.astype(np.uint16 if world_size <= 1 << 16 else np.int64)
+    wrong = np.bincount(ranks_kept, minlength=world_size) * DIGEST_BYTES != list(map(len, sent))
+    if wrong.any():
+        text = "this rank's digests are not as many as its boxes: run the same version of statexchange on all ranks"
+        raise MismatchError(text, rank=int(wrong.nonzero()[0][0]))
+    by_rank = np.frombuffer(b"".join(sent), np.uint8).reshape(-1, DIGEST_BYTES)
+    digests = np.empty_like(by_rank)
+    # Each rank has sent its digests in the order of the plan.
+    digests[np.argsort(ranks_kept, kind="stable")] = by_rank
+    return ranks_kept, digests
 
 
 def _replica_error(tensors: Sequence[TensorPlan], index: int, holder: int, other: int) -> ReplicaError:

@@ -126,7 +126,6 @@ class _Writing:
     def __init__(self, comm: Communicator, described: Description, plan: WritePlan, nodes: Sequence[int]) -> None:
         self._comm = comm
         self._described = described
-        self._receipts = Receipts()
         self._node_ranks: dict[int, list[int]] = {}
         for rank, node in enumerate(comm.nodes):
             self._node_ranks.setdefault(node, []).append(rank)
@@ -147,6 +146,7 @@ class _Writing:
         """Return what this rank writes or digests itself, and its sends and receives in an order equal on all ranks."""
         rank, node_here = self._comm.rank, self._comm.node_rank
         senders = self._senders()
+        self._receipts = Receipts()
         local: list[_WriteItem] = []
         messages: list[_WriteItem] = []
         for number, tensor in enumerate(plan.tensors):
@@ -157,10 +157,10 @@ class _Writing:
                 dst = -1
                 if piece.is_written:
                     dst = rank if node == node_here else self._peer_of(rank, node)
-                place = (piece.number, piece.box, piece.box_index)
-                item = _WriteItem(tensor, number, *place, rank, dst, len(self._receipts.digests))
+                receipt = len(self._receipts.digests)
+                item = _WriteItem(tensor, number, piece.number, piece.box, piece.box_index, rank, dst, receipt)
                 self._receipts.digests.append(b"")
-                self._receipts.tensors.append(number)
+                self._receipts.tensor_numbers.append(number)
                 (local if dst in (rank, -1) else messages).append(item)
             if senders is not None and node == node_here:
                 for index, box, src in pieces_written_by(tensor.pieces, senders):

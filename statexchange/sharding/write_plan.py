@@ -48,7 +48,7 @@ class WriteTensor:
         dtype: its dtype in the file.
         source: its name on the ranks.
         reduce: "max" or "min" if copies are reduced.
-        pieces: its boxes with their holders; those of most tensors are equal, as the experts of all layers.
+        pieces: its boxes with their holders; equal for many tensors, such as the experts of all layers, and sent once.
     """
 
     file: int

@@ -281,6 +281,25 @@ def test_a_full_disk_is_noticed_before_anything_is_written(place: Path) -> None:
     assert (kind, number) == ("StorageError", errno.ENOSPC), done.stderr
 
 
+def test_what_is_written_on_tmpfs_is_not_counted_twice(place: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can mount a small file system")
+    program = """
+import sys
+from statexchange.storage.publish import open_build
+with open_build(sys.argv[1], "0" * 32, ["first", "second", "last"], check=None) as build:
+    for name, nbytes in (("first", 3 << 20), ("second", 1 << 19)):
+        file = build.create(name, nbytes, b"")
+        file.write(bytes(nbytes), 0)
+        file.finish()
+    build.commit("last", b"{}")
+"""
+    script = f'mount -t tmpfs -o size=4m tmpfs {place} && "$@" && ls {place}/out'
+    command = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-c", program, str(place / "out")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == "first\nlast\nsecond\n", done.stderr
+
+
 A, B = "a" * 16, "b" * 16
 
 

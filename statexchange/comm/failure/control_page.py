@@ -35,7 +35,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from statexchange.comm import forks
@@ -276,10 +276,6 @@ class ControlPage(FailureMonitor):
         """Return the ranks that have not arrived at this rank's barrier, else those whose process is stopped."""
         stopped = [r for r in range(self.world_size) if process_is_stopped(self._get(r, _PID))]
         return tuple(self._behind() or stopped)
-
-    def is_first_waiting(self, missing: Sequence[int]) -> bool:
-        """Whether all ranks below this one are missing."""
-        return set(range(self.rank)) <= set(missing)
 
     def _departure_error(self, rank: int) -> StateExchangeError:
         return from_record(json.loads(_read_slot(self._slot(rank, 2))[0]))

@@ -80,6 +80,7 @@ class FailureDetector(FailureMonitor):
 
     def __init__(self, topology: Topology, processes: Sequence[tuple[int, int]]) -> None:
         """`processes`: the id and start time of every rank's process."""
+        self.rank = topology.rank
         self._topology = topology
         self._processes = processes
         others = [rank for rank in topology.node_ranks if rank != topology.rank]
@@ -142,10 +143,6 @@ class FailureDetector(FailureMonitor):
             return self._suspects()
         behind = {rank for rank, number in enumerate(view.op_numbers) if number < self._op_number}
         return tuple(sorted((behind | set(view.silent)) - {self._topology.rank}))
-
-    def is_first_waiting(self, missing: Sequence[int]) -> bool:
-        """Whether all ranks below this one are missing. Not collective."""
-        return set(range(self._topology.rank)) <= set(missing)
 
     def report_failure(self, error: StateExchangeError) -> None:
         """Report why this communicator has failed; the first report counts. Not collective; blocks 1 s at most."""

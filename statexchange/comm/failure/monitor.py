@@ -39,7 +39,13 @@ class AbandonedError(Exception):
 
 
 class FailureMonitor:
-    """One rank's side of the failure detection of its group. This one, which has no other side, knows of no failure."""
+    """One rank's side of the failure detection of its group. This one, which has no other side, knows of no failure.
+
+    Attributes:
+        rank: this rank's number in the group; -1 where `missing_ranks` does not list the ranks of the group.
+    """
+
+    rank = -1
 
     # What a wait reads
 
@@ -53,10 +59,6 @@ class FailureMonitor:
     def missing_ranks(self) -> tuple[int, ...]:
         """Return the ranks that are known not to have reached this rank's call; () if none is known."""
         return ()
-
-    def is_first_waiting(self, missing: Sequence[int]) -> bool:  # noqa: ARG002 (detectors do)
-        """Whether this is the lowest rank that is not missing, which reports on the others."""
-        return True
 
     def progress_count(self) -> int:
         """Return a number that grows while any rank reports progress."""

@@ -297,7 +297,7 @@ class DirectoryBuild(Build):
         self._check = check
         self._pid = os.getpid()
         self._outputs: list[DirectoryFile] = []
-        self._unreserved = 0  # bytes of created files whose disk space is not reserved
+        self._unreserved: dict[str, int] = {}  # sizes of the files whose disk space is not reserved, by name
         for attempts_left in reversed(range(_ATTEMPTS)):
             self._lock: FileLock | None = None
             self._dir_fd = self._old_fd = -1
@@ -572,8 +572,8 @@ class DirectoryBuild(Build):
         with files.closing(fd, path):
             is_reserved = False
             if self._mount.is_memory:
-                self._unreserved += nbytes
-                files.check_room(fd, self._unreserved, path)
+                self._unreserved[name] = nbytes
+                files.check_room(fd, self._unwritten_nbytes(), path)
             else:
                 is_reserved = files.reserve(fd, nbytes, path)
             try:
@@ -583,6 +583,15 @@ class DirectoryBuild(Build):
         output = DirectoryFile(path, header, is_reserved=is_reserved)
         self._outputs.append(output)
         return output
+
+    def _unwritten_nbytes(self) -> int:
+        """Return the bytes that unreserved files will still take: what is written of them is no longer free."""
+        unwritten = 0
+        for name, nbytes in self._unreserved.items():
+            attributes = files.stat_of(name, self._dir_fd, os.path.join(self.building_path, name))
+            num_blocks = 0 if attributes is None else attributes.st_blocks
+            unwritten += max(0, nbytes - 512 * num_blocks)
+        return unwritten
 
     def put(self, name: str, data: files.Buffer) -> None:
         """Write a small file durably, and the directories in its name."""
