@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, needing_extra
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     import numpy as np
@@ -49,6 +49,7 @@ __all__ = [
     "is_dtensor",
     "is_sharded",
     "is_tensor",
+    "is_tensor_type",
     "is_torch",
     "itemsize_of",
     "mark_changed",
@@ -369,11 +370,20 @@ def is_torch(value: object) -> bool:
 
 def is_tensor(value: object) -> bool:
     """Whether `value` is a numpy array, a torch tensor, or an object with torch's ``__create_chunk_list__``."""
+    return is_tensor_type(type(value))
+
+
+def _is_tensor_type(kind: type) -> bool:
+    """Whether values of a type are tensors, see `is_tensor`."""
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if torch is not None and issubclass(kind, torch.Tensor):
         return True
-    is_numpy = numpy is not None and isinstance(value, numpy.ndarray)
-    return is_numpy or hasattr(type(value), "__create_chunk_list__")
+    is_numpy = numpy is not None and issubclass(kind, numpy.ndarray)
+    return is_numpy or hasattr(kind, "__create_chunk_list__")
+
+
+# Asked of each value of a state several times, and nearly always of the same few types: then no Python code runs.
+is_tensor_type: Callable[[type], bool] = functools.lru_cache(1024)(_is_tensor_type)
 
 
 def is_dtensor(value: object) -> bool:

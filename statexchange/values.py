@@ -155,7 +155,12 @@ class _Encoder:
         if self._leaf is not None and kind not in _PLAIN_TYPES:
             name = self._leaf(value, path)
             if name is not None:
-                return self._kept_leaf(name, value, path, is_hashed=is_hashed)
+                # Of two objects under one name one would be lost.
+                if self._kept.setdefault(name, value) is not value:
+                    raise InvalidArgumentError(f"two values are called {name!r}; the second lies at {path}")
+                if is_hashed and not self._leaves_anywhere:
+                    raise _hashed_leaf(value, path)
+                return {_TAG: "leaf", "name": name}
         if kind is int and value.bit_length() > _MAX_INT_BITS:
             # Python refuses to parse such a number, so that nothing could read it.
             what = f"an integer of {value.bit_length():,} bits"
@@ -174,17 +179,6 @@ class _Encoder:
             raise _refusal(kind, path)
         self._depth -= 1
         return raw
-
-    def _kept_leaf(self, name: str, value: object, path: str, *, is_hashed: bool) -> Json:
-        # Of two objects under one name one would be lost.
-        if self._kept.setdefault(name, value) is not value:
-            raise InvalidArgumentError(f"two values are called {name!r}; the second lies at {path}")
-        if is_hashed and not self._leaves_anywhere:
-            raise UnsupportedError(
-                f"{type_text(value)} cannot be an item of a set or deque, or a key, at {path[:80]}: put it into "
-                "a list, or into a mapping with text as keys"
-            )
-        return {_TAG: "leaf", "name": name}
 
     def _container(self, value: Value, path: str, *, is_hashed: bool) -> Json:
         """Return the JSON of a container or an enum; None for any other value."""
@@ -263,6 +257,13 @@ class _Encoder:
             if is_number(value):
                 return {_TAG: "number", "dtype": value.dtype.name, "value": self.value(value.item(), path)}
         return None
+
+
+def _hashed_leaf(value: object, path: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type_text(value)} cannot be an item of a set or deque, or a key, at {path[:80]}: put it into a list, "
+        "or into a mapping with text as keys"
+    )
 
 
 def _refusal(kind: type, path: str) -> UnsupportedError:

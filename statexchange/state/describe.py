@@ -22,7 +22,15 @@ from statexchange.state.megatron import MegatronTensor, add_sharded, holds_shard
 from statexchange.state.tree import sharded_kind
 from statexchange.state.types import Leaf, Module
 from statexchange.state.units import is_extra_state, is_module, model_items
-from statexchange.tensors import TensorLike, TensorMemory, is_tensor, memory_of, same_memory, wait_tensor, without_grad
+from statexchange.tensors import (
+    TensorLike,
+    TensorMemory,
+    is_tensor_type,
+    memory_of,
+    same_memory,
+    wait_tensor,
+    without_grad,
+)
 from statexchange.values import has_text
 
 if TYPE_CHECKING:
@@ -210,7 +218,7 @@ def _named_tensors(
     for name, value in _items(state):
         if not isinstance(name, str):
             raise InvalidArgumentError(f"state has the key {name!r}: names must be text")
-        if is_tensor(value) and (with_extra_state or not is_extra_state(name)):
+        if is_tensor_type(type(value)) and (with_extra_state or not is_extra_state(name)):
             named.append((name, value))
             continue
         named_leaves = [(name, value)]
@@ -218,9 +226,9 @@ def _named_tensors(
         if holds_sharded(value):
             named_leaves = leaves(value, name)
         for path, leaf in named_leaves:
-            if is_extra_state(path) and not (with_extra_state and is_tensor(leaf)):
+            if is_extra_state(path) and not (with_extra_state and is_tensor_type(type(leaf))):
                 extra_state.append(path)
-            elif is_tensor(leaf):
+            elif is_tensor_type(type(leaf)):
                 named.append((path, leaf))
             elif sharded_kind(leaf) == "tensor":
                 add_sharded(sharded, leaf)
@@ -257,7 +265,7 @@ def _tensors_of(module: Leaf) -> list[tuple[str, Leaf]]:
     """
     items = []
     for name, value in model_items(module).items():
-        if is_tensor(value) or is_extra_state(name):
+        if is_tensor_type(type(value)) or is_extra_state(name):
             items.append((name, value))
         elif not has_text(value):
             raise UnsupportedError(

@@ -47,7 +47,7 @@ from statexchange.state.units import (
     parameters_of,
     state_of_object,
 )
-from statexchange.tensors import TensorLike, collector_paused, is_dtensor, is_sharded, is_tensor
+from statexchange.tensors import TensorLike, collector_paused, is_dtensor, is_sharded, is_tensor_type
 
 __all__ = ["SavedState", "describe_save"]
 
@@ -64,7 +64,7 @@ def _encode(tree: Leaf) -> tuple[str, dict[str, TensorLike]]:
     tensors: dict[str, TensorLike] = {}
 
     def keep(value: Leaf, path: str) -> str | None:
-        if not is_tensor(value):
+        if not is_tensor_type(type(value)):
             return None
         name = value.name if isinstance(value, MegatronTensor) else path.removeprefix(".")
         tensors[name] = value
@@ -78,7 +78,7 @@ def _common_text(tree: Leaf, own: Sequence[Node]) -> str:
     paths = {node.path for node in own}
 
     def mark(value: Leaf, path: str) -> str | None:
-        if path.removeprefix(".") in paths or is_tensor(value):
+        if path.removeprefix(".") in paths or is_tensor_type(type(value)):
             return path
         return None
 
@@ -129,7 +129,7 @@ def _parts_of_rank(
         whole = ((), tuple(parameter.shape))
         for step in walk(optimizer.state.get(parameter), path=f"{path}.state.{label}".removeprefix(".")):
             tensor, place = step.value, with_dots(step.path)
-            is_plain = is_tensor(tensor) and not is_dtensor(tensor)
+            is_plain = is_tensor_type(type(tensor)) and not is_dtensor(tensor)
             if is_plain and tuple(tensor.shape) not in whole and not has_rule(place):
                 of_rank.append(place)
     return of_rank
@@ -346,7 +346,7 @@ def _plain_container(value: Leaf, path: str, context: _Context, depth: int, owne
     new = {}
     for key, item in items.items():
         # Nearly all items of modules and of moments are tensors, which stay as they are.
-        if is_tensor(item):
+        if is_tensor_type(type(item)):
             new[key] = item
         # What Megatron-Core itself does not save. Left out of a list, it would change the indices of others.
         elif not (isinstance(value, Mapping) and kind_of(item) == "sharded" and sharded_kind(item) == "local"):

@@ -37,7 +37,7 @@ from statexchange.state.units import (
     module_items,
     state_of_optimizer,
 )
-from statexchange.tensors import is_tensor, is_torch
+from statexchange.tensors import is_tensor_type, is_torch
 
 __all__ = [
     "PLAIN_TYPES",
@@ -522,7 +522,7 @@ def kind_of(value: Leaf) -> Kind:
     """Return how a value of a live state is loaded; containers are plain values, whatever is inside."""
     if type(value) in PLAIN_TYPES:
         return "value"
-    if is_tensor(value):
+    if is_tensor_type(type(value)):
         return "tensor"
     if is_module(value):
         return "module"
@@ -549,7 +549,7 @@ def sharded_kind(value: Leaf) -> Literal["tensor", "factory", "object", "local"]
     if kind in PLAIN_TYPES or isinstance(value, Mapping):
         return None
     # One attribute first, which no value of most states has.
-    if not hasattr(value, "replica_id") or is_tensor(value):
+    if not hasattr(value, "replica_id") or is_tensor_type(kind):
         return None
     if _has(value, _TENSOR):
         return "tensor"

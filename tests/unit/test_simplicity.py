@@ -44,10 +44,10 @@ class Walk(NamedTuple):
 
 CEILINGS = {
     "load": Walk(25, 650, 52, 0),
-    "save": Walk(25, 749, 76, 2),
-    "export": Walk(31, 540, 26, 0),
+    "save": Walk(25, 677, 57, 2),
+    "export": Walk(30, 524, 24, 0),
     "merge": Walk(28, 863, 111, 0),
-    "synchronize": Walk(10, 240, 38, 1),
+    "synchronize": Walk(10, 231, 35, 1),
 }
 
 # Run by a fresh interpreter, so that neither pytest's plugins nor plans that are remembered count.
