@@ -109,7 +109,8 @@ class Wait:
                 monitor.check(self.operation)
                 progress += monitor.progress_count()
             if progress != self._progress:
-                self._progress, self._progress_at = progress, now
+                self._progress = progress
+                self._restart_at(now)
             idle_s = now - self._progress_at
             if idle_s > min(_LATE_AFTER_S, self.timeout_s / 2) and not self._has_looked_for_late_ranks:
                 self._has_looked_for_late_ranks = True
@@ -127,7 +128,10 @@ class Wait:
 
     def restart(self) -> None:
         """Put off the deadline, as what was awaited so far has come."""
-        self._progress_at = time.monotonic()
+        self._restart_at(time.monotonic())
+
+    def _restart_at(self, now: float) -> None:
+        self._progress_at = now
         self._has_looked_for_late_ranks = False
 
     def stall_error(self, missing: Sequence[int]) -> StallError:
