@@ -28,7 +28,7 @@ from statexchange.comm.backends.single import SingleBackend
 from statexchange.comm.calls import public_call_name
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.failure.control_page import ControlPage, open_control_page
-from statexchange.comm.failure.monitor import UNWATCHED, FailureMonitor, forming_group
+from statexchange.comm.failure.monitor import UNWATCHED, FailureMonitor, OuterMonitor, forming_group, outer_monitor
 from statexchange.comm.failure.start import start_failure_detector
 from statexchange.comm.session import Session
 from statexchange.comm.topology import Topology
@@ -135,12 +135,28 @@ class _RankInfo(NamedTuple):
     has_torch: bool
 
 
+class _Arrivals(OuterMonitor):
+    """Names the ranks that have not begun to form the communicator, where the backend can know them."""
+
+    def __init__(self, bootstrap: Backend) -> None:
+        super().__init__(outer_monitor())
+        self._bootstrap = bootstrap
+
+    def late_ranks(self) -> tuple[int, ...]:
+        """Return the absent ranks on the lowest rank that is present; () on the others."""
+        # One rank alone asks about all: thousands that did so at once would keep the store busy for minutes.
+        for lower in range(self._bootstrap.rank):
+            if not self._bootstrap.absent_ranks([lower]):
+                return ()
+        return tuple(self._bootstrap.absent_ranks())
+
+
 def _all_gather_bytes(bootstrap: Backend, timeout_s: float, payload: bytes) -> list[bytes]:
     """Return every rank's payload. Collective.
 
     If the transport's error does not name a rank, it becomes one that names the ranks that have not called yet.
     """
-    wait = Wait(timeout_s, "the formation of the communicator")
+    wait = Wait(timeout_s, "the formation of the communicator", _Arrivals(bootstrap))
     try:
         return bootstrap.all_gather_bytes(payload, wait)
     except (StallError, PeerError) as error:

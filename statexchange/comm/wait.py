@@ -121,9 +121,9 @@ class Wait:
     def _log_late_ranks(self, idle_s: float) -> None:
         """Log which ranks are missing, if that is known; on the lowest rank that waits for them."""
         # Not the monitor that is asked first: that of a host has numbers of its own for the ranks.
-        rank, missing = self.monitor.rank, self.monitor.missing_ranks()
-        if missing and rank >= 0 and set(range(rank)) <= set(missing):
-            text = absence_text(missing, self.operation, round(idle_s, 1))
+        late = self.monitor.late_ranks()
+        if late:
+            text = absence_text(late, self.operation, round(idle_s, 1))
             _log.warning("waiting for late ranks (StallError after %g s without progress): %s", self.timeout_s, text)
 
     def restart(self) -> None:

@@ -144,26 +144,33 @@ def test_a_rank_that_is_slow_inside_the_call_is_not_said_to_be_absent(tmp_path: 
     assert "called" not in text
 
 
-def arrives_late(kind: str, folder: str) -> list[str]:
-    """Rank 3 calls after more than half of the timeout; return what is logged meanwhile."""
+def arrives_late(kind: str, late_rank: int, folder: str) -> list[str]:
+    """One rank calls after more than half of the timeout; return what is logged meanwhile."""
     os.environ["STATEXCHANGE_TIMEOUT_S"] = "6"
-    start({"file": "shm", "several hosts": "hierarchical"}.get(kind, kind), f"{folder}/meeting")
+    if kind != "adopted":  # then the call forms the communicator
+        start({"file": "shm", "several hosts": "hierarchical"}.get(kind, kind), f"{folder}/meeting")
+    rank = dist.get_rank() if kind == "adopted" else sx.get_rank()
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("statexchange").addHandler(handler)
-    if sx.get_rank() == 3:
+    if rank == late_rank:
         time.sleep(4.2)
     sx.save_checkpoint({"w": torch.zeros(2)}, f"{folder}/saved")
     return lines
 
 
-@pytest.mark.parametrize("kind", ["file", slow("gloo"), "several hosts", slow("mpi")])
-def test_a_late_rank_is_named_while_the_others_wait(kind: str, tmp_path: Path) -> None:
-    lines = run_ranks(arrives_late, 4, backend=LAUNCHED[kind], args=(kind, str(tmp_path)), timeout_s=60)
-    assert lines[1:] == [[], [], []]
-    assert len(lines[0]) == 1
-    assert "rank 3 has not called save_checkpoint in 3" in lines[0][0]
+@pytest.mark.parametrize(
+    ("kind", "late_rank"),
+    [("file", 3), ("adopted", 3), slow("adopted", 0), slow("gloo", 3), ("several hosts", 3), slow("mpi", 3)],
+)
+def test_a_late_rank_is_named_while_the_others_wait(kind: str, late_rank: int, tmp_path: Path) -> None:
+    args = (kind, late_rank, str(tmp_path))
+    lines = run_ranks(arrives_late, 4, backend=LAUNCHED[kind], args=args, timeout_s=60)
+    lowest_waiting = lines.pop(1 if late_rank == 0 else 0)
+    assert lines == [[], [], []]
+    assert len(lowest_waiting) == 1
+    assert f"rank {late_rank} has not called save_checkpoint in 3" in lowest_waiting[0]
 
 
 def waits_for_a_part_of_a_reduction(folder: str) -> list[str]:

@@ -287,9 +287,12 @@ class TorchBackend(_GlooBackend):
             )
         super().__init__(group)
 
-    def absent_ranks(self) -> Sequence[int]:
-        """Return the ranks that have not made a backend over this group. Not collective."""
-        return () if self._presence is None else absent_ranks(self._presence, self._ranks)
+    def absent_ranks(self, among: Sequence[int] | None = None) -> Sequence[int]:
+        """Return the ranks, or those `among` some, that have not made a backend over this group. Not collective."""
+        if self._presence is None:
+            return ()
+        numbers = range(len(self._ranks)) if among is None else among
+        return absent_ranks(self._presence, {number: self._ranks[number] for number in numbers})
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """Return a Gloo group of `ranks`; StallError names those that have not called. Collective over them only."""

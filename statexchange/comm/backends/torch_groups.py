@@ -7,7 +7,7 @@ import functools
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -94,10 +94,13 @@ def note_presence(group: dist.ProcessGroup) -> Any:
     return store
 
 
-def absent_ranks(store: Any, ranks: Sequence[int]) -> list[int]:
-    """Return the numbers of those of `ranks` that have noted no presence in `store`; [] if it cannot be asked."""
+def absent_ranks(store: Any, ranks: Mapping[int, int]) -> list[int]:
+    """Return the numbers of those of `ranks` that have noted no presence in `store`; [] if it cannot be asked.
+
+    `ranks` has torch's rank of each number.
+    """
     try:
-        return [number for number, rank in enumerate(ranks) if not store.check([str(rank)])]
+        return [number for number, rank in ranks.items() if not store.check([str(rank)])]
     except RuntimeError:  # the process that serves the store has ended
         return []
 

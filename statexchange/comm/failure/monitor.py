@@ -60,6 +60,11 @@ class FailureMonitor:
         """Return the ranks that are known not to have reached this rank's call; () if none is known."""
         return ()
 
+    def late_ranks(self) -> tuple[int, ...]:
+        """Return the missing ranks on the lowest rank that waits for them, which tells the user; () on the others."""
+        missing = self.missing_ranks()
+        return missing if self.rank >= 0 and set(range(self.rank)) <= set(missing) else ()
+
     def progress_count(self) -> int:
         """Return a number that grows while any rank reports progress."""
         return 0
