@@ -144,16 +144,31 @@ def test_a_rank_that_is_slow_inside_the_call_is_not_said_to_be_absent(tmp_path: 
     assert "called" not in text
 
 
+class Lines(logging.Handler):
+    """Keeps the messages that are logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def logged_lines() -> list[str]:
+    """Return a list to which each message of the package is added from now on."""
+    handler = Lines()
+    logging.getLogger("statexchange").addHandler(handler)
+    return handler.lines
+
+
 def arrives_late(kind: str, late_rank: int, folder: str) -> list[str]:
     """One rank calls after more than half of the timeout; return what is logged meanwhile."""
     os.environ["STATEXCHANGE_TIMEOUT_S"] = "6"
     if kind != "adopted":  # then the call forms the communicator
         start({"file": "shm", "several hosts": "hierarchical"}.get(kind, kind), f"{folder}/meeting")
     rank = dist.get_rank() if kind == "adopted" else sx.get_rank()
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("statexchange").addHandler(handler)
+    lines = logged_lines()
     if rank == late_rank:
         time.sleep(4.2)
     sx.save_checkpoint({"w": torch.zeros(2)}, f"{folder}/saved")
@@ -178,10 +193,7 @@ def waits_for_a_part_of_a_reduction(folder: str) -> list[str]:
     host = "aabb"[int(os.environ["RANK"])]
     bootstrap.host_identity = lambda: host
     comm = sx.init("auto", rendezvous=f"file://{folder}/meeting", timeout_s=3.0, check="off")
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("statexchange").addHandler(handler)
+    lines = logged_lines()
     if comm.rank == 3:
         time.sleep(2.2)
     comm.all_reduce(torch.ones(8))

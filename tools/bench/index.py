@@ -259,7 +259,7 @@ def measure_export(num_tensors: int, world_size: int) -> None:
 def measure_planner(num_tensors: int, world_size: int) -> None:
     """Print what root takes to plan a save by torch, and an export by the package, as JSON."""
     import dataclasses
-    import pickle
+    import pickle  # torch's messages, which this process has made itself
 
     import torch
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner

@@ -58,10 +58,15 @@ def known_groups() -> list[object]:
     return list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []  # noqa: SLF001 (torch has no other way)
 
 
+def _default_store() -> Any:
+    """Return the store of torch's default group; None for that of torch's MPI backend. Not collective."""
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 (torch has no other way)
+
+
 def store_of_ranks(ranks: Sequence[int]) -> Any:
     """Return a part of torch's default store for one group of these ranks. Not collective."""
     prefix = unused_prefix(f"group/{ranks_key(ranks)}")
-    return _stores.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # noqa: SLF001 (torch has no other way)
+    return _stores.PrefixStore(prefix, _default_store())
 
 
 def run_of_default_group() -> str | None:
@@ -71,8 +76,8 @@ def run_of_default_group() -> str | None:
     """
     if not dist.is_available() or not dist.is_initialized():
         return None
-    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 (torch has no other way)
-    if store is None:  # the group of torch's MPI backend
+    store = _default_store()
+    if store is None:
         return None
     store = _stores.PrefixStore("statexchange", store)
     with torch_errors(Wait(default_timeout_s(), "torch's store")):
@@ -89,7 +94,7 @@ def note_presence(group: dist.ProcessGroup) -> Any:
     if group not in known_groups():
         return None
     prefix = unused_prefix(f"presence/{group.group_name}")
-    store = _stores.PrefixStore(prefix, dist.distributed_c10d._get_default_store())  # noqa: SLF001 (torch has no other way)
+    store = _stores.PrefixStore(prefix, _default_store())
     store.set(str(dist.get_rank()), "1")
     return store
 

@@ -61,7 +61,7 @@ class FailureMonitor:
         return ()
 
     def late_ranks(self) -> tuple[int, ...]:
-        """Return the missing ranks on the lowest rank that waits for them, which tells the user; () on the others."""
+        """Return the missing ranks on the lowest rank that waits for them, which reports them; () on the others."""
         missing = self.missing_ranks()
         return missing if self.rank >= 0 and set(range(self.rank)) <= set(missing) else ()
 

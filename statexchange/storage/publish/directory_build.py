@@ -590,7 +590,7 @@ class DirectoryBuild(Build):
         for name, nbytes in self._unreserved.items():
             attributes = files.stat_of(name, self._dir_fd, os.path.join(self.building_path, name))
             num_blocks = 0 if attributes is None else attributes.st_blocks
-            unwritten += max(0, nbytes - 512 * num_blocks)
+            unwritten += max(0, nbytes - 512 * num_blocks)  # st_blocks counts 512 bytes, whatever the file system
         return unwritten
 
     def put(self, name: str, data: files.Buffer) -> None:
