@@ -41,6 +41,7 @@ __all__ = [
     "collector_paused",
     "converted",
     "count_overflows",
+    "dtype_of",
     "element_shape",
     "elements",
     "from_bytes",
@@ -393,7 +394,9 @@ def is_dtensor(value: object) -> bool:
 
 def is_sharded(tensor: Any) -> bool:
     """Whether this is a DTensor that a placement divides; of torch's placements, only those that do have a `dim`."""
-    return is_dtensor(tensor) and any(hasattr(placement, "dim") for placement in tensor.placements)
+    if not hasattr(tensor, "placements") or not is_dtensor(tensor):  # nearly always
+        return False
+    return any(hasattr(placement, "dim") for placement in tensor.placements)
 
 
 def replicated_part(tensor: Any, name: str | None, advice: str) -> torch.Tensor:
@@ -459,8 +462,20 @@ class TensorMemory(NamedTuple):
     is_plain: bool = False
 
 
+def dtype_of(tensor: TensorLike, name: str) -> str:
+    """Return the safetensors name of a tensor's dtype; raise UnsupportedError, naming the tensor, if there is none."""
+    if type(tensor).__module__.startswith("torch.distributed._shard"):
+        raise UnsupportedError("torch's old ShardedTensor cannot be represented: use DTensor", name=name)
+    dtype = name_of_dtype(tensor.dtype)
+    if dtype is None:
+        raise UnsupportedError(f"dtype {tensor.dtype} cannot be represented", name=name)
+    if dtype in PACKED and not len(tensor.shape):
+        raise UnsupportedError(f"a tensor of {tensor.dtype} without dims cannot be represented", name=name)
+    return dtype
+
+
 def memory_of(tensor: TensorLike, name: str) -> TensorMemory:
-    """Describe the memory of a tensor; of one with `__create_chunk_list__`, which has it in parts, only the dtype.
+    """Describe the memory of a tensor that has all of it, as a DTensor does not.
 
     Raises:
         UnsupportedError: the dtype is unknown, or the tensor is sparse, meta, masked or quantised, or its storage was
@@ -468,20 +483,12 @@ def memory_of(tensor: TensorLike, name: str) -> TensorMemory:
     """
     import numpy as np
 
-    kind = type(tensor)
-    if kind.__module__.startswith("torch.distributed._shard"):
-        raise UnsupportedError("torch's old ShardedTensor cannot be represented: use DTensor", name=name)
-    if kind.__name__ == "AsyncCollectiveTensor":
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
         tensor = wait_tensor(tensor)
+    begin, end = check_dense(tensor, name)
     dtype = name_of_dtype(tensor.dtype)
-    is_whole = isinstance(tensor, np.ndarray) or not hasattr(tensor, "__create_chunk_list__")
-    begin, end = check_dense(tensor, name) if is_whole else (0, 0)
-    if dtype is None:
-        raise UnsupportedError(f"dtype {tensor.dtype} cannot be represented", name=name)
-    if dtype in PACKED and not len(tensor.shape):
-        raise UnsupportedError(f"a tensor of {tensor.dtype} without dims cannot be represented", name=name)
-    if not is_whole:
-        return TensorMemory(tensor, dtype)
+    if dtype is None or dtype in PACKED:
+        dtype = dtype_of(tensor, name)
     if isinstance(tensor, np.ndarray):
         flags = tensor.flags
         return TensorMemory(tensor, dtype, "cpu", begin, end, flags.c_contiguous, flags.writeable and flags.contiguous)

@@ -29,6 +29,7 @@ from statexchange.errors import InvalidArgumentError, StateExchangeError, Unsupp
 
 __all__ = [
     "MAX_DEPTH",
+    "PLAIN_LEAVES",
     "UnknownValue",
     "decode",
     "decode_parsed",
@@ -49,7 +50,7 @@ _MAX_INT_BITS = 14_284  # no more than 4,300 digits: Python's own limit for text
 # Those of `is_number`. np.dtype() takes any text, and compiles a part of it as Python code.
 _NUMBER_DTYPES = ("bool", *(f"{sign}int{8 * size}" for sign in ("", "u") for size in (1, 2, 4, 8)))
 _NUMBER_DTYPES += ("float16", "float32", "float64", "complex64", "complex128")
-_PLAIN_TYPES = (type(None), bool, int, float, str)
+PLAIN_LEAVES = (type(None), bool, int, float, str)  # types whose values are JSON by themselves, nearly all of them
 _registered: dict[str, type] = {}
 
 Value: TypeAlias = Any
@@ -152,7 +153,7 @@ class _Encoder:
             raise InvalidArgumentError(f"value at {path[:80]}... is nested deeper than {MAX_DEPTH}, or contains itself")
         kind = type(value)
         # Before all types but the plain ones, which nobody keeps: what is kept may be of a type that has a text, too.
-        if self._leaf is not None and kind not in _PLAIN_TYPES:
+        if self._leaf is not None and kind not in PLAIN_LEAVES:
             name = self._leaf(value, path)
             if name is not None:
                 # Of two objects under one name one would be lost.
@@ -190,7 +191,11 @@ class _Encoder:
                 raise _refusal(kind, path)
             return {_TAG: "enum", "type": _type_name(kind), "value": member}
         if kind in (list, tuple):
-            items = [self.value(item, f"{path}[{i}]", is_hashed=is_hashed) for i, item in enumerate(value)]
+            items = list(value)
+            for i, item in enumerate(value):
+                # A group of an optimizer has the names of all its parameters.
+                if type(item) is not str:
+                    items[i] = self.value(item, f"{path}[{i}]", is_hashed=is_hashed)
             if kind is list:
                 return items
             return {_TAG: "tuple", "value": items}
@@ -210,7 +215,9 @@ class _Encoder:
                 raw_key = self.value(key, f"{path}<key {shown}>", is_hashed=True)
                 pairs.append([raw_key, self.value(item, f"{path}[{shown}]", is_hashed=is_hashed)])
             return {_TAG: "dict", "value": pairs}
-        raw = {key: self.value(item, f"{path}.{key}", is_hashed=is_hashed) for key, item in entries.items()}
+        raw: JsonObject = {}
+        for key, item in entries.items():
+            raw[key] = self.value(item, f"{path}.{key}", is_hashed=is_hashed)
         if not tag:
             return raw
         return {_TAG: tag, "type": _type_name(kind), "value": raw}

@@ -6,20 +6,33 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Manifest, Receipt, Workspace
-from statexchange.tensors import DTYPE_NAMES
+from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
 
 if TYPE_CHECKING:
     import torch
+
+
+def filled(shard: Shard, data: bytes) -> ShardData:
+    """Return a shard whose boxes have these bytes, one after another."""
+    arrays, at = [], 0
+    for box in shard.boxes:
+        end = at + box.numel * ITEMSIZE[shard.dtype]
+        arrays.append(np.frombuffer(data[at:end], np.uint8))
+        at = end
+    assert at == len(data)
+    return ShardData(shard, tuple(arrays))
 
 
 def held(name: str = "w", data: bytes = b"12345678", **shard: Any) -> ShardData:
     """Return what a rank holds: a whole vector of U8, unless the attributes of its shard are given."""
     shape = (len(data),)
     attributes = {"dtype": "U8", "global_shape": shape, "boxes": (full_box(shape),)} | shard
-    return ShardData(Shard(name, **attributes), memoryview(data))
+    return filled(Shard(name, **attributes), data)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
@@ -33,7 +46,7 @@ def part(name: str, whole: torch.Tensor, *boxes: Box) -> ShardData:
     """Return what a rank holds that has these boxes of a tensor."""
     cut = [whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))] for box in boxes]
     dtype = DTYPE_NAMES[str(whole.dtype).removeprefix("torch.")]
-    return ShardData(Shard(name, dtype, tuple(whole.shape), boxes), memoryview(b"".join(map(bytes_of, cut))))
+    return filled(Shard(name, dtype, tuple(whole.shape), boxes), b"".join(map(bytes_of, cut)))
 
 
 def write(

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from statexchange.comm.backends.backend import Between
     from statexchange.comm.work import Work
 
-__all__ = ["AbandonedError", "CommLike", "Communicator", "ReduceOpLike", "agree", "from_all", "from_root"]
+__all__ = ["AbandonedError", "CommLike", "Communicator", "ReduceOpLike", "agree", "from_all", "from_root", "to_root"]
 
 T = TypeVar("T")
 # What callers may pass as `comm`.
@@ -171,7 +171,7 @@ class Communicator:
     @property
     def num_nodes(self) -> int:
         """Number of hosts."""
-        return len(self._session.topology.leaders)
+        return max(self._session.topology.nodes) + 1
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -1231,6 +1231,13 @@ def from_all(
             decoded[data] = messages.decode(data, kind, what, rank, check)
         by_rank.append(decoded[data])
     return by_rank
+
+
+def to_root(comm: Communicator, data: bytes, what: str) -> list[bytes]:
+    """Return on root the bytes of all ranks in rank order, [] elsewhere. Collective."""
+    if comm.world_size == 1:
+        return [data]
+    return comm.all_gather_bytes(data, root=0, operation=what)
 
 
 def from_root(comm: Communicator, value: T, kind: type[T] | UnionType, what: str, root: int = 0) -> T:

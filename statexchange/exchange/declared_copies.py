@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 from statexchange.checkpoint.notes import JoinedParts, notes_on_equal_parts
-from statexchange.comm.communicator import Communicator, from_all, from_root
+from statexchange.comm.communicator import Communicator, from_all, from_root, to_root
 from statexchange.errors import MismatchError
 from statexchange.sharding.plan import replica_error
 from statexchange.sharding.shards import Box, full_box
@@ -113,7 +113,7 @@ class _DeclaredCopies:
     def compare(self) -> None:
         """Raise ReplicaError, on all ranks, if copies differ. Collective."""
         sent = b"".join(key + _hash(boxes[0].name) + _start(boxes) for key, boxes in self._boxes.items())
-        self._sent = self._comm.all_gather_bytes(sent, root=0, operation="the digests of copies")
+        self._sent = to_root(self._comm, sent, "the digests of copies")
         difference = from_root(self._comm, self._first_difference(), tuple[bytes, int, int] | None, "copies")
         if difference is not None:
             self._raise_replica_error(*difference)

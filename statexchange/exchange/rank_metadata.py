@@ -228,9 +228,10 @@ def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
             # Equal metadata is one object.
             continue
         for option in {**first, **rank_options}:
-            value, rank_value = first.get(option), rank_options.get(option)
+            # One that is its default is left out.
+            value, rank_value = first.get(option, "not given"), rank_options.get(option, "not given")
             if value != rank_value:
-                shown, rank_shown = str(value)[:_MAX_SHOWN], str(rank_value)[:_MAX_SHOWN]
+                shown, rank_shown = value[:_MAX_SHOWN], rank_value[:_MAX_SHOWN]
                 text = f"{option} is {shown} on rank 0 and {rank_shown} on rank {rank}: give all ranks the same"
                 raise InvalidArgumentError(text, rank=rank)
 

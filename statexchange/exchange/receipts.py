@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from statexchange.checkpoint.publication import Provenance
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import Communicator, to_root
 from statexchange.errors import MismatchError, ReplicaError
 from statexchange.formats.box_digests import DIGEST_BYTES
 from statexchange.messages import decode, encoded
@@ -84,7 +84,7 @@ def gather_provenance(
     step = 1 + _ROUND_ROWS // comm.world_size
     for begin in range(0, len(plan.tensors), step):
         numbers = range(begin, min(begin + step, len(plan.tensors)))
-        sent = comm.all_gather_bytes(receipts.of_tensors(begin, begin + step), root=0, operation="the receipts")
+        sent = to_root(comm, receipts.of_tensors(begin, begin + step), "the receipts")
         if comm.rank == 0:
             provenance |= _assigned(sent, tensors, numbers, overflows, compares=plan.compares)
     return provenance
@@ -94,7 +94,7 @@ def _total_overflows(comm: Communicator, receipts: Receipts) -> dict[int, int]:
     """Return on root the overflows of all ranks by the number of the tensor; {} elsewhere. Collective."""
     total: dict[int, int] = {}
     data = encoded(receipts.overflows, dict[int, int]) if receipts.overflows else b""
-    for rank, of_rank in enumerate(comm.all_gather_bytes(data, root=0, operation="overflows")):
+    for rank, of_rank in enumerate(to_root(comm, data, "overflows")):
         if of_rank:
             for number, num_overflows in decode(of_rank, dict[int, int], "its overflows", rank).items():
                 total[number] = total.get(number, 0) + num_overflows

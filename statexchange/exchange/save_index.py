@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from statexchange.comm.communicator import Communicator
+from statexchange.comm.communicator import Communicator, to_root
 from statexchange.exchange.frozen_files import FrozenFile
 from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.messages import decode, encoded
@@ -90,7 +90,7 @@ def gather_index(
         here = index_of_rank(saved, described, files, comm.rank)
         shared, _ = gather_distinct(comm, here.shared, root=0)
         others, _ = gather_distinct(comm, here.others, root=0)
-        own = comm.all_gather_bytes(here.own, root=0, operation="the places of its tensors")
+        own = to_root(comm, here.own, "the places of its tensors")
         text = ""
         with comm.phase("indexing"):
             if comm.rank == 0:

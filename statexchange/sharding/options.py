@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, ge
 from statexchange.errors import InvalidArgumentError, did_you_mean, excerpt
 from statexchange.settings import check_flags, check_timeout
 from statexchange.sharding.rules import Layout, with_dots
+from statexchange.sharding.shards import MAX_SIZE
 from statexchange.tensors import DTYPE_NAMES, LONG_NAMES
 
 if TYPE_CHECKING:
@@ -152,7 +153,7 @@ def _num_bytes(option: str, size: object) -> int:
         raise InvalidArgumentError(f"{option}: {excerpt(size)} is not a size like '5GB', '512MiB' or 2_000_000")
     if size <= 0:
         raise InvalidArgumentError(f"{option} must be positive, not {size}")
-    return size
+    return min(size, MAX_SIZE)  # which no file reaches
 
 
 def _file_names(option: str, value: object) -> object:
@@ -360,7 +361,7 @@ class Selection(Options):
         return self.convert is not None or self.convert_with is not None
 
     def texts(self) -> dict[str, str]:
-        """Return the options that must be equal on all ranks, as text by name.
+        """Return the options that must be equal on all ranks and were given, as text by name.
 
         Rules of a layout may differ, as they may have each rank's own boxes.
         """
@@ -368,8 +369,10 @@ class Selection(Options):
         for option in fields(self):
             text = option.metadata["text"]
             # What cannot be compared as text, such as a conversion's file, is compared where it is read.
-            if text is not None and option.name not in self.differing:
-                texts[option.name] = text(getattr(self, option.name))
+            value = getattr(self, option.name)
+            is_given = value != option.default and value != ()
+            if text is not None and option.name not in self.differing and is_given:
+                texts[option.name] = text(value)
         return {**texts, **mesh_option(self.layout)}
 
 
@@ -395,7 +398,7 @@ class ExportOptions(Selection):
         help="Write floating tensors in this dtype (bfloat16, float16, float32, float64), or those whose name "
         "matches; repeatable. Integers, float8 and its scales stay as they are.",
     )
-    max_shard_size: int | str = _option("5GB", _num_bytes, _text, metavar="SIZE", help="Start a new file at this size.")
+    max_shard_size: int | str = _option("5GB", _num_bytes, str, metavar="SIZE", help="Start a new file at this size.")
     filename_pattern: str | None = _option(
         None,
         _file_names,
@@ -548,8 +551,10 @@ def _regex(patterns: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def mesh_option(layout: Layout | None) -> dict[str, str]:
-    """Return the part of a layout that must be equal on all ranks, as text by name."""
-    return {"layout's mesh": excerpt({} if layout is None else dict(layout.mesh), _MAX_COMPARED)}
+    """Return the part of a layout that must be equal on all ranks, as text by name; {} if it has none."""
+    if layout is None or not layout.mesh:
+        return {}
+    return {"layout's mesh": excerpt(dict(layout.mesh), _MAX_COMPARED)}
 
 
 def renamed(name: str, rename: Rename) -> str:

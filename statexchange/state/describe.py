@@ -25,6 +25,7 @@ from statexchange.state.units import is_extra_state, is_module, model_items
 from statexchange.tensors import (
     TensorLike,
     TensorMemory,
+    dtype_of,
     is_tensor_type,
     memory_of,
     same_memory,
@@ -288,34 +289,35 @@ def local_tensors(name: str, tensor: Leaf, rule: Rule | None = None, rank: int =
         UnsupportedError: the tensor is sparse, quantised, meta, or has a Partial placement; the error names it.
         InvalidArgumentError: the rule does not fit the tensor, or gives two parts one name.
     """
-    # Asked of each tensor: a dtype that no file has, or a storage that was freed, is refused by the tensor's name.
-    memory = memory_of(tensor, name)
-    tensor, dtype, shape = memory.tensor, memory.dtype, tuple(memory.tensor.shape)
-    if hasattr(tensor, "__create_chunk_list__"):
+    shape = tuple(tensor.shape)
+    if hasattr(type(tensor), "__create_chunk_list__"):
         # A mesh already says where its parts lie. Only a reduction may be asked of it.
         if rule is not None and rule.is_explicit:
             raise InvalidArgumentError(
                 f"layout rule for {rule.pattern!r} matches a tensor that is sharded already", name=name
             )
-        described = [_from_chunks(name, dtype, shape, tensor, rank)]
-    elif rule is None:
-        return [LocalTensor(_shard(name, dtype, shape, (full_box(shape),)), (tensor,), (memory,))]
+        described = [_from_chunks(name, dtype_of(tensor, name), shape, tensor, rank)]
     else:
+        # Asked of each tensor: a dtype that no file has, or a storage that was freed, is refused by the tensor's name.
+        memory = memory_of(tensor, name)
+        if rule is None:
+            shard = _shard(name, memory.dtype, shape, (full_box(shape),))
+            return [LocalTensor(shard, (memory.tensor,), (memory,))]
         described = []
         names: set[str] = set()
         for part in rule.parts(name, shape, rank):
             if part.name in names:
                 raise _used_twice(part.name)
             names.add(part.name)
-            described.append(_from_part(part, memory, tensor))
+            described.append(_from_part(part, memory))
     if rule is not None and rule.reduce is not None:
         described = [local._replace(reduce=rule.reduce) for local in described]
     return described
 
 
-def _from_part(part: Part, memory: TensorMemory, tensor: TensorLike) -> LocalTensor:
+def _from_part(part: Part, memory: TensorMemory) -> LocalTensor:
     """Describe a plain tensor that a layout rule makes a part of a larger one."""
-    boxes = part.local_boxes()
+    boxes, tensor = part.local_boxes(), memory.tensor
     tensors, memories = [tensor], [memory]
     if part.cuts:
         # Views, so that what is read into them fills the tensor.

@@ -32,7 +32,7 @@ from statexchange.sharding.options import LoadOptions, renamed
 from statexchange.sharding.paths import (
     ListItem,
     TupleItem,
-    have_wrappers,
+    find_wrapper,
     joined,
     paths_above,
     text_of,
@@ -45,11 +45,11 @@ from statexchange.state.tree import check_change, children, is_leaf, walk, with_
 from statexchange.state.types import Leaf, Path
 from statexchange.state.units import ObjectStates, is_module
 from statexchange.tensors import (
+    dtype_of,
     is_array,
     is_dtensor,
     is_sharded,
     is_torch,
-    memory_of,
     name_of_dtype,
     numpy_dtype,
     torch_dtype,
@@ -234,7 +234,7 @@ def has_wrappers(names: Collection[str], state: Leaf) -> bool:
 
     Names of live modules have none; a mapping of the state may, as the state dict of a compiled model.
     """
-    if not have_wrappers(names):
+    if find_wrapper("\n".join(names)) is None:
         return False
     # A model may have a tensor under both names: then these parts are no wrapper's.
     if {*map(without_wrappers, names)} <= {*names}:
@@ -429,7 +429,7 @@ def _new_tensor(matching: Matching, saved: SavedTensor, shape: tuple[int, ...], 
     if like is None or place.on_host or like.layout is not torch.strided or like.is_quantized:
         return torch.empty(shape, dtype=dtype)
     has_shape = tuple(like.shape) == shape
-    if has_shape and not place.is_step and matching.names.options.casts(saved.dtype, memory_of(like, saved.name).dtype):
+    if has_shape and not place.is_step and matching.names.options.casts(saved.dtype, dtype_of(like, saved.name)):
         dtype = like.dtype
     if has_shape and not (is_dtensor(like) and _was_whole(matching, saved, place, like)):
         return torch.zeros_like(like, dtype=dtype, requires_grad=False)

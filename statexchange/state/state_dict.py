@@ -21,6 +21,7 @@ from statexchange.state.describe import Description, State, describe
 from statexchange.state.megatron import MegatronTensor, add_sharded
 from statexchange.state.select import Selection, select
 from statexchange.state.tree import (
+    PLAIN_TYPES,
     Node,
     children,
     contains_state,
@@ -336,7 +337,7 @@ def _plain_container(value: Leaf, path: str, context: _Context, depth: int, owne
     if items is None:
         return value
     name = path.removeprefix(".")
-    is_of_fields = is_dataclass(value)
+    is_of_fields = type(value) is not dict and is_dataclass(value)
     if is_of_fields and isinstance(value, Mapping):
         text = f"{type_text(value)} here is both a mapping and a dataclass, whose entries may differ: give a dict of it"
         raise UnsupportedError(text, name=name)
@@ -345,11 +346,11 @@ def _plain_container(value: Leaf, path: str, context: _Context, depth: int, owne
         return value
     new = {}
     for key, item in items.items():
-        # Nearly all items of modules and of moments are tensors, which stay as they are.
-        if is_tensor_type(type(item)):
+        # Nearly all items of modules, moments and groups are tensors and names, which stay as they are.
+        if is_tensor_type(type(item)) or type(item) in values.PLAIN_LEAVES:
             new[key] = item
         # What Megatron-Core itself does not save. Left out of a list, it would change the indices of others.
-        elif not (isinstance(value, Mapping) and kind_of(item) == "sharded" and sharded_kind(item) == "local"):
+        elif not (isinstance(value, Mapping) and type(item) not in PLAIN_TYPES and sharded_kind(item) == "local"):
             new[key] = _plain(item, f"{path}.{key}", context, depth, owner)
     if isinstance(value, list):
         return list(new.values())

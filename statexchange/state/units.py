@@ -14,9 +14,9 @@ from typing import Any
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
-from statexchange.sharding.paths import have_wrappers, without_wrappers
+from statexchange.sharding.paths import find_wrapper, without_wrappers
 from statexchange.state.types import Leaf, Module, Optimizer, Stateful
-from statexchange.tensors import is_dtensor, is_torch
+from statexchange.tensors import is_dtensor, is_tensor_type, is_torch
 
 __all__ = [
     "ObjectStates",
@@ -125,7 +125,7 @@ def model_items(module: Module, *, keep_vars: bool = False) -> dict[str, Leaf]:
 
 def _items(model: Module, *, keep_vars: bool) -> dict[str, Leaf]:
     state = model.state_dict(keep_vars=keep_vars)
-    if not have_wrappers(state):  # nearly all
+    if find_wrapper("\n".join(state)) is None:  # nearly always
         return dict(state)
     items: dict[str, Leaf] = {}
     for name, value in state.items():
@@ -354,7 +354,7 @@ def state_of_optimizer(optimizer: Optimizer, path: str) -> OptimizerState:
     state: dict[int, Leaf] = {}
     shared: dict[Leaf, Leaf] = {}
     for key, entries in optimizer.state.items():
-        if not is_torch(key):
+        if not is_tensor_type(type(key)):
             shared[key] = entries
         elif key in numbers:
             state[numbers[key]] = entries

@@ -51,7 +51,7 @@ from statexchange.tensors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from statexchange.storage.store import Budget, Store, StoredFile
 
@@ -156,27 +156,13 @@ class Header:
 class ShardData:
     """A rank's shard of one tensor, with its bytes.
 
-    `data` is the boxes one after another, each in C order; or for each box a tensor whose memory is the box, as
-    `run_bytes` returns it; or a function that takes a box's index and returns the box's bytes part by part, each of
-    which is valid until the next one is requested.
+    `data` has for each box a tensor whose memory is the box, as `run_bytes` returns it; or it is a function that takes
+    a box's index and returns the box's bytes in C order, part by part, each of which is valid until the next one is
+    requested.
     """
 
     shard: Shard
-    data: memoryview | tuple[TensorLike, ...] | Callable[[int], Iterable[memoryview]]
-
-    def box_parts(self, index: int) -> Iterable[memoryview]:
-        """Return the bytes of a box, part by part."""
-        if isinstance(self.data, tuple):
-            box = run_bytes(self.data[index])
-        elif isinstance(self.data, memoryview):
-            sizes = [math.prod(box.shape) * ITEMSIZE[self.shard.dtype] for box in self.shard.boxes[: index + 1]]
-            box = self.data[sum(sizes[:-1]) : sum(sizes)]
-        else:
-            return self.data(index)
-        if len(box) <= WINDOW_BYTES:
-            return [box]
-        # In parts that stay in the processor's cache from the digest to the write.
-        return [box[at : at + WINDOW_BYTES] for at in range(0, len(box), WINDOW_BYTES)]
+    data: tuple[TensorLike, ...] | Callable[[int], Iterable[memoryview]]
 
 
 def _refused_name(names: Mapping[str, object]) -> tuple[str, str] | None:
@@ -361,11 +347,9 @@ def write_tensor_file(
     """
     ordered = _in_file_order(shards)
     header = _RankHeader(ordered, metadata)
-    digests: list[str] = []
     nbytes, begin = header.file_nbytes, header.nbytes
     with new_file(dir_fd, name, nbytes, path=path, durable=durable, mode=mode, begin=begin) as file:
-        for part in _digested(ordered, digests, progress):
-            file.write(part)
+        digests = _digests(ordered, progress, file.write)
         first_bytes = header.with_digests(digests)
         file.write_header(first_bytes)
     return DigestedTensors(first_bytes, nbytes, tuple(ordered), tuple(digests), progress)
@@ -411,16 +395,14 @@ class DigestedTensors:
         """The shards, in file order."""
         return list(map(_SHARD_OF, self._shards))
 
-    def parts(self) -> Iterator[memoryview]:
-        """Yield the bytes after the header; each part is valid until the next one is requested.
+    def write(self, take: Callable[[memoryview], object]) -> None:
+        """Call `take` with the bytes after the header, part by part.
 
         Raises:
             CorruptError: a tensor was changed since its digest was made.
         """
-        digests: list[str] = []
         # Each part is digested after its use, so that a change before or during the use is found.
-        yield from _digested(self._shards, digests, self._progress, after_use=True)
-        actual = _by_name(self._shards, digests)
+        actual = _by_name(self._shards, _digests(self._shards, self._progress, take, after_use=True))
         check_unchanged(self.digests, actual)
 
 
@@ -435,14 +417,6 @@ def check_unchanged(expected: Mapping[str, Sequence[str]], actual: Mapping[str, 
 def digests_of(shards: Sequence[ShardData], progress: Callable[[], object] | None = None) -> dict[str, list[str]]:
     """Return the digests of each tensor's boxes; `progress` is called about once in a megabyte."""
     return _by_name(shards, _digests(shards, progress))
-
-
-def _digests(shards: Sequence[ShardData], progress: Callable[[], object] | None) -> list[str]:
-    """Return the digests of all boxes, in order."""
-    digests: list[str] = []
-    for _ in _digested(shards, digests, progress):
-        pass
-    return digests
 
 
 def _in_file_order(shards: Sequence[ShardData]) -> list[ShardData]:
@@ -536,30 +510,40 @@ class _RankHeader:
         return b"".join(parts)
 
 
-def _digested(
+def _digests(
     shards: Sequence[ShardData],
-    digests: list[str],
     progress: Callable[[], object] | None,
+    take: Callable[[memoryview], object] | None = None,
     *,
     after_use: bool = False,
-) -> Iterator[memoryview]:
-    """Yield the bytes of all tensors, and append each box's digest to `digests` after its last part.
+) -> list[str]:
+    """Return the digests of all boxes, in order; call `take` with the bytes of each, part by part.
 
-    Each part is digested before it is yielded, while it is in the processor's cache, or with `after_use` afterwards.
+    Each part is digested before its use, while it is in the processor's cache, or with `after_use` afterwards.
     """
     import xxhash
 
+    digests: list[str] = []
     unreported = 0
     for data in shards:
+        source = data.data
         for index in range(len(data.shard.boxes)):
+            parts: Iterable[memoryview]
+            if isinstance(source, tuple):
+                box = run_bytes(source[index])
+                # In parts that stay in the processor's cache from the digest to the write.
+                parts = [box]
+                if len(box) > WINDOW_BYTES:
+                    parts = [box[at : at + WINDOW_BYTES] for at in range(0, len(box), WINDOW_BYTES)]
+            else:
+                parts = source(index)
             hasher = xxhash.xxh3_128()
-            for part in data.box_parts(index):
-                if after_use:
-                    yield part
-                    hasher.update(part)
-                else:
-                    hasher.update(part)
-                    yield part
+            for part in parts:
+                if after_use and take is not None:
+                    take(part)
+                hasher.update(part)
+                if not after_use and take is not None:
+                    take(part)
                 # Not for each part: a report takes as long as the writing of a small tensor.
                 unreported += len(part) + PART_BYTES
                 if unreported >= REPORTED_BYTES:
@@ -567,6 +551,7 @@ def _digested(
                     if progress is not None:
                         progress()
             digests.append(hasher.hexdigest())
+    return digests
 
 
 SCHEMA = 1  # of a rank's metadata

@@ -356,12 +356,13 @@ class Workspace:
         path: a local path, ``shm://name`` for a directory on tmpfs, or an fsspec URL, which can only be read.
 
     Example:
+        >>> import numpy as np
         >>> from statexchange.sharding.shards import Box, Shard
         >>> from statexchange.storage.tensorfile import ShardData
         >>> workspace = Workspace("ws")
         >>> shard = Shard("w", "U8", (4,), (Box((0,), (4,)),))
         >>> receipt = workspace.write(
-        ...     [ShardData(shard, memoryview(b"abcd"))], run="job", round=1, rank=0, world_size=1
+        ...     [ShardData(shard, (np.frombuffer(b"abcd", np.uint8),))], run="job", round=1, rank=0, world_size=1
         ... )
         >>> manifest = workspace.commit([receipt], keep=2)
         >>> with workspace.open(manifest.receipts[0]) as file:

@@ -163,15 +163,13 @@ def workspace(folder: Path, *, commit: bool = True) -> None:
         rows = weights["model.embed.weight"][3 * rank :][:3]
         boxes = (Box((3 * rank, 0), (1, 4)), Box((3 * rank + 1, 0), (2, 4)))
         tensors = [
-            ShardData(Shard("model.embed.weight", "F32", (6, 4), boxes), memoryview(rows.tobytes())),
-            ShardData(
-                Shard("model.0.bias", "I64", (4,), (Box((0,), (4,)),)), memoryview(weights["model.0.bias"].tobytes())
-            ),
+            ShardData(Shard("model.embed.weight", "F32", (6, 4), boxes), (rows[:1], rows[1:])),
+            ShardData(Shard("model.0.bias", "I64", (4,), (Box((0,), (4,)),)), (weights["model.0.bias"],)),
         ]
         if rank:
             dtype = "C64" if commit else "C128"  # safetensors lacks this dtype, so it cannot be merged
             pairs = Shard("pairs", dtype, (2,), (Box((0,), (2,)),))
-            tensors.append(ShardData(pairs, memoryview(bytes(range(pairs.nbytes)))))
+            tensors.append(ShardData(pairs, (np.arange(pairs.nbytes, dtype=np.uint8),)))
         config = values.encode({"rank": rank, "shape": (1, 2), "lr": float("nan"), 3: {"a", "b"}})
         written = space.write(
             tensors, run="job", round=1, rank=rank, world_size=2, config=config, extra={"aliases": {}}, pending=commit

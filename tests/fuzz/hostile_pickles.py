@@ -52,7 +52,7 @@ def torch_file(value: Callable[[], Pickled]) -> Build:
 def claimed(folder: Path, *, committed: bool) -> Path:
     """One rank's file of a world of 999,999,999."""
     world_size = 999_999_999
-    tensors = [ShardData(Shard("w", "U8", (4,), (Box((0,), (4,)),)), memoryview(bytes(4)))]
+    tensors = [ShardData(Shard("w", "U8", (4,), (Box((0,), (4,)),)), (np.zeros(4, np.uint8),))]
     receipt = Workspace(folder / "ws").write(tensors, run="job", round=1, rank=0, world_size=world_size)
     if committed:
         manifest = _manifest_text(Manifest("job", 1, 1, world_size, (receipt,), {}))

@@ -17,11 +17,11 @@ from equality import assert_same
 from forked_jobs import ForkedJobs
 from stored import contents_of
 from sweeps import slow
+from workspaces import filled
 
 import statexchange as sx
 from statexchange.processes import Owner
 from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 from statexchange.testing import run_ranks
 
@@ -87,7 +87,7 @@ def fill_with_files_of_others(path: Path) -> None:
     shard = Shard("w", "U8", (4,), (Box((0,), (4,)),))
     workspace = Workspace(path)
     for run in ("committed", "pending"):
-        content = [ShardData(shard, memoryview(b"abcd"))]
+        content = [filled(shard, b"abcd")]
         receipt = workspace.write(content, run=run, round=1, rank=0, world_size=1, pending=run == "pending")
         if run == "committed":
             workspace.commit([receipt], keep=1)

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from scripts import warm_program
 from stored import contents_of, flip_bit, write_raw
 from warm_python import warm_python
-from workspaces import commit_round
+from workspaces import commit_round, filled
 
 import statexchange
 from statexchange import demo
@@ -48,7 +48,7 @@ def held(
 ) -> ShardData:
     """Return what a rank holds of a tensor: one box, whose random bytes have the seed `fill`."""
     shard = Shard(name, dtype, tuple(shape), (Box(tuple(offsets), tuple(size)),))
-    return ShardData(shard, memoryview(Random(fill).randbytes(shard.nbytes)))
+    return filled(shard, Random(fill).randbytes(shard.nbytes))
 
 
 def rank_tensors(rank: int) -> list[ShardData]:
@@ -616,7 +616,7 @@ def test_ctrl_c_in_a_merge_leaves_nothing(memory_directory: Path) -> None:
     if shutil.disk_usage(memory_directory).free < 2 << 30:
         pytest.skip("an interruption needs a merge that takes a while: 1 GiB of room in memory")
     shard = Shard("w", "U8", (400 << 20,), (Box((0,), (400 << 20,)),))
-    commit_round(memory_directory / "ws", [ShardData(shard, memoryview(bytes(shard.nbytes)))])
+    commit_round(memory_directory / "ws", [filled(shard, bytes(shard.nbytes))])
     before = sorted(os.listdir(memory_directory))
     program = (
         "from statexchange.cli.main import main\n"

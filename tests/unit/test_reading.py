@@ -243,7 +243,7 @@ def commit_round(path: Path, value: float) -> None:
     names = {id(array): name for name, array in state.items()}
     config = values.encode({"model": state, "step": int(value)}, lambda value, _: names.get(id(value)))
     shards = {name: Shard(name, "F32", array.shape, (full_box(array.shape),)) for name, array in state.items()}
-    held = [ShardData(shard, memoryview(state[name].tobytes())) for name, shard in shards.items()]
+    held = [ShardData(shard, (state[name],)) for name, shard in shards.items()]
     workspace = Workspace(path)
     number = workspace.next_round("r")
     receipt = workspace.write(held, run="r", round=number, rank=0, world_size=1, config=config, pending=True)

@@ -72,7 +72,7 @@ def config_of(rank: int) -> Train:
 
 def held(name: str, data: Any, dtype: str, shape: Sequence[int], box: Box) -> ShardData:
     shard = Shard(name, dtype, tuple(shape), (box,))
-    return ShardData(shard, memoryview(np.ascontiguousarray(data)).cast("B"))
+    return ShardData(shard, (np.ascontiguousarray(data),))
 
 
 # The commands info and ls --rounds

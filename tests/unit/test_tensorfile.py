@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from stored import header_of, write_with_header
+from workspaces import filled
 
 from statexchange.errors import CorruptError, InvalidArgumentError, NotFoundError, StateExchangeError, UnsafeError
 from statexchange.sharding.shards import Box, Shard, full_box
@@ -33,7 +34,7 @@ def content(tensor: torch.Tensor) -> memoryview:
 def shard(name: str, tensor: torch.Tensor, global_shape: tuple[int, ...] | None = None, *boxes: Box) -> ShardData:
     dtype = next(name for name, dtype in DTYPES.items() if dtype == tensor.dtype)
     shape = tuple(tensor.shape) if global_shape is None else global_shape
-    return ShardData(Shard(name, dtype, shape, boxes or (full_box(shape),)), content(tensor))
+    return filled(Shard(name, dtype, shape, boxes or (full_box(shape),)), bytes(content(tensor)))
 
 
 def write(path: Path, *tensors: ShardData, metadata: dict[str, Any] | None = None) -> Path:

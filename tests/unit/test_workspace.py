@@ -41,6 +41,7 @@ from statexchange.storage.workspace import MANIFEST, RankName, Receipt, Workspac
 
 WRITER = """
 import json, sys
+import numpy as np
 from statexchange.errors import StateExchangeError
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import ShardData
@@ -48,7 +49,8 @@ from statexchange.storage.workspace import Workspace
 path, value = sys.argv[1], int(sys.argv[2])
 workspace = Workspace(path)
 try:
-    held = [ShardData(Shard(n, "U8", (9000,), (Box((0,), (9000,)),)), memoryview(bytes([value]) * 9000)) for n in "ab"]
+    box = Box((0,), (9000,))
+    held = [ShardData(Shard(n, "U8", (9000,), (box,)), (np.full(9000, value, np.uint8),)) for n in "ab"]
     number = workspace.next_round("job")
     receipt = workspace.write(held, run="job", round=number, rank=0, world_size=1, config=str(value))
     workspace.commit([receipt], keep=2)

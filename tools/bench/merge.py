@@ -123,7 +123,7 @@ def make(folder: str, megabytes: int, ranks: int, dim: int) -> str:
         for layer in range(LAYERS):
             data = np.random.default_rng([rank, layer]).integers(0, 256, part * width * 4, dtype=np.uint8)
             shard = Shard(f"layers.{layer}.weight", "F32", (width, width), (Box(offsets, shape),))
-            shards.append(ShardData(shard, data.data))
+            shards.append(ShardData(shard, (data,)))
         receipts.append(workspace.write(shards, run="bench", round=1, rank=rank, world_size=ranks))
     return os.path.dirname(os.path.join(folder, receipts[0].relative))
 
