@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ __all__ = [
     "host_identity",
     "network_identity",
     "pid_namespace",
+    "process_age_s",
     "process_is_alive",
     "process_is_stopped",
     "process_start",
@@ -33,6 +35,14 @@ def process_start(pid: int) -> int | None:
     """Return the start time of `pid` in clock ticks since boot; None if it has ended (a zombie counts as ended)."""
     fields = _stat_fields(pid)
     return None if fields is None or fields[0] in (b"Z", b"X") else int(fields[19])
+
+
+def process_age_s() -> float | None:
+    """Return the seconds since this process began; None if the system does not say."""
+    start = process_start(os.getpid())
+    if start is None:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - start / os.sysconf("SC_CLK_TCK")
 
 
 def process_is_stopped(pid: int) -> bool:

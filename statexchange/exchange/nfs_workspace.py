@@ -12,6 +12,7 @@ from statexchange import values
 from statexchange.comm import defaults
 from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError, excerpt
 from statexchange.exchange.staging import Staging, shard_data
+from statexchange.processes import process_age_s
 from statexchange.settings import check_timeout, detect_launch
 from statexchange.state.describe import describe
 from statexchange.state.types import Leaf
@@ -22,6 +23,7 @@ from statexchange.tensors import from_bytes
 
 __all__ = ["NFSWorkspace"]
 
+_CLOCK_TICK_S = 0.05  # of a process's age and of file times together
 _STABLE_VIEW_S = 5.0  # how long to wait for two equal listings of a directory in which files appear and disappear
 
 
@@ -55,7 +57,9 @@ class NFSWorkspace:
         path = os.curdir if workspace_path == "" else workspace_path
         self._workspace = Workspace(path) if path is not None else None
         self._run = run
+        self._is_run_given = run is not None
         self._round: int | None = None
+        self._written: tuple[RankName, float] | None = None  # its newest file, and this process's age when it was there
 
     @property
     def is_initialized(self) -> bool:
@@ -87,7 +91,7 @@ class NFSWorkspace:
         self._round = workspace.next_round(run, rank) if self._round is None else self._round + 1
         staging = Staging()
         shards = shard_data(describe(weights).tensors.values(), staging)
-        workspace.write(
+        receipt = workspace.write(
             shards,
             run=run,
             round=self._round,
@@ -95,6 +99,9 @@ class NFSWorkspace:
             world_size=world_size,
             config=values.encode(config_json),
         )
+        age_s = process_age_s()
+        if age_s is not None:
+            self._written = receipt.rank_name, age_s
         for old in workspace.rounds(run):
             if old > self._round - 2:
                 # A reader may have listed the last round but one, and opens its file only now.
@@ -127,7 +134,9 @@ class NFSWorkspace:
     ) -> tuple[Leaf, dict[str, Leaf]]:
         """Return the config and weights that `target_rank` wrote.
 
-        Not collective; waits at most `timeout_s` for the file. A missing file is an error, never None.
+        Not collective; waits at most `timeout_s` for the file. A missing file is an error, never None. If this rank has
+        written under a `run` that it was given, a file from before this process began is not taken without `round`: an
+        earlier job may have had this run, too.
 
         Args:
             target_rank: the rank that wrote.
@@ -146,12 +155,14 @@ class NFSWorkspace:
         workspace = self._initialized()
         began = time.monotonic()
         last_observed: object = None
+        earlier: RankName | None = None
         while True:
             was_dropped, observed = False, last_observed
             try:
                 with workspace.view() as view:
                     name, observed = _find(view, self._run, target_rank, round)
-                    if name is not None:
+                    earlier = name if round is None and self._is_of_earlier_job(view, name) else None
+                    if name is not None and earlier is None:
                         was_dropped = True  # unless `_read` returns
                         return _read(view, name)
             except ReplacedError:
@@ -167,12 +178,32 @@ class NFSWorkspace:
                 break
             time.sleep(0.05 if is_stable else 0.001)
             last_observed = observed
+        if earlier is not None:
+            text = (
+                f"the newest file of rank {target_rank} was written before this process began, and this rank's since: "
+                "an earlier job may have had the same run=, which must be new for each job. "
+                f"round={earlier.round} reads it all the same"
+            )
+            raise NotFoundError(text, rank=target_rank, path=os.path.join(workspace.path, earlier.relative))
         what = "any round" if round is None else f"round {round}"
         text = (
             f"rank {target_rank} has written no file in {what} within {timeout_s:g} s: check that it writes to the "
             "same path and run"
         )
         raise NotFoundError(text, rank=target_rank, path=workspace.path)
+
+    def _is_of_earlier_job(self, view: WorkspaceView, name: RankName | None) -> bool:
+        """Whether a rank's newest file is older than this process, which has written under a `run` that it was given.
+
+        Both times are by the clock of the file server: the reader's file was there when the process had a known age.
+        """
+        if name is None or self._written is None or not self._is_run_given:
+            return False
+        own, age_s = self._written
+        written_here, written_there = view.modified(own), view.modified(name)
+        if written_here is None or written_there is None:
+            return False
+        return written_there < written_here - age_s - _CLOCK_TICK_S
 
 
 def _read(view: WorkspaceView, name: RankName) -> tuple[Leaf, dict[str, Leaf]]:

@@ -445,7 +445,7 @@ def pwrite_all(fd: int, buffer: Buffer, offset: int, path: str) -> None:
                 raise OSError(errno.EIO, "the system wrote 0 bytes")
             done += count
     except OSError as error:
-        raise StorageError.of(error, "write", path=path) from error
+        raise StorageError.of(error, f"write {len(view) - done} bytes", path=path) from error
 
 
 def sync_file(fd: int, path: str) -> None:
@@ -457,7 +457,7 @@ def sync_file(fd: int, path: str) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        raise StorageError.of(error, "sync", path=path) from error
+        raise StorageError.of(error, f"sync {os.fstat(fd).st_size} bytes", path=path) from error
 
 
 def close_file(fd: int, path: str) -> None:

@@ -238,6 +238,13 @@ class WorkspaceView:
                 found.append((name, store.open(name).size))
         return found
 
+    def modified(self, name: RankName) -> float | None:
+        """Return when a rank's file was written, by the clock of the file server; None if it cannot be opened."""
+        try:
+            return self._round(name.run, name.round).open(name.file).modified
+        except StateExchangeError:
+            return None
+
     def size_of(self, name: RankName) -> int | None:
         """Return the size of a rank's file, whose content is not checked; None if it cannot be opened."""
         try:

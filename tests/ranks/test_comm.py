@@ -158,7 +158,7 @@ def test_a_stall_deadline_does_not_limit_the_total_time() -> None:
     assert min(run_ranks(moves_slowly, 2, backend="gloo")) > 1.1
 
 
-def gathers_hidden(kind: str) -> str | None:
+def gathers_hidden(kind: str, folder: str) -> str | None:
     """Gather on ranks whose /proc shows no other rank, as in containers; return how they share memory.
 
     With the kind "nothing" all is to be seen; with "no_shm" /dev/shm is hidden, too.
@@ -175,7 +175,7 @@ def gathers_hidden(kind: str) -> str | None:
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], check=True)
     comm = sx.get_communicator()
     with sx.get_tensors_parallel(
-        torch.full((3,), float(comm.rank)), [0, 1], None, None if comm.shared_memory else f"/tmp/{comm.run}"
+        torch.full((3,), float(comm.rank)), [0, 1], None, None if comm.shared_memory else folder
     ) as tensors:
         assert [float(t[0]) for t in tensors] == ([0.0, 1.0] if comm.rank == 0 else [])
     return comm.shared_memory
@@ -183,9 +183,9 @@ def gathers_hidden(kind: str) -> str | None:
 
 @pytest.mark.usefixtures("mounts")
 @pytest.mark.parametrize(("kind", "expected"), [("nothing", "memfd"), ("no_proc", None), ("no_shm", None)])
-def test_ranks_that_cannot_share_memory_all_fall_back(kind: str, expected: str | None) -> None:
+def test_ranks_that_cannot_share_memory_all_fall_back(kind: str, expected: str | None, tmp_path: Path) -> None:
     with no_names_left():
-        assert run_ranks(gathers_hidden, 2, backend="gloo", args=(kind,)) == [expected, expected]
+        assert run_ranks(gathers_hidden, 2, backend="gloo", args=(kind, str(tmp_path))) == [expected, expected]
 
 
 # Which communicator a call uses

@@ -7,8 +7,8 @@ import faulthandler
 import json
 import os
 import signal
-import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,10 +159,9 @@ def test_a_child_of_a_world_of_one_has_a_world_of_its_own() -> None:
     assert run_ranks(alone, 1, backend="processes")[0] == ["ForkedError", "[7]", "nothing"]
 
 
-def children_make_a_world() -> list[Any]:
+def children_make_a_world(directory: str) -> list[Any]:
     """Fork children with a rendezvous: they make a world of their own."""
     comm = sx.get_communicator()
-    directory = comm.broadcast_object(tempfile.mkdtemp())
 
     def body() -> list[Any]:
         mine = sx.init(rendezvous=f"file://{directory}", rank=comm.rank, world_size=2)
@@ -177,5 +176,6 @@ def children_make_a_world() -> list[Any]:
     return list(found)
 
 
-def test_children_may_make_a_world_of_their_own() -> None:
-    assert run_ranks(children_make_a_world, 2, backend="gloo", timeout_s=120) == [[[10, 11], [5]]] * 2
+def test_children_may_make_a_world_of_their_own(tmp_path: Path) -> None:
+    found = run_ranks(children_make_a_world, 2, backend="gloo", args=(str(tmp_path),), timeout_s=120)
+    assert found == [[[10, 11], [5]]] * 2

@@ -16,6 +16,7 @@ from statexchange.errors import (
     from_record,
     to_record,
 )
+from statexchange.storage import files
 
 BUILTINS = {
     "CorruptError": ValueError, "IncompleteError": ValueError, "InvalidArgumentError": ValueError,
@@ -82,6 +83,13 @@ def test_an_os_error_keeps_its_errno_and_names_the_operation() -> None:
     text = "cannot write: No space left on device; free space there (df -h, df -i), or choose another disk [/x]"
     assert str(error) == text
     assert str(StorageError.of(OSError(5, "I/O error"), "write", path="/x")) == "cannot write: I/O error [/x]"
+
+
+def test_a_full_disk_is_said_with_the_bytes_that_it_has_no_room_for() -> None:
+    text = r"^cannot write 5 bytes: No space left on device; free space"
+    with open("/dev/full", "wb") as full, pytest.raises(StorageError, match=text) as caught:
+        files.pwrite_all(full.fileno(), b"bytes", 0, "/d/full")
+    assert (caught.value.errno, caught.value.path) == (28, "/d/full")
 
 
 def test_a_record_names_the_rank_that_failed() -> None:

@@ -103,6 +103,39 @@ def test_a_launcher_without_an_identity_is_not_trusted(tmp_path: Path) -> None:
     assert len(list((tmp_path / "ws/mine").rglob("*.safetensors"))) == 2
 
 
+def shares_a_run(path: str, job: int) -> list[object]:
+    """Write and read under a run that an earlier job has used, too; rank 1 of the second job writes last."""
+    comm = sx.get_communicator()
+    workspace = sx.NFSWorkspace(path, run="experiment")
+    if comm.rank != 1:
+        workspace.write_configs_and_weights([job, comm.rank], {})
+    comm.barrier()
+    found: list[object] = []
+    if comm.rank == 0:
+        for rank, number in ((1, None), (1, 1), (2, None)):
+            try:
+                found.append(workspace.read_configs_and_weights_from_rank(rank, round=number)[0])
+            except sx.errors.NotFoundError as error:
+                found.append(str(error).partition(":")[0])
+    comm.barrier()
+    if comm.rank == 1:
+        workspace.write_configs_and_weights([job, comm.rank], {})
+    comm.barrier()
+    return [*found, workspace.read_configs_and_weights_from_rank(1)[0]]
+
+
+def test_a_file_of_an_earlier_job_with_the_same_run_is_not_taken(tmp_path: Path) -> None:
+    """In the second job the newest file of rank 1 is older than the reader's process, whose own file is newer."""
+    absent = "rank 1 has written no file in {} within 0 s"
+    earlier = "the newest file of rank 1 was written before this process began, and this rank's since"
+    arguments = {"backend": "gloo", "timeout_s": 60.0}
+    first = run_ranks(shares_a_run, 3, args=(str(tmp_path / "ws"), 1), **arguments)[0]
+    assert first == [absent.format("any round"), absent.format("round 1"), [1, 2], [1, 1]]
+    time.sleep(0.1)
+    second = run_ranks(shares_a_run, 3, args=(str(tmp_path / "ws"), 2), **arguments)[0]
+    assert second == [earlier, [1, 1], [2, 2], [2, 1]]
+
+
 def exchanges_in_torchs_group(path: str, job: int) -> list[object]:
     """Write and read in a job that has called `init_process_group` and nothing else."""
     assert dist.is_initialized()

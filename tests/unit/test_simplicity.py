@@ -43,9 +43,9 @@ class Walk(NamedTuple):
 
 
 CEILINGS = {
-    "load": Walk(25, 650, 52, 0),
-    "save": Walk(25, 677, 57, 2),
-    "export": Walk(30, 524, 24, 0),
+    "load": Walk(25, 636, 47, 0),
+    "save": Walk(25, 555, 39, 2),
+    "export": Walk(25, 476, 24, 0),
     "merge": Walk(28, 863, 111, 0),
     "synchronize": Walk(10, 231, 35, 1),
 }
