@@ -38,10 +38,10 @@ __all__ = [
     "as_torch",
     "check_dense",
     "check_writable",
+    "checked_dtype",
     "collector_paused",
     "converted",
     "count_overflows",
-    "dtype_of",
     "element_shape",
     "elements",
     "from_bytes",
@@ -394,7 +394,7 @@ def is_dtensor(value: object) -> bool:
 
 def is_sharded(tensor: Any) -> bool:
     """Whether this is a DTensor that a placement divides; of torch's placements, only those that do have a `dim`."""
-    if not hasattr(tensor, "placements") or not is_dtensor(tensor):  # nearly always
+    if not hasattr(tensor, "placements") or not is_dtensor(tensor):  # the first alone tells of nearly all, uncalled
         return False
     return any(hasattr(placement, "dim") for placement in tensor.placements)
 
@@ -448,24 +448,28 @@ class TensorMemory(NamedTuple):
         dtype: the safetensors name of the dtype.
         device: "cpu", or the device as torch writes it.
         begin: the address of the first byte.
-        end: the address after the last byte; `begin` if the tensor has no memory, or none of its own.
+        end: the address after the last byte; `begin` if the tensor has no memory.
         is_run: whether `run_bytes` returns it: on the host, in C order, and with the bits of the elements.
         is_plain: whether `check_writable` has no objection.
     """
 
     tensor: TensorLike
     dtype: str
-    device: str = ""
-    begin: int = 0
-    end: int = 0
+    device: str
+    begin: int
+    end: int
     is_run: bool = False
     is_plain: bool = False
 
 
-def dtype_of(tensor: TensorLike, name: str) -> str:
+def _old_sharded_tensor(name: str) -> UnsupportedError:
+    return UnsupportedError("torch's old ShardedTensor cannot be represented: use DTensor", name=name)
+
+
+def checked_dtype(tensor: TensorLike, name: str) -> str:
     """Return the safetensors name of a tensor's dtype; raise UnsupportedError, naming the tensor, if there is none."""
     if type(tensor).__module__.startswith("torch.distributed._shard"):
-        raise UnsupportedError("torch's old ShardedTensor cannot be represented: use DTensor", name=name)
+        raise _old_sharded_tensor(name)
     dtype = name_of_dtype(tensor.dtype)
     if dtype is None:
         raise UnsupportedError(f"dtype {tensor.dtype} cannot be represented", name=name)
@@ -475,7 +479,7 @@ def dtype_of(tensor: TensorLike, name: str) -> str:
 
 
 def memory_of(tensor: TensorLike, name: str) -> TensorMemory:
-    """Describe the memory of a tensor that has all of it, as a DTensor does not.
+    """Describe the memory of a tensor that lies in this process as a whole; of a DTensor, pass the local part.
 
     Raises:
         UnsupportedError: the dtype is unknown, or the tensor is sparse, meta, masked or quantised, or its storage was
@@ -483,12 +487,16 @@ def memory_of(tensor: TensorLike, name: str) -> TensorMemory:
     """
     import numpy as np
 
-    if type(tensor).__name__ == "AsyncCollectiveTensor":
+    kind = type(tensor)
+    if kind.__module__.startswith("torch.distributed._shard"):  # first, as it has hardly any attribute
+        raise _old_sharded_tensor(name)
+    if kind.__name__ == "AsyncCollectiveTensor":
         tensor = wait_tensor(tensor)
     begin, end = check_dense(tensor, name)
     dtype = name_of_dtype(tensor.dtype)
+    # Only now: of a quantised tensor, that says more than its dtype.
     if dtype is None or dtype in PACKED:
-        dtype = dtype_of(tensor, name)
+        dtype = checked_dtype(tensor, name)
     if isinstance(tensor, np.ndarray):
         flags = tensor.flags
         return TensorMemory(tensor, dtype, "cpu", begin, end, flags.c_contiguous, flags.writeable and flags.contiguous)

@@ -29,7 +29,7 @@ from statexchange.errors import InvalidArgumentError, StateExchangeError, Unsupp
 
 __all__ = [
     "MAX_DEPTH",
-    "PLAIN_LEAVES",
+    "SCALAR_TYPES",
     "UnknownValue",
     "decode",
     "decode_parsed",
@@ -50,7 +50,8 @@ _MAX_INT_BITS = 14_284  # no more than 4,300 digits: Python's own limit for text
 # Those of `is_number`. np.dtype() takes any text, and compiles a part of it as Python code.
 _NUMBER_DTYPES = ("bool", *(f"{sign}int{8 * size}" for sign in ("", "u") for size in (1, 2, 4, 8)))
 _NUMBER_DTYPES += ("float16", "float32", "float64", "complex64", "complex128")
-PLAIN_LEAVES = (type(None), bool, int, float, str)  # types whose values are JSON by themselves, nearly all of them
+# Values of exactly these types are JSON by themselves, except huge integers and floats that are not finite.
+SCALAR_TYPES = (type(None), bool, int, float, str)
 _registered: dict[str, type] = {}
 
 Value: TypeAlias = Any
@@ -153,7 +154,7 @@ class _Encoder:
             raise InvalidArgumentError(f"value at {path[:80]}... is nested deeper than {MAX_DEPTH}, or contains itself")
         kind = type(value)
         # Before all types but the plain ones, which nobody keeps: what is kept may be of a type that has a text, too.
-        if self._leaf is not None and kind not in PLAIN_LEAVES:
+        if self._leaf is not None and kind not in SCALAR_TYPES:
             name = self._leaf(value, path)
             if name is not None:
                 # Of two objects under one name one would be lost.
@@ -193,7 +194,7 @@ class _Encoder:
         if kind in (list, tuple):
             items = list(value)
             for i, item in enumerate(value):
-                # A group of an optimizer has the names of all its parameters.
+                # A text is JSON already: no call for each of the many names of parameters in a param group.
                 if type(item) is not str:
                     items[i] = self.value(item, f"{path}[{i}]", is_hashed=is_hashed)
             if kind is list:

@@ -171,7 +171,7 @@ class Communicator:
     @property
     def num_nodes(self) -> int:
         """Number of hosts."""
-        return max(self._session.topology.nodes) + 1
+        return max(self._session.topology.nodes) + 1  # they are numbered without gaps
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -1211,7 +1211,17 @@ def _refusal_of(timeout_s: object) -> InvalidArgumentError | None:
     return None
 
 
-# Messages of typed records: every rank checks what it reads
+# Messages; a job of one rank has them already
+
+
+def to_root(comm: Communicator, data: bytes, what: str) -> list[bytes]:
+    """Return the bytes of all ranks in rank order on rank 0, [] elsewhere; `what` is for errors. Collective."""
+    if comm.world_size == 1:
+        return [data]
+    return comm.all_gather_bytes(data, root=0, operation=what)
+
+
+# Those of typed records: every rank checks what it reads
 
 
 def from_all(
@@ -1231,13 +1241,6 @@ def from_all(
             decoded[data] = messages.decode(data, kind, what, rank, check)
         by_rank.append(decoded[data])
     return by_rank
-
-
-def to_root(comm: Communicator, data: bytes, what: str) -> list[bytes]:
-    """Return on root the bytes of all ranks in rank order, [] elsewhere. Collective."""
-    if comm.world_size == 1:
-        return [data]
-    return comm.all_gather_bytes(data, root=0, operation=what)
 
 
 def from_root(comm: Communicator, value: T, kind: type[T] | UnionType, what: str, root: int = 0) -> T:

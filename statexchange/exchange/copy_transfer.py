@@ -65,17 +65,14 @@ class Hosts:
 def copy_content(content: DigestedTensors, folder: str, manifest: SaveManifest, comm: Communicator) -> str:
     """Write this rank's file of a save into a directory once more; return the digest of its header."""
     path = os.path.join(folder, manifest.files[comm.rank])
-    at = len(content.header)
     with _opened(path, content.nbytes) as fd:
         files.pwrite_all(fd, content.header, 0, path)
 
-        def write(part: memoryview) -> None:
-            nonlocal at
+        def write_at(part: memoryview, at: int) -> None:
             files.pwrite_all(fd, part, at, path)
-            at += len(part)
             comm.progress()
 
-        content.write(write)
+        content.write_to(write_at)
     return digest(content.header)
 
 

@@ -228,8 +228,8 @@ def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
             # Equal metadata is one object.
             continue
         for option in {**first, **rank_options}:
-            # One that is its default is left out.
-            value, rank_value = first.get(option, "not given"), rank_options.get(option, "not given")
+            # An option at its default is not sent.
+            value, rank_value = first.get(option, "the default"), rank_options.get(option, "the default")
             if value != rank_value:
                 shown, rank_shown = value[:_MAX_SHOWN], rank_value[:_MAX_SHOWN]
                 text = f"{option} is {shown} on rank 0 and {rank_shown} on rank {rank}: give all ranks the same"

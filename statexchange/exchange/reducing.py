@@ -14,7 +14,7 @@ from statexchange.exchange.staging import Staging
 from statexchange.formats.tensor_reader import reduce_into
 from statexchange.sharding.write_plan import BoxReduction
 from statexchange.state.describe import Description, LocalTensor
-from statexchange.tensors import TensorLike, array_over, from_bytes, memory_of, own_bytes
+from statexchange.tensors import TensorLike, array_over, checked_dtype, from_bytes, own_bytes
 
 __all__ = ["reduce_copies"]
 
@@ -88,7 +88,7 @@ def _copied(comm: Communicator, tensor: TensorLike, dtype: str) -> _Bytes:
 
 def _dtype_of(local: LocalTensor) -> str:
     """Return the dtype of a tensor in memory, which a cast changes only in the output."""
-    return memory_of(local.tensors[0], local.shard.name).dtype
+    return checked_dtype(local.tensors[0], local.shard.name)
 
 
 def _with_bytes(local: LocalTensor, index: int, data: _Bytes) -> LocalTensor:

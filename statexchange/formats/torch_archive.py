@@ -20,6 +20,7 @@ from statexchange.formats.source import strides_of
 from statexchange.sharding.shards import sizes_from_json
 from statexchange.storage.store import Budget, ByteRange, StoredFile
 from statexchange.tensors import ITEMSIZE, name_of_dtype
+from statexchange.values import SCALAR_TYPES
 
 __all__ = [
     "Archive",
@@ -38,7 +39,6 @@ _LOCAL = struct.Struct("<4s5H3L2H")  # the header before a member's bytes
 _END_BYTES = 22  # of the record at the end of a zip without a comment
 _MAX_DIRECTORY_BYTES = 256 << 20
 _AHEAD_BYTES = 2048  # read at once: a small tensor's archive without its data
-_PLAIN_TYPES = {bool, float, int, str, type(None)}
 _FREE_VALUES, _FREE_CHARACTERS = 10_000, 1000  # that a plain value may have, in however few bytes it was written
 _RESAVE = "if you trust it, load it with torch and save it again with torch.save"
 
@@ -267,7 +267,7 @@ def is_plain(value: Any, nbytes: int, budget: Budget) -> bool:
             waiting += [*item.keys(), *item.values()]
         elif type(item) in (list, tuple):
             waiting += item
-        elif type(item) not in _PLAIN_TYPES:
+        elif type(item) not in SCALAR_TYPES:
             return False
         elif type(item) is str and len(item) > _FREE_CHARACTERS:
             characters += len(item)

@@ -153,7 +153,7 @@ def _num_bytes(option: str, size: object) -> int:
         raise InvalidArgumentError(f"{option}: {excerpt(size)} is not a size like '5GB', '512MiB' or 2_000_000")
     if size <= 0:
         raise InvalidArgumentError(f"{option} must be positive, not {size}")
-    return min(size, MAX_SIZE)  # which no file reaches
+    return min(size, MAX_SIZE)  # no file is larger, and an integer of many digits has no text
 
 
 def _file_names(option: str, value: object) -> object:
@@ -361,17 +361,18 @@ class Selection(Options):
         return self.convert is not None or self.convert_with is not None
 
     def texts(self) -> dict[str, str]:
-        """Return the options that must be equal on all ranks and were given, as text by name.
+        """Return the options that must be equal on all ranks and are not at their defaults, as text by name.
 
         Rules of a layout may differ, as they may have each rank's own boxes.
         """
-        texts = {}
+        texts, defaults = {}, type(self)()
         for option in fields(self):
             text = option.metadata["text"]
             # What cannot be compared as text, such as a conversion's file, is compared where it is read.
+            if text is None or option.name in self.differing:
+                continue
             value = getattr(self, option.name)
-            is_given = value != option.default and value != ()
-            if text is not None and option.name not in self.differing and is_given:
+            if value != getattr(defaults, option.name):
                 texts[option.name] = text(value)
         return {**texts, **mesh_option(self.layout)}
 

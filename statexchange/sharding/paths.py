@@ -124,8 +124,8 @@ _ANY_PART = "|".join(sorted(_WRAPPERS))
 _PARTS = rf"(?<![^.])(?:{_ANY_PART})\."
 _MODULE = "module."
 
-# Finds in a text the name of a part that wrappers add; as a part of a longer one it may be another's. One search in all
-# names of a model, joined to one text, takes less than one in each.
+# Searches a text for the name of a part that wrappers add. A match may lie inside a longer part, so this only rules
+# wrappers out. Many names are joined by newlines: one search takes less than one in each.
 find_wrapper = re.compile(_ANY_PART).search
 
 

@@ -25,7 +25,7 @@ from statexchange.state.units import is_extra_state, is_module, model_items
 from statexchange.tensors import (
     TensorLike,
     TensorMemory,
-    dtype_of,
+    checked_dtype,
     is_tensor_type,
     memory_of,
     same_memory,
@@ -289,17 +289,17 @@ def local_tensors(name: str, tensor: Leaf, rule: Rule | None = None, rank: int =
         UnsupportedError: the tensor is sparse, quantised, meta, or has a Partial placement; the error names it.
         InvalidArgumentError: the rule does not fit the tensor, or gives two parts one name.
     """
-    shape = tuple(tensor.shape)
     if hasattr(type(tensor), "__create_chunk_list__"):
         # A mesh already says where its parts lie. Only a reduction may be asked of it.
         if rule is not None and rule.is_explicit:
             raise InvalidArgumentError(
                 f"layout rule for {rule.pattern!r} matches a tensor that is sharded already", name=name
             )
-        described = [_from_chunks(name, dtype_of(tensor, name), shape, tensor, rank)]
+        described = [_from_chunks(name, checked_dtype(tensor, name), tuple(tensor.shape), tensor, rank)]
     else:
-        # Asked of each tensor: a dtype that no file has, or a storage that was freed, is refused by the tensor's name.
+        # Even if no byte is read: an unknown dtype or a freed storage is an error here, which names the tensor.
         memory = memory_of(tensor, name)
+        shape = tuple(memory.tensor.shape)
         if rule is None:
             shard = _shard(name, memory.dtype, shape, (full_box(shape),))
             return [LocalTensor(shard, (memory.tensor,), (memory,))]

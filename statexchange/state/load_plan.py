@@ -45,7 +45,7 @@ from statexchange.state.tree import check_change, children, is_leaf, walk, with_
 from statexchange.state.types import Leaf, Path
 from statexchange.state.units import ObjectStates, is_module
 from statexchange.tensors import (
-    dtype_of,
+    checked_dtype,
     is_array,
     is_dtensor,
     is_sharded,
@@ -429,7 +429,7 @@ def _new_tensor(matching: Matching, saved: SavedTensor, shape: tuple[int, ...], 
     if like is None or place.on_host or like.layout is not torch.strided or like.is_quantized:
         return torch.empty(shape, dtype=dtype)
     has_shape = tuple(like.shape) == shape
-    if has_shape and not place.is_step and matching.names.options.casts(saved.dtype, dtype_of(like, saved.name)):
+    if has_shape and not place.is_step and matching.names.options.casts(saved.dtype, checked_dtype(like, saved.name)):
         dtype = like.dtype
     if has_shape and not (is_dtensor(like) and _was_whole(matching, saved, place, like)):
         return torch.zeros_like(like, dtype=dtype, requires_grad=False)

@@ -347,7 +347,7 @@ def _plain_container(value: Leaf, path: str, context: _Context, depth: int, owne
     new = {}
     for key, item in items.items():
         # Nearly all items of modules, moments and groups are tensors and names, which stay as they are.
-        if is_tensor_type(type(item)) or type(item) in values.PLAIN_LEAVES:
+        if is_tensor_type(type(item)) or type(item) in values.SCALAR_TYPES:
             new[key] = item
         # What Megatron-Core itself does not save. Left out of a list, it would change the indices of others.
         elif not (isinstance(value, Mapping) and type(item) not in PLAIN_TYPES and sharded_kind(item) == "local"):

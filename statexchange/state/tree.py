@@ -81,7 +81,7 @@ Container: TypeAlias = Leaf
 Items: TypeAlias = Mapping[Leaf, Leaf]
 
 # Of a class that is exactly one of these no value has to be asked what it is.
-PLAIN_TYPES = (*values.PLAIN_LEAVES, dict, list, tuple)
+PLAIN_TYPES = (*values.SCALAR_TYPES, dict, list, tuple)
 
 # The attributes of Megatron-Core's classes.
 _OBJECT = ("key", "data", "global_shape", "global_offset", "replica_id")

@@ -16,7 +16,7 @@ from statexchange import values
 from statexchange.errors import InvalidArgumentError, StateExchangeError, UnsupportedError, excerpt, type_text
 from statexchange.sharding.paths import find_wrapper, without_wrappers
 from statexchange.state.types import Leaf, Module, Optimizer, Stateful
-from statexchange.tensors import is_dtensor, is_tensor_type, is_torch
+from statexchange.tensors import is_dtensor, is_torch
 
 __all__ = [
     "ObjectStates",
@@ -354,12 +354,12 @@ def state_of_optimizer(optimizer: Optimizer, path: str) -> OptimizerState:
     state: dict[int, Leaf] = {}
     shared: dict[Leaf, Leaf] = {}
     for key, entries in optimizer.state.items():
-        if not is_tensor_type(type(key)):
-            shared[key] = entries
-        elif key in numbers:
+        if key in numbers:
             state[numbers[key]] = entries
-        else:
+        elif is_torch(key):
             raise InvalidArgumentError("there is state of a tensor that is in no param group", name=path)
+        else:
+            shared[key] = entries
     groups = list(map(hyperparameters, optimizer.param_groups))
     more = {}
     if saved is not None:

@@ -156,9 +156,9 @@ class Header:
 class ShardData:
     """A rank's shard of one tensor, with its bytes.
 
-    `data` has for each box a tensor whose memory is the box, as `run_bytes` returns it; or it is a function that takes
-    a box's index and returns the box's bytes in C order, part by part, each of which is valid until the next one is
-    requested.
+    `data` has one tensor for each box, of any dtype and shape, whose bytes (`run_bytes`) are the box in C order; or it
+    is a function that takes a box's index and returns the box's bytes in C order, part by part, each of which is valid
+    until the next one is requested.
     """
 
     shard: Shard
@@ -349,7 +349,8 @@ def write_tensor_file(
     header = _RankHeader(ordered, metadata)
     nbytes, begin = header.file_nbytes, header.nbytes
     with new_file(dir_fd, name, nbytes, path=path, durable=durable, mode=mode, begin=begin) as file:
-        digests = _digests(ordered, progress, file.write)
+        # The tensors are read once: each part is digested, and written.
+        digests = _digests(ordered, progress, write_part=file.write)
         first_bytes = header.with_digests(digests)
         file.write_header(first_bytes)
     return DigestedTensors(first_bytes, nbytes, tuple(ordered), tuple(digests), progress)
@@ -395,15 +396,24 @@ class DigestedTensors:
         """The shards, in file order."""
         return list(map(_SHARD_OF, self._shards))
 
-    def write(self, take: Callable[[memoryview], object]) -> None:
-        """Call `take` with the bytes after the header, part by part.
+    def write_to(self, write_at: Callable[[memoryview, int], object]) -> None:
+        """Call `write_at(part, at)` with the bytes after the header, part by part in their order.
+
+        A part is valid only during the call; `at` is where it begins in the file.
 
         Raises:
             CorruptError: a tensor was changed since its digest was made.
         """
+        at = len(self.header)
+
+        def write_part(part: memoryview) -> None:
+            nonlocal at
+            write_at(part, at)
+            at += len(part)
+
         # Each part is digested after its use, so that a change before or during the use is found.
-        actual = _by_name(self._shards, _digests(self._shards, self._progress, take, after_use=True))
-        check_unchanged(self.digests, actual)
+        digests = _digests(self._shards, self._progress, write_part=write_part, after_use=True)
+        check_unchanged(self.digests, _by_name(self._shards, digests))
 
 
 def check_unchanged(expected: Mapping[str, Sequence[str]], actual: Mapping[str, Sequence[str]]) -> None:
@@ -513,13 +523,14 @@ class _RankHeader:
 def _digests(
     shards: Sequence[ShardData],
     progress: Callable[[], object] | None,
-    take: Callable[[memoryview], object] | None = None,
     *,
+    write_part: Callable[[memoryview], object] | None = None,
     after_use: bool = False,
 ) -> list[str]:
-    """Return the digests of all boxes, in order; call `take` with the bytes of each, part by part.
+    """Read all boxes part by part; call `write_part` with each part, and return the digests of the boxes, in order.
 
-    Each part is digested before its use, while it is in the processor's cache, or with `after_use` afterwards.
+    A part is valid only during the call. It is digested before it is written, while it is in the processor's cache, or
+    with `after_use` afterwards.
     """
     import xxhash
 
@@ -539,11 +550,12 @@ def _digests(
                 parts = source(index)
             hasher = xxhash.xxh3_128()
             for part in parts:
-                if after_use and take is not None:
-                    take(part)
-                hasher.update(part)
-                if not after_use and take is not None:
-                    take(part)
+                if not after_use:
+                    hasher.update(part)
+                if write_part is not None:
+                    write_part(part)
+                if after_use:
+                    hasher.update(part)
                 # Not for each part: a report takes as long as the writing of a small tensor.
                 unreported += len(part) + PART_BYTES
                 if unreported >= REPORTED_BYTES:

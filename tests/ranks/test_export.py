@@ -525,13 +525,13 @@ def test_equal_descriptions_are_sent_once_and_the_report_counts_bytes_by_phase(t
 @pytest.mark.parametrize(
     ("option", "values", "message"),
     [
-        ("dtype", (None, "float16"), "dtype is None .*'float16'"),
+        ("dtype", (None, "float16"), "dtype .* default .*'float16'"),
         ("dtype", (torch.bfloat16, torch.float32), "dtype is 'bfloat16'.*'float32'"),
-        ("include", ("*", ()), r"include is \('\*',\) .* \(\) "),
+        ("include", ("*", ()), r"include is \('\*',\) .* default "),
         ("rename", (str.upper, [("a", "b")]), r"rename is .*\(\('a', 'b'\),\)"),
         ("max_shard_size", ("1GB", 10**9 + 1), "max_shard_size is 1000000000 .* 1000000001 "),
-        ("replicas", ("root", "equal"), r"replicas is 'root'.*'equal'"),
-        ("layout", ({"mesh": {"tp": 2}, "rules": {}}, None), r"mesh is \{'tp': 2\} .* \{\} "),
+        ("replicas", ("root", "equal"), r"replicas .*'root'.* default "),
+        ("layout", ({"mesh": {"tp": 2}, "rules": {}}, None), r"mesh is \{'tp': 2\} .* default "),
     ],
     ids=lambda value: value if isinstance(value, str) and len(value) < 20 else "",
 )

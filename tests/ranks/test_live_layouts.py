@@ -142,6 +142,19 @@ class Chunked(torch.Tensor):
         return self.parts[index.offset[0] // 2].unsqueeze(0)
 
 
+@pytest.mark.ranks(2, backend="gloo")
+@pytest.mark.filterwarnings("ignore:.*ShardedTensor")
+def test_torchs_old_sharded_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])  # type: ignore[arg-type]
+    state = {"old.w": sharded_tensor.zeros(spec, 4, 2)}
+    for write in (sx.export_checkpoint, sx.save_checkpoint):
+        with pytest.raises(sx.errors.UnsupportedError, match=r"ShardedTensor.*use DTensor.*old\.w"):
+            write(state, tmp_path / "out")
+
+
 @pytest.mark.ranks(2, backend="threads")
 def test_tensors_with_torchs_chunk_protocol_are_exported_and_loaded(tmp_path: Path) -> None:
     rank = sx.get_communicator().rank

@@ -631,15 +631,8 @@ class ObjectMember(_ObjectWriter):
         """Upload one file from begin to end, which needs its digests before: the tensors are read twice."""
         content = DigestedTensors.of(shards, metadata, progress)
         output = ObjectFile(self, self._objects, name, content.nbytes, content.header)
-        at = len(content.header)
-
-        def upload(part: memoryview) -> None:
-            nonlocal at
-            output.write(part, at)
-            at += len(part)
-
         try:
-            content.write(upload)
+            content.write_to(output.write)
             output.finish()
         finally:
             output.close()
