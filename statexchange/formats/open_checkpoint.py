@@ -109,6 +109,8 @@ class StoredTensor:
             ...     checkpoint["w"].read(((0, 1), (2, 2))).tolist()
             [[1, 2], [4, 5]]
         """
+        import numpy as np
+
         from statexchange.storage import regions
         from statexchange.tensors import from_bytes
 
@@ -123,7 +125,8 @@ class StoredTensor:
             raise self._conflicts[self.name]
         self._check_cover()
         self._check_copies()
-        data = bytearray(target.numel * ITEMSIZE[self.dtype])
+        # Not a bytearray, which would be filled with zeros first: all of it is covered by boxes.
+        data = np.empty(target.numel * ITEMSIZE[self.dtype], np.uint8)
         found: NDArray[Any] | TorchTensor
         for stored_box, copies in self._boxes.items():
             stored = copies[0].stored
@@ -131,14 +134,12 @@ class StoredTensor:
             if part is None:
                 continue
             digest = regions.BoxDigest(stored, stored_box, self.dtype, region=part)
-            regions.read_part(stored, stored_box, part, self.dtype, memoryview(data), target, digest)
+            regions.read_part(stored, stored_box, part, self.dtype, data.data, target, digest)
             digest.check(self.name)
             if not digest:
                 stored.file.check_unchanged()
         if self.dtype in PACKED:
-            import numpy as np
-
-            rows = np.frombuffer(data, np.uint8).reshape(*target.shape[:-1], target.shape[-1] * ITEMSIZE[self.dtype])
+            rows = data.reshape(*target.shape[:-1], target.shape[-1] * ITEMSIZE[self.dtype])
             found = from_bytes(rows, "U8", rows.shape, as_numpy=framework == "np")
         else:
             found = from_bytes(data, self.dtype, target.shape, as_numpy=framework == "np")

@@ -53,6 +53,9 @@ from statexchange.tensors import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from statexchange.storage.store import Budget, Store, StoredFile
 
 __all__ = [
@@ -661,10 +664,13 @@ class RankFile:
                 raise CorruptError("metadata does not fit the header", path=path, name=name)
             self.shards[name], self.byte_ranges[name] = shard, tuple(byte_ranges)
 
-    def read(self, name: str) -> bytearray:
-        """Return a tensor's bytes in a new buffer; raise CorruptError if a digest differs."""
-        data = bytearray(self.shards[name].nbytes)
-        rest = memoryview(data)
+    def read(self, name: str) -> NDArray[np.uint8]:
+        """Return a tensor's bytes in a new array; raise CorruptError if a digest differs."""
+        import numpy as np
+
+        # Not a bytearray, which would be filled with zeros first: that takes as long as the reading.
+        data = np.empty(self.shards[name].nbytes, np.uint8)
+        rest = data.data
         for stored in self.byte_ranges[name]:
             box, rest = rest[: stored.nbytes], rest[stored.nbytes :]
             self.file.read_into(box, stored.begin)
