@@ -248,6 +248,7 @@ class Checkpoints:
                     metrics=self._saves.checked_metrics(metrics, number, comm.rank),
                     frozen=self._frozen,
                     newest=self._saves.newest,
+                    superseded=self._saves.superseded,
                     before=functools.partial(self._saves.prepare, number, comm.run, overwrite=overwrite),
                     after=self._note_saved,
                     keep_in_memory=None if self._memory is None else self._memory.keep,
@@ -288,7 +289,8 @@ class Checkpoints:
 
         Args:
             state: as for `load_checkpoint`.
-            step: the step to load; by default the newest.
+            step: the step to load; by default the newest. After an earlier one the job has gone back: what it saves
+                next supersedes the saves of later steps, which then count as the oldest.
             missing_ok: return None if there is no save yet; else that is a NotFoundError.
             options: `strict`, `include`, `exclude`, `rename`, `dtype`, `replicas` and `on_progress` of
                 `load_checkpoint`.
@@ -375,7 +377,7 @@ class Checkpoints:
             >>> sx.Checkpoints("saves").latest() is None
             True
         """
-        return max(self.steps(), default=None)
+        return self._saves.latest()
 
     def best(self) -> int | None:
         """Return the step of the best save by the metric of `best`; None if no save has it.

@@ -59,6 +59,9 @@ class SaveLoader:
                 if step is not None or isinstance(error, ReplicaError) or self.comm.rank != 0:
                     raise
                 raise error.located(advice=self.saves.advice(chosen)) from error
+        with self.comm.phase("looking for saves"):
+            if self.comm.rank == 0 and report is not None and report.step is not None:
+                self.saves.note_loaded(report.step)
         return report
 
     def _choose(self, step: int | None, *, missing_ok: bool) -> int | None:

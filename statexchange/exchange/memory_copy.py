@@ -64,7 +64,7 @@ from statexchange.storage.files import digest
 from statexchange.storage.memory_directory import HEADERS, HostCopy, MemoryDirectory, headers_to_bytes
 from statexchange.storage.publish.build import Build, WrittenFile
 from statexchange.storage.regions import BoxDigest, blocks, to_global
-from statexchange.storage.steps import identity_of_saves, make_identity, read_saves
+from statexchange.storage.steps import identity_of_saves, make_identity, newest_step, read_saves, superseded_saves
 from statexchange.storage.store import ByteRange
 from statexchange.storage.tensorfile import MANIFEST, SaveManifest, rank_of_file
 
@@ -163,7 +163,7 @@ class MemoryCopies:
             try:
                 saves = read_saves(self.path)
                 manifest = saves.get(step)
-                if step == max(saves, default=None) and isinstance(manifest, SaveManifest):
+                if step == newest_step(saves) and isinstance(manifest, SaveManifest):
                     start = _Start(make_identity(self.path), manifest)
             except StateExchangeError as error:
                 problem = error
@@ -257,11 +257,13 @@ class MemoryCopies:
                 identity = self._identity()
                 if identity is not None:
                     saves = read_saves(self.path)
-                    at = max(saves, default=None) if wanted is None else wanted
+                    newest = newest_step(saves)
+                    at = newest if wanted is None else wanted
                     manifest = None if at is None else saves.get(at)
                     is_there = at is not None and at in saves
                     save = manifest.save if isinstance(manifest, SaveManifest) else None
-                    disk = _Disk(identity, max(saves, default=None), at if is_there else None, save)
+                    superseded = tuple(sorted(superseded_saves(saves)))
+                    disk = _Disk(identity, newest, at if is_there else None, save, superseded)
         return from_root(comm, disk, _Disk | None, "the saves on disk")
 
     @contextlib.contextmanager
@@ -360,16 +362,18 @@ class _Disk:
         newest: the newest step.
         step: the step that would be loaded from disk; None if there is none.
         save: the id of that save; None if its manifest is broken.
+        superseded: the ids of saves that others supersede.
     """
 
     identity: str
     newest: int | None
     step: int | None
     save: str | None
+    superseded: tuple[str, ...]
 
     def may_be(self, part: _Part, wanted: int | None) -> bool:
         """Whether a copy may be loaded instead of the disk's save, if it is whole."""
-        if wanted is not None and part.step != wanted:
+        if (wanted is not None and part.step != wanted) or (wanted is None and part.save in self.superseded):
             return False
         if self.step is None or part.step > self.step:
             return True

@@ -23,6 +23,7 @@ from statexchange.storage.steps import (
     Retention,
     check_only_saves,
     clear_leftovers,
+    newest_step,
     read_saves,
     remove_save,
     step_name,
@@ -59,6 +60,7 @@ class SavesDirectory:
         self._warned_of: int | None = None  # the newest step that a warning has named
         self._checked: set[tuple[str | int, ...]] = set()  # versions of files that `check_saves` need not read
         self._begun: dict[int, str] = {}  # by step, the job of a save that has not ended, or has failed
+        self._superseded: dict[int, str] = {}  # by step, the ids of the saves that this job left behind by going back
 
     @property
     def is_remote(self) -> bool:
@@ -119,14 +121,18 @@ class SavesDirectory:
         """Return the path of the newest save that was there at first, or that this job made; "" without one."""
         return self.path_of(max(self._known)) if self._known else ""
 
+    def superseded(self) -> list[str]:
+        """Return the ids of the saves that the next one supersedes."""
+        return list(self._superseded.values())
+
     def note_saved(self, step: int) -> None:
         """Record a published save, and remove those that are not kept."""
         assert self._known is not None  # `prepare` has made it
         self._known.add(step)
         self._foreign.discard(step)  # overwritten
         del self._begun[step]
-        self._remove_obsolete(step, self._known)
         self._warn_of_newer(step, max(self._known))
+        self._remove_obsolete(step, self._known)
 
     def _warn_of_other_job(self, step: int, manifest: SaveManifest | StateExchangeError) -> None:
         job = manifest.job if isinstance(manifest, SaveManifest) else "another job"
@@ -139,13 +145,22 @@ class SavesDirectory:
         )
 
     def _warn_of_newer(self, step: int, newest: int) -> None:
-        """Warn once of a newer save, which a restart would load in place of the one just made."""
+        """Warn once of saves of later steps: one that a restart would load, or those that this one supersedes."""
         if newest <= step or newest == self._warned_of or newest not in read_saves(self.path):
             return
         self._warned_of = newest
+        if newest in self._superseded:
+            _log.warning(
+                "%s: step %d is saved after going back to an earlier one: the saves of steps %s, which the job has "
+                "left behind, count as the oldest, for loads and for what is kept",
+                self._shown,
+                step,
+                steps_text(self._superseded),
+            )
+            return
         _log.warning(
-            "%s: step %d is saved, but a load without a step takes the newest save, that of step %d: if this job went "
-            "back to an older step, delete() the saves that come after that step",
+            "%s: step %d is saved, but a load without a step takes the newest save, that of step %d: if this job began "
+            "anew, delete() the saves of the one before",
             self._shown,
             step,
             newest,
@@ -184,18 +199,25 @@ class SavesDirectory:
             watch_claims(self.path, without=saves)
         return self._step_of(saves, wanted, missing_ok=missing_ok)
 
-    def _step_of(self, saves: Mapping[int, object], wanted: int | None, *, missing_ok: bool) -> int | None:
+    def _step_of(
+        self, saves: Mapping[int, SaveManifest | StateExchangeError], wanted: int | None, *, missing_ok: bool
+    ) -> int | None:
         if wanted is not None:
             if wanted not in saves:
                 there = f"there are steps {steps_text(saves)}" if saves else "there is none"
                 raise NotFoundError(f"there is no save of step {wanted}: {there}", path=self.path)
             return wanted
         if saves:
-            return max(saves)
+            return newest_step(saves)
         check_only_saves(self.path)
         if not missing_ok:
             raise NotFoundError("there is no save here yet", path=self.path)
         return None
+
+    def note_loaded(self, step: int) -> None:
+        """Record that the job goes on from the save of `step`: it leaves those of later steps behind."""
+        later = read_saves(self.path, without=range(step + 1))
+        self._superseded = {other: one.save for other, one in later.items() if isinstance(one, SaveManifest)}
 
     def advice(self, newest: int) -> str:
         """Return what to do about a newest save that is broken, for its error."""
@@ -216,6 +238,10 @@ class SavesDirectory:
     def steps(self) -> list[int]:
         """Return the steps of all whole saves, oldest first."""
         return list(read_saves(self.path))
+
+    def latest(self) -> int | None:
+        """Return the step of the newest save; None without one."""
+        return newest_step(read_saves(self.path))
 
     def best(self) -> int | None:
         """Return the step of the best save by the metric of `best`; None if no save has it."""

@@ -92,8 +92,9 @@ class SaveRequest:
 
     The manifest records `job`, the run of the caller's communicator; that of a background thread has another run. If
     `frozen` is given, parameters that do not train lie in files of their own; `newest` returns the path of the
-    newest save on root. Before it opens the target, root calls `before`; once the save is published, each rank
-    calls `after` with the report, and `keep_in_memory`, which is collective, with the step and this rank's file.
+    newest save on root, and `superseded` the ids of the saves that this one supersedes. Before it opens the target,
+    root calls `before`; once the save is published, each rank calls `after` with the report, and `keep_in_memory`,
+    which is collective, with the step and this rank's file.
     """
 
     path: str
@@ -105,6 +106,7 @@ class SaveRequest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     frozen: FrozenFiles | None = None
     newest: Callable[[], str] = str
+    superseded: Callable[[], Sequence[str]] = tuple
     before: Callable[[], None] | None = None
     after: Callable[[SaveReport, Communicator], None] | None = None
     keep_in_memory: Callable[[int, Communicator, WrittenFile], None] | None = None
@@ -300,7 +302,7 @@ def publish(
         if build is not None:
             # On NFS a client may not see yet what another has written: a save is whole only if root sees all of it.
             _check_seen(build, written, comm)
-            of_all = tuple(sizes), request.step, request.metrics, tuple(files), index
+            of_all = tuple(sizes), request.step, request.metrics, tuple(files), index, tuple(request.superseded())
             build.commit(MANIFEST, SaveManifest(start.save, request.job, time.time(), *of_all).to_bytes())
     if request.frozen is not None:
         request.frozen.note_published(request.path, frozen)

@@ -7,6 +7,10 @@ manifest; one with a claim and without a manifest is unfinished, or is being rem
 ``saves.json`` is there if the job also keeps its newest save in memory (memory_directory.py). It has random digits that
 identify this directory of saves: a copy in memory belongs to the directory whose digits it has. So a directory that was
 removed and made again, under the same path and perhaps with the same inode number, gets no copy of the old one's saves.
+
+A job that goes back to an earlier step, by a load of it, leaves the saves of later steps behind. Each save that it then
+makes names their ids as superseded. They are whole, but count as older than all others: by steps alone, the next start
+would load one of them, and the saves that the job makes from then on would be the first to be removed.
 """
 
 from __future__ import annotations
@@ -63,6 +67,7 @@ __all__ = [
     "list_steps",
     "make_identity",
     "named_steps",
+    "newest_step",
     "read_saves",
     "remove_save",
     "saved_steps",
@@ -70,6 +75,7 @@ __all__ = [
     "step_name",
     "step_of",
     "steps_text",
+    "superseded_saves",
     "unfinished_steps",
     "watch_claims",
 ]
@@ -116,9 +122,11 @@ class Retention:
         return [step for step in sorted(saves) if step not in kept]
 
     def reasons(self, saves: Mapping[int, SaveManifest]) -> dict[int, str]:
-        """Return why each save that stays does, by step, oldest first."""
+        """Return why each save that stays does, by step."""
         steps = sorted(saves)
-        newest = set(steps if self.keep is None else steps[-self.keep :])
+        superseded = superseded_saves(saves)
+        by_age = sorted(steps, key=lambda step: (saves[step].save not in superseded, step))
+        newest = set(steps if self.keep is None else by_age[-self.keep :])
         best = self.best_step(saves)
         found = {}
         for step in steps:
@@ -142,6 +150,25 @@ class Retention:
         sign = 1.0 if direction == "max" else -1.0
         ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
         return max(ranked)[1] if ranked else None
+
+
+def superseded_saves(saves: Mapping[int, SaveManifest | StateExchangeError]) -> set[str]:
+    """Return the ids of the saves that one of `saves` supersedes, whether they are there or not."""
+    superseded: set[str] = set()
+    for manifest in saves.values():
+        if isinstance(manifest, SaveManifest):
+            superseded.update(manifest.superseded)
+    return superseded
+
+
+def newest_step(saves: Mapping[int, SaveManifest | StateExchangeError]) -> int | None:
+    """Return the step of the newest save, broken ones included and superseded ones not; None without one."""
+    superseded = superseded_saves(saves)
+    current = []
+    for step, manifest in saves.items():
+        if not (isinstance(manifest, SaveManifest) and manifest.save in superseded):
+            current.append(step)
+    return max(current or saves, default=None)
 
 
 def step_name(step: int) -> str:

@@ -744,6 +744,7 @@ class SaveManifest:
         metrics: numbers that the job gave with the save.
         frozen: the files of frozen parameters, which an earlier save may have written.
         index: the text of the index of all files (save_index.py); "" for a save without one.
+        superseded: the ids of the saves of later steps that the job left behind when it went back to an earlier one.
     """
 
     save: str
@@ -754,6 +755,7 @@ class SaveManifest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     frozen: tuple[SavedFile, ...] = ()
     index: str = ""
+    superseded: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -799,6 +801,8 @@ class SaveManifest:
         if self.index:
             # As text: whoever lists saves need not parse it.
             record["index"] = self.index
+        if self.superseded:
+            record["superseded"] = list(self.superseded)
         return json.dumps(seal(record), indent=1, ensure_ascii=False).encode()
 
     @classmethod
@@ -824,7 +828,8 @@ class SaveManifest:
             frozen = []
             for fields in raw.get("frozen", ()):
                 frozen.append(SavedFile(*fields))
-            of_all = tuple(sizes), raw["step"], metrics, tuple(frozen), raw.get("index", "")
+            others = raw.get("index", ""), tuple(raw.get("superseded", ()))
+            of_all = tuple(sizes), raw["step"], metrics, tuple(frozen), *others
             manifest = cls(raw["save"], raw["job"], created, *of_all)
             manifest._check(names)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -842,6 +847,8 @@ class SaveManifest:
             raise ValueError("its step is not a number")
         if not isinstance(self.index, str):
             raise ValueError("its index is not a text")
+        if not all(isinstance(other, str) and _SAVE.fullmatch(other) for other in self.superseded):
+            raise ValueError("it does not name the saves that it supersedes")
         # The number of ranks bounds the work of a reader, before anything is made for each.
         are_sizes = 0 < len(self.nbytes) <= _MAX_RANKS and {*map(type, self.nbytes)} == {int}
         if not are_sizes or min(self.nbytes) < 0:

@@ -191,22 +191,58 @@ def test_saves_that_the_options_do_not_keep_are_removed(
     assert entries(tmp_path) == [f"step-{step:09d}" for step in kept]
 
 
-def test_after_going_back_the_save_just_made_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_steps(sx.Checkpoints(tmp_path), 10, 20, 30)
-    assert "newest save" not in caplog.text
-    saves = sx.Checkpoints(tmp_path, keep=2)
+def test_a_job_that_goes_back_leaves_later_saves_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They count as the oldest from its next save on: also for restarts, for `prune`, and once that save is gone."""
+    save_steps(sx.Checkpoints(tmp_path, keep=None), 10, 20, 30, 40)
+    saves = sx.Checkpoints(tmp_path, keep=3)
     saves.load(state_of(0), step=10)
+    assert saves.latest() == 40
     save_steps(saves, 15)
-    assert saves.steps() == [15, 20, 30]
+    assert "step 15 is saved after going back" in caplog.text
+    assert "the saves of steps 20, 30, 40, which the job has left behind" in caplog.text
+    assert (saves.steps(), saves.latest()) == ([10, 15, 40], 15)
+    # A save of the step of one that was left behind is not one of these.
+    save_steps(saves, 40, overwrite=True)
+    assert (saves.steps(), saves.latest()) == ([10, 15, 40], 40)
+    save_steps(saves, 50)
+    assert (saves.steps(), caplog.text.count("left behind")) == ([15, 40, 50], 1)
+
+
+def test_a_restart_goes_on_from_the_line_that_went_back(tmp_path: Path) -> None:
+    save_steps(sx.Checkpoints(tmp_path), 10, 20, 30)
+    saves = sx.Checkpoints(tmp_path)
+    saves.load(state_of(0), step=10)
+    save_steps(saves, 12)
+    for step in (14, 16):
+        saves, state = sx.Checkpoints(tmp_path), state_of(0)
+        report = saves.load(state)
+        assert report is not None
+        assert report.step == step - 2
+        save_steps(saves, step)
+    assert saves.steps() == [12, 14, 16]
+
+
+def test_prune_counts_saves_that_were_left_behind_as_the_oldest(tmp_path: Path) -> None:
+    save_steps(sx.Checkpoints(tmp_path, keep=None), 10, 20, 30)
+    saves = sx.Checkpoints(tmp_path, keep=None)
+    saves.load(state_of(0), step=10)
+    save_steps(saves, 12, 14)
+    assert saves.steps() == [10, 12, 14, 20, 30]
+    rows = {row.step: row.action for row in prune_saves(tmp_path, Retention(keep=4)).rows}
+    assert rows == {10: "kept", 12: "kept", 14: "kept", 20: "removed", 30: "kept"}
+    prune_saves(tmp_path, Retention(keep=2))
+    assert (saves.steps(), saves.latest()) == ([12, 14], 14)
+
+
+def test_a_job_that_begins_anew_beside_old_saves_is_warned_and_removes_the_oldest_steps(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has not gone back: nothing says that the old saves are worth less."""
+    save_steps(sx.Checkpoints(tmp_path), 20, 30)
+    saves = sx.Checkpoints(tmp_path, keep=2)
+    save_steps(saves, 15)
+    assert (saves.steps(), saves.latest()) == ([15, 20, 30], 30)
     assert "step 15 is saved, but a load without a step takes the newest save, that of step 30" in caplog.text
-    save_steps(saves, 20, overwrite=True)
-    state = state_of(0)
-    saves.load(state, step=20)
-    assert saves.steps() == [20, 30]
-    assert caplog.text.count("newest save") == 1
-    saves.delete(30)
-    save_steps(saves, 25)
-    assert caplog.text.count("newest save") == 1
 
 
 def test_the_best_step_is_found_by_the_metric(tmp_path: Path) -> None:

@@ -370,6 +370,23 @@ def test_an_older_step_that_is_saved_after_a_newer_one_does_not_replace_its_copy
     assert load_alone(saves, 5) == [5, "disk", True]
 
 
+def goes_back(path: str, step: int, to: int, memory: bool) -> None:
+    """Load the save of a step, and save another one."""
+    checkpoints = sx.Checkpoints(path, memory=memory, layout=LAYOUT)
+    checkpoints.load({"w": rows_of(0.0), "step": -1}, step)
+    checkpoints.save({"w": rows_of(100.0 * to), "step": to}, to)
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("memory", [False, True])
+def test_the_copy_of_a_save_that_the_job_left_behind_is_not_loaded(memory: bool, saves: Path) -> None:
+    run_ranks(save, 1, args=(str(saves), 5, 9))
+    assert load_alone(saves) == [9, "memory", True]
+    run_ranks(goes_back, 1, args=(str(saves), 5, 6, memory))
+    assert load_alone(saves) == [6, "memory" if memory else "disk", True]
+    assert load_alone(saves, 9) == [9, "disk" if memory else "memory", True]
+
+
 # What jobs leave behind
 
 

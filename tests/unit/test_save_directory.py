@@ -415,12 +415,17 @@ WRONG: list[dict[str, Any]] = [
     {"files": [[FILES[0]], [FILES[1]]]},
     {"files": [["../" + FILES[0], 100], [FILES[1], 100]]},
     {"files": 5},
+    {"superseded": 5},
+    {"superseded": "0123456789abcdef"},
+    {"superseded": ["../0123456789abc"]},
+    {"superseded": [None]},
 ]
 
 
 def test_a_manifest_is_read_as_it_was_written() -> None:
     metrics = {"loss": 0.5, "worst": float("inf"), "count": 3}
-    manifest = SaveManifest("0123456789abcdef", "job é", 1.5, (100, 0), 7, metrics)
+    others = ("fedcba9876543210", "00000000deadbeef")
+    manifest = SaveManifest("0123456789abcdef", "job é", 1.5, (100, 0), 7, metrics, superseded=others)
     assert SaveManifest.parse(manifest.to_bytes(), "save.json", Budget("save.json")) == manifest
     assert SaveManifest.parse(json.dumps(seal(GOOD)).encode(), "save.json", Budget("save.json")).metrics["loss"] == 0.5
 
