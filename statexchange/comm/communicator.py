@@ -195,18 +195,6 @@ class Communicator:
         """Whether it belongs to the process from which this one was forked: every call raises ForkedError."""
         return self._session.is_inherited
 
-    def raise_if_inherited(self) -> None:
-        """Raise ForkedError in a child that was forked from the rank. Not collective.
-
-        Raises:
-            ForkedError: this process is such a child.
-
-        Example:
-            >>> sx.init("single").raise_if_inherited()
-        """
-        if self._session.is_inherited:
-            self._session.raise_if_dead()
-
     @property
     def is_closed(self) -> bool:
         """Whether every later call raises: it has been closed, or has failed."""

@@ -320,6 +320,7 @@ def as_communicator(comm: CommLike | None = None) -> Communicator:
         NotInitializedError: there is no default, but a launcher has started several ranks.
         InvalidArgumentError: `comm` is none of these.
         ForkedError: this process was forked from a rank, to which the communicator belongs.
+        StateExchangeError: it has been closed, or the error with which it has failed.
 
     Example:
         >>> from statexchange.comm.defaults import as_communicator
@@ -331,7 +332,9 @@ def as_communicator(comm: CommLike | None = None) -> Communicator:
         statexchange.errors.InvalidArgumentError: ...
     """
     communicator = _resolved(comm)
-    communicator.raise_if_inherited()
+    # Here, too, as a job of one rank makes no call that would find it.
+    if communicator.is_closed:
+        communicator.raise_if_closed()
     return communicator
 
 
@@ -431,7 +434,10 @@ def get_communicator() -> Communicator:
         >>> sx.get_communicator() is comm
         True
     """
-    return as_communicator(None)
+    communicator = _resolved(None)
+    if communicator.is_inherited:  # a closed one is returned: a caller may ask why it is closed
+        communicator.raise_if_closed()
+    return communicator
 
 
 def get_backend() -> str:

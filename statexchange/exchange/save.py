@@ -26,6 +26,7 @@ from statexchange.exchange.saving import (
     exchange_starts,
     expect_frozen_files,
     frozen_target,
+    notes_on_selection,
     open_target,
     publish,
     write_rank_file,
@@ -195,6 +196,8 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
                 target = frozen_target(request, starts[0], described.aliases)
                 frozen_files = request.frozen.write(frozen, shares.digests, target, comm)
         notes = saved.notes
+        if request.selection.exclude:
+            notes += notes_on_selection(starts)
         # Before the commit, as a copy that differs must not appear as one; after the write, which has made the digests.
         if any(start.has_copies for start in starts):
             digests = {**shares.digests, **file.content.digests}

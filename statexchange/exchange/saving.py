@@ -54,6 +54,7 @@ __all__ = [
     "exchange_starts",
     "expect_frozen_files",
     "frozen_target",
+    "notes_on_selection",
     "open_target",
     "publish",
     "write_rank_file",
@@ -67,7 +68,8 @@ class SaveReport:
     `num_tensors` is the number of tensors of which this rank holds a part; `nbytes` are the bytes that all ranks wrote,
     and `rank_nbytes` those of each rank. `linked_nbytes` are those of files that were linked instead, or that S3 has
     copied. `step` is None for a save without one. `notes` name equal parts of ranks that a layout without a mesh has
-    joined, as these may be copies, and optimizers whose parameters are no longer those of this rank's modules.
+    joined, as these may be copies, patterns of `exclude` that match nothing, and optimizers whose parameters are no
+    longer those of this rank's modules.
     """
 
     path: str
@@ -129,6 +131,7 @@ class _Start:
         selection: `include` and `exclude` as text.
         is_empty: whether that selects nothing of its state.
         unmatched: the patterns of `include` that match nothing of its state.
+        unused: those of `exclude`.
     """
 
     name: str
@@ -143,6 +146,7 @@ class _Start:
     selection: str
     is_empty: bool
     unmatched: Sequence[str]
+    unused: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,7 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
         selection=f"include={list(request.selection.include)} and exclude={list(request.selection.exclude)}",
         is_empty="" in saved.selection.left_out,
         unmatched=saved.selection.unmatched,
+        unused=saved.selection.unused,
     )
     starts = from_all(comm, start, _Start, "the start of the save")
     first = starts[0]
@@ -226,6 +231,12 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
     if are_empty:
         raise InvalidArgumentError(f"{first.selection} select nothing of the state", path=request.path)
     return starts
+
+
+def notes_on_selection(starts: Sequence[_Start]) -> tuple[str, ...]:
+    """Return a note on each pattern of `exclude` that leaves out nothing on any rank."""
+    unused = set.intersection(*(set(start.unused) for start in starts))
+    return tuple(f"exclude pattern {pattern!r} matches nothing in the state" for pattern in sorted(unused))
 
 
 def expect_frozen_files(

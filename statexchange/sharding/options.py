@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, ge
 from statexchange.errors import InvalidArgumentError, did_you_mean, excerpt
 from statexchange.settings import check_flags, check_timeout
 from statexchange.sharding.rules import Layout, with_dots
-from statexchange.sharding.shards import MAX_SIZE
 from statexchange.tensors import DTYPE_NAMES, LONG_NAMES
 
 if TYPE_CHECKING:
@@ -44,6 +43,7 @@ __all__ = [
     "Selection",
     "mesh_option",
     "renamed",
+    "unmatched",
 ]
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ def _num_bytes(option: str, size: object) -> int:
         raise InvalidArgumentError(f"{option}: {excerpt(size)} is not a size like '5GB', '512MiB' or 2_000_000")
     if size <= 0:
         raise InvalidArgumentError(f"{option} must be positive, not {size}")
-    return min(size, MAX_SIZE)  # no file is larger, and an integer of many digits has no text
+    return size
 
 
 def _file_names(option: str, value: object) -> object:
@@ -372,7 +372,8 @@ class Selection(Options):
             if text is None or option.name in self.differing:
                 continue
             value = getattr(self, option.name)
-            if value != getattr(defaults, option.name):
+            # Not of a function, whose class may compare in its own way.
+            if callable(value) or value != getattr(defaults, option.name):
                 texts[option.name] = text(value)
         return {**texts, **mesh_option(self.layout)}
 
@@ -399,7 +400,7 @@ class ExportOptions(Selection):
         help="Write floating tensors in this dtype (bfloat16, float16, float32, float64), or those whose name "
         "matches; repeatable. Integers, float8 and its scales stay as they are.",
     )
-    max_shard_size: int | str = _option("5GB", _num_bytes, str, metavar="SIZE", help="Start a new file at this size.")
+    max_shard_size: int | str = _option("5GB", _num_bytes, _text, metavar="SIZE", help="Start a new file at this size.")
     filename_pattern: str | None = _option(
         None,
         _file_names,
@@ -515,13 +516,14 @@ class LoadOptions(Selection):
         heads = [re.split(r"[*?[]", pattern, maxsplit=1)[0] for pattern in self.include]
         return not heads or any(head.startswith(begin) or begin.startswith(head) for head in heads)
 
-    def unmatched(self, names: Collection[str]) -> list[str]:
-        """Return the patterns of `include` that match none of these names."""
-        return [pattern for pattern in self.include if not any(_matches([pattern], name) for name in names)]
-
     def casts(self, stored: str, live: str) -> bool:
         """Whether values of dtype `stored` are cast to `live`."""
         return self.dtype == "state" and stored in FLOATS and live in FLOATS
+
+
+def unmatched(patterns: Iterable[str], names: Collection[str]) -> list[str]:
+    """Return the patterns of a save or load that match none of these names."""
+    return [pattern for pattern in patterns if not any(_matches([pattern], name) for name in names)]
 
 
 def _any_match(patterns: Iterable[str], names: Iterable[str]) -> bool:

@@ -289,7 +289,7 @@ def local_tensors(name: str, tensor: Leaf, rule: Rule | None = None, rank: int =
         UnsupportedError: the tensor is sparse, quantised, meta, or has a Partial placement; the error names it.
         InvalidArgumentError: the rule does not fit the tensor, or gives two parts one name.
     """
-    if hasattr(type(tensor), "__create_chunk_list__"):
+    if hasattr(tensor, "__create_chunk_list__"):
         # A mesh already says where its parts lie. Only a reduction may be asked of it.
         if rule is not None and rule.is_explicit:
             raise InvalidArgumentError(

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from statexchange.errors import UnsupportedError, type_text
-from statexchange.sharding.options import LoadOptions
+from statexchange.sharding.options import LoadOptions, unmatched
 from statexchange.sharding.paths import joined
 from statexchange.state.tree import Kind, children, has_indices, parts, walk
 from statexchange.state.types import Leaf
@@ -36,11 +36,13 @@ class Selection:
         tree: the tree, in which a list has an empty mapping for an item that is left out.
         left_out: the paths of what is left out; "" if that is all.
         unmatched: the patterns of `include` that match no name.
+        unused: the patterns of `exclude` that match no name, or only what another one leaves out.
     """
 
     tree: Leaf
     left_out: list[str] = field(default_factory=list)
     unmatched: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
 
 
 def select(tree: Leaf, units: Mapping[str, Kind], options: LoadOptions) -> Selection:
@@ -58,7 +60,10 @@ def select(tree: Leaf, units: Mapping[str, Kind], options: LoadOptions) -> Selec
         raise UnsupportedError(text, name=min(alike))
     if selected is _LEFT_OUT:
         selected = {}
-    return Selection(selected, selecting.left_out, options.unmatched(selecting.names))
+    # Of what is left out as a whole no names inside are asked for: a pattern for these is not known to be wrong.
+    whole = tuple(joined(path, "") for path in selecting.left_out)
+    unused = [pattern for pattern in unmatched(options.exclude, selecting.names) if not pattern.startswith(whole)]
+    return Selection(selected, selecting.left_out, unmatched(options.include, selecting.names), unused)
 
 
 class _Selecting:

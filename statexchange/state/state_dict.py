@@ -350,7 +350,7 @@ def _plain_container(value: Leaf, path: str, context: _Context, depth: int, owne
         if is_tensor_type(type(item)) or type(item) in values.SCALAR_TYPES:
             new[key] = item
         # What Megatron-Core itself does not save. Left out of a list, it would change the indices of others.
-        elif not (isinstance(value, Mapping) and type(item) not in PLAIN_TYPES and sharded_kind(item) == "local"):
+        elif type(item) in PLAIN_TYPES or not (isinstance(value, Mapping) and _is_local(item)):
             new[key] = _plain(item, f"{path}.{key}", context, depth, owner)
     if isinstance(value, list):
         return list(new.values())
@@ -364,6 +364,11 @@ def _plain_container(value: Leaf, path: str, context: _Context, depth: int, owne
     except UnsupportedError as error:
         text = f"{error.message}: give a list, or leave it out of the state"
         raise UnsupportedError(text, name=name) from error.__cause__
+
+
+def _is_local(value: Leaf) -> bool:
+    """Whether this is Megatron-Core's LocalNonpersistentObject, and not a module or object of that name."""
+    return sharded_kind(value) == "local" and kind_of(value) == "sharded"
 
 
 def _plain_sharded(value: Leaf, path: str, context: _Context, depth: int, owner: Leaf) -> Leaf:

@@ -502,3 +502,13 @@ def closes() -> str:
 def test_a_closed_communicator_is_a_named_error() -> None:
     closed = "this communicator is closed: make a new one, as shutdown() and init() do"
     assert run_ranks(closes, 2) == [f"{closed} [rank {rank}]" for rank in range(2)]
+
+
+def test_a_closed_communicator_of_one_rank_is_refused_too(tmp_path: Path) -> None:
+    """A job of one rank makes no call in which it would be found."""
+    comm, state = sx.init("single"), {"w": torch.ones(1)}
+    sx.shutdown()
+    for write in (sx.export_checkpoint, sx.save_checkpoint):
+        with pytest.raises(sx.errors.NotInitializedError):
+            write(state, tmp_path / "out", comm=comm)
+    assert not (tmp_path / "out").exists()

@@ -165,6 +165,14 @@ def test_a_sharded_state_dict_is_exported_by_its_keys_and_loaded_in_place(tmp_pa
         comm.barrier()
 
 
+def test_a_module_whose_class_is_called_as_one_that_is_not_saved_is_saved(tmp_path: Path) -> None:
+    kind = type("LocalNonpersistentObject", (torch.nn.Linear,), {})
+    saved, live = kind(2, 1), kind(2, 1)
+    sx.save_checkpoint({"model": saved}, tmp_path / "saved")
+    sx.load_checkpoint({"model": live}, tmp_path / "saved")
+    assert torch.equal(live.weight, saved.weight)
+
+
 @pytest.mark.ranks(4, backend="threads")
 def test_a_saved_state_is_loaded_on_another_mesh(tmp_path: Path) -> None:
     """Paths in the dict name other layers on other stages; keys do not."""

@@ -225,3 +225,18 @@ def test_an_optimizer_alone_is_selected_by_its_own_names(tmp_path: Path) -> None
     sx.save_checkpoint(saved, tmp_path / "saved", include="param_groups")
     sx.load_checkpoint(live, tmp_path / "saved")
     assert live.param_groups[0]["lr"] == 3.0
+
+
+def notes_of(path: str) -> list[Any]:
+    rank = sx.get_rank()
+    state = {"model": torch.nn.Linear(1, 1), f"stage{rank}": torch.ones(2)}
+    found = []
+    for number, exclude in enumerate((["modle.*", "stage1", "model.weight"], ["model", "model.bias"])):
+        found.append(list(sx.save_checkpoint(state, f"{path}/{number}", exclude=exclude).notes))
+    return found
+
+
+def test_a_pattern_that_leaves_out_nothing_on_any_rank_is_noted(tmp_path: Path) -> None:
+    """That of one pipeline stage is for that rank; one for what another has left out as a whole is no mistake."""
+    found = run_ranks(notes_of, 2, args=(str(tmp_path),))
+    assert found == [[["exclude pattern 'modle.*' matches nothing in the state"], []]] * 2

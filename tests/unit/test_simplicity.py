@@ -44,7 +44,7 @@ class Walk(NamedTuple):
 
 CEILINGS = {
     "load": Walk(25, 636, 47, 0),
-    "save": Walk(25, 555, 39, 2),
+    "save": Walk(25, 557, 39, 2),
     "export": Walk(25, 488, 24, 0),
     "merge": Walk(28, 863, 111, 0),
     "synchronize": Walk(10, 231, 35, 1),
