@@ -103,6 +103,39 @@ def test_a_failure_is_raised_on_all_ranks_and_the_next_export_succeeds(backend: 
     assert left == ["out", "out-4"]
 
 
+def writes_twice_at_once(backend: str, out: str) -> Any:
+    """Each of two communicators has an export in the background, and waits for the other; the caller uses both."""
+    comm = launched_communicator(backend)
+    other = comm.duplicate()
+    began = [threading.Event(), threading.Event()]
+
+    def together(number: int) -> Any:
+        def wait(done: int, total: int) -> None:
+            began[number].set()
+            assert began[1 - number].wait(30)
+
+        return wait
+
+    states = [{f"{name}{comm.rank}": torch.full((1000,), float(comm.rank))} for name in "ab"]
+    futures = []
+    for number, one in enumerate((comm, other)):
+        path = f"{out}-{'ab'[number]}"
+        futures.append(
+            sx.export_checkpoint(states[number], path, comm=one, on_progress=together(number), background=True)
+        )
+    totals = [float(one.all_reduce(torch.ones(1))) for one in (comm, other, comm)]
+    reports = [future.result(60).num_tensors for future in futures]
+    comm.barrier()
+    found = [sorted(load_file(f"{out}-{name}/model.safetensors")) for name in "ab"]
+    return [totals, reports, found]
+
+
+@pytest.mark.parametrize("backend", AND_MPI)
+def test_two_are_written_at_once_by_two_communicators(backend: str, tmp_path: Path) -> None:
+    found = run_ranks(writes_twice_at_once, 2, backend=backend, args=(backend, str(tmp_path / "out")), timeout_s=120)
+    assert found == [[[2.0] * 3, [2, 2], [["a0", "a1"], ["b0", "b1"]]]] * 2
+
+
 def dies(out: str) -> str:
     comm = sx.get_communicator()
     ready = threading.Event()
