@@ -248,7 +248,7 @@ class Checkpoints:
                     metrics=self._saves.checked_metrics(metrics, number, comm.rank),
                     frozen=self._frozen,
                     newest=self._saves.newest,
-                    superseded=self._saves.superseded,
+                    superseded=functools.partial(self._saves.superseded, number),
                     before=functools.partial(self._saves.prepare, number, comm.run, overwrite=overwrite),
                     after=self._note_saved,
                     keep_in_memory=None if self._memory is None else self._memory.keep,
@@ -289,8 +289,8 @@ class Checkpoints:
 
         Args:
             state: as for `load_checkpoint`.
-            step: the step to load; by default the newest. After an earlier one the job has gone back: what it saves
-                next supersedes the saves of later steps, which then count as the oldest.
+            step: the step to load; by default the newest. After an earlier one, a save that is not beyond all later
+                ones supersedes these: the job has gone back, and they count as the oldest.
             missing_ok: return None if there is no save yet; else that is a NotFoundError.
             options: `strict`, `include`, `exclude`, `rename`, `dtype`, `replicas` and `on_progress` of
                 `load_checkpoint`.

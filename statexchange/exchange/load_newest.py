@@ -59,9 +59,8 @@ class SaveLoader:
                 if step is not None or isinstance(error, ReplicaError) or self.comm.rank != 0:
                     raise
                 raise error.located(advice=self.saves.advice(chosen)) from error
-        with self.comm.phase("looking for saves"):
-            if self.comm.rank == 0 and report is not None and report.step is not None:
-                self.saves.note_loaded(report.step)
+        if report is not None:
+            self.saves.note_loaded()
         return report
 
     def _choose(self, step: int | None, *, missing_ok: bool) -> int | None:
@@ -84,6 +83,9 @@ class SaveLoader:
         if copy is None:
             return None
         shown, is_root = without_secrets(self.saves.path), self.comm.rank == 0
+        with self.comm.phase("looking for saves"):
+            if is_root:
+                self.saves.note_copy(copy.step)
         if not copy.is_on_disk and is_root:
             text = "%s: step %d is loaded from memory, as the disk does not have it any more; delete(%d) removes it"
             _log.warning(text, shown, copy.step, copy.step)

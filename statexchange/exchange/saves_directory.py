@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, SupportsFloat
 
 from statexchange.errors import (
@@ -28,6 +29,7 @@ from statexchange.storage.steps import (
     remove_save,
     step_name,
     steps_text,
+    superseded_saves,
     watch_claims,
 )
 from statexchange.storage.tensorfile import SaveManifest
@@ -35,6 +37,29 @@ from statexchange.storage.tensorfile import SaveManifest
 __all__ = ["SavesDirectory"]
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What is known of a save before it is loaded.
+
+    `later` has the ids of the saves of later steps, by step, without those that are superseded; and `superseded` the
+    ids of those that this save supersedes.
+    """
+
+    later: Mapping[int, str] = field(default_factory=dict)
+    superseded: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, step: int, saves: Mapping[int, SaveManifest | StateExchangeError]) -> _Chosen:
+        """Return it for the save of `step` among all saves."""
+        manifests = {other: one for other, one in saves.items() if isinstance(one, SaveManifest)}
+        superseded = superseded_saves(saves)
+        later = {}
+        for other, manifest in manifests.items():
+            if other > step and manifest.save not in superseded:
+                later[other] = manifest.save
+        return cls(later, manifests[step].superseded if step in manifests else ())
 
 
 class SavesDirectory:
@@ -60,7 +85,9 @@ class SavesDirectory:
         self._warned_of: int | None = None  # the newest step that a warning has named
         self._checked: set[tuple[str | int, ...]] = set()  # versions of files that `check_saves` need not read
         self._begun: dict[int, str] = {}  # by step, the job of a save that has not ended, or has failed
-        self._superseded: dict[int, str] = {}  # by step, the ids of the saves that this job left behind by going back
+        self._chosen = _Chosen()  # of the save that is being loaded
+        self._later: Mapping[int, str] = {}  # by step, the ids of the saves after the one that was loaded last
+        self._superseded: set[str] = set()  # ids of saves that this job, or the save that it loaded, left behind
 
     @property
     def is_remote(self) -> bool:
@@ -110,10 +137,11 @@ class SavesDirectory:
                     self._foreign.add(other)
                     self._warn_of_other_job(other, manifest)
             if step in saves and not overwrite:
-                text = (
-                    f"step {step} is saved already: load the newest save before training, delete({step}), or replace "
-                    "it by overwrite=True"
-                )
+                advice = "load the newest save before training, "
+                present = saves[step]
+                if isinstance(present, SaveManifest) and present.save in {*self._later.values(), *self._superseded}:
+                    advice = "if the job went back before it, pass overwrite=True; else "
+                text = f"step {step} is saved already: {advice}delete({step}), or replace it by overwrite=True"
                 raise TargetExistsError(text, path=self.path_of(step))
         self._begun[step] = job
 
@@ -121,9 +149,16 @@ class SavesDirectory:
         """Return the path of the newest save that was there at first, or that this job made; "" without one."""
         return self.path_of(max(self._known)) if self._known else ""
 
-    def superseded(self) -> list[str]:
-        """Return the ids of the saves that the next one supersedes."""
-        return list(self._superseded.values())
+    def _goes_back(self, step: int) -> bool:
+        """Whether the job has gone back, if it now saves this step.
+
+        After a look at an earlier save alone it saves beyond the later ones.
+        """
+        return step <= max(self._later, default=-1)
+
+    def superseded(self, step: int) -> list[str]:
+        """Return the ids of the saves that the save of this step supersedes."""
+        return sorted({*self._superseded, *(self._later.values() if self._goes_back(step) else ())})
 
     def note_saved(self, step: int) -> None:
         """Record a published save, and remove those that are not kept."""
@@ -131,7 +166,11 @@ class SavesDirectory:
         self._known.add(step)
         self._foreign.discard(step)  # overwritten
         del self._begun[step]
-        self._warn_of_newer(step, max(self._known))
+        left_behind: Mapping[int, str] = {}
+        if self._goes_back(step):
+            self._later, left_behind = {}, self._later
+            self._superseded.update(left_behind.values())
+        self._warn_of_later(step, left_behind)
         self._remove_obsolete(step, self._known)
 
     def _warn_of_other_job(self, step: int, manifest: SaveManifest | StateExchangeError) -> None:
@@ -144,23 +183,25 @@ class SavesDirectory:
             job,
         )
 
-    def _warn_of_newer(self, step: int, newest: int) -> None:
-        """Warn once of saves of later steps: one that a restart would load, or those that this one supersedes."""
-        if newest <= step or newest == self._warned_of or newest not in read_saves(self.path):
-            return
-        self._warned_of = newest
-        if newest in self._superseded:
+    def _warn_of_later(self, step: int, left_behind: Mapping[int, str]) -> None:
+        """Warn of the saves that the job leaves behind by this one, and once of one that a restart would load."""
+        if left_behind:
             _log.warning(
                 "%s: step %d is saved after going back to an earlier one: the saves of steps %s, which the job has "
                 "left behind, count as the oldest, for loads and for what is kept",
                 self._shown,
                 step,
-                steps_text(self._superseded),
+                steps_text(left_behind),
             )
+        if max(self._known or ()) <= step:
             return
+        newest = newest_step(read_saves(self.path))
+        if newest is None or newest <= step or newest == self._warned_of or newest not in (self._known or ()):
+            return
+        self._warned_of = newest
         _log.warning(
             "%s: step %d is saved, but a load without a step takes the newest save, that of step %d: if this job began "
-            "anew, delete() the saves of the one before",
+            "anew, or went back by another Checkpoints, delete() the saves that come after its first step",
             self._shown,
             step,
             newest,
@@ -197,7 +238,19 @@ class SavesDirectory:
             self._known = set(saves)
         if is_remote(self.path):
             watch_claims(self.path, without=saves)
-        return self._step_of(saves, wanted, missing_ok=missing_ok)
+        step = self._step_of(saves, wanted, missing_ok=missing_ok)
+        if step is not None:
+            self._chosen = _Chosen.of(step, saves)
+        return step
+
+    def note_copy(self, step: int) -> None:
+        """Note that the copy in memory of this step is to be loaded."""
+        self._chosen = _Chosen.of(step, read_saves(self.path))
+
+    def note_loaded(self) -> None:
+        """Note that the save that was chosen last has been loaded."""
+        self._later = self._chosen.later
+        self._superseded.update(self._chosen.superseded)
 
     def _step_of(
         self, saves: Mapping[int, SaveManifest | StateExchangeError], wanted: int | None, *, missing_ok: bool
@@ -213,11 +266,6 @@ class SavesDirectory:
         if not missing_ok:
             raise NotFoundError("there is no save here yet", path=self.path)
         return None
-
-    def note_loaded(self, step: int) -> None:
-        """Record that the job goes on from the save of `step`: it leaves those of later steps behind."""
-        later = read_saves(self.path, without=range(step + 1))
-        self._superseded = {other: one.save for other, one in later.items() if isinstance(one, SaveManifest)}
 
     def advice(self, newest: int) -> str:
         """Return what to do about a newest save that is broken, for its error."""

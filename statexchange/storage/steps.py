@@ -8,9 +8,10 @@ manifest; one with a claim and without a manifest is unfinished, or is being rem
 identify this directory of saves: a copy in memory belongs to the directory whose digits it has. So a directory that was
 removed and made again, under the same path and perhaps with the same inode number, gets no copy of the old one's saves.
 
-A job that goes back to an earlier step, by a load of it, leaves the saves of later steps behind. Each save that it then
-makes names their ids as superseded. They are whole, but count as older than all others: by steps alone, the next start
-would load one of them, and the saves that the job makes from then on would be the first to be removed.
+A job that loads an earlier step, and then saves one that is not beyond all later saves, leaves these behind. Each save
+that it makes from then on, over restarts, names their ids as superseded. They are whole, but count as older than all
+others: by steps alone, the next start would load one of them, and the saves that the job makes would be the first to
+be removed. A load alone says nothing, as a job may look at an earlier save and go on from its newest one.
 """
 
 from __future__ import annotations

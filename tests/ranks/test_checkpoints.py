@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -220,6 +221,72 @@ def test_a_restart_goes_on_from_the_line_that_went_back(tmp_path: Path) -> None:
         assert report.step == step - 2
         save_steps(saves, step)
     assert saves.steps() == [12, 14, 16]
+
+
+def test_a_look_at_an_earlier_save_leaves_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As an evaluation of the best save does: the job goes on from its newest save, and saves beyond it."""
+    saves = sx.Checkpoints(tmp_path, keep=2)
+    save_steps(saves, 10, 20, 30)
+    saves.load(state_of(0), step=20)
+    save_steps(saves, 40)
+    assert (saves.steps(), saves.latest()) == ([30, 40], 40)
+    assert "left behind" not in caplog.text
+    # Nor does a look at one that was left behind take it back.
+    saves = sx.Checkpoints(tmp_path, keep=None)
+    saves.load(state_of(0), step=30)
+    save_steps(saves, 35)
+    saves.load(state_of(0), step=40)
+    save_steps(saves, 36)
+    assert (saves.steps(), sx.Checkpoints(tmp_path).latest()) == ([30, 35, 36, 40], 36)
+    for path in tmp_path.glob("step-00000003[05]"):
+        shutil.rmtree(path)
+    assert saves.latest() == 36
+
+
+def test_a_step_that_was_left_behind_is_saved_again_by_overwrite(tmp_path: Path) -> None:
+    save_steps(sx.Checkpoints(tmp_path), 10, 20)
+    saves = sx.Checkpoints(tmp_path)
+    saves.load(state_of(0), step=10)
+    with pytest.raises(sx.errors.TargetExistsError, match="went back before it") as caught:
+        save_steps(saves, 20)
+    assert "overwrite=True" in str(caught.value)
+
+
+def walks(seed: int, path: Path) -> None:
+    """Save, restart, go back and look at saves at random; `line` are the saves that the job's state went through."""
+    random = Random(seed)
+    keep = random.choice([1, 2, 3, None])
+    saves, line = sx.Checkpoints(path, keep=keep), [0]
+    save_steps(saves, 0)
+    for _ in range(25):
+        there = {*saves.steps()}
+        what = random.choices(["save", "back", "look", "restart"], [6, 2, 3, 2])[0]
+        kept = {*(line if keep is None else line[-keep:])} & there
+        if what == "save":
+            line.append(line[-1] + random.randint(1, 3))
+            save_steps(saves, line[-1], overwrite=True)
+            kept = {*(line if keep is None else line[-keep:])} & {*there, line[-1]}
+        elif what == "look":
+            saves.load(state_of(0), step=random.choice(sorted(there)))
+        elif what == "restart":
+            saves = sx.Checkpoints(path, keep=keep)
+            report = saves.load(state_of(0))
+            assert report is not None
+            assert report.step == line[-1]
+        elif len({*line} & there) > 1:
+            at = random.choice([number for number, step in enumerate(line[:-1]) if step in there])
+            saves.load(state_of(0), step=line[at])
+            step = random.randint(line[at] + 1, line[-1])
+            line = [*line[: at + 1], step]
+            save_steps(saves, step, overwrite=True)
+            kept = {*(line if keep is None else line[-keep:])} & {*there, step}
+        assert kept <= {*saves.steps()}
+        assert saves.latest() == line[-1]
+
+
+@pytest.mark.parametrize("seed", [*range(6), *map(slow, range(6, 60))])
+def test_a_job_goes_on_from_its_own_line_of_saves_and_keeps_it(seed: int, tmp_path: Path) -> None:
+    walks(seed, tmp_path)
 
 
 def test_prune_counts_saves_that_were_left_behind_as_the_oldest(tmp_path: Path) -> None:

@@ -378,6 +378,14 @@ def goes_back(path: str, step: int, to: int, memory: bool) -> None:
     checkpoints.close()
 
 
+def goes_on(path: str, step: int) -> None:
+    """Load the newest save, and save another one over that of this step."""
+    checkpoints = sx.Checkpoints(path, keep=1, layout=LAYOUT)
+    checkpoints.load({"w": rows_of(0.0), "step": -1})
+    checkpoints.save({"w": rows_of(100.0 * step), "step": step}, step, overwrite=True)
+    checkpoints.close()
+
+
 @pytest.mark.parametrize("memory", [False, True])
 def test_the_copy_of_a_save_that_the_job_left_behind_is_not_loaded(memory: bool, saves: Path) -> None:
     run_ranks(save, 1, args=(str(saves), 5, 9))
@@ -385,6 +393,10 @@ def test_the_copy_of_a_save_that_the_job_left_behind_is_not_loaded(memory: bool,
     run_ranks(goes_back, 1, args=(str(saves), 5, 6, memory))
     assert load_alone(saves) == [6, "memory" if memory else "disk", True]
     assert load_alone(saves, 9) == [9, "disk" if memory else "memory", True]
+    # Not even when the disk has neither that save any more nor the one that went back.
+    for step in (7, 8, 9):
+        run_ranks(goes_on, 1, args=(str(saves), step))
+    assert load_alone(saves) == [9, "disk", True]
 
 
 # What jobs leave behind
