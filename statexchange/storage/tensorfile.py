@@ -847,7 +847,7 @@ class SaveManifest:
             raise ValueError("its step is not a number")
         if not isinstance(self.index, str):
             raise ValueError("its index is not a text")
-        if not all(isinstance(other, str) and _SAVE.fullmatch(other) for other in self.superseded):
+        if not all(map(_SAVE.fullmatch, self.superseded)):
             raise ValueError("it does not name the saves that it supersedes")
         # The number of ranks bounds the work of a reader, before anything is made for each.
         are_sizes = 0 < len(self.nbytes) <= _MAX_RANKS and {*map(type, self.nbytes)} == {int}
