@@ -225,7 +225,7 @@ def _summarize_saves(output: Output, path: str) -> int:
     for text in report.warnings:
         output.warning(text)
     broken = {row.step: row.state for row in report.saves if row.problems}
-    newest = report.saves[-1] if report.saves else None
+    newest = report.newest
     fields = [("kind", "saves"), ("path", report.path)]
     if newest is None:
         fields.append(("saves", "0"))
@@ -250,8 +250,8 @@ def _listed(states: Mapping[int, str]) -> str:
 
 def _saves_record(report: SavesReport) -> Row:
     newest = None
-    if report.saves:
-        newest = fields_of(report.saves[-1])
+    if report.newest is not None:
+        newest = fields_of(report.newest)
         del newest["problems"]  # those of all saves are listed
     return {
         "kind": "saves",

@@ -154,4 +154,5 @@ def _save_cells(output: Output, row: SaveRow) -> tuple[str, ...]:
     created = "-" if row.created is None else format_time(row.created)
     metrics = ", ".join(f"{name} {value:g}" for name, value in row.metrics.items())
     size = output.size(row.nbytes)
-    return str(row.step), created, size, str(row.world_size or "-"), metrics or "-", row.state
+    state = f"{row.state}, superseded" if row.is_superseded else row.state
+    return str(row.step), created, size, str(row.world_size or "-"), metrics or "-", state

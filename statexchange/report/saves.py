@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from statexchange.errors import StateExchangeError, without_secrets
 from statexchange.storage.save_check import check_saves
-from statexchange.storage.steps import saves_path, unfinished_steps
+from statexchange.storage.steps import newest_step, saves_path, superseded_saves, unfinished_steps
 
 if TYPE_CHECKING:
     from statexchange.storage.publish.build import UnfinishedBuild
@@ -33,6 +33,7 @@ class SaveRow:
         metrics: numbers that the job gave with it.
         state: "whole", or in a few words what is wrong.
         problems: an error for each thing that is missing or broken.
+        is_superseded: whether another save supersedes it, since the job went back to an earlier step.
     """
 
     step: int
@@ -44,6 +45,7 @@ class SaveRow:
     metrics: Mapping[str, float]
     state: str
     problems: tuple[StateExchangeError, ...]
+    is_superseded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +69,18 @@ class UnfinishedRow:
 
 @dataclass(frozen=True, slots=True)
 class SavesReport:
-    """The saves of a directory, oldest first, and the unfinished ones.
+    """The saves of a directory by step, and the unfinished ones.
 
     Attributes:
         path: the directory, as it was given.
         saves: a row for each save.
+        newest: that of the save that a load takes; None without a save.
         unfinished: a row for each unfinished save or removal; these are not problems.
     """
 
     path: str
     saves: tuple[SaveRow, ...]
+    newest: SaveRow | None
     unfinished: tuple[UnfinishedRow, ...]
 
     @property
@@ -127,18 +131,25 @@ def list_saves(path: str | os.PathLike[str]) -> SavesReport:
         (20, 1, {'loss': 0.05}, 'whole')
     """
     root = saves_path(path)
+    checks = check_saves(root)
+    manifests = {check.step: check.manifest or check.problems[0] for check in checks}
+    superseded, newest_of_line = superseded_saves(manifests), newest_step(manifests)
     rows = []
-    for check in check_saves(root):
+    newest: SaveRow | None = None
+    for check in checks:
         manifest = check.manifest
         facts: tuple[float | None, int | None, int | None, str | None, Mapping[str, float]] = None, None, None, None, {}
         if manifest is not None:
             facts = manifest.created, check.nbytes, manifest.world_size, manifest.job, manifest.metrics
-        rows.append(SaveRow(check.step, check.path, *facts, check.state, check.problems))
+        is_superseded = manifest is not None and manifest.save in superseded
+        rows.append(SaveRow(check.step, check.path, *facts, check.state, check.problems, is_superseded))
+        if check.step == newest_of_line:
+            newest = rows[-1]
     unfinished: list[UnfinishedRow] = []
     for step, builds in sorted(unfinished_steps(root).items()):
         for build in builds:
             unfinished.append(UnfinishedRow(step, build.paths, build.nbytes, build.state, _unfinished_state(build)))
-    return SavesReport(without_secrets(os.fspath(path)), tuple(rows), tuple(unfinished))
+    return SavesReport(without_secrets(os.fspath(path)), tuple(rows), newest, tuple(unfinished))
 
 
 def _unfinished_state(build: UnfinishedBuild) -> str:

@@ -217,6 +217,7 @@ def test_ls_in_json_has_every_field_of_a_save(saved: Path, call: CommandLine) ->
         "job": found["job"],
         "metrics": {"loss": "nan"},
         "state": "whole",
+        "is_superseded": False,
         "is_finished": True,
         "code": "OK",
         "problems": [],
@@ -224,6 +225,23 @@ def test_ls_in_json_has_every_field_of_a_save(saved: Path, call: CommandLine) ->
     code, out, _ = call("ls", saved, "--format", "jsonl")
     lines = [json.loads(line) for line in out.splitlines()]
     assert [line["type"] for line in lines] == ["save"] * 4 + ["summary"]
+
+
+def test_saves_that_a_job_left_behind_are_shown_and_are_not_the_newest(saved: Path, call: CommandLine) -> None:
+    saves = sx.Checkpoints(saved, keep=None)
+    saves.load({"w": np.zeros((4, 4), np.float32)}, step=200, strict=False)
+    saves.save({"w": np.zeros(2)}, 250)
+    _, out, _ = call("ls", saved)
+    states = {line.split("\t")[0]: line.split("\t")[5] for line in out.splitlines()[1:]}
+    assert states == {
+        "100": "whole",
+        "200": "whole",
+        "250": "whole",
+        "300": "whole, superseded",
+        "400": "whole, superseded",
+    }
+    _, envelope = call.json("info", saved)
+    assert (envelope["data"]["newest"]["step"], saves.latest()) == (250, 250)
 
 
 def test_ls_of_a_save_without_metrics_has_a_dash(saved: Path, call: CommandLine) -> None:
