@@ -86,7 +86,7 @@ class SavesDirectory:
         self._checked: set[tuple[str | int, ...]] = set()  # versions of files that `check_saves` need not read
         self._begun: dict[int, str] = {}  # by step, the job of a save that has not ended, or has failed
         self._chosen = _Chosen()  # of the save that is being loaded
-        self._later: Mapping[int, str] = {}  # by step, the ids of the saves after the one that was loaded last
+        self._later: dict[int, str] = {}  # by step, the ids of the saves after the one that was loaded last
         self._superseded: set[str] = set()  # ids of saves that this job, or the save that it loaded, left behind
 
     @property
@@ -249,7 +249,7 @@ class SavesDirectory:
 
     def note_loaded(self) -> None:
         """Note that the save that was chosen last has been loaded."""
-        self._later = self._chosen.later
+        self._later = dict(self._chosen.later)
         self._superseded.update(self._chosen.superseded)
 
     def _step_of(
@@ -311,6 +311,7 @@ class SavesDirectory:
         """Record that a save is gone."""
         if self._known is not None:
             self._known.discard(step)
+        self._later.pop(step, None)
 
 
 def _metric(name: str, value: SupportsFloat) -> float:
