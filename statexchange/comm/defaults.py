@@ -320,7 +320,7 @@ def as_communicator(comm: CommLike | None = None) -> Communicator:
         NotInitializedError: there is no default, but a launcher has started several ranks.
         InvalidArgumentError: `comm` is none of these.
         ForkedError: this process was forked from a rank, to which the communicator belongs.
-        StateExchangeError: it has been closed, or the error with which it has failed.
+        StateExchangeError: the error with which it has failed; a NotInitializedError if it has been closed.
 
     Example:
         >>> from statexchange.comm.defaults import as_communicator
@@ -332,7 +332,7 @@ def as_communicator(comm: CommLike | None = None) -> Communicator:
         statexchange.errors.InvalidArgumentError: ...
     """
     communicator = _resolved(comm)
-    # Here, too, as a job of one rank makes no call that would find it.
+    # A call of a job of one rank may communicate nothing, and would not find it.
     if communicator.is_closed:
         communicator.raise_if_closed()
     return communicator
@@ -419,15 +419,17 @@ def is_initialized() -> bool:
 
 
 def get_communicator() -> Communicator:
-    """Return the default communicator, as `comm=None` means it.
+    """Return the default communicator.
 
-    Collective where torch's default group is adopted for it; else not collective.
+    Collective where torch's default group is adopted for it; else not collective. It may be closed, or have failed: a
+    call with ``comm=None`` then raises.
 
     Returns:
         The communicator, the same each time.
 
     Raises:
         NotInitializedError: there is none, but a launcher has started several ranks.
+        ForkedError: this process was forked from a rank, to which the communicator belongs.
 
     Example:
         >>> comm = sx.init("single")
@@ -435,7 +437,7 @@ def get_communicator() -> Communicator:
         True
     """
     communicator = _resolved(None)
-    if communicator.is_inherited:  # a closed one is returned: a caller may ask why it is closed
+    if communicator.is_inherited:
         communicator.raise_if_closed()
     return communicator
 

@@ -289,8 +289,8 @@ class Checkpoints:
 
         Args:
             state: as for `load_checkpoint`.
-            step: the step to load; by default the newest. After an earlier one, a save that is not beyond all later
-                ones supersedes these: the job has gone back, and they count as the oldest.
+            step: the step to load; by default the newest. If the next save is not beyond all saves of later steps,
+                the job has gone back: these are superseded, and count as the oldest.
             missing_ok: return None if there is no save yet; else that is a NotFoundError.
             options: `strict`, `include`, `exclude`, `rename`, `dtype`, `replicas` and `on_progress` of
                 `load_checkpoint`.
@@ -341,7 +341,7 @@ class Checkpoints:
     # The directory
 
     def steps(self) -> list[int]:
-        """Return the steps of all whole saves, oldest first.
+        """Return the steps of all saves, in ascending order.
 
         Not collective: another rank that asks later may see more or fewer. So ranks must not loop over them and make
         collective calls, such as `load`: let one rank ask, and send its answer to the others.
@@ -361,7 +361,7 @@ class Checkpoints:
         return self._saves.steps()
 
     def latest(self) -> int | None:
-        """Return the step of the newest save; None without one.
+        """Return the step of the newest save that is not superseded; None without one.
 
         Not collective: ranks may get different answers, as from `steps`. `load` without a step takes the newest save
         that rank 0 sees, on all ranks.

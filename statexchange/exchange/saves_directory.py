@@ -41,10 +41,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """What is known of a save before it is loaded.
+    """The saves that the next save may supersede, noted before a load.
 
-    `later` has the ids of the saves of later steps, by step, without those that are superseded; and `superseded` the
-    ids of those that this save supersedes.
+    Attributes:
+        later: the ids of the saves of later steps, by step, without those that are superseded already.
+        superseded: the ids that this save supersedes, and those of later steps that any save supersedes.
     """
 
     later: Mapping[int, str] = field(default_factory=dict)
@@ -54,12 +55,15 @@ class _Chosen:
     def of(cls, step: int, saves: Mapping[int, SaveManifest | StateExchangeError]) -> _Chosen:
         """Return it for the save of `step` among all saves."""
         manifests = {other: one for other, one in saves.items() if isinstance(one, SaveManifest)}
-        superseded = superseded_saves(saves)
+        all_superseded = superseded_saves(saves)
         later = {}
+        superseded = set(manifests[step].superseded if step in manifests else ())
         for other, manifest in manifests.items():
-            if other > step and manifest.save not in superseded:
+            if other > step and manifest.save in all_superseded:
+                superseded.add(manifest.save)  # the save that records it may be removed before it
+            elif other > step:
                 later[other] = manifest.save
-        return cls(later, manifests[step].superseded if step in manifests else ())
+        return cls(later, sorted(superseded))
 
 
 class SavesDirectory:
@@ -86,7 +90,7 @@ class SavesDirectory:
         self._checked: set[tuple[str | int, ...]] = set()  # versions of files that `check_saves` need not read
         self._begun: dict[int, str] = {}  # by step, the job of a save that has not ended, or has failed
         self._chosen = _Chosen()  # of the save that is being loaded
-        self._later: dict[int, str] = {}  # by step, the ids of the saves after the one that was loaded last
+        self._later: dict[int, str] = {}  # by step, the ids of the saves after that of the last load, as they were then
         self._superseded: set[str] = set()  # ids of saves that this job, or the save that it loaded, left behind
 
     @property
@@ -137,22 +141,24 @@ class SavesDirectory:
                     self._foreign.add(other)
                     self._warn_of_other_job(other, manifest)
             if step in saves and not overwrite:
-                advice = "load the newest save before training, "
+                advice = f"load the newest save before training, delete({step}), or replace it by overwrite=True"
                 present = saves[step]
                 if isinstance(present, SaveManifest) and present.save in {*self._later.values(), *self._superseded}:
-                    advice = "if the job went back before it, pass overwrite=True; else "
-                text = f"step {step} is saved already: {advice}delete({step}), or replace it by overwrite=True"
-                raise TargetExistsError(text, path=self.path_of(step))
+                    advice = (
+                        "if the job has gone back to an earlier step, replace it by overwrite=True; if not, load the "
+                        "newest save before training"
+                    )
+                raise TargetExistsError(f"step {step} is saved already: {advice}", path=self.path_of(step))
         self._begun[step] = job
 
     def newest(self) -> str:
-        """Return the path of the newest save that was there at first, or that this job made; "" without one."""
+        """Return the path of the highest step that was there at first, or that this job saved; "" without one."""
         return self.path_of(max(self._known)) if self._known else ""
 
     def _goes_back(self, step: int) -> bool:
-        """Whether the job has gone back, if it now saves this step.
+        """Whether a save of this step means that the job has gone back.
 
-        After a look at an earlier save alone it saves beyond the later ones.
+        A job that has only looked at an earlier save goes on beyond the later ones.
         """
         return step <= max(self._later, default=-1)
 
@@ -170,7 +176,7 @@ class SavesDirectory:
         if self._goes_back(step):
             self._later, left_behind = {}, self._later
             self._superseded.update(left_behind.values())
-        self._warn_of_later(step, left_behind)
+        self._warn_of_later(step, left_behind, self._known)
         self._remove_obsolete(step, self._known)
 
     def _warn_of_other_job(self, step: int, manifest: SaveManifest | StateExchangeError) -> None:
@@ -183,8 +189,8 @@ class SavesDirectory:
             job,
         )
 
-    def _warn_of_later(self, step: int, left_behind: Mapping[int, str]) -> None:
-        """Warn of the saves that the job leaves behind by this one, and once of one that a restart would load."""
+    def _warn_of_later(self, step: int, left_behind: Mapping[int, str], known: set[int]) -> None:
+        """Warn of the saves that this one supersedes, and once of a later save that a restart would load."""
         if left_behind:
             _log.warning(
                 "%s: step %d is saved after going back to an earlier one: the saves of steps %s, which the job has "
@@ -193,15 +199,15 @@ class SavesDirectory:
                 step,
                 steps_text(left_behind),
             )
-        if max(self._known or ()) <= step:
+        if max(known) <= step:
             return
         newest = newest_step(read_saves(self.path))
-        if newest is None or newest <= step or newest == self._warned_of or newest not in (self._known or ()):
+        if newest is None or newest <= step or newest == self._warned_of or newest not in known:
             return
         self._warned_of = newest
         _log.warning(
-            "%s: step %d is saved, but a load without a step takes the newest save, that of step %d: if this job began "
-            "anew, or went back by another Checkpoints, delete() the saves that come after its first step",
+            "%s: step %d is saved, but a load without a step takes the newest save, that of step %d: delete() the "
+            "later saves if they are broken, or if this job began anew or went back by another Checkpoints",
             self._shown,
             step,
             newest,
@@ -270,7 +276,9 @@ class SavesDirectory:
     def advice(self, newest: int) -> str:
         """Return what to do about a newest save that is broken, for its error."""
         checks = check_saves(self.path)
-        older = [step for step in whole_saves(checks) if step < newest]
+        whole = whole_saves(checks)
+        superseded = superseded_saves({check.step: check.manifest for check in checks if check.manifest is not None})
+        older = [step for step, manifest in whole.items() if step < newest and manifest.save not in superseded]
         # `delete` removes only files that a manifest lists.
         has_manifest = any(check.step == newest and check.manifest is not None for check in checks)
         leave = f"delete({newest}) removes this one" if has_manifest else "move this step's directory elsewhere"
@@ -284,7 +292,7 @@ class SavesDirectory:
     # Questions of the user
 
     def steps(self) -> list[int]:
-        """Return the steps of all whole saves, oldest first."""
+        """Return the steps of all saves, in ascending order."""
         return list(read_saves(self.path))
 
     def latest(self) -> int | None:

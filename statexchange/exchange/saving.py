@@ -131,7 +131,7 @@ class _Start:
         selection: `include` and `exclude` as text.
         is_empty: whether that selects nothing of its state.
         unmatched: the patterns of `include` that match nothing of its state.
-        unused: those of `exclude`.
+        unused: the patterns of `exclude` that match nothing of its state.
     """
 
     name: str
@@ -234,7 +234,7 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
 
 
 def notes_on_selection(starts: Sequence[_Start]) -> tuple[str, ...]:
-    """Return a note on each pattern of `exclude` that leaves out nothing on any rank."""
+    """Return a note on each pattern of `exclude` that matches nothing on any rank."""
     unused = set.intersection(*(set(start.unused) for start in starts))
     return tuple(f"exclude pattern {pattern!r} matches nothing in the state" for pattern in sorted(unused))
 

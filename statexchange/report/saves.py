@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from statexchange.errors import StateExchangeError, without_secrets
 from statexchange.storage.save_check import check_saves
-from statexchange.storage.steps import newest_step, saves_path, superseded_saves, unfinished_steps
+from statexchange.storage.steps import newest_step, read_saves, saves_path, superseded_saves, unfinished_steps
 
 if TYPE_CHECKING:
     from statexchange.storage.publish.build import UnfinishedBuild
@@ -74,7 +74,7 @@ class SavesReport:
     Attributes:
         path: the directory, as it was given.
         saves: a row for each save.
-        newest: that of the save that a load takes; None without a save.
+        newest: the row of the save that a load without a step takes; None without a save.
         unfinished: a row for each unfinished save or removal; these are not problems.
     """
 
@@ -132,8 +132,8 @@ def list_saves(path: str | os.PathLike[str]) -> SavesReport:
     """
     root = saves_path(path)
     checks = check_saves(root)
-    manifests = {check.step: check.manifest or check.problems[0] for check in checks}
-    superseded, newest_of_line = superseded_saves(manifests), newest_step(manifests)
+    manifests = read_saves(root)  # as a load sees them
+    superseded, step_of_load = superseded_saves(manifests), newest_step(manifests)
     rows = []
     newest: SaveRow | None = None
     for check in checks:
@@ -143,7 +143,7 @@ def list_saves(path: str | os.PathLike[str]) -> SavesReport:
             facts = manifest.created, check.nbytes, manifest.world_size, manifest.job, manifest.metrics
         is_superseded = manifest is not None and manifest.save in superseded
         rows.append(SaveRow(check.step, check.path, *facts, check.state, check.problems, is_superseded))
-        if check.step == newest_of_line:
+        if check.step == step_of_load:
             newest = rows[-1]
     unfinished: list[UnfinishedRow] = []
     for step, builds in sorted(unfinished_steps(root).items()):

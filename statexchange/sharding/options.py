@@ -372,7 +372,7 @@ class Selection(Options):
             if text is None or option.name in self.differing:
                 continue
             value = getattr(self, option.name)
-            # Not of a function, whose class may compare in its own way.
+            # A callable is never compared: its class may define __eq__.
             if callable(value) or value != getattr(defaults, option.name):
                 texts[option.name] = text(value)
         return {**texts, **mesh_option(self.layout)}

@@ -36,7 +36,7 @@ class Selection:
         tree: the tree, in which a list has an empty mapping for an item that is left out.
         left_out: the paths of what is left out; "" if that is all.
         unmatched: the patterns of `include` that match no name.
-        unused: the patterns of `exclude` that match no name, or only what another one leaves out.
+        unused: the patterns of `exclude` that match no name, without those that begin with a path that is left out.
     """
 
     tree: Leaf
@@ -60,8 +60,8 @@ def select(tree: Leaf, units: Mapping[str, Kind], options: LoadOptions) -> Selec
         raise UnsupportedError(text, name=min(alike))
     if selected is _LEFT_OUT:
         selected = {}
-    # Of what is left out as a whole no names inside are asked for: a pattern for these is not known to be wrong.
-    whole = tuple(joined(path, "") for path in selecting.left_out)
+    # The names inside an optimizer that is left out are not collected: a pattern for one of them may be right.
+    whole = tuple(joined(path, "") for path in selecting.left_out if path)
     unused = [pattern for pattern in unmatched(options.exclude, selecting.names) if not pattern.startswith(whole)]
     return Selection(selected, selecting.left_out, unmatched(options.include, selecting.names), unused)
 

@@ -11,7 +11,7 @@ removed and made again, under the same path and perhaps with the same inode numb
 A job that loads an earlier step, and then saves one that is not beyond all later saves, leaves these behind. Each save
 that it makes from then on, over restarts, names their ids as superseded. They are whole, but count as older than all
 others: by steps alone, the next start would load one of them, and the saves that the job makes would be the first to
-be removed. A load alone says nothing, as a job may look at an earlier save and go on from its newest one.
+be removed. A load alone supersedes nothing, as a job may look at an earlier save and go on from its newest one.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ class Retention:
             raise InvalidArgumentError(text)
 
     def obsolete(self, saves: Mapping[int, SaveManifest]) -> list[int]:
-        """Return the steps of the saves that do not stay, oldest first."""
+        """Return the steps of the saves that do not stay, in ascending order."""
         kept = self.reasons(saves)
         return [step for step in sorted(saves) if step not in kept]
 
     def reasons(self, saves: Mapping[int, SaveManifest]) -> dict[int, str]:
-        """Return why each save that stays does, by step."""
+        """Return the reasons to keep each save that stays, by step."""
         steps = sorted(saves)
         superseded = superseded_saves(saves)
         by_age = sorted(steps, key=lambda step: (saves[step].save not in superseded, step))
@@ -143,7 +143,7 @@ class Retention:
         return found
 
     def best_step(self, saves: Mapping[int, SaveManifest]) -> int | None:
-        """Return the step of the best save, of several equal ones the newest; None if no save has the metric."""
+        """Return the step of the best save, of several equal ones the highest; None if no save has the metric."""
         if self.best is None:
             return None
         name, direction = self.best
@@ -163,7 +163,7 @@ def superseded_saves(saves: Mapping[int, SaveManifest | StateExchangeError]) -> 
 
 
 def newest_step(saves: Mapping[int, SaveManifest | StateExchangeError]) -> int | None:
-    """Return the step of the newest save, broken ones included and superseded ones not; None without one."""
+    """Return the highest step whose save is not superseded, broken saves included; None without a save."""
     superseded = superseded_saves(saves)
     current = []
     for step, manifest in saves.items():
