@@ -10,6 +10,8 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import publishing
@@ -83,6 +85,12 @@ def place(tmp_path: Path) -> Path:
     """Return a directory that holds only the target, so that a test sees what lies beside it."""
     (tmp_path / "place").mkdir()
     return tmp_path / "place"
+
+
+@pytest.fixture
+def memory_place() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 def test_publishing_and_overwriting_leave_only_the_target(place: Path) -> None:
@@ -298,6 +306,22 @@ with open_build(sys.argv[1], "0" * 32, ["first", "second", "last"], check=None) 
     command = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-c", program, str(place / "out")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == "first\nlast\nsecond\n", done.stderr
+
+
+def test_threads_create_files_on_tmpfs_at_once(memory_place: Path) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    names = [f"file{number}" for number in range(100)]
+    try:
+        with open_build(str(memory_place / "out"), "0" * 32, [*names, "last"], check=None) as opened:
+            with ThreadPoolExecutor(8) as pool:
+                for file in pool.map(lambda name: opened.create(name, 8, b""), names):
+                    file.write(bytes(8), 0)
+                    file.finish()
+            opened.commit("last", b"{}")
+    finally:
+        sys.setswitchinterval(interval)
+    assert sorted(os.listdir(memory_place / "out")) == sorted([*names, "last"])
 
 
 A, B = "a" * 16, "b" * 16

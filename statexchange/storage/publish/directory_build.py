@@ -587,7 +587,7 @@ class DirectoryBuild(Build):
     def _unwritten_nbytes(self) -> int:
         """Return the bytes that unreserved files will still take: what is written of them is no longer free."""
         unwritten = 0
-        for name, nbytes in self._unreserved.items():
+        for name, nbytes in list(self._unreserved.items()):  # a copy, as other threads create files meanwhile
             attributes = files.stat_of(name, self._dir_fd, os.path.join(self.building_path, name))
             num_blocks = 0 if attributes is None else attributes.st_blocks
             unwritten += max(0, nbytes - 512 * num_blocks)  # st_blocks counts 512 bytes, whatever the file system
