@@ -394,7 +394,7 @@ def is_dtensor(value: object) -> bool:
 
 def is_sharded(tensor: Any) -> bool:
     """Whether this is a DTensor that a placement divides; of torch's placements, only those that do have a `dim`."""
-    if not hasattr(tensor, "placements") or not is_dtensor(tensor):  # the first alone tells of nearly all, uncalled
+    if not hasattr(tensor, "placements") or not is_dtensor(tensor):  # the attribute first: most have none
         return False
     return any(hasattr(placement, "dim") for placement in tensor.placements)
 

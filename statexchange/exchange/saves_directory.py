@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, SupportsFloat
 
@@ -49,7 +49,7 @@ class _Chosen:
     """
 
     later: Mapping[int, str] = field(default_factory=dict)
-    superseded: Sequence[str] = ()
+    superseded: Collection[str] = ()
 
     @classmethod
     def of(cls, step: int, saves: Mapping[int, SaveManifest | StateExchangeError]) -> _Chosen:
@@ -63,7 +63,7 @@ class _Chosen:
                 superseded.add(manifest.save)  # the save that records it may be removed before it
             elif other > step:
                 later[other] = manifest.save
-        return cls(later, sorted(superseded))
+        return cls(later, superseded)
 
 
 class SavesDirectory:
@@ -296,7 +296,7 @@ class SavesDirectory:
         return list(read_saves(self.path))
 
     def latest(self) -> int | None:
-        """Return the step of the newest save; None without one."""
+        """Return the step of the newest save that is not superseded; None without one."""
         return newest_step(read_saves(self.path))
 
     def best(self) -> int | None:

@@ -224,7 +224,7 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
             )
             raise InvalidArgumentError(text, rank=rank, path=request.path)
     # A pattern may be for the tensors of one pipeline stage: it must match on some rank.
-    unmatched = set.intersection(*(set(start.unmatched) for start in starts))
+    unmatched = _of_all_ranks([start.unmatched for start in starts])
     if unmatched:
         text = f"include pattern {min(unmatched)!r} matches nothing in the state"
         raise InvalidArgumentError(text, path=request.path)
@@ -235,8 +235,13 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
 
 def notes_on_selection(starts: Sequence[_Start]) -> tuple[str, ...]:
     """Return a note on each pattern of `exclude` that matches nothing on any rank."""
-    unused = set.intersection(*(set(start.unused) for start in starts))
+    unused = _of_all_ranks([start.unused for start in starts])
     return tuple(f"exclude pattern {pattern!r} matches nothing in the state" for pattern in sorted(unused))
+
+
+def _of_all_ranks(patterns: Sequence[Sequence[str]]) -> set[str]:
+    """Return the patterns that are among those of every rank."""
+    return set.intersection(*map(set, patterns))
 
 
 def expect_frozen_files(

@@ -60,7 +60,7 @@ from statexchange.storage.location import (
     seal,
     unseal,
 )
-from statexchange.storage.store import Store
+from statexchange.storage.store import Store, StoredFile
 from statexchange.storage.tensorfile import SCHEMA, RankFile, ShardData, write_tensor_file
 
 if TYPE_CHECKING:
@@ -240,15 +240,17 @@ class WorkspaceView:
 
     def modified(self, name: RankName) -> float | None:
         """Return when a rank's file was written, by the clock of the file server; None if it cannot be opened."""
-        try:
-            return self._round(name.run, name.round).open(name.file).modified
-        except StateExchangeError:
-            return None
+        file = self._stored(name)
+        return None if file is None else file.modified
 
     def size_of(self, name: RankName) -> int | None:
         """Return the size of a rank's file, whose content is not checked; None if it cannot be opened."""
+        file = self._stored(name)
+        return None if file is None else file.size
+
+    def _stored(self, name: RankName) -> StoredFile | None:
         try:
-            return self._round(name.run, name.round).open(name.file).size
+            return self._round(name.run, name.round).open(name.file)
         except StateExchangeError:
             return None
 

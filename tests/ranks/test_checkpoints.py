@@ -224,7 +224,7 @@ def test_a_restart_goes_on_from_the_line_that_went_back(tmp_path: Path) -> None:
 
 
 def test_a_job_may_go_back_again_after_a_restart(tmp_path: Path) -> None:
-    """What it left behind first stays so when the save that recorded it is removed."""
+    """The saves that it left behind first stay superseded when the save that recorded them is removed."""
     save_steps(sx.Checkpoints(tmp_path, keep=None), 10, 20, 30, 40)
     for step, expected in ((15, [10, 15, 40]), (12, [10, 12, 40])):
         saves = sx.Checkpoints(tmp_path, keep=3)
@@ -237,7 +237,7 @@ def test_a_job_may_go_back_again_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_look_at_an_earlier_save_leaves_nothing_behind(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As an evaluation of the best save does: the job goes on from its newest save, and saves beyond it."""
+    """A job that evaluates its best save goes on from its newest one, and saves beyond it."""
     saves = sx.Checkpoints(tmp_path, keep=2)
     save_steps(saves, 10, 20, 30)
     saves.load(state_of(0), step=20)
