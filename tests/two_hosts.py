@@ -274,8 +274,8 @@ class TwoHosts:
         self._hosts[host].run("sh", "-c", "rm -rf /dev/shm/* /dev/shm/.[!.]*")
 
     def memory_files(self, host: int) -> list[str]:
-        """Return the copies of saves in the /dev/shm of a host."""
-        find = "find /dev/shm -mindepth 3 -maxdepth 3"
+        """Return the copies of saves in the /dev/shm of a host, and what is under hidden names there."""
+        find = "find /dev/shm -mindepth 2 -maxdepth 2"
         command = self._hosts[host].inside("sh", "-c", find)
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout.split()
 

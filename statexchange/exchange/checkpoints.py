@@ -9,8 +9,8 @@ changed for 60 s; for this, rank 0 remembers the claims that it has seen.
 save is renamed before its first file is removed, and at a URL its manifest is removed first, so no reader opens a part
 of it. Directories that have files which no save lists are never removed.
 
-**Memory.** With `memory` the newest save also lies in the hosts' shared memory, from which a restarted job loads
-(memory_copy.py). Each save is on disk first, and the saves on disk decide what may be loaded.
+**Memory.** With `memory` the newest save also lies in the hosts' shared memory, where a restarted job reads it
+(memory_copy.py). Each save is on disk first, and the disk decides what is loaded.
 
 **Two jobs.** Rank 0 remembers which steps it found and saved. A step that it did not save and that was not there before
 comes from another job on the same directory, and is named in a warning. Such a step is never removed.
@@ -71,11 +71,10 @@ class Checkpoints:
         grace_s: seconds between the signal and the kill, for a warning if they are too few; None is 30 under torchrun,
             else unknown.
         memory: also keep a copy of the newest save in each host's shared memory, of the host's own ranks and of those
-            of one other host. A job that is started again on these hosts loads it from there, on any world size, if
-            all of it is there, is as new as the disk's and agrees with its digests. Without room for it there is no
-            copy, and one warning is given. It stays in /dev/shm after the end of the job, until `delete`, or until a
-            job with `memory` finds that it is older than the disk's newest save, that `path` is gone (if it is no URL),
-            or that it needs the room.
+            of one other host. A job that is started again on these hosts, on any world size, reads tensors there; the
+            disk decides which save is loaded, and has what is not there. Without room there is no copy, and one
+            warning is given. It stays in /dev/shm after the end of the job, until the next save or `delete`, or until a
+            job with `memory` finds that its save is gone (if that is at no URL), or that it needs the room.
         link: parameters that do not train (``requires_grad=False``) lie in files of their own, and a save makes a hard
             link of those of the last save if they have the bytes that it would write: saves then share these files, and
             a damaged one is damaged in each. S3 copies such files itself. At other URLs, and with `memory`, each
@@ -431,10 +430,12 @@ class Checkpoints:
             with comm.phase("removing the save"):
                 self._wait()
                 number = whole_number(step, "step")
-            was_in_memory = self._memory is not None and self._memory.drop(number, comm)
+            if self._memory is not None:
+                with comm.phase("removing the copy in memory"):
+                    self._memory.drop(self._saves.path_of(number), comm)
             with comm.phase("removing the save"):
                 if comm.rank == 0:
-                    self._saves.delete(number, was_in_memory=was_in_memory)
+                    self._saves.delete(number)
 
     def close(self) -> None:
         """Wait for a save in the background, raise its failure unless `result()` has, and restore signal handlers.

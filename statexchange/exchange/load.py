@@ -212,17 +212,18 @@ def _load(request: LoadRequest, comm: Communicator, pause: contextlib.ExitStack)
         # Last of the checks: a shape that differs says more than the names that differ because of it.
         if comm.world_size > 1 or plan.missing or plan.unexpected or plan.is_empty:
             compare_names(comm, request.state, plan, loaded)
-        if request.before_reading is not None:
-            request.before_reading(items)
-        readers = {}
-        if source.opened.store.is_remote:
-            # An object store is asked once per host; files are in the page cache after their first reader.
-            readers = assign_readers(items, comm)
-            # Clients of object stores leave garbage in cycles that holds the bytes of a request.
-            pause.close()
-        with comm.phase("reading", timeout_s=timeout_s):
-            _mark_targets(plan, items)
-            nbytes, overflows = read_all(items, readers, comm, request.call.on_progress)
+        from_source = contextlib.nullcontext((items, 0))
+        reading = from_source if request.reading is None else request.reading(source, items, comm)
+        with reading as (read, num_in_memory):
+            readers = {}
+            if source.opened.store.is_remote:
+                # An object store is asked once per host; files are in the page cache after their first reader.
+                readers = assign_readers(read, comm)
+                # Clients of object stores leave garbage in cycles that holds the bytes of a request.
+                pause.close()
+            with comm.phase("reading", timeout_s=timeout_s):
+                _mark_targets(plan, read)
+                nbytes, overflows = read_all(read, readers, comm, request.call.on_progress)
         # Once all ranks have read everything: where one cannot, no rank has another epoch or learning rate than before.
         with comm.phase("installing what was read", timeout_s=timeout_s):
             for install in plan.callbacks:
@@ -234,7 +235,8 @@ def _load(request: LoadRequest, comm: Communicator, pause: contextlib.ExitStack)
             notes += notes_on_overflows(comm, overflows)
     seconds = time.perf_counter() - request.began
     missing, unexpected = tuple(plan.missing), tuple(plan.unexpected)
-    return LoadReport(source.path, len(plan.targets), nbytes, missing, unexpected, seconds, source.step, notes)
+    names = missing, unexpected
+    return LoadReport(source.path, len(plan.targets), nbytes, *names, seconds, source.step, notes, num_in_memory)
 
 
 @contextlib.contextmanager

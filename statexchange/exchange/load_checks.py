@@ -68,7 +68,7 @@ class _OpenedSource:
         files = source.files
         if isinstance(files, ListedFiles):
             # The manifest names the id of each file, which is compared where the file is opened.
-            content.append(files.save)
+            content.append(source.save)
             files = ()
         for holder in files:
             # Two publications may have files of equal names and sizes. So ranks of one host also compare the files'

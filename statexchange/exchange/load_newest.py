@@ -1,12 +1,19 @@
-"""Load the newest save of a directory, or a wanted one: from the hosts' memory if it is there, else from the disk."""
+"""Load the newest save of a directory, or a wanted one, of which files may lie in the hosts' memory."""
 
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator, from_root
-from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplicaError, without_secrets
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    ReplicaError,
+    without_secrets,
+)
 from statexchange.exchange.load import load_now
 from statexchange.exchange.load_report import LoadReport, LoadRequest
 from statexchange.exchange.memory_copy import COPY_ERRORS, MemoryCopies
@@ -39,18 +46,21 @@ class SaveLoader:
         with self.comm.phase("looking for saves"):
             check_flags(missing_ok=missing_ok)
         # Ranks that ask for different steps would each load a save that is whole, and of another time.
-        asked = {"step": str(step), "missing_ok": str(missing_ok)}
+        asked = {"step": str(step), "missing_ok": str(missing_ok), "memory": str(self.memory is not None)}
         equal_options(self.comm, asked, "what to load")
-        report = None if self.memory is None else self._from_memory(request, step, self.memory)
-        for attempt in range(_ATTEMPTS):
-            chosen = self._choose(step, missing_ok=missing_ok) if report is None else None
+        attempts_left = _ATTEMPTS
+        while True:
+            attempts_left -= 1
+            chosen = self._choose(step, missing_ok=missing_ok)
             if chosen is None:
-                break
+                return None
             try:
-                report = load_now(replace(request, path=self.saves.path_of(chosen)), self.comm)
+                report = self._load(replace(request, path=self.saves.path_of(chosen)))
+                self.saves.note_loaded()
+                return report
             except NotFoundError as error:  # on all ranks: its names are missing, or the save was removed
                 # The retention of another job may remove the newest save while it is opened: then there is a newer one.
-                if attempt + 1 == _ATTEMPTS or not self._was_removed(chosen):
+                if not attempts_left or not self._was_removed(chosen):
                     raise
                 if step is not None:
                     text = f"step {chosen} was removed while it was opened"
@@ -59,9 +69,6 @@ class SaveLoader:
                 if step is not None or isinstance(error, ReplicaError) or self.comm.rank != 0:
                     raise
                 raise error.located(advice=self.saves.advice(chosen)) from error
-        if report is not None:
-            self.saves.note_loaded()
-        return report
 
     def _choose(self, step: int | None, *, missing_ok: bool) -> int | None:
         """Return the step to load, as rank 0 finds it; None without a save. Collective."""
@@ -77,28 +84,22 @@ class SaveLoader:
         is_gone = self.comm.rank == 0 and step not in self.saves.steps()
         return from_root(self.comm, is_gone, bool, "whether the save is gone")
 
-    def _from_memory(self, request: LoadRequest, step: int | None, copies: MemoryCopies) -> LoadReport | None:
-        """Load the copy in memory; None if it is absent, older than the disk's save or broken. Collective."""
-        copy = copies.find(step, self.comm)
-        if copy is None:
-            return None
-        shown, is_root = without_secrets(self.saves.path), self.comm.rank == 0
-        with self.comm.phase("looking for saves"):
-            if is_root:
-                self.saves.note_copy(copy.step)
-        if not copy.is_on_disk and is_root:
-            text = "%s: step %d is loaded from memory, as the disk does not have it any more; delete(%d) removes it"
-            _log.warning(text, shown, copy.step, copy.step)
+    def _load(self, request: LoadRequest) -> LoadReport:
+        """Load the save at the request's path: what lies in memory from there, the rest from disk. Collective."""
+        copies = self.memory
+        if copies is None:
+            return load_now(request, self.comm)
+        copies.was_read = False
         try:
-            with copies.opened(copy, self.comm) as (path, before_reading):
-                return load_now(replace(request, path=path, before_reading=before_reading), self.comm)
+            return load_now(replace(request, reading=copies.reading), self.comm)
         except COPY_ERRORS as error:  # on all ranks
-            if not copy.has_other:
+            if not copies.was_read:
                 raise
-            if is_root:
-                text = "%s: the copy of step %d in memory cannot be loaded, so the save on disk is: %s"
-                _log.warning(text, shown, copy.step, error)
+            path = os.fspath(request.path)
+            if self.comm.rank == 0:
+                text = "the copy of %s in memory cannot be loaded, so the save on disk is: %s"
+                _log.warning(text, without_secrets(path), error)
             # A copy with other bytes than its digests stays wrong; what else fails may be well at the next restart.
             if isinstance(error, CorruptError):
-                copies.discard(copy, self.comm)
-            return None
+                copies.drop(path, self.comm)
+            return load_now(request, self.comm)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from statexchange.checkpoint.notes import note_on_overflows
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.exchange.chosen_conversion import ChosenConversion
 from statexchange.exchange.reading import Overflows, ReadItem
-from statexchange.formats.source import abbreviated_names
+from statexchange.formats.source import Source, abbreviated_names
 from statexchange.sharding.options import CallOptions, LoadOptions
 from statexchange.sharding.shards import Box
 from statexchange.state.describe import State
@@ -19,6 +21,13 @@ from statexchange.state.load_plan import LoadPlan
 from statexchange.units import format_transfer
 
 __all__ = ["LoadReport", "LoadRequest", "notes_on_lost_ties", "notes_on_overflows"]
+
+
+Reading: TypeAlias = Callable[
+    [Source, Sequence[ReadItem], Communicator], AbstractContextManager[tuple[Sequence[ReadItem], int]]
+]
+"""Opened around the reading of the source's items, on all ranks; it gives those to read instead, and in how many files
+in memory they lie."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +41,7 @@ class LoadRequest:
         call: the options that decide how it goes.
         began: when the call began, by `time.perf_counter`.
         conversion: the conversion of the source's model; None for none.
-        before_reading: called on all ranks with what this rank will read, once all is checked and before the state is
-            changed; it may be collective.
+        reading: where items are read instead; None where the source has them.
     """
 
     state: State
@@ -42,7 +50,7 @@ class LoadRequest:
     call: CallOptions
     began: float
     conversion: ChosenConversion | None = None
-    before_reading: Callable[[Sequence[ReadItem]], None] | None = None
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +61,7 @@ class LoadReport:
     `unexpected` those of the source that the state lacks; each is the highest path below which the other side has
     nothing. `step` is that of the save, None for any other source. `notes` are about values that a cast has made
     infinite, on any rank, and about this rank's parameters that are one tensor in the source. Root's are logged, too.
+    `num_in_memory` of the files that it read lay in its host's memory (`Checkpoints(memory=True)`).
     """
 
     path: str
@@ -63,6 +72,7 @@ class LoadReport:
     seconds: float
     step: int | None = None
     notes: tuple[str, ...] = ()
+    num_in_memory: int = 0
 
     def __str__(self) -> str:
         # Numbers alone, as this is a line of the log: the names may be thousands.
@@ -71,6 +81,8 @@ class LoadReport:
             text += f", {len(self.missing)} missing"
         if self.unexpected:
             text += f", {len(self.unexpected)} unexpected"
+        if self.num_in_memory:
+            text += f", {self.num_in_memory} file{'s' * (self.num_in_memory > 1)} in memory"
         return text
 
 

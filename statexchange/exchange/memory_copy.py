@@ -1,35 +1,27 @@
-"""A copy of a job's newest save in the shared memory of its hosts, from which a restarted job loads.
+"""A copy of a job's newest save in the shared memory of its hosts, from which a restarted job reads.
 
 memory_directory.py describes the files of one host, and when a copy is removed. This is the protocol of the ranks.
 
 **After a save** (`MemoryCopies.keep`), which is whole on disk by then:
 
-1. Root sends the manifest of the save and the identity of the directory of saves.
-2. The first rank of each host removes the previous copy, checks the free memory, and opens the build of the new one.
-3. Each rank writes its file once more from its tensors, whose digests must be those of the save.
-4. With several hosts each rank sends its file to a rank of the next host. So the loss of one host loses no file.
-5. If all ranks have succeeded, the first rank of each host publishes: only now does its part of the copy exist.
+1. The first rank of each host opens the build of the host's copy, in place of the copy of the save before.
+2. Each rank writes its file once more from its tensors, whose digests must be those of the save.
+3. With several hosts each rank sends its file to a rank of the next host. So the loss of one host loses no file.
+4. If all ranks have succeeded, the first rank of each host publishes.
 
-The previous copy is removed first, or overwritten where its files have the same names. Keeping it until the new one is
-whole would be of no use: the disk has a newer save by then, which a load prefers. So a host needs room for one copy,
-not two. After a failure in any step (no room, another user's directory, an unreadable file) rank 0 logs one warning;
-the save is on disk all the same. A job that is killed in any step restarts from the disk. If the save itself fails, the
-previous copy stays: it is that of the newest save.
+A host needs room for one copy, not two: keeping the previous one until the new one is whole would be of no use, as a
+load takes the newest save. After a failure in any step (no room, another user's directory) rank 0 logs one warning; the
+save is on disk all the same. If the save itself fails, the previous copy stays: it is that of the newest save.
 
-**Before a load** (`MemoryCopies.find`, `MemoryCopies.opened`):
+**In a load** (`MemoryCopies.reading`), which has opened the save on disk and knows what it will read:
 
-1. Root sends the newest step on disk, or the wanted one, with the id of its save.
-2. The first rank of each host checks its part: manifests, sizes, digests of headers. All ranks get these records and
-   choose the newest copy whose files the hosts have together, if it is at least as new as the disk's save. A copy of
-   the same step must be of the same save.
-3. A host that lacks files, because it is new or the world size differs, makes a directory with the headers of these
-   files, which other hosts send. Headers are enough to plan the load.
-4. Once the load is planned, the hosts send each other the files that their ranks will read.
-5. Before any tensor is changed, boxes that will be read in part are checked against their digests, since reading itself
-   checks only boxes that are read whole. If the disk does not have the same save, all boxes are checked: a load from
-   disk could then not overwrite each tensor that a broken copy had filled.
+1. The hosts tell each other which files of this save they have.
+2. A host whose ranks will read a file that it lacks gets it from one that has it. What no host has is read from disk.
+3. The ranks read from memory what lies there. Reading checks the digest of each box that is read whole.
+4. Boxes that were read in part are checked afterwards, so that even a copy that another job writes over meanwhile is
+   noticed.
 
-If the copy is broken, a warning names file and tensor, the copy is removed, and all ranks load from disk instead.
+If a copy is broken, a warning names file and tensor, the copy is removed, and all ranks load from disk instead.
 """
 
 from __future__ import annotations
@@ -37,64 +29,57 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from statexchange.comm.communicator import Communicator, from_all, from_root
+import numpy as np
+
+from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
     NotFoundError,
+    ReplacedError,
     StateExchangeError,
     StorageError,
+    TargetExistsError,
     UnsafeError,
     without_secrets,
 )
-from statexchange.exchange.copy_transfer import (
-    Hosts,
-    copy_content,
-    fetch_files,
-    fetch_headers,
-    link_files,
-    send_to_next,
-)
 from statexchange.exchange.reading import ReadItem
+from statexchange.formats.source import Source
 from statexchange.sharding.shards import Box, intersect
-from statexchange.storage.files import digest
-from statexchange.storage.memory_directory import HEADERS, HostCopy, MemoryDirectory, headers_to_bytes
+from statexchange.storage import files
+from statexchange.storage.files import WINDOW_BYTES
+from statexchange.storage.location import open_path
+from statexchange.storage.memory_directory import (
+    begin_copy,
+    begin_fetch,
+    commit_copy,
+    copy_path,
+    drop_copies,
+    files_of,
+    sweep,
+)
 from statexchange.storage.publish.build import Build, WrittenFile
 from statexchange.storage.regions import BoxDigest, blocks, to_global
-from statexchange.storage.steps import identity_of_saves, make_identity, newest_step, read_saves, superseded_saves
-from statexchange.storage.store import ByteRange
-from statexchange.storage.tensorfile import MANIFEST, SaveManifest, rank_of_file
+from statexchange.storage.store import ByteRange, Store, StoredFile
+from statexchange.storage.tensorfile import DigestedTensors, rank_file_names
 
 __all__ = ["COPY_ERRORS", "MemoryCopies"]
 
 _log = logging.getLogger(__name__)
 
-COPY_ERRORS = (CorruptError, IncompleteError, NotFoundError, StorageError, UnsafeError)
-"""Errors of a load that are caused by the copy."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryCopy:
-    """A copy that can be loaded.
-
-    Attributes:
-        step: the step of the save.
-        manifest: the save's manifest.
-        holders: by host, the ranks whose files it has.
-        is_on_disk: whether the disk has the same save.
-        has_other: whether the disk has a save that can be loaded instead.
-        identity: the identity of the directory of saves.
-    """
-
-    step: int
-    manifest: SaveManifest
-    holders: tuple[frozenset[int], ...]
-    is_on_disk: bool
-    has_other: bool
-    identity: str
+COPY_ERRORS = (
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    ReplacedError,
+    StorageError,
+    TargetExistsError,
+    UnsafeError,
+)
+"""Errors that a copy may cause, and without it the disk may not."""
 
 
 class MemoryCopies:
@@ -102,370 +87,292 @@ class MemoryCopies:
 
     Args:
         path: absolute path or URL of the directory of saves.
+
+    Attributes:
+        was_read: whether the load that ran last has read from memory, on any rank.
     """
 
     def __init__(self, path: str, stall_timeout_s: float) -> None:
-        self.path = path
         self._shown = without_secrets(path)
         self._stall_timeout_s = stall_timeout_s
         self._has_warned = False
+        self.was_read = False
 
     # After a save
 
-    def keep(self, step: int, comm: Communicator, file: WrittenFile) -> None:
-        """Copy the save of `step`, in which `file` is this rank's, if it is the newest. Collective.
+    def keep(self, path: str, save: str, sizes: Sequence[int], file: WrittenFile, comm: Communicator) -> None:
+        """Copy the save at `path` with the id `save`. Collective; a failure is a warning.
 
-        A failure is a warning.
+        `sizes` are those of all ranks' files, and `file` is this rank's.
         """
-        start = self._start(step, comm)
-        if start is None:
-            return
-        manifest, hosts = start.manifest, Hosts.of(comm)
+        try:
+            self._copy(path, save, sizes, file.content, comm)
+        except COPY_ERRORS as error:  # on all ranks; the save is on disk, and the job goes on without the copy
+            rank = error.rank or 0
+            if comm.rank == 0 and not self._has_warned:
+                text = "%s: the newest save is not kept in memory, only on disk, because of rank %d on %s: %s"
+                _log.warning(text, self._shown, rank, comm.hosts[rank], error)
+            self._has_warned = True
+
+    def _copy(self, path: str, save: str, sizes: Sequence[int], content: DigestedTensors, comm: Communicator) -> None:
+        names, hosts = rank_file_names(comm.world_size), _ranks_by_host(comm)
+        own = hosts[comm.node_rank]
         with contextlib.ExitStack() as building:
             build: Build | None = None
+            with comm.phase("opening the copy in memory"):
+                if comm.local_rank == 0:
+                    kept = {*own, *hosts[comm.node_rank - 1]}
+                    build = building.enter_context(begin_copy(path, save, {names[rank]: sizes[rank] for rank in kept}))
+            folder = from_all(comm, "" if build is None else build.building_path, str, "its directory")[own[0]]
+            with comm.phase("copying to memory", timeout_s=self._stall_timeout_s):
+                _write(content, os.path.join(folder, names[comm.rank]), comm)
+            if len(hosts) > 1:
+                with comm.phase("copying to the next host", timeout_s=self._stall_timeout_s):
+                    _send_all(_to_next_host(hosts, names, sizes), folder, folder, comm)
+            with comm.phase("publishing the copy in memory"):
+                if build is not None:
+                    commit_copy(build, path, save)
 
-            def begin() -> str:
-                nonlocal build
-                if not hosts.is_first:
-                    return ""
-                directory = MemoryDirectory(self.path, start.identity)
-                # Before the new one is begun: the host has room for one copy, not for two.
-                directory.sweep(step)
-                build = building.enter_context(directory.begin(step, hosts.ranks_kept(), manifest))
-                return build.building_path
-
-            def copy_file() -> str:
-                return copy_content(file.content, folder, manifest, comm)
-
-            def send() -> None:
-                send_to_next(folder, manifest, hosts, comm)
-
-            def publish() -> None:
-                # The manifest last: a copy without it does not exist.
-                if build is not None and headers is not None:
-                    build.put(HEADERS, headers_to_bytes(dict(zip(manifest.files, headers, strict=True))))
-                    build.commit(MANIFEST, manifest.to_bytes())
-
-            begun = self._step(begin, comm)
-            if begun is None:
-                return
-            folder = begun[hosts.first]
-            headers = self._step(copy_file, comm)
-            # One host has nobody to send to, and is spared the agreement.
-            if headers is not None and (len(hosts.ranks) == 1 or self._step(send, comm) is not None):
-                self._step(publish, comm)
-
-    def _start(self, step: int, comm: Communicator) -> _Start | None:
-        """Return what root sends; None if the save is not the newest one. Collective."""
-        start: _Start | None = None
-        problem: BaseException | None = None
-        if comm.rank == 0:
-            try:
-                saves = read_saves(self.path)
-                manifest = saves.get(step)
-                if step == newest_step(saves) and isinstance(manifest, SaveManifest):
-                    start = _Start(make_identity(self.path), manifest)
-            except StateExchangeError as error:
-                problem = error
-        if problem is not None:
-            self._warn(0, str(problem), comm)
-        return from_root(comm, start, _Start | None, "the save to copy")
-
-    def _step(self, work: Callable[[], str | None], comm: Communicator) -> list[str] | None:
-        """Do a part of a copy; return the texts of all ranks; None, with a warning, if one has failed. Collective."""
-        text, problem = "", ""
-        try:
-            text = work() or ""
-        except (StateExchangeError, OSError) as error:
-            problem = str(error) or repr(error)
-        # No phase, whose end would raise: the save is on disk, and the job goes on without the copy.
-        answers = from_all(comm, (text, problem), tuple[str, str], "the part of a copy")
-        for rank, (_, rank_problem) in enumerate(answers):
-            if rank_problem:
-                self._warn(rank, rank_problem, comm)
-                return None
-        return [rank_text for rank_text, _ in answers]
-
-    def _warn(self, rank: int, problem: str, comm: Communicator) -> None:
-        """Log once, on rank 0, why there is no copy."""
-        if comm.rank == 0 and not self._has_warned:
-            _log.warning(
-                "%s: the newest save is not kept in memory, only on disk, because of rank %d on %s: %s",
-                self._shown,
-                rank,
-                comm.hosts[rank],
-                problem,
-            )
-        self._has_warned = True
-
-    # Before a load
-
-    def find(self, wanted: int | None, comm: Communicator) -> MemoryCopy | None:
-        """Return the copy of step `wanted`, by default the newest; None if the save on disk is to be loaded.
-
-        Collective. Copies that cannot be used any more are removed.
-        """
-        disk = self._disk(wanted, comm)
-        if disk is None:
-            return None
-        hosts = Hosts.of(comm)
-        copies: list[HostCopy] = []
-        if hosts.is_first:
-            directory = MemoryDirectory(self.path, disk.identity)
-            try:
-                directory.sweep(disk.newest)
-                copies = directory.copies()
-            except (StateExchangeError, OSError) as error:
-                _log.warning("%s: cannot look for copies in memory: %s", self._shown, error)
-        parts = from_all(comm, list(map(_Part.of, copies)), list[_Part], "its copies", _check_parts)
-        by_host = []
-        for ranks in hosts.ranks:
-            of_host = [part for part in parts[ranks[0]] if disk.may_be(part, wanted)]
-            by_host.append(of_host)
-            for part in of_host:
-                if part.problem and comm.rank == 0:
-                    text = "%s: the copy of step %d in memory of %s cannot be used: %s"
-                    _log.warning(text, self._shown, part.step, comm.hosts[ranks[0]], part.problem)
-        # All ranks choose from the same records, so that they agree without another message.
-        best = _newest_whole(by_host)
-        if best is None:
-            return None
-        holders = tuple(_ranks_of(best, of_host) for of_host in by_host)
-        root = next(ranks[0] for ranks, here in zip(hosts.ranks, holders, strict=True) if here)
-        manifest: SaveManifest | None = None
-        for copy in copies:
-            if copy.manifest is not None and _Part.of(copy).is_of(best):
-                manifest = copy.manifest
-        whole = from_root(comm, manifest, SaveManifest | None, "the manifest", root)
-        assert whole is not None  # on `root`, which has a part of this copy
-        is_on_disk = best.step == disk.step and best.save == disk.save
-        return MemoryCopy(best.step, whole, holders, is_on_disk, disk.step is not None, disk.identity)
-
-    def _identity(self) -> str | None:
-        """Return the identity of the directory of saves; None if that is broken, so that no copy is used."""
-        try:
-            return identity_of_saves(self.path)
-        except (CorruptError, UnsafeError) as error:
-            _log.warning("%s: copies in memory are not used: %s; remove this file", self._shown, error)
-            return None
-
-    def _disk(self, wanted: int | None, comm: Communicator) -> _Disk | None:
-        """Return what root finds on disk; None if no copy can belong to it. Collective."""
-        disk: _Disk | None = None
-        with comm.phase("looking for a copy in memory"):  # differs from what a rank without memory=True calls
-            if comm.rank == 0:
-                identity = self._identity()
-                if identity is not None:
-                    saves = read_saves(self.path)
-                    newest = newest_step(saves)
-                    at = newest if wanted is None else wanted
-                    manifest = None if at is None else saves.get(at)
-                    is_there = at is not None and at in saves
-                    save = manifest.save if isinstance(manifest, SaveManifest) else None
-                    superseded = tuple(sorted(superseded_saves(saves)))
-                    disk = _Disk(identity, newest, at if is_there else None, save, superseded)
-        return from_root(comm, disk, _Disk | None, "the saves on disk")
+    # In a load
 
     @contextlib.contextmanager
-    def opened(
-        self, copy: MemoryCopy, comm: Communicator
-    ) -> Iterator[tuple[str, Callable[[Sequence[ReadItem]], None]]]:
-        """Yield the path of a directory with the copy, and the `before_reading` of a load from it.
+    def reading(
+        self, source: Source, items: Sequence[ReadItem], comm: Communicator
+    ) -> Iterator[tuple[Sequence[ReadItem], int]]:
+        """Yield what a load from a save reads, from memory where that has the file, and the files that it has there.
 
-        Collective; so is the yielded function.
+        Collective.
         """
-        directory = MemoryDirectory(self.path, copy.identity)
-        path, manifest, holders = directory.step_path(copy.step), copy.manifest, copy.holders
-
-        def check(items: Sequence[ReadItem]) -> None:
-            with comm.phase("checking the copy in memory", timeout_s=self._stall_timeout_s):
-                _check_digests(items, comm, every=not copy.is_on_disk)
-
-        if all(len(here) == manifest.world_size for here in holders):
-            yield path, check
+        self.was_read = False
+        here: dict[str, int] = {}
+        with comm.phase("looking for copies in memory"):
+            if comm.local_rank == 0:
+                try:
+                    sweep()
+                    here = files_of(source.save)
+                except (StateExchangeError, OSError) as error:
+                    _log.warning("%s: cannot look for copies in memory: %s", self._shown, error)
+        answers = from_all(comm, here, dict[str, int], "its copies")
+        held = [answers[ranks[0]] for ranks in _ranks_by_host(comm)]
+        self.was_read = any(held)
+        if not self.was_read:
+            yield items, 0
             return
-        with contextlib.ExitStack() as loading:
-            hosts = Hosts.of(comm)
-            fetched = ""
-            with comm.phase("opening the copy in memory"):
-                if hosts.is_first:
-                    fetched = directory.make_loading()
-                    loading.callback(_quietly_removed, directory, fetched)
-                    link_files(path, fetched, manifest, holders[comm.node_rank])
-            fetched = from_all(comm, fetched, str, "its directory")[hosts.first]
-            with comm.phase("fetching headers", timeout_s=self._stall_timeout_s):
-                fetch_headers(fetched, manifest, holders, hosts, comm)
+        folders = dict.fromkeys(held[comm.node_rank], copy_path(source.save))
+        with contextlib.ExitStack() as opened:
+            folders |= self._fetched(source.save, items, held, comm, opened)
+            with comm.phase("opening copies in memory"):
+                in_memory = _open_needed(items, folders, opened)
+                copied = [_from_memory(item, in_memory) for item in items]
+            yield copied, len(in_memory)
+            with comm.phase("checking copies in memory", timeout_s=self._stall_timeout_s):
+                for item in copied:
+                    _check(item, in_memory, comm)
 
-            def fetch_and_check(items: Sequence[ReadItem]) -> None:
-                read = from_all(comm, _ranks_read(items), list[int], "the files")
-                lacking = []
-                for ranks, here in zip(hosts.ranks, holders, strict=True):
-                    lacking.append(sorted({file_rank for rank in ranks for file_rank in read[rank]} - here))
-                with comm.phase("looking for room"):
-                    if hosts.is_first:
-                        directory.check_room(sum(manifest.nbytes[rank] for rank in lacking[comm.node_rank]))
-                with comm.phase("fetching files", timeout_s=self._stall_timeout_s):
-                    fetch_files(fetched, manifest, holders, lacking, comm)
-                check(items)
+    def _fetched(
+        self,
+        save: str,
+        items: Sequence[ReadItem],
+        held: Sequence[Mapping[str, int]],
+        comm: Communicator,
+        opened: contextlib.ExitStack,
+    ) -> dict[str, str]:
+        """Get the files that this host lacks from others, until `opened` ends; return their directories. Collective."""
+        hosts = _ranks_by_host(comm)
+        own = hosts[comm.node_rank]
+        lacking = _sizes_of(items).keys() - held[comm.node_rank].keys()
+        answers = from_all(comm, sorted(lacking), list[str], "the files that its host lacks")
+        transfers: list[_Transfer] = []
+        for node, ranks in enumerate(hosts):
+            for name in sorted({name for rank in ranks for name in answers[rank]}):
+                sources = [source for source, of_host in enumerate(held) if name in of_host]
+                if sources:  # else it is read from disk
+                    # Hosts that lack one file get it from different ones that have it.
+                    source, number = sources[node % len(sources)], len(transfers)
+                    src, dst = _one_of(hosts[source], number), _one_of(ranks, number)
+                    transfers.append(_Transfer(name, held[source][name], src, dst))
+        if not transfers:
+            return {}
+        received = [transfer for transfer in transfers if transfer.dst in own]
+        folder = ""
+        with comm.phase("looking for room"):
+            if comm.local_rank == 0 and received:
+                build = opened.enter_context(begin_fetch(sum(transfer.nbytes for transfer in received)))
+                folder = build.building_path
+        folder = from_all(comm, folder, str, "its directory")[own[0]]
+        with comm.phase("fetching copies in memory", timeout_s=self._stall_timeout_s):
+            _send_all(transfers, copy_path(save), folder, comm)
+        return {transfer.name: folder for transfer in received}
 
-            yield fetched, fetch_and_check
-
-    def discard(self, copy: MemoryCopy, comm: Communicator) -> None:
-        """Remove a copy that could not be loaded. Collective; a failure is a warning."""
-        if Hosts.of(comm).is_first:
+    def drop(self, path: str, comm: Communicator) -> None:
+        """Remove the copies of the save at `path`. Collective; a failure is a warning."""
+        if comm.local_rank == 0:
             try:
-                MemoryDirectory(self.path, copy.identity).drop(copy.step)
+                drop_copies(path)
             except (StateExchangeError, OSError) as error:
-                _log.warning("%s: cannot remove the copy of step %d in memory: %s", self._shown, copy.step, error)
-
-    def drop(self, step: int, comm: Communicator) -> bool:
-        """Remove the copy of a step; return whether a host had one. Collective."""
-        dropped = False
-        identity: str | None = None
-        with comm.phase("removing the copy in memory"):
-            if comm.rank == 0:
-                identity = self._identity()
-        identity = from_root(comm, identity, str | None, "the identity")
-        if identity is None:
-            return False
-        with comm.phase("removing the copy in memory"):
-            if Hosts.of(comm).is_first:
-                directory = MemoryDirectory(self.path, identity)
-                dropped = directory.drop(step)
-                directory.remove_empty()
-        return any(from_all(comm, dropped, bool, "whether it had the copy"))
+                _log.warning(
+                    "%s: cannot remove the copy in memory of %s: %s", self._shown, os.path.basename(path), error
+                )
 
 
-# What the ranks send each other
+# Hosts, and files that go from one to another
 
 
 @dataclass(frozen=True, slots=True)
-class _Start:
-    """The record that root sends before a copy: the identity of the directory of saves, and the save's manifest."""
+class _Transfer:
+    """A file that one rank sends to another."""
 
-    identity: str
-    manifest: SaveManifest
-
-
-def _quietly_removed(directory: MemoryDirectory, path: str) -> None:
-    """Remove the directory of a load; if that fails, the next load does it."""
-    with contextlib.suppress(StateExchangeError):
-        directory.remove_loading(path)
+    name: str
+    nbytes: int
+    src: int
+    dst: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Disk:
-    """The saves that root finds on disk before a load.
+def _ranks_by_host(comm: Communicator) -> list[list[int]]:
+    """Return the ranks of each host, of which the first makes and removes directories."""
+    hosts: list[list[int]] = [[] for _ in range(comm.num_nodes)]
+    for rank, node in enumerate(comm.nodes):
+        hosts[node].append(rank)
+    return hosts
 
-    Attributes:
-        identity: the identity of the directory of saves.
-        newest: the newest step.
-        step: the step that would be loaded from disk; None if there is none.
-        save: the id of that save; None if its manifest is broken.
-        superseded: the ids of saves that others supersede.
+
+def _one_of(ranks: Sequence[int], number: int) -> int:
+    """Return the rank of a host that sends or receives the file of this number."""
+    return ranks[number % len(ranks)]
+
+
+def _to_next_host(hosts: Sequence[Sequence[int]], names: Sequence[str], sizes: Sequence[int]) -> list[_Transfer]:
+    """Return the transfers of each rank's file to the next host; even hosts send first, while others receive."""
+    transfers = []
+    for node in (*range(0, len(hosts), 2), *range(1, len(hosts), 2)):
+        for rank in hosts[node]:
+            dst = _one_of(hosts[(node + 1) % len(hosts)], rank)
+            transfers.append(_Transfer(names[rank], sizes[rank], rank, dst))
+    return transfers
+
+
+def _write(content: DigestedTensors, path: str, comm: Communicator) -> None:
+    """Write this rank's file of a save once more."""
+    with _opened(path, content.nbytes) as fd:
+        files.pwrite_all(fd, content.header, 0, path)
+
+        def write_at(part: memoryview, at: int) -> None:
+            files.pwrite_all(fd, part, at, path)
+            comm.progress()
+
+        content.write_to(write_at)
+
+
+@contextlib.contextmanager
+def _opened(path: str, nbytes: int | None) -> Iterator[int]:
+    """Open a file; with `nbytes` for writing and of this size, and make it if it does not exist."""
+    folder, name = os.path.split(path)
+    with files.directory(folder) as dir_fd, contextlib.ExitStack() as opening:
+        if nbytes is None:
+            fd = files.open_file(name, dir_fd, path)
+            opening.callback(os.close, fd)
+        else:
+            files.audit("open", path)
+            try:
+                # Without O_TRUNC: it may be a file of the previous copy, whose pages are written over.
+                fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=dir_fd)
+                opening.callback(os.close, fd)
+                os.ftruncate(fd, nbytes)
+            except OSError as error:
+                raise StorageError.of(error, "open for writing", path=path) from error
+        yield fd
+
+
+def _send_all(transfers: Iterable[_Transfer], source: str, target: str, comm: Communicator) -> None:
+    """Send files of the directory `source` into the directory `target`, each as this rank's host has it. Collective.
+
+    All ranks go through the transfers in one order. A rank that cannot read or write its file goes on with any bytes,
+    since the other one must not wait for it, and raises its last failure at the end.
     """
-
-    identity: str
-    newest: int | None
-    step: int | None
-    save: str | None
-    superseded: tuple[str, ...]
-
-    def may_be(self, part: _Part, wanted: int | None) -> bool:
-        """Whether a copy may be loaded instead of the disk's save, if it is whole."""
-        if (wanted is not None and part.step != wanted) or (wanted is None and part.save in self.superseded):
-            return False
-        if self.step is None or part.step > self.step:
-            return True
-        return part.step == self.step and (part.save == self.save or self.save is None or bool(part.problem))
+    failure: StateExchangeError | None = None
+    for transfer in transfers:
+        if comm.rank in (transfer.src, transfer.dst):
+            folder = source if comm.rank == transfer.src else target
+            failure = _send(transfer, os.path.join(folder, transfer.name), comm) or failure
+    if failure is not None:
+        raise failure
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A host's part of a copy: the save's id, a digest of its manifest, and the ranks whose files are there."""
-
-    step: int
-    save: str
-    manifest: str
-    ranks: tuple[int, ...]
-    world_size: int
-    problem: str
-
-    @classmethod
-    def of(cls, copy: HostCopy) -> _Part:
-        if copy.manifest is None:
-            return cls(copy.step, "", "", (), 0, str(copy.problem))
-        manifest = copy.manifest
-        return cls(copy.step, manifest.save, digest(manifest.to_bytes()), copy.ranks, manifest.world_size, "")
-
-    def is_of(self, other: _Part) -> bool:
-        """Whether both are parts of one copy."""
-        return (self.step, self.save, self.manifest) == (other.step, other.save, other.manifest)
-
-
-def _check_parts(parts: Sequence[_Part]) -> None:
-    """Raise ValueError if a part has files of ranks that its save does not have."""
-    for part in parts:
-        if max(part.ranks, default=-1) >= part.world_size:
-            raise ValueError(f"rank {max(part.ranks)} is not one of {part.world_size}")
+def _send(transfer: _Transfer, path: str, comm: Communicator) -> StateExchangeError | None:
+    """Send or receive a file, window by window; return a failure of this rank."""
+    is_sender = comm.rank == transfer.src
+    failure: StateExchangeError | None = None
+    window = np.zeros(min(WINDOW_BYTES, transfer.nbytes), np.uint8)
+    with contextlib.ExitStack() as opening:
+        fd = -1
+        try:
+            fd = opening.enter_context(_opened(path, None if is_sender else transfer.nbytes))
+        except StateExchangeError as error:
+            failure = error
+        for at in range(0, transfer.nbytes, len(window)):
+            part = window[: transfer.nbytes - at]
+            if not is_sender:
+                comm.recv(part, transfer.src)
+            try:
+                if failure is None and is_sender:
+                    files.pread_into(fd, part.data, at, path)
+                elif failure is None:
+                    files.pwrite_all(fd, part.data, at, path)
+            except StateExchangeError as error:
+                failure = error
+            if is_sender:
+                comm.send(part, transfer.dst)
+            comm.progress()
+    return failure
 
 
-def _ranks_of(part: _Part, of_host: Sequence[_Part]) -> frozenset[int]:
-    """Return the ranks whose files of a copy a host has."""
-    ranks: set[int] = set()
-    for other in of_host:
-        if other.is_of(part):
-            ranks.update(other.ranks)
-    return frozenset(ranks)
+# What is read
 
 
-def _newest_whole(by_host: Sequence[Sequence[_Part]]) -> _Part | None:
-    """Return a part of the newest copy whose files the hosts have together; None if there is no such copy."""
-    parts = [part for of_host in by_host for part in of_host if not part.problem]
-    for part in sorted(parts, key=lambda part: part.step, reverse=True):
-        here: set[int] = set()
-        for of_host in by_host:
-            here |= _ranks_of(part, of_host)
-        if len(here) == part.world_size:
-            return part
-    return None
+def _sizes_of(items: Sequence[ReadItem]) -> dict[str, int]:
+    """Return the files from which a load reads, with their sizes."""
+    return {_name_of(stored): stored.file.size for item in items for stored in item.boxes.values()}
 
 
-def _ranks_read(items: Sequence[ReadItem]) -> list[int]:
-    """Return the ranks whose files a load will read."""
-    ranks = set()
-    for item in items:
-        for box, stored in item.boxes.items():
-            rank = rank_of_file(os.path.basename(stored.file.path))
-            if rank is not None and _is_read(box, item, in_part=False):
-                ranks.add(rank)
-    return sorted(ranks)
+def _name_of(stored: ByteRange) -> str:
+    return os.path.basename(stored.file.path)
 
 
-def _check_digests(items: Sequence[ReadItem], comm: Communicator, *, every: bool) -> None:
-    """Compare stored boxes with their digests: those that are read in part, or `every` one that is read."""
-    checked = set()
-    for item in items:
-        for box, stored in item.boxes.items():
-            place = (stored.file.path, stored.begin)
-            # Reading checks a box that it reads whole; a part of one has no digest of its own.
-            if place not in checked and _is_read(box, item, in_part=not every):
-                checked.add(place)
-                _check_box(item, box, stored, comm)
+def _open_needed(
+    items: Sequence[ReadItem], folders: Mapping[str, str], opened: contextlib.ExitStack
+) -> dict[str, StoredFile]:
+    """Open those of the files in `folders` from which a load reads, until `opened` ends."""
+    stores: dict[str, Store] = {}
+    in_memory: dict[str, StoredFile] = {}
+    sizes = _sizes_of(items)
+    for name in sizes.keys() & folders.keys():
+        folder = folders[name]
+        if folder not in stores:
+            stores[folder] = opened.enter_context(open_path(folder)).store
+        file = in_memory[name] = stores[folder].open(name)
+        if file.size != sizes[name]:
+            raise CorruptError("size differs", path=file.path, expected=sizes[name], found=file.size)
+    return in_memory
 
 
-def _is_read(box: Box, item: ReadItem, *, in_part: bool) -> bool:
-    """Whether a stored box is read for a live one; with `in_part`, whether it is read, but not as a whole."""
-    for target in item.local.shard.boxes:
-        shared = intersect(box, target)
-        if shared is not None and not (in_part and shared == box):
-            return True
-    return False
+def _from_memory(item: ReadItem, in_memory: Mapping[str, StoredFile]) -> ReadItem:
+    boxes = {}
+    for box, stored in item.boxes.items():
+        boxes[box] = stored._replace(file=in_memory.get(_name_of(stored), stored.file))
+    return item._replace(boxes=boxes)
 
 
-def _check_box(item: ReadItem, box: Box, stored: ByteRange, comm: Communicator) -> None:
-    box_digest = BoxDigest(stored, box, item.stored, always=True)
-    for window, data in blocks(stored, box.shape, item.stored):
-        box_digest.update(to_global(window, box), data)
-        comm.progress()
-    box_digest.check(item.name)
+def _check(item: ReadItem, in_memory: Mapping[str, StoredFile], comm: Communicator) -> None:
+    """Compare the boxes in memory that a load has read in part with their digests."""
+    for box, stored in item.boxes.items():
+        if in_memory.get(_name_of(stored)) is stored.file and _is_read_in_part(box, item):
+            box_digest = BoxDigest(stored, box, item.stored, always=True)
+            for window, data in blocks(stored, box.shape, item.stored):
+                box_digest.update(to_global(window, box), data)
+                comm.progress()
+            box_digest.check(item.name)
+
+
+def _is_read_in_part(box: Box, item: ReadItem) -> bool:
+    shared = [intersect(box, target) for target in item.local.shard.boxes]
+    return any(part not in (None, box) for part in shared)

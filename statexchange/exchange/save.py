@@ -217,6 +217,6 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
     # Outside of the block: what follows may fail, and the save is there all the same.
     if request.after is not None:
         request.after(report, comm)
-    if request.keep_in_memory is not None and request.step is not None:
-        request.keep_in_memory(request.step, comm, file)
+    if request.keep_in_memory is not None:
+        request.keep_in_memory(request.path, starts[0].save, sizes, file, comm)
     return report

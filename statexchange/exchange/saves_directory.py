@@ -249,10 +249,6 @@ class SavesDirectory:
             self._chosen = _Chosen.of(step, saves)
         return step
 
-    def note_copy(self, step: int) -> None:
-        """Note that the copy in memory of this step is to be loaded."""
-        self._chosen = _Chosen.of(step, read_saves(self.path))
-
     def note_loaded(self) -> None:
         """Note that the save that was chosen last has been loaded."""
         self._later = dict(self._chosen.later)
@@ -307,13 +303,11 @@ class SavesDirectory:
         manifests = {step: one for step, one in read_saves(self.path).items() if isinstance(one, SaveManifest)}
         return self._retention.best_step(manifests)
 
-    def delete(self, step: int, *, was_in_memory: bool) -> None:
-        """Remove the save of `step`, which may be in memory alone."""
-        saves = read_saves(self.path)
-        if step in saves or not was_in_memory:
-            self._step_of(saves, step, missing_ok=False)
-            remove_save(self.path, step)
-            self._forget(step)
+    def delete(self, step: int) -> None:
+        """Remove the save of `step`."""
+        self._step_of(read_saves(self.path), step, missing_ok=False)
+        remove_save(self.path, step)
+        self._forget(step)
 
     def _forget(self, step: int) -> None:
         """Record that a save is gone."""

@@ -96,7 +96,7 @@ class SaveRequest:
     `frozen` is given, parameters that do not train lie in files of their own; `newest` returns the path of the
     newest save on root, and `superseded` the ids of the saves that this one supersedes. Before it opens the target,
     root calls `before`; once the save is published, each rank calls `after` with the report, and `keep_in_memory`,
-    which is collective, with the step and this rank's file.
+    which is collective, with the path and id of the save, the sizes of all ranks' files and this rank's file.
     """
 
     path: str
@@ -111,7 +111,7 @@ class SaveRequest:
     superseded: Callable[[], Sequence[str]] = tuple
     before: Callable[[], None] | None = None
     after: Callable[[SaveReport, Communicator], None] | None = None
-    keep_in_memory: Callable[[int, Communicator, WrittenFile], None] | None = None
+    keep_in_memory: Callable[[str, str, Sequence[int], WrittenFile, Communicator], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,6 @@ class ListedFiles(Sequence[ShardFile]):
 
     Attributes:
         save_index: the index, which says what each file has.
-        save: the random id of the save.
     """
 
     def __init__(self, opened: OpenedPath, manifest: SaveManifest, index: SaveIndex) -> None:
@@ -39,7 +38,6 @@ class ListedFiles(Sequence[ShardFile]):
         self._at = opened
         self._manifest = manifest
         self._listed = manifest.all_files
-        self.save = manifest.save
         self._opened: dict[int, tuple[RankFile, ShardFile]] = {}
 
     def __len__(self) -> int:

@@ -409,6 +409,7 @@ class Source:
         files: the files with their tensors.
         run: the run of a workspace, or the run of the job that made a save.
         round: the round of a workspace.
+        save: the random id of a save of ours; "" of anything else.
         step: the training step of a save or of Trainer's directory, or the iteration of a Megatron checkpoint.
         created: the time of a save, in seconds since the epoch.
         metrics: numbers that a job gave with a save.
@@ -439,6 +440,7 @@ class Source:
     files: Sequence[ShardFile]
     run: str | None = None
     round: int | None = None
+    save: str = ""
     step: int | None = None
     created: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -4,10 +4,6 @@ The save of step 700 is the directory ``step-000000700``. It is published and re
 directory (directory_build.py) a directory of that name is whole. At a URL (object_build.py) it is whole if it has a
 manifest; one with a claim and without a manifest is unfinished, or is being removed.
 
-``saves.json`` is there if the job also keeps its newest save in memory (memory_directory.py). It has random digits that
-identify this directory of saves: a copy in memory belongs to the directory whose digits it has. So a directory that was
-removed and made again, under the same path and perhaps with the same inode number, gets no copy of the old one's saves.
-
 A job that loads an earlier step, and then saves one that is not beyond all later saves, leaves these behind. Each save
 that it makes from then on, over restarts, names their ids as superseded. They are whole, but count as older than all
 others: by steps alone, the next start would load one of them, and the saves that the job makes would be the first to
@@ -17,7 +13,6 @@ be removed. A load alone supersedes nothing, as a job may look at an earlier sav
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
@@ -26,27 +21,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import (
-    CorruptError,
     IncompleteError,
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
     StateExchangeError,
     StorageError,
-    TargetExistsError,
     excerpt,
 )
 from statexchange.storage import files, publish
-from statexchange.storage.atomic import is_temporary, new_nonce, remove_abandoned
+from statexchange.storage.atomic import is_temporary, remove_abandoned
 from statexchange.storage.location import (
     directory_of,
     is_remote,
     open_path,
-    parse_json,
     read_with_retry,
     resolve_path,
-    seal,
-    unseal,
 )
 from statexchange.storage.publish.claim import CLAIM_NAME
 from statexchange.storage.tensorfile import MANIFEST, SaveManifest, is_stray, read_manifest, removable_files
@@ -63,10 +53,8 @@ __all__ = [
     "Retention",
     "check_only_saves",
     "clear_leftovers",
-    "identity_of_saves",
     "is_saves_directory",
     "list_steps",
-    "make_identity",
     "named_steps",
     "newest_step",
     "read_saves",
@@ -82,9 +70,6 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-IDENTITY = "saves.json"
-_IDENTITY = re.compile(r"[0-9a-f]{16}")
-_SCHEMA = 1
 MAX_STEP = 10**18 - 1
 _STEP = re.compile(r"step-([0-9]{9,18})")
 _HIDDEN = re.compile(r"\.(step-[0-9]{9,18})\..+")
@@ -301,46 +286,6 @@ def _manifest_of(opened: OpenedPath) -> SaveManifest:
     return manifest
 
 
-def identity_of_saves(path: str) -> str | None:
-    """Return the digits that identify a directory of saves; None if it does not exist or has none. Not collective.
-
-    Raises:
-        CorruptError: the file that has them is broken.
-        StorageError: it cannot be read.
-    """
-    try:
-        with open_path(path) as opened:
-            shown = opened.store.path_of(IDENTITY)
-            parsed = parse_json(opened.store.read_small(IDENTITY), shown, opened.store.budget)
-    except NotFoundError:
-        return None
-    try:
-        raw = unseal(parsed)
-        if raw["schema"] != _SCHEMA or not _IDENTITY.fullmatch(raw["identity"]):
-            raise ValueError("it has another schema")
-    except (KeyError, TypeError, ValueError) as error:
-        raise CorruptError(f"broken identity of a directory of saves: {error}", path=shown) from None
-    return str(raw["identity"])
-
-
-def make_identity(path: str) -> str:
-    """Return the digits that identify an existing directory of saves; draw them at the first call. Root only.
-
-    Raises:
-        StateExchangeError: as `identity_of_saves`, or the file cannot be written.
-    """
-    found = identity_of_saves(path)
-    if found is not None:
-        return found
-    data = json.dumps(seal({"schema": _SCHEMA, "identity": new_nonce()})).encode()
-    with contextlib.suppress(TargetExistsError):
-        publish.create(path, IDENTITY, data)
-    found = identity_of_saves(path)
-    if found is None:
-        raise NotFoundError("removed while it was made", path=os.path.join(path, IDENTITY))
-    return found
-
-
 def check_only_saves(path: str) -> None:
     """Raise InvalidArgumentError if a directory without a save has other content than unfinished saves.
 
@@ -354,7 +299,7 @@ def check_only_saves(path: str) -> None:
                 raise InvalidArgumentError(text, path=path)
             store = opened.store
             unfinished = [step for step in named_steps(store) if _is_unfinished(store, step)]
-            names = store.listing.keys() - {IDENTITY, *map(step_name, [*list_steps(store), *unfinished])}
+            names = store.listing.keys() - set(map(step_name, [*list_steps(store), *unfinished]))
     except NotFoundError:
         return
     others = sorted(name for name in names if _HIDDEN.fullmatch(name) is None and not is_temporary(name))

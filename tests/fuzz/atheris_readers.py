@@ -187,7 +187,8 @@ class _Readers:
         from statexchange.conversions import rules as conversion_rules
         from statexchange.formats import dcp, huggingface, open_checkpoint, registry, torch_file
         from statexchange.sharding import rules
-        from statexchange.storage import claim, location, memory_directory, store, tensorfile, workspace
+        from statexchange.storage import location, store, tensorfile, workspace
+        from statexchange.storage.publish import claim
 
         for name in registry.FORMATS:  # imported where they are tried, which would be too late
             import_module(f"statexchange.formats.{name}")
@@ -206,7 +207,6 @@ class _Readers:
         self._opened_path = location.OpenedPath
         self._workspace = workspace
         self._save_directory = tensorfile
-        self._memory_directory = memory_directory
         self._store_of = _memory_stores(store.Store, store.StoredFile, errors.NotFoundError)
 
     def pickle(self, data: bytes) -> None:
@@ -239,9 +239,6 @@ class _Readers:
             self._try(lambda: self._workspace._manifest_in(store, "manifest.json", "job", 1))
         elif kind == b"s":
             self._try(lambda: self._save_directory.SaveManifest.parse(_with_own_digest(text), "x", self._budget("x")))
-        elif kind == b"p":
-            store = self._store_of({"headers.json": _with_own_digest(text)})
-            self._try(lambda: self._memory_directory._headers(store))
         elif kind == b"v":
             written = text.decode(errors="replace")
             leaves: dict[str, str] = collections.defaultdict(str)

@@ -20,8 +20,6 @@ from statexchange.exchange.compared_rows import Compared
 from statexchange.exchange.exporting import ExportReport
 from statexchange.exchange.gather import _ArenaAddress, _RankMessage, _TensorMetadata
 from statexchange.exchange.load_checks import _OpenedSource
-from statexchange.exchange.memory_copy import _check_parts, _Disk, _Part
-from statexchange.exchange.memory_copy import _Start as _Copy
 from statexchange.exchange.rank_metadata import DescribedShard, RankMetadata, check_equal_options
 from statexchange.exchange.reading import Overflows, WantedBox
 from statexchange.exchange.saving import _Start, _Written
@@ -104,9 +102,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     (_Written(100, "etag", "/saves", (SavedFile("frozen", 9, 0, "0123"),), ("etag",)), _Written, None),
     (_CoverRecord("123", {"names": (1, 2)}, (("01", "02"),), (("23", "45"),), ()), _CoverRecord, None),
     (("/dev/shm/hidden", "no room"), tuple[str, str], None),
-    (_Copy("identity", MANIFEST), _Copy | None, None),
-    (_Disk("identity", 8, None, "save", ("fedcba9876543210",)), _Disk | None, None),
-    ([_Part(7, "save", "digest", (0, 1), 2, "")], list[_Part], _check_parts),
+    ({"rank-00000-of-00001.safetensors": 80}, dict[str, int], None),
     (_OpenedSource("a", "b", "/p", "/p, round 3", {"strict": "True"}, has_layout=True), _OpenedSource, None),
     (({"w": Compared("F32", (4,), {Box((0,), (4,)): SUMS})}, 16), tuple[dict[str, Compared], int], None),
     ([KnownConfig("config.json", {"layers": 2, "names": ["a"]})], list[KnownConfig], None),

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import NotFoundError, StorageError, TargetExistsError, UnsafeError
 from statexchange.storage import files
-from statexchange.storage.atomic import invalidate_listings, link_same, write_new
+from statexchange.storage.atomic import invalidate_listings, link_same
 from statexchange.storage.location import is_remote, open_path
 from statexchange.storage.publish.build import WrittenFile
 from statexchange.storage.tensorfile import write_tensor_file
@@ -40,7 +40,6 @@ __all__ = [
     "check_build",
     "check_can_be_made",
     "clear",
-    "create",
     "link_into_build",
     "open_build",
     "remove",
@@ -221,17 +220,6 @@ def check_can_be_made(path: str, absence: NotFoundError) -> None:
         raise NotFoundError(text, path=path)
     if os.path.lexists(path):
         raise NotFoundError("a directory of saves is expected, and this is a file", path=path)
-
-
-def create(path: str, name: str, data: bytes) -> None:
-    """Write a small file durably into a directory, which must exist; TargetExistsError if the name exists, too."""
-    if is_remote(path):
-        from statexchange.storage.publish.objects import Objects
-
-        Objects(path).create(name, data)
-    else:
-        with files.directory(path) as dir_fd:
-            write_new(dir_fd, name, data, path=os.path.join(path, name), mode=0o666)
 
 
 def remove(path: str, manifest: str, check: ReplaceCheck, *, waits: bool = True) -> None:
