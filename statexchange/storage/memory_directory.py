@@ -94,8 +94,8 @@ def _base() -> str:
 def begin_copy(path: str, save: str, sizes: Mapping[str, int]) -> Build:
     """Open the build of this host's copy of a save, in place of the copies of other saves of the same directory.
 
-    Not collective. Sweeps, too. The build has files of those copies, to be written over; `commit_copy` makes them whole. After a
-    failure there is no copy, which costs nothing: the save is on disk.
+    Not collective. Sweeps, too. The build has files of those copies, to be written over; `commit_copy` makes them
+    whole. After a failure there is no copy, which costs nothing: the save is on disk.
 
     Args:
         path: the path or URL of the save.
