@@ -42,7 +42,7 @@ def train(path: str, last: int, memory: bool, background: bool) -> None:
         found = saves.load(state)
         if found is not None:
             assert torch.equal(state["w"], rows(comm, state["step"]))
-        report(["found", state["step"], found is not None and found.path.startswith("/dev/shm/")])
+        report(["found", state["step"], found is not None and found.num_in_memory > 0])
         for step in range(state["step"] + 1, last + 1):
             state = {"w": rows(comm, step), "step": step}
             time.sleep(0.05)  # trains, so that not every kill comes during a save

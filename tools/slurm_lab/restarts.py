@@ -40,7 +40,7 @@ def main(folder: str, action: str) -> None:
     assert report is not None
     assert state["step"] == 3, state["step"]
     assert torch.equal(torch.as_tensor(state["w"]), rows(comm, 3))
-    assert report.path.startswith("/dev/shm/"), report.path
+    assert report.num_in_memory, report
     comm.barrier()
     if comm.rank == 0:
         print(f"{comm.world_size} ranks loaded step 3 from memory", flush=True)
