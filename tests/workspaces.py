@@ -1,4 +1,4 @@
-"""Workspaces of tests: what ranks hold, files that they write, rounds that they commit."""
+"""Workspaces of tests: what ranks hold, files that they write, rounds that earlier versions committed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from committed import MANIFEST, manifest_bytes
 
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import Manifest, Receipt, Workspace
+from statexchange.storage.workspace import Receipt, Workspace
 from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
 
 if TYPE_CHECKING:
@@ -64,15 +65,18 @@ def write(
     return workspace.write(found, run=run, round=number, rank=rank, world_size=world_size, **options)
 
 
+def commit(root: Path, receipts: Sequence[Receipt], generation: int = 1) -> Path:
+    """Write the manifest of a round as root did in earlier versions; return its path."""
+    first = receipts[0].rank_name
+    files = [(receipt.rank_name.file, receipt.nbytes) for receipt in receipts]
+    path = root / first.run / f"{first.round:06d}" / MANIFEST
+    path.write_bytes(manifest_bytes(files, run=first.run, number=first.round, generation=generation))
+    return path
+
+
 def commit_round(root: Path, *ranks: Sequence[ShardData], **options: Any) -> list[Path]:
     """Write what each rank holds as round 1 of the run "job", and commit it; return the files of the ranks."""
     workspace = Workspace(root)
     receipts = [write(workspace, rank, len(ranks), tensors=tensors, **options) for rank, tensors in enumerate(ranks)]
-    workspace.commit(receipts, keep=2)
+    commit(root, receipts)
     return [root / receipt.relative for receipt in receipts]
-
-
-def manifests_of(workspace: Workspace) -> list[Manifest]:
-    """Return the manifests of all committed rounds, oldest first."""
-    with workspace.view() as view:
-        return view.manifests(view.all_rounds())

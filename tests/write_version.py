@@ -21,7 +21,6 @@ from version_states import (
     cut_by_hand,
     drawn,
     filled,
-    numbers,
     replica,
     sharded,
     tensors_of,
@@ -29,11 +28,9 @@ from version_states import (
     with_bits,
     write_expected,
 )
-from workspaces import commit_round, part
 
 import statexchange as sx
 from statexchange.checkpoint.seal import seal_checkpoint
-from statexchange.sharding.shards import Box
 from statexchange.testing import run_ranks
 
 
@@ -104,13 +101,6 @@ def write_workspace(folder: str) -> None:
     save_file(tensors_of(weights), f"{folder}/expected-{rank}.safetensors")
 
 
-def write_round(folder: Path) -> None:
-    """Write a committed round of two ranks with boxes of one tensor."""
-    whole = numbers(3, 4, 3)
-    commit_round(folder / "ws", *[[part("w", whole, Box((2 * rank, 0), (2, 3)))] for rank in range(2)])
-    save_file({"w": whole}, folder / "expected.safetensors")
-
-
 def write_sealed(folder: Path) -> None:
     """Write a checkpoint of safetensors, and a merge of it; seal the former."""
     (folder / "sealed").mkdir()
@@ -131,7 +121,7 @@ def main(root: str) -> None:
         "steps": (write_steps, 2, "threads", ()),
         "workspace": (write_workspace, 2, "threads", ()),
     }
-    alone = {"all_kinds": write_all_kinds, "round": write_round, "sealed": write_sealed}
+    alone = {"all_kinds": write_all_kinds, "sealed": write_sealed}
     for name in (*ranks, *alone):
         folder = Path(root, name)
         folder.mkdir(parents=True)

@@ -311,7 +311,7 @@ class _FileTransport:
         else:
             # The rank that reads. After a failure a writer may be gone, and root is the one that is left to clean up.
             if notes is None:
-                self._workspace.remove_uncommitted(self._comm.run)
+                self._workspace.remove_run(self._comm.run)
             self._workspace.sweep()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import secrets
 import time
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 
 from statexchange import values
 from statexchange.comm import defaults
-from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError, excerpt
+from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError, StorageError, excerpt
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.processes import process_age_s
 from statexchange.settings import check_timeout, detect_launch
@@ -23,6 +24,7 @@ from statexchange.tensors import from_bytes
 
 __all__ = ["NFSWorkspace"]
 
+_log = logging.getLogger(__name__)
 _CLOCK_TICK_S = 0.05  # of a process's age and of file times together
 _STABLE_VIEW_S = 5.0  # how long to wait for two equal listings of a directory in which files appear and disappear
 
@@ -102,14 +104,15 @@ class NFSWorkspace:
         age_s = process_age_s()
         if age_s is not None:
             self._written = receipt.rank_name, age_s
-        for old in workspace.rounds(run):
-            if old > self._round - 2:
-                # A reader may have listed the last round but one, and opens its file only now.
-                continue
-            # Another rank may remove the round at the same time: then nothing of this rank is left in it.
-            with contextlib.suppress(NotFoundError, ReplacedError):
-                workspace.remove([file.relative for file in workspace.rank_names(run, old) if file.rank == rank])
-        workspace.sweep(run)
+        try:
+            # A reader may have listed the last round but one, and opens its file only now.
+            for old in [number for number in workspace.rounds(run) if number <= self._round - 2]:
+                # Another rank may remove the round at the same time: then nothing of this rank is left in it.
+                with contextlib.suppress(NotFoundError, ReplacedError):
+                    workspace.remove([file.relative for file in workspace.rank_names(run, old) if file.rank == rank])
+            workspace.sweep(run)
+        except StorageError as error:  # the new round is written all the same; the next write tries again
+            _log.warning("cannot remove an old round: %s", error)
 
     def _writing_run(self) -> str:
         """Return the run of this process; chosen once."""

@@ -20,7 +20,6 @@ from statexchange.storage.location import OpenedPath, open_path
 from statexchange.storage.steps import step_of
 from statexchange.storage.store import Store
 from statexchange.storage.workspace import (
-    DROPPED,
     MANIFEST,
     Manifest,
     RankName,
@@ -57,7 +56,7 @@ def _below(store: Store, matches_name: Callable[[str], bool]) -> Iterator[Store]
     """Yield the subdirectories whose names match, without those of a job's saves that cannot be read.
 
     Raises:
-        ReplacedError: one was removed meanwhile; its round may have been dropped for a newer one.
+        ReplacedError: one was removed meanwhile; there may be a newer one.
         StorageError: one cannot be read.
     """
     for name in filter(matches_name, store.directories):
@@ -79,7 +78,7 @@ def _is_round(store: Store, path: str) -> bool:
     name = path.rstrip("/").rpartition("/")[2]
     if is_round_name(name) and not store.listing and not store.is_current():
         raise ReplacedError("removed while it was opened", path=path)
-    return is_round_name(name) and any(is_rank_file(entry) or entry in (MANIFEST, DROPPED) for entry in store.listing)
+    return is_round_name(name) and any(is_rank_file(entry) or entry == MANIFEST for entry in store.listing)
 
 
 def read(opened: OpenedPath) -> Source:
@@ -87,7 +86,7 @@ def read(opened: OpenedPath) -> Source:
 
     Raises:
         IncompleteError: ranks are missing; the message lists them.
-        ReplacedError: the round was dropped meanwhile, so that another one is the newest.
+        ReplacedError: the round was removed meanwhile, so that another one is the newest.
     """
     root, run, number = position(opened)
     try:
@@ -141,21 +140,21 @@ def _read(
     problems: list[StateExchangeError] = []
     shard_files: list[ShardFile] = []
     configs: dict[int, str] = {}
-    absent: list[Receipt | RankName] = []
+    absent: list[RankName] = []
     for receipt in names:
         try:
             file = view.open(receipt)
             shard_files.append(ShardFile.of_rank(file))
             configs[shard_files[-1].rank] = file.config
         except NotFoundError as error:
-            absent.append(receipt)
+            absent.append(receipt.rank_name)
             problems.append(IncompleteError("this rank's file is missing", rank=error.rank, path=error.path))
         except ReplacedError:
             raise
         except StateExchangeError as error:
             problems.append(error)
-    if absent and view.was_dropped(absent):
-        raise ReplacedError("this round was dropped while it was read", path=root.path)
+    if absent and manifest is None and view.was_removed(absent):
+        raise ReplacedError("this round was removed while it was read", path=root.path)
     if whole_round:
         problems += _missing_ranks(view, names, manifest)
     first = names[0].rank_name
@@ -196,7 +195,7 @@ def _choose(
             rounds.append(names)
     if not rounds:
         if view.has_changed:
-            raise ReplacedError("its rounds were dropped while they were opened", path=view.path)
+            raise ReplacedError("its rounds were removed while they were opened", path=view.path)
         text = "no rank has written to this workspace yet: check the path, or wait for the writers"
         raise NotFoundError(text, path=view.path)
     whole = [names for names in rounds if not _missing_ranks(view, names, None)]

@@ -103,7 +103,7 @@ class _Listing:
     problems: list[StateExchangeError] = field(default_factory=list)  # of manifests
 
     def add_round(self, run: str, number: int) -> None:
-        """Add the rows of a round; nothing for one that was dropped, or is dropped meanwhile."""
+        """Add the rows of a round; nothing for one that is removed meanwhile."""
         try:
             manifest = self.view.manifest(run, number)
         except NotFoundError:
@@ -115,8 +115,6 @@ class _Listing:
             names = self.view.rank_names(run, number)
             temporary = self.view.temporary_files(run, number)
         except NotFoundError:
-            return
-        if self.view.is_dropped(run, number):
             return
         listed: list[Receipt | RankName] = list(names) if manifest is None else list(manifest.receipts)
         for receipt in listed:

@@ -1,31 +1,28 @@
 """The workspace: a directory through which ranks exchange tensor files, under names that are never reused.
 
-**Names.** ``<root>/<run>/<round>/rank-00003-of-00008.<nonce>.safetensors``, and ``manifest.json`` in a committed round.
-The nonce makes each name unique, so no file is ever overwritten and no reader sees a mix of two writes.
+**Names.** ``<root>/<run>/<round>/rank-00003-of-00008.<nonce>.safetensors``. The nonce makes each name unique, so no
+file is ever overwritten and no reader sees a mix of two writes.
 
 **Protocol.** Reading and writing involve no collective and no barrier.
 
 1. Each rank writes its file (atomic.py: the name appears only when the file is complete) and gets a receipt.
-2. Ranks with a communicator send their receipts to root. Root commits the round: it writes the manifest, which lists
-   all files. Ranks without a communicator do not commit; readers then list the directory.
-3. After the commit root drops older rounds of its run. A round is un-committed first: its manifest is renamed to
-   ``dropped.json``. Its files follow, ``dropped.json`` last.
-
-**States of a round**: *pending* (rank files, no manifest), *committed* (manifest), *dropped* (``dropped.json``; no
-reader takes it), *absent*.
+2. Ranks with a communicator send their receipts to the reader. A reader without one lists the directory.
+3. Each rank removes its own files when no reader needs them any more.
 
 **After a failure.** A failed write removes its file. A killed writer leaves a temporary file, or a complete file of a
-round that is never committed; `sweep` and the next commit remove these once all writers of the round have provably
-ended. An interrupted drop leaves ``dropped.json``, from which the next commit continues. A directory is removed only if
-it is empty, so files of other ranks are safe; a writer whose directory is removed before its first file makes it again.
-A run's directory without any round is removed if its name ends in the digits that make the run of a job unique.
+round that nobody reads; `sweep` removes these once all writers of the round have provably ended. A directory is removed
+only if it is empty, so files of other ranks are safe; a writer whose directory is removed before its first file makes
+it again. A run's directory without any round is removed if its name ends in the digits that make the run of a job
+unique.
+
+**Committed rounds.** In earlier versions root wrote ``manifest.json`` into a round at last, with the receipts of all
+ranks. Such a round is read by its manifest, and never swept.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import re
@@ -41,7 +38,6 @@ from statexchange.errors import (
     ReplacedError,
     StateExchangeError,
     StorageError,
-    TargetExistsError,
     UnsafeError,
     excerpt,
     without_secrets,
@@ -78,7 +74,6 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
-DROPPED = "dropped.json"  # the renamed manifest of a round that is being removed
 _ATTEMPTS = 20
 _REMOVED = (NotFoundError, ReplacedError)  # raised for a directory that another process removes meanwhile
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -156,14 +151,13 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A committed round: every file of it. `generation` grows with each commit in the workspace."""
+    """A committed round: every file of it. `generation` grew with each commit in the workspace."""
 
     run: str
     round: int
     generation: int
     world_size: int
     receipts: tuple[Receipt, ...]
-    extra: Mapping[str, Any]
 
 
 class WorkspaceView:
@@ -177,8 +171,7 @@ class WorkspaceView:
 
     Attributes:
         path: the root's path.
-        has_changed: whether a listed directory was absent, or its round dropped, when it was opened. A new view may
-            find other rounds.
+        has_changed: whether a listed directory was absent when it was opened. A new view may find other rounds.
     """
 
     def __init__(self, root: Store) -> None:
@@ -216,7 +209,7 @@ class WorkspaceView:
     def _round(self, run: str, number: int) -> Store:
         if (run, number) not in self._rounds:
             store = self._rounds[run, number] = self._below(self._run(run), f"{number:06d}")
-            self.has_changed |= DROPPED in store.listing or (not store.listing and not store.is_current())
+            self.has_changed |= not store.listing and not store.is_current()
         return self._rounds[run, number]
 
     def rank_names(self, run: str, round: int) -> list[RankName]:  # noqa: A002
@@ -224,10 +217,6 @@ class WorkspaceView:
         file_names = filter(is_rank_file, self._round(run, round).files)
         names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in file_names]
         return sorted(names, key=lambda name: name.rank)
-
-    def is_dropped(self, run: str, round: int) -> bool:  # noqa: A002
-        """Whether the drop of a round is in progress or was interrupted; raise NotFoundError without such a round."""
-        return DROPPED in self._round(run, round).listing
 
     def temporary_files(self, run: str, round: int) -> list[tuple[str, int]]:  # noqa: A002
         """Return the name and size of each incomplete file of a round; raise NotFoundError without such a round."""
@@ -255,32 +244,21 @@ class WorkspaceView:
             return None
 
     def manifest(self, run: str, round: int) -> Manifest:  # noqa: A002
-        """Return the manifest of a round; raise NotFoundError if it is not committed or was dropped."""
+        """Return the manifest of a round; raise NotFoundError if it is not committed."""
         store = self._round(run, round)
         if MANIFEST not in store.listing:
-            dropped = DROPPED in store.listing
-            raise NotFoundError("this round was dropped" if dropped else "this round is not committed", path=store.path)
-        return _manifest_in(store, MANIFEST, run, round)
-
-    def dropped(self, run: str) -> list[Manifest]:
-        """Return the manifests of rounds whose drop is in progress or was interrupted."""
-        manifests = []
-        for number in self.rounds(run):
-            with contextlib.suppress(*_REMOVED, CorruptError):  # removed meanwhile, or unreadable
-                store = self._round(run, number)
-                if DROPPED in store.listing:
-                    manifests.append(_manifest_in(store, DROPPED, run, number))
-        return manifests
+            raise NotFoundError("this round is not committed", path=store.path)
+        return _manifest_in(store, run, round)
 
     def abandoned(self, run: str, round: int) -> list[str]:  # noqa: A002
-        """Return the names of a round's files whose writers have provably ended without a commit.
+        """Return the names of a round's files whose writers have provably ended.
 
-        While any writer of the round may still run, the round may still be committed, and no complete file counts.
+        While any writer of the round may still run, the round may still be read, and no complete file counts.
         """
         try:
             names = self._round(run, round).files
             temporary = [name for name in names if atomic.is_abandoned(name)]
-            if MANIFEST in names or DROPPED in names:
+            if MANIFEST in names:
                 return temporary
             rank_names = self.rank_names(run, round)
             all_dead = all(_is_dead(self.open(name).metadata.get("pending")) for name in rank_names)
@@ -297,17 +275,6 @@ class WorkspaceView:
                     found.append((run, number))
         return found
 
-    def readable_manifests(self) -> list[Manifest]:
-        """Return the committed rounds, oldest first, without those whose manifest is broken.
-
-        A commit goes on beside a broken manifest; only a reader of that round needs to fail.
-        """
-        manifests = []
-        for run, number in self.all_rounds():
-            with contextlib.suppress(*_REMOVED, CorruptError, UnsafeError):
-                manifests.append(self.manifest(run, number))
-        return sorted(manifests, key=_age)
-
     def all_rounds(self, only: str | None = None) -> Iterator[tuple[str, int]]:
         """Yield (run, round) for all rounds that have a directory, or for those of the run `only`."""
         for run in self.runs() if only is None else [only]:
@@ -318,7 +285,7 @@ class WorkspaceView:
         """Return the manifests of those of `rounds` (run, round) that are committed, oldest first."""
         manifests = []
         for run, number in rounds:
-            with contextlib.suppress(NotFoundError):  # not committed, or dropped meanwhile
+            with contextlib.suppress(NotFoundError):  # not committed, or removed meanwhile
                 manifests.append(self.manifest(run, number))
         return sorted(manifests, key=_age)
 
@@ -339,19 +306,12 @@ class WorkspaceView:
         size = receipt.nbytes if isinstance(receipt, Receipt) else None
         return RankFile(file, expected, size)
 
-    def was_dropped(self, absent: Sequence[Receipt | RankName]) -> bool:
-        """Whether the round of missing files was dropped since this view was made.
-
-        A round with receipts was dropped if its manifest is gone or lists other files; a round without a manifest, if
-        one of the names is gone.
-        """
-        first = absent[0].rank_name
+    def was_removed(self, absent: Sequence[RankName]) -> bool:
+        """Whether one of these missing files was removed since this view was made, with its round or before it."""
+        first = absent[0]
         try:
             with open_path(self.path) as opened:
-                current = WorkspaceView(opened.store)
-                if isinstance(absent[0], Receipt):
-                    return not set(absent) <= set(current.manifest(first.run, first.round).receipts)
-                return not set(absent) <= set(current.rank_names(first.run, first.round))
+                return not set(absent) <= set(WorkspaceView(opened.store).rank_names(first.run, first.round))
         except NotFoundError:
             return True
 
@@ -373,8 +333,7 @@ class Workspace:
         >>> receipt = workspace.write(
         ...     [ShardData(shard, (np.frombuffer(b"abcd", np.uint8),))], run="job", round=1, rank=0, world_size=1
         ... )
-        >>> manifest = workspace.commit([receipt], keep=2)
-        >>> with workspace.open(manifest.receipts[0]) as file:
+        >>> with workspace.open(receipt) as file:
         ...     bytes(file.read("w"))
         b'abcd'
     """
@@ -412,8 +371,7 @@ class Workspace:
             world_size: number of ranks that write in this round.
             config: JSON text of `values.encode`.
             extra: further metadata of the file, as a JSON object.
-            pending: record this process in the file, so that `sweep` can remove the file if the process ends before
-                the round is committed.
+            pending: record this process in the file, so that `sweep` can remove the file after the process has ended.
 
         Returns:
             The receipt of the file.
@@ -550,53 +508,8 @@ class Workspace:
                     raise
             time.sleep(0.05)
 
-    def commit(self, receipts: Sequence[Receipt], *, keep: int, extra: Mapping[str, Any] | None = None) -> Manifest:
-        """Commit a round: write its manifest, then drop all but the run's newest `keep` rounds.
-
-        Root only. Rounds of other runs stay. A round that cannot be dropped stays, with a warning.
-
-        Args:
-            receipts: those of all ranks, in rank order.
-            keep: number of committed rounds of this run to keep, at least 1.
-            extra: further content of the manifest, as a JSON object.
-
-        Returns:
-            The manifest.
-
-        Raises:
-            InvalidArgumentError: receipts of different rounds, or not one per rank in rank order.
-            TargetExistsError: the round is already committed.
-            StorageError: the manifest cannot be written.
-        """
-        names = [receipt.rank_name for receipt in receipts]
-        if keep < 1 or not names or not _is_whole(names):
-            raise InvalidArgumentError(
-                "commit needs exactly one receipt per rank, in rank order, all of one round, and keep >= 1"
-            )
-        first = names[0]
-        with self.view() as view:
-            older = view.readable_manifests()
-            half_dropped = view.dropped(first.run)
-        generation = max((committed.generation for committed in older), default=0) + 1
-        manifest = Manifest(first.run, first.round, generation, first.world_size, tuple(receipts), dict(extra or {}))
-        text = _manifest_text(manifest)
-        path = os.path.join(self.path, first.run, f"{first.round:06d}", MANIFEST)
-        with self._round_directories(first.run, first.round) as dir_fds:
-            atomic.write_new(dir_fds[-1], MANIFEST, text, path=path, durable=self.durable)
-            atomic.invalidate_listings(*dir_fds, path=self.path)
-        # Older rounds are removed only after the new one is durable.
-        for old in [committed for committed in [*older, manifest] if committed.run == first.run][:-keep]:
-            self._drop(old)
-        for old in half_dropped:
-            self._drop(old)
-        try:
-            self.sweep()
-        except StateExchangeError as error:  # the round is committed all the same
-            _log.warning("cannot remove abandoned rounds: %s", error)
-        return manifest
-
     def sweep(self, only: str | None = None) -> None:
-        """Remove files of uncommitted rounds whose writers have provably ended.
+        """Remove files of rounds whose writers have provably ended.
 
         Not collective. Temporary files are removed too, and empty directories of rounds and of jobs' runs.
 
@@ -608,8 +521,7 @@ class Workspace:
                 runs = view.runs() if only is None else [only]
                 rounds = view.all_abandoned(only)
             for run, number in rounds:
-                # Looked at once more, as the round may have been committed since the first view listed it. All its
-                # writers had ended then, so no process can commit it from now on.
+                # Looked at once more, as another process may have written since the first view listed it.
                 with self.view() as view:
                     names = view.abandoned(run, number)
                 if names:
@@ -632,11 +544,6 @@ class Workspace:
         with self.view() as view:
             return view.rank_names(run, round)
 
-    def manifest(self, run: str, round: int) -> Manifest:  # noqa: A002
-        """Return the manifest of a round; raise NotFoundError if it is not committed. Not collective."""
-        with self.view() as view:
-            return view.manifest(run, round)
-
     def next_round(self, run: str, rank: int | None = None) -> int:
         """Return the number after the newest round of `run`, or after the newest in which `rank` wrote.
 
@@ -654,18 +561,13 @@ class Workspace:
     def remove(self, relatives: Iterable[str]) -> None:
         """Remove files by their paths below the root, then directories that this leaves empty.
 
-        Not collective. Missing files are no error. Files of a committed round stay until `commit` drops the round.
+        Not collective. Missing files are no error.
         """
         for name in [RankName.parse(relative) for relative in relatives]:
-            try:
-                committed = self.manifest(name.run, name.round).receipts
-            except NotFoundError:
-                committed = ()
-            if name.relative not in {receipt.relative for receipt in committed}:
-                self._remove(name.run, name.round, [name.file])
+            self._remove(name.run, name.round, [name.file])
 
-    def remove_uncommitted(self, run: str) -> None:
-        """Remove a run's files in rounds that it has not committed. Call it when no rank of the run writes any more.
+    def remove_run(self, run: str) -> None:
+        """Remove all files of a run. Call it when no rank of the run writes any more.
 
         Not collective.
         """
@@ -675,28 +577,6 @@ class Workspace:
                 with contextlib.suppress(NotFoundError):  # removed meanwhile
                     relatives.extend(name.relative for name in view.rank_names(run, number))
         self.remove(relatives)
-
-    def _drop(self, manifest: Manifest) -> None:
-        """Remove a committed round: rename its manifest, remove its files, remove the renamed manifest last.
-
-        From the rename on no reader takes the round. After an interruption the next commit finds the renamed manifest
-        and continues.
-        """
-        run, number = manifest.run, manifest.round
-        path = os.path.join(self.path, run, f"{number:06d}")
-        try:
-            with self._round_directories(run, number) as dir_fds:
-                names = files.list_names(dir_fds[-1], path)
-                if MANIFEST in names:
-                    atomic.rename_new(MANIFEST, DROPPED, dir_fd=dir_fds[-1], path=os.path.join(path, DROPPED))
-                    files.sync_directory(dir_fds[-1], path)
-            # The renamed manifest goes last: an interrupted drop is continued from it.
-            listed = [os.path.basename(receipt.relative) for receipt in manifest.receipts]
-            self._remove(run, number, [*filter(atomic.is_temporary, names), *listed, DROPPED])
-        except NotFoundError:
-            return
-        except (StorageError, TargetExistsError, UnsafeError) as error:
-            _log.warning("cannot remove an old round: %s", error)
 
     def _remove(self, run: str, number: int, names: Sequence[str]) -> None:
         """Remove files, then directories left empty."""
@@ -756,23 +636,10 @@ def _is_whole(names: Sequence[RankName]) -> bool:
     return all(name.rank == index for index, name in enumerate(names))
 
 
-def _manifest_text(manifest: Manifest) -> bytes:
-    record = {
-        "schema": SCHEMA,
-        "run": manifest.run,
-        "round": manifest.round,
-        "generation": manifest.generation,
-        "world_size": manifest.world_size,
-        "files": [[os.path.basename(receipt.relative), receipt.nbytes] for receipt in manifest.receipts],
-        "extra": dict(manifest.extra),
-    }
-    return json.dumps(seal(record), indent=1).encode()
-
-
-def _manifest_in(store: Store, name: str, run: str, number: int) -> Manifest:
-    path = store.path_of(name)
+def _manifest_in(store: Store, run: str, number: int) -> Manifest:
+    path = store.path_of(MANIFEST)
     try:
-        return _parse_manifest(parse_json(store.read_small(name), path, store.budget), run, number)
+        return _parse_manifest(parse_json(store.read_small(MANIFEST), path, store.budget), run, number)
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, StateExchangeError):
             raise
@@ -788,8 +655,8 @@ def _parse_manifest(parsed: object, run: str, number: int) -> Manifest:
     receipts = tuple(Receipt(os.path.join(run, f"{number:06d}", name), size) for name, size in files)
     names = [receipt.rank_name for receipt in receipts]
     is_of_round = [raw["schema"], raw["run"], raw["round"]] == [SCHEMA, run, number]
-    has_types = type(raw["generation"]) is int and isinstance(raw["extra"], dict)
+    has_types = type(raw["generation"]) is int
     is_complete = bool(names) and _is_whole(names) and raw["world_size"] == names[0].world_size
     if not (is_of_round and has_types and is_complete):
         raise ValueError("it is of another schema or round, or does not list all ranks")
-    return Manifest(run, number, raw["generation"], raw["world_size"], receipts, raw["extra"])
+    return Manifest(run, number, raw["generation"], raw["world_size"], receipts)

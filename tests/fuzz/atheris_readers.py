@@ -236,7 +236,7 @@ class _Readers:
             self._read("hf", {**tensors, "model.safetensors.index.json": text})
         elif kind == b"w":
             store = self._store_of({"manifest.json": _with_own_digest(text)})
-            self._try(lambda: self._workspace._manifest_in(store, "manifest.json", "job", 1))
+            self._try(lambda: self._workspace._manifest_in(store, "job", 1))
         elif kind == b"s":
             self._try(lambda: self._save_directory.SaveManifest.parse(_with_own_digest(text), "x", self._budget("x")))
         elif kind == b"v":

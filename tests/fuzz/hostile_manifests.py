@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from committed import MANIFEST, manifest_bytes
 from pickled import MESH, PLACEMENTS, SPEC, Pickled, archive, dtensor, integer, made, named, numbers, several, tensor
-
-from statexchange.storage.workspace import MANIFEST, Manifest, Receipt, _manifest_text
 
 NO_DIGEST = "0" * 32
 EMPTY_DIGEST = "99aa06d3014798d86001c324468d497f"
@@ -202,10 +201,9 @@ def an_index_of_absent_torch_files(path: Path) -> None:
 
 def a_round_of_absent_files(path: Path, size: Any = 100, ranks: int = 1000) -> None:
     folder = path / "job" / "000001"
-    names = [f"job/000001/rank-{rank:05d}-of-{ranks:05d}.{rank:016x}.safetensors" for rank in range(ranks)]
+    files = [(f"rank-{rank:05d}-of-{ranks:05d}.{rank:016x}.safetensors", size) for rank in range(ranks)]
     folder.mkdir(parents=True)
-    receipts = tuple(Receipt(name, size) for name in names)
-    (folder / MANIFEST).write_bytes(_manifest_text(Manifest("job", 1, 1, ranks, receipts, {})))
+    (folder / MANIFEST).write_bytes(manifest_bytes(files))
 
 
 def a_file_of_no_size(path: Path) -> None:

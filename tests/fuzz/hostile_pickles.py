@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from committed import MANIFEST, manifest_bytes
 from pickled import (
     FLOATS,
     ORDERED,
@@ -34,7 +35,7 @@ from safetensors.numpy import save_file
 
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import MANIFEST, Manifest, Workspace, _manifest_text
+from statexchange.storage.workspace import Workspace
 
 Build = Callable[[Path], Path]
 """Writes files into an empty folder, and returns the path to open."""
@@ -55,7 +56,7 @@ def claimed(folder: Path, *, committed: bool) -> Path:
     tensors = [ShardData(Shard("w", "U8", (4,), (Box((0,), (4,)),)), (np.zeros(4, np.uint8),))]
     receipt = Workspace(folder / "ws").write(tensors, run="job", round=1, rank=0, world_size=world_size)
     if committed:
-        manifest = _manifest_text(Manifest("job", 1, 1, world_size, (receipt,), {}))
+        manifest = manifest_bytes([(receipt.rank_name.file, receipt.nbytes)])
         (folder / "ws" / "job" / "000001" / MANIFEST).write_bytes(manifest)
     return folder / "ws"
 

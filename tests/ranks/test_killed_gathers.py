@@ -17,7 +17,7 @@ from equality import assert_same
 from forked_jobs import ForkedJobs
 from stored import contents_of
 from sweeps import slow
-from workspaces import filled
+from workspaces import commit, filled
 
 import statexchange as sx
 from statexchange.processes import Owner
@@ -90,7 +90,7 @@ def fill_with_files_of_others(path: Path) -> None:
         content = [filled(shard, b"abcd")]
         receipt = workspace.write(content, run=run, round=1, rank=0, world_size=1, pending=run == "pending")
         if run == "committed":
-            workspace.commit([receipt], keep=1)
+            commit(path, [receipt])
 
 
 JOBS = """

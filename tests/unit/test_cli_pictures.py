@@ -183,9 +183,7 @@ def test_a_picture_needs_exactly_one_checkpoint(
 
 
 def test_a_picture_of_a_checkpoint_without_tensors_is_an_error(call: CommandLine, tmp_path: Path) -> None:
-    workspace = Workspace(tmp_path / "ws")
-    receipt = workspace.write([], run="job", round=1, rank=0, world_size=1)
-    workspace.commit([receipt], keep=2)
+    Workspace(tmp_path / "ws").write([], run="job", round=1, rank=0, world_size=1)
     for command in ("info", "ls"):
         code, _, err = call(command, tmp_path / "ws", "--svg", tmp_path / "p.svg")
         assert code == 3

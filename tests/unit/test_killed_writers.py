@@ -12,36 +12,19 @@ import pytest
 from forked_jobs import ForkedJobs
 from programs import require_refusal_of_exchange
 from sweeps import slow
-from workspaces import manifests_of
 
 import statexchange as sx
 from statexchange.report.verify import verify
-from statexchange.storage.workspace import Workspace
 
 WRITER = """
 import numpy as np
 import statexchange as sx
-from statexchange import values
-from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import Workspace
 from warm_python import COMMAND_LINE
-
-def commit(path, state, value):
-    workspace = Workspace(path)
-    held = [ShardData(Shard(name, "F32", (6, 4), (Box((0, 0), (6, 4)),)), (state[name],)) for name in state]
-    names = {id(array): name for name, array in state.items()}
-    config = values.encode({"model": state, "step": int(value)}, lambda value, path: names.get(id(value)))
-    number = workspace.next_round("r")
-    receipt = workspace.write(held, run="r", round=number, rank=0, world_size=1, config=config, pending=True)
-    workspace.commit([receipt], keep=2)
 
 def write(how, path, value):
     state = {f"t{i}": np.full((6, 4), value, np.float32) for i in range(3)}
     if how == "save":
         sx.save_checkpoint({"model": state, "step": int(value)}, path, overwrite=True)
-    elif how == "commit":
-        commit(path, state, value)
     else:
         workspace = sx.NFSWorkspace(path, run="r")
         workspace.write_configs_and_weights({"k": value}, state)
@@ -111,45 +94,39 @@ def call_numbers(writers: Writers, how: str, path: Path, writes: int) -> list[in
 # A workspace of rounds
 
 
-def killed_at(writers: Writers, how: str, number: int, path: Path) -> None:
-    """Kill a writer at a call; its last calls drop the first of the two rounds that are there."""
+def killed_at(writers: Writers, number: int, path: Path) -> None:
+    """Kill a writer at a call; its last calls remove the first of the two rounds that are there."""
+    how = "write"
     for value in (0.0, 1.0):
         writers.write(how, path, value)
     assert writers.write(how, path, 2.0, kill_at=number) is None
     assert value_of(how, path) in (1.0, 2.0), number
-    for manifest in manifests_of(Workspace(path)):  # a round that is half dropped is not one of them
-        assert all((path / receipt.relative).exists() for receipt in manifest.receipts), number
     writers.write(how, path, 3.0)  # without a clean-up in between
     assert value_of(how, path) == 3.0, number
     writers.write(how, path, 4.0)
     hidden = [p.name for p in path.rglob("*") if p.name.startswith(".")]
     assert hidden == [], number
-    if how == "commit":  # what was never committed is gone, and so is what was half dropped
-        committed = {receipt.relative for manifest in manifests_of(Workspace(path)) for receipt in manifest.receipts}
-        files = {os.path.relpath(p, path) for p in path.rglob("*.safetensors")}
-        assert files == committed, number
+    assert len(list(path.rglob("*.safetensors"))) == 2, number
 
 
-@pytest.mark.parametrize("how", ["commit", "write"])
 def test_a_writer_killed_at_one_of_some_calls_leaves_the_old_round_or_the_new_one(
-    start: Callable[[bool], Writers], how: str, tmp_path: Path
+    start: Callable[[bool], Writers], tmp_path: Path
 ) -> None:
     writers = start(True)
-    calls = calls_of(writers, how, tmp_path / "trace", 2)
+    calls = calls_of(writers, "write", tmp_path / "trace", 2)
     removals = [number for number, call in enumerate(calls, 1) if call == "unlink"]
     for number in sorted({*range(4, len(calls), max(1, len(calls) // 6)), *removals[-3:]}):
-        killed_at(writers, how, number, tmp_path / str(number))
+        killed_at(writers, number, tmp_path / str(number))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("how", ["commit", "write"])
 def test_a_writer_killed_at_any_call_leaves_the_old_round_or_the_new_one(
-    start: Callable[[bool], Writers], how: str, tmp_path: Path
+    start: Callable[[bool], Writers], tmp_path: Path
 ) -> None:
     writers = start(True)
-    for number in call_numbers(writers, how, tmp_path / "trace", 2):
-        killed_at(writers, how, number, tmp_path / str(number))
+    for number in call_numbers(writers, "write", tmp_path / "trace", 2):
+        killed_at(writers, number, tmp_path / str(number))
 
 
 # A save

@@ -27,7 +27,7 @@ from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
 from statexchange.storage.location import open_path
-from statexchange.storage.workspace import Receipt, Workspace
+from statexchange.storage.workspace import Workspace
 
 NOBODY = 65534
 
@@ -105,10 +105,10 @@ many, path, plain = sys.argv[1:]
 held = [sx.open_checkpoint(many) for _ in range(5)]
 assert all(len(checkpoint) == 100 for checkpoint in held)
 assert sum(t.read().sum() for t in held[0].values()) == sum(t.read().sum() for t in held[4].values()) == 9900.0
-assert summarize(path).num_tensors == 1
+assert summarize(path + "/job").num_tensors == 1
 workspace = Workspace(path)
-workspace.commit([workspace.write([], run="job", round=2, rank=0, world_size=1, pending=True)], keep=1)
-assert summarize(path).num_tensors == 0
+workspace.write([], run="job", round=2, rank=0, world_size=1)
+assert summarize(path + "/job").num_tensors == 0
 assert summarize(plain).kind == "torch"
 print("ok")
 """
@@ -122,8 +122,6 @@ def test_few_descriptors_serve_many_files_rounds_and_directories(tmp_path: Path)
     for number in range(100):
         source.write([], run=f"run{number % 50}", round=1 + number // 50, rank=0, world_size=1)
     sx.NFSWorkspace(tmp_path / "ws", run="job").write_configs_and_weights(None, {"a": np.ones(1)})
-    (name,) = source.rank_names("job", 1)
-    source.commit([Receipt(name.relative, (tmp_path / "ws" / name.relative).stat().st_size)], keep=2)
     (tmp_path / "plain").mkdir()
     torch.save({"a": torch.ones(2)}, tmp_path / "plain" / "a.pt")
     for number in range(100):
@@ -234,26 +232,6 @@ def test_a_directory_whose_name_is_no_run_is_not_opened() -> None:
             os.seteuid(0)
 
 
-SWEEPING = """
-import sys
-from statexchange.storage.workspace import Receipt, Workspace
-
-path, relative, nbytes = sys.argv[1], sys.argv[2], int(sys.argv[3])
-done = False
-
-def hook(event, args):
-    global done
-    if event == "statexchange.storage" and args[0] == "open" and args[1].endswith(relative) and not done:
-        done = True
-        Workspace(path).commit([Receipt(relative, nbytes)], keep=2)
-
-workspace = Workspace(path)
-mine = workspace.write([], run="mine", round=1, rank=0, world_size=1, pending=True)
-sys.addaudithook(hook)
-workspace.commit([mine], keep=2)
-print(done)
-"""
-
 WRITING = """
 import sys
 from statexchange.storage.workspace import Workspace
@@ -262,24 +240,14 @@ print(receipt.relative, receipt.nbytes)
 """
 
 
-def test_a_round_that_is_committed_while_another_job_sweeps_is_kept(tmp_path: Path) -> None:
+def test_a_round_of_a_writer_that_has_ended_is_swept(tmp_path: Path) -> None:
     path = str(tmp_path / "ws")
     written = subprocess.run([sys.executable, "-c", WRITING, path], capture_output=True, text=True, check=True)
-    relative, nbytes = written.stdout.split()
-    command = [sys.executable, "-c", SWEEPING, path, relative, nbytes]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "True\n"
-    assert Path(path, relative).exists()
-    assert Workspace(path).manifest("job", 1).receipts[0].relative == relative
-
-
-def test_a_round_of_a_writer_that_ended_before_it_was_committed_is_swept(tmp_path: Path) -> None:
-    path = str(tmp_path / "ws")
-    written = subprocess.run([sys.executable, "-c", WRITING, path], capture_output=True, text=True, check=True)
-    workspace = Workspace(path)
-    receipt = workspace.write([], run="mine", round=1, rank=0, world_size=1, pending=True)
-    workspace.commit([receipt], keep=2)
+    other = Workspace(path).write([], run="mine-" + "0" * 16, round=1, rank=0, world_size=1, pending=True)
+    Workspace(path).sweep()
     assert not Path(path, written.stdout.split()[0]).exists()
     assert not Path(path, "job").exists()
+    assert Path(path, other.relative).exists()
 
 
 Call = Callable[[Any], Any]

@@ -30,7 +30,6 @@ from sweeps import slow
 from warm_python import warm_python
 
 import statexchange as sx
-from statexchange import values
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -42,11 +41,9 @@ from statexchange.errors import (
 from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
-from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.sharding.shards import Box
 from statexchange.storage.location import open_path
 from statexchange.storage.publish.claim import CLAIM_NAME, Claim
-from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import Workspace
 
 READER = """
 import json, os, sys
@@ -235,29 +232,6 @@ def test_names_are_compared_with_the_opened_files_after_the_last_read(call: str,
     assert caught.value.path is not None
     assert str(tmp_path / "source" / "model-0000") in caught.value.path
     assert sorted(os.listdir(tmp_path)) == ["other", "source"]
-
-
-def commit_round(path: Path, value: float) -> None:
-    """Commit a round of a job's state, of which the newest two stay."""
-    state = state_of(value)
-    names = {id(array): name for name, array in state.items()}
-    config = values.encode({"model": state, "step": int(value)}, lambda value, _: names.get(id(value)))
-    shards = {name: Shard(name, "F32", array.shape, (full_box(array.shape),)) for name, array in state.items()}
-    held = [ShardData(shard, (state[name],)) for name, shard in shards.items()]
-    workspace = Workspace(path)
-    number = workspace.next_round("r")
-    receipt = workspace.write(held, run="r", round=number, rank=0, world_size=1, config=config, pending=True)
-    workspace.commit([receipt], keep=2)
-
-
-def test_a_state_whose_round_is_dropped_at_any_look_is_read_as_the_old_or_a_newer_one(sweep_path: Path) -> None:
-    path = sweep_path / "saved"
-
-    def commit(value: float) -> None:
-        for _ in range(3):  # by the third the first of the two that were there is gone
-            commit_round(path, value)
-
-    assert_read_as_old_or_new(path, "saved", commit)
 
 
 def save(path: Path, value: float) -> None:

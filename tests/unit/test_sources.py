@@ -14,7 +14,7 @@ import torch
 from programs import require_root
 from safetensors.torch import save_file
 from stored import json_header, write_with_header
-from workspaces import held, write
+from workspaces import commit, held, write
 
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import (
@@ -42,7 +42,7 @@ def fill(path: Path, run: str = "job", ranks: int = 3, world_size: int = 3, numb
 def test_a_workspace_its_run_its_round_and_its_file_are_recognised(tmp_path: Path) -> None:
     ws = tmp_path / "ws"
     receipts = fill(ws)
-    Workspace(ws).commit(receipts, keep=2)
+    commit(ws, receipts)
     for path in (ws, ws / "job", ws / "job" / "000001"):
         source = open_source(path)
         assert (source.kind, source.run, source.round, source.world_size) == ("workspace", "job", 1, 3)
@@ -74,11 +74,11 @@ def test_the_newest_committed_round_is_read_else_the_newest_whole_one(tmp_path: 
     fill(tmp_path, number=3, ranks=2)
     assert open_source(tmp_path).round == 2
     assert open_source(tmp_path / "job" / "000001").round == 1
-    Workspace(tmp_path).commit(fill(tmp_path, number=4), keep=2)
+    commit(tmp_path, fill(tmp_path, number=4))
     fill(tmp_path, number=5)
     assert open_source(tmp_path).round == 4
     assert open_source(tmp_path / "job" / "000005").round == 5
-    Workspace(tmp_path).commit(fill(tmp_path, run="later"), keep=2)
+    commit(tmp_path, fill(tmp_path, run="later"), generation=2)
     assert open_source(tmp_path).run == "later"
     assert open_source(tmp_path / "job").round == 4
 
@@ -94,7 +94,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
 
 def test_an_absent_file_of_a_manifest_is_named(tmp_path: Path) -> None:
     receipts = fill(tmp_path)
-    Workspace(tmp_path).commit(receipts, keep=2)
+    commit(tmp_path, receipts)
     os.unlink(tmp_path / receipts[2].relative)
     with pytest.raises(IncompleteError, match="missing") as caught:
         open_source(tmp_path)

@@ -1,4 +1,4 @@
-"""The workspace on a real disk: committed rounds stay readable after any failed call and any killed process."""
+"""The workspace on a real disk: what a rank has written stays readable after any failed call and any killed process."""
 
 import errno
 import json
@@ -22,8 +22,9 @@ from stored import flip_bit
 from sweeps import EVERY, some
 from system_calls import each_call, in_pairs, strace, system_calls
 from warm_python import warm_python
-from workspaces import held, manifests_of, write
+from workspaces import commit, held, write
 
+from statexchange import NFSWorkspace
 from statexchange.errors import (
     CorruptError,
     InvalidArgumentError,
@@ -37,23 +38,17 @@ from statexchange.sharding.shards import Box, full_box
 from statexchange.storage import atomic, files
 from statexchange.storage.location import seal
 from statexchange.storage.store import local_path
-from statexchange.storage.workspace import MANIFEST, RankName, Receipt, Workspace, WorkspaceView
+from statexchange.storage.workspace import RankName, Receipt, Workspace
 
 WRITER = """
 import json, sys
 import numpy as np
+from statexchange import NFSWorkspace
 from statexchange.errors import StateExchangeError
-from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import Workspace
 path, value = sys.argv[1], int(sys.argv[2])
-workspace = Workspace(path)
 try:
-    box = Box((0,), (9000,))
-    held = [ShardData(Shard(n, "U8", (9000,), (box,)), (np.full(9000, value, np.uint8),)) for n in "ab"]
-    number = workspace.next_round("job")
-    receipt = workspace.write(held, run="job", round=number, rank=0, world_size=1, config=str(value))
-    workspace.commit([receipt], keep=2)
+    weights = {name: np.full(9000, value, np.uint8) for name in "ab"}
+    NFSWorkspace(path, run="job").write_configs_and_weights(value, weights)
 except StateExchangeError as error:
     print(json.dumps([type(error).__name__, getattr(error, "errno", None), error.path]))
 """
@@ -66,13 +61,11 @@ def write_value(path: Path, value: int) -> None:
 
 
 def value_of(path: Path) -> int:
-    """Return the value of the newest committed round, after reading and checking all of it."""
-    source = open_source(path)
-    workspace = Workspace(path)
-    with workspace.open(RankName.parse(os.path.relpath(source.files[0].path, workspace.path))) as file:
-        found = {bytes(file.read(name)) for name in ("a", "b")} | {bytes([int(file.config)]) * 9000}
-    (data,) = found
-    return data[0]
+    """Return the value of the newest round, after reading and checking all of it."""
+    value, weights = NFSWorkspace(path, run="job").read_configs_and_weights_from_rank(0)
+    assert weights.keys() == {"a", "b"}
+    assert all((weight == value).all() and len(weight) == 9000 for weight in weights.values())
+    return int(value)
 
 
 def leftovers(path: Path) -> list[str]:
@@ -89,18 +82,39 @@ def two_rounds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("files", [[None, 5]]), ("files", [["rank-00000-of-00001.x.safetensors", []]]), ("files", [5]), ("extra", [])],
+    [
+        ("files", [[None, 5]]),
+        ("files", [["rank-00000-of-00001.x.safetensors", []]]),
+        ("files", [5]),
+        ("generation", ""),
+    ],
 )
-def test_a_manifest_with_wrong_types_is_broken_even_with_a_valid_digest(
-    two_rounds: Path, tmp_path: Path, field: str, value: Any
-) -> None:
-    shutil.copytree(two_rounds, tmp_path / "ws")
-    newest = max((tmp_path / "ws").rglob(MANIFEST))
-    record = {**json.loads(newest.read_text()), field: value}
+def test_a_manifest_with_wrong_types_is_broken_even_with_a_valid_digest(tmp_path: Path, field: str, value: Any) -> None:
+    manifest = commit(tmp_path, [write(Workspace(tmp_path))])
+    record = {**json.loads(manifest.read_text()), field: value}
     del record["digest"]
-    newest.write_text(json.dumps(seal(record)))
-    with pytest.raises(CorruptError, match="broken manifest"), Workspace(tmp_path / "ws").view() as view:
-        view.manifests(view.all_rounds())
+    manifest.write_text(json.dumps(seal(record)))
+    with pytest.raises(CorruptError, match="broken manifest"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text.replace(b'"generation": 1', b'"generation": 9'),
+        lambda text: b"\0" + text[1:],
+        lambda text: b"",
+        lambda text: b'"text"',
+        lambda text: b'{"digest": 1e999}',
+    ],
+)
+def test_a_broken_manifest_is_an_error(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
+    manifest = commit(tmp_path, [write(Workspace(tmp_path))])
+    assert open_source(tmp_path).round == 1
+    manifest.write_bytes(change(manifest.read_bytes()))
+    with pytest.raises(CorruptError) as caught:
+        open_source(tmp_path)
+    assert caught.value.path == str(manifest)
 
 
 @EVERY
@@ -109,7 +123,7 @@ def test_after_a_kill_at_any_write_the_old_round_or_the_new_one_is_there(
 ) -> None:
     shutil.copytree(two_rounds, tmp_path / "trace")
     calls = system_calls(WRITER, tmp_path / "trace", 3, log=tmp_path / "log")
-    assert {"fsync", "linkat", "renameat2", "pwrite64", "fallocate", "unlinkat", "mkdirat"} <= set(calls)
+    assert {"fsync", "linkat", "pwrite64", "fallocate", "unlinkat", "mkdirat"} <= set(calls)
 
     def check(point: tuple[str, int]) -> None:
         path = tmp_path / f"{point[0]}-{point[1]}"
@@ -121,10 +135,11 @@ def test_after_a_kill_at_any_write_the_old_round_or_the_new_one_is_there(
         assert value_of(path) == 4, point
         write_value(path, 5)
         write_value(path, 6)
-        assert [m.generation for m in manifests_of(Workspace(path))] == sorted(
-            m.generation for m in manifests_of(Workspace(path))
-        )
-        assert len(manifests_of(Workspace(path))) == 2, point
+        assert value_of(path) == 6, point
+        rounds = Workspace(path).rounds("job")
+        assert len(rounds) == 2, point
+        assert rounds[1] == rounds[0] + 1, point
+        assert leftovers(path) == [], point
         assert [p for p in path.rglob("*") if p.is_dir() and not os.listdir(p)] == [], point
 
     in_pairs(check, some(each_call(calls), every))
@@ -137,7 +152,7 @@ FAULTS = [
     ("fallocate", "ENOSPC"),
     ("mkdirat", "EACCES"),
 ]
-TOLERATED = [("fallocate", "EOPNOTSUPP"), ("linkat", "EPERM"), ("renameat2", "EINVAL"), ("unlinkat", "EIO")]
+TOLERATED = [("fallocate", "EOPNOTSUPP"), ("linkat", "EPERM"), ("unlinkat", "EIO")]
 
 
 @EVERY
@@ -153,8 +168,7 @@ def test_a_failing_write_is_an_error_with_path_and_errno_and_leaves_nothing(
         shutil.copytree(two_rounds, path)
         done = strace(f"inject={call}:error={code}:when={when}", WRITER, path, 3)
         assert done.returncode == 0, (case, done.stderr)
-        dropping = call == "fsync" and when == calls["fsync"]  # the new round is durable by then
-        if (call, code) in TOLERATED or dropping:
+        if (call, code) in TOLERATED:
             assert (done.stdout, value_of(path)) == ("", 3), case
         else:
             kind, number, where = json.loads(done.stdout)
@@ -167,18 +181,6 @@ def test_a_failing_write_is_an_error_with_path_and_errno_and_leaves_nothing(
 
     cases = [(call, code, n + 1) for call, code in [*FAULTS, *TOLERATED] for n in range(calls[call])]
     in_pairs(check, some(cases, every))
-
-
-def test_a_round_that_cannot_be_dropped_is_kept_with_a_warning(two_rounds: Path, tmp_path: Path) -> None:
-    shutil.copytree(two_rounds, tmp_path / "ws")
-    done = strace("inject=unlinkat:error=EIO", WRITER, tmp_path / "ws", 3)
-    assert "cannot remove an old round" in done.stderr
-    # Of round 1 the manifest is gone, and its files are still there.
-    assert [m.round for m in manifests_of(Workspace(tmp_path / "ws"))] == [2, 3]
-    assert len(list((tmp_path / "ws" / "job" / "000001").iterdir())) > 1
-    write_value(tmp_path / "ws", 4)
-    assert [m.round for m in manifests_of(Workspace(tmp_path / "ws"))] == [3, 4]
-    assert not (tmp_path / "ws" / "job" / "000001").exists()
 
 
 def test_a_full_disk_and_a_size_limit_are_storage_errors_with_their_errno(tmp_path: Path) -> None:
@@ -352,7 +354,6 @@ def test_a_directory_that_is_a_link_is_refused(workspace: Workspace, tmp_path: P
         lambda: workspace.open(receipt),
         lambda: write(workspace),
         lambda: workspace.rank_names("job", 1),
-        lambda: workspace.commit([receipt], keep=2),
         lambda: workspace.remove([receipt.relative]),
     ):
         with pytest.raises(UnsafeError, match="not a directory"):
@@ -366,100 +367,6 @@ def test_a_run_that_others_may_write_in_is_refused(workspace: Workspace) -> None
     for use in (lambda: write(workspace), lambda: workspace.open(receipt)):
         with pytest.raises(UnsafeError, match="others may write"):
             use()
-
-
-def commit(
-    workspace: Workspace, value: bytes = b"x", run: str = "job", ranks: int = 2, **options: Any
-) -> list[Receipt]:
-    number = workspace.next_round(run)
-    receipts = [write(workspace, r, ranks, run, number, tensors=[held("w", value)]) for r in range(ranks)]
-    workspace.commit(receipts, **{"keep": 2} | options)
-    return receipts
-
-
-def test_the_newest_rounds_of_each_run_are_kept(workspace: Workspace) -> None:
-    for run in ("a", "a", "a", "b"):
-        commit(workspace, run=run)
-    assert [(m.run, m.round, m.generation) for m in manifests_of(workspace)] == [("a", 2, 2), ("a", 3, 3), ("b", 1, 4)]
-    assert sorted(os.listdir(os.path.join(workspace.path, "a"))) == ["000002", "000003"]
-    for _ in range(3):
-        commit(workspace, run="b")
-    assert [(m.run, m.round) for m in manifests_of(workspace)] == [("a", 2), ("a", 3), ("b", 3), ("b", 4)]
-
-
-def test_files_of_killed_writers_are_removed_with_their_round(workspace: Workspace) -> None:
-    commit(workspace)
-    stale = Path(workspace.path, "job", "000001", ".tmp-0123456789abcdef")
-    stale.write_text("half")
-    assert [n.rank for n in workspace.rank_names("job", 1)] == [0, 1]
-    commit(workspace)
-    commit(workspace)
-    assert not stale.parent.exists()
-
-
-def test_an_empty_round_of_a_killed_writer_is_removed_by_the_next_commit_of_any_run(workspace: Workspace) -> None:
-    commit(workspace)
-    killed = Path(workspace.path, "other", "000001")
-    killed.mkdir(0o700, parents=True)
-    killed.parent.chmod(0o700)
-    not_ours = [Path(workspace.path, "notes"), Path(workspace.path, "job", "notes")]
-    for path in not_ours:
-        path.mkdir(0o700)
-    commit(workspace)
-    assert not killed.parent.exists()
-    assert all(path.exists() for path in not_ours)
-
-
-def test_files_of_a_committed_round_cannot_be_removed_one_by_one(workspace: Workspace) -> None:
-    receipts = commit(workspace)
-    workspace.remove([receipt.relative for receipt in receipts])
-    assert len(open_source(workspace.path).files) == 2
-    loose = write(workspace, number=7)
-    workspace.remove([loose.relative, loose.relative])
-    assert workspace.rounds("job") == [1]
-
-
-def test_a_commit_needs_every_rank_once(workspace: Workspace) -> None:
-    one, two = write(workspace, 0, 2), write(workspace, 1, 2)
-    later = write(workspace, 1, 2, number=2)
-    for receipts, keep in [([], 2), ([one], 2), ([one, one], 2), ([two, one], 2), ([one, later], 2), ([one, two], 0)]:
-        with pytest.raises(InvalidArgumentError, match="one receipt"):
-            workspace.commit(receipts, keep=keep)
-    workspace.commit([one, two], keep=1)
-    with pytest.raises(TargetExistsError):
-        workspace.commit([one, two], keep=1)
-
-
-def test_a_broken_manifest_is_an_error_for_readers_and_not_for_writers(workspace: Workspace) -> None:
-    commit(workspace, b"1")
-    path = os.path.join(workspace.path, "job", "000001", MANIFEST)
-    for change in (
-        lambda data: data.__setitem__(slice(None), data.replace(b'"generation": 1', b'"generation": 9')),
-        lambda data: data.__setitem__(0, 0),
-        lambda data: data.clear(),
-        lambda data: data.__setitem__(slice(None), b'"text"'),
-        lambda data: data.__setitem__(slice(None), b'{"digest": 1e999}'),
-    ):
-        damage(path, change)
-        with pytest.raises(CorruptError) as caught:
-            manifests_of(workspace)
-        assert caught.value.path == path
-    commit(workspace, b"2")
-    assert workspace.manifest("job", 2).round == 2
-
-
-def test_two_commits_at_once_agree_on_the_order(workspace: Workspace) -> None:
-    for run in ("b", "a"):
-        commit(workspace, run=run, keep=9)
-    Path(workspace.path, "a", "000001", MANIFEST).unlink()
-    receipts = [
-        Receipt(n.relative, os.stat(os.path.join(workspace.path, n.relative)).st_size)
-        for n in workspace.rank_names("a", 1)
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WorkspaceView, "readable_manifests", lambda _: [])  # it looked before the other's commit
-        Workspace(workspace.path).commit(receipts, keep=9)
-    assert [(m.run, m.generation) for m in manifests_of(workspace)] == [("a", 1), ("b", 1)]
 
 
 def test_rounds_are_counted_by_rank_and_by_run(workspace: Workspace) -> None:
@@ -559,7 +466,8 @@ def test_a_name_appears_after_its_bytes_are_durable_and_is_then_made_durable(tmp
     calls = system_calls(WRITER, tmp_path / "ws", 3, log=tmp_path / "log")
     calls = [call for call, before in zip(calls, ["", *calls], strict=False) if call != "pwrite64" or before != call]
     new_file = ["fallocate", "pwrite64", "fsync", "linkat", "unlinkat", "fsync"]
-    assert calls == ["mkdirat", "mkdirat", "fsync", *new_file, *new_file, "renameat2", "fsync", *["unlinkat"] * 4]
+    removal = ["unlinkat", "unlinkat", "unlinkat"]  # of the file and the round; the run is not empty
+    assert calls == ["mkdirat", "mkdirat", "fsync", *new_file, *removal]
     directories = re.findall(r"^\d+ +mkdirat\(.*(?:= 0|EEXIST.*)$", (tmp_path / "log").read_text(), re.MULTILINE)
     assert len(directories) == 2
 
@@ -645,14 +553,13 @@ from pathlib import Path
 from statexchange.errors import UnsafeError
 from statexchange.storage.workspace import Workspace
 
-def commit(path):
+def write(path):
     workspace = Workspace(path)
     receipt = workspace.write([], run="job", round=1, rank=0, world_size=1)
-    workspace.commit([receipt], keep=2)
-    return workspace.manifest("job", 1).receipts[0] == receipt
+    return workspace.rank_names("job", 1)[0] == receipt.rank_name
 
 path = sys.argv[1]
-assert commit(path + "/warm")  # imports all that may not be readable afterwards
+assert write(path + "/warm")  # imports all that may not be readable afterwards
 os.mkdir(path + "/planted")
 os.mkdir(path + "/planted/job", 0o755)
 os.chmod(path + "/planted", 0o777)
@@ -660,10 +567,10 @@ os.chown(path + "/planted/job", 4711, 4711)
 os.setresgid(65534, 65534, 65534)
 os.setresuid(65534, 12345, 65534)
 assert ctypes.CDLL(None).setfsuid(65534) == 12345
-assert commit(path + "/ws")
+assert write(path + "/ws")
 print(os.geteuid(), os.stat(path + "/ws/job").st_uid)
 try:
-    commit(path + "/planted")
+    write(path + "/planted")
 except UnsafeError as error:
     print(error.message)
 """

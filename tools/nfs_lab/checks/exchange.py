@@ -157,31 +157,6 @@ def files_of_two_hosts_are_kept(session: Session, mount: str) -> str:
 
 
 @check("C2", ("v42", "v3l", "v3"))
-def one_of_two_commits_wins(session: Session, mount: str) -> str:
-    """Two hosts commit one round at the same time: one wins, and what it committed is what readers find."""
-    path, count, wrong = session.path(mount, "two-commits"), session.times(4), []
-    for number in range(1, count + 1):
-        start = time.time() + 0.1
-        replies = together(
-            *(
-                (agent, "commit_round_at", _commit(path, number, config, start))
-                for config, agent in enumerate((session.a, session.b))
-            )
-        )
-        winners = [reply.value for reply in replies if reply.ok]
-        found = session.b2.call("committed", path=path, run="run", number=number)
-        refused = all(reply.ok or reply.named for reply in replies)
-        if len(winners) != 1 or found.value != winners[0] or not refused:
-            wrong.append(f"{' | '.join(map(str, replies))}; found {found}")
-    session.expect_none(wrong, of=count)
-    return f"{count} races"
-
-
-def _commit(path: str, number: int, config: int, at: float) -> dict[str, Any]:
-    return {"path": path, "run": "run", "number": number, "config": config, "at": at, "jitter_s": 0.04}
-
-
-@check("C2", ("v42", "v3l", "v3"))
 def saves_of_two_hosts_are_whole(session: Session, mount: str) -> str:
     """Two hosts save to one path at the same time: an acknowledged save is what a load finds, and `verify` agrees."""
     count, wrong = session.times(4), []

@@ -384,26 +384,6 @@ def write_round_at(path: str, run: str, step: int, rank: int, at: float, jitter_
         write_round(path, run, step, rank)
 
 
-def commit_round_at(path: str, run: str, number: int, config: int, at: float, jitter_s: float) -> list[str]:
-    """Write one file as the only rank of a round and commit it; return the names of the committed files."""
-    workspace = sx.Workspace(path)
-    receipt = workspace.write((), run=run, round=number, rank=0, world_size=1, config=json.dumps(config))
-    while time.time() < at:
-        time.sleep(0.0005)
-    with _delayed(jitter_s):
-        workspace.commit([receipt], keep=100)
-    return [receipt.relative]
-
-
-def committed(path: str, run: str, number: int) -> list[str]:
-    """Open every file of a committed round; return their names."""
-    workspace = sx.Workspace(path)
-    receipts = workspace.manifest(run, number).receipts
-    for receipt in receipts:
-        workspace.open(receipt).close()
-    return [receipt.relative for receipt in receipts]
-
-
 # Ranks
 
 
