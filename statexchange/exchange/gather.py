@@ -1,9 +1,9 @@
 """Gather tensors, configs and whole states to one rank: through shared memory on one host, or through a workspace.
 
 Each rank copies its tensors once, into an arena of shared memory or into a file of the workspace. Root gets views of
-the arena, or reads from the file on demand. The with block ends in an agreement of all ranks. After it, writers remove
-their files and recycle their arenas. An arena of which root still has a view is recycled only after the view is gone.
-If the block fails, every writer closes its arena, and root removes the files of ranks that cannot remove theirs.
+the arena, or reads from the file on demand. The with block ends in an agreement of all ranks. After it, writers recycle
+their arenas, and root removes the files. An arena of which root still has a view is recycled only after the view is
+gone. If the block fails, every writer closes its arena, and root removes the files all the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 
 from statexchange import values
-from statexchange.comm.communicator import CommLike, Communicator
+from statexchange.comm.communicator import CommLike, Communicator, from_root
 from statexchange.comm.defaults import as_communicator, members, public_call
 from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError
 from statexchange.exchange.staging import Staging
@@ -26,8 +26,12 @@ from statexchange.sharding.shards import Shard, full_box, shape_from_json
 from statexchange.shared_memory import Arena
 from statexchange.state.describe import State, describe
 from statexchange.state.types import Leaf
-from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import Receipt, Workspace
+from statexchange.storage import files
+from statexchange.storage.atomic import new_nonce
+from statexchange.storage.location import OpenedPath, directory_of, is_remote, open_path, resolve_path, seal
+from statexchange.storage.publish import clear, open_build, unfinished_names, write_into_build
+from statexchange.storage.publish.build import Build
+from statexchange.storage.tensorfile import MANIFEST, SCHEMA, RankFile, ShardData, rank_file_names
 from statexchange.tensors import (
     ITEMSIZE,
     TensorLike,
@@ -49,7 +53,8 @@ __all__ = ["GatheredState", "gather_state", "get_configs_parallel", "get_tensors
 T = TypeVar("T")
 _ALIGNMENT = 64
 _NO_LIMIT_S = float("inf")
-_READ_RETRY_S = 30.0
+_GATHER = "gather-"  # the names of builds in a workspace begin so
+_NO_PLAN = "0" * 32  # as nothing is ever taken over
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +204,9 @@ class _MemoryTransport:
         self._comm = comm
         self._arena: Arena | None = None
 
+    def begin(self, root: int) -> None:
+        """No-op: each rank has memory of its own."""
+
     def send(self, tensors: Mapping[str, TensorLike], metadata: Sequence[_TensorMetadata]) -> object:
         """Copy this rank's tensors into its arena; return the arena's address."""
         total = max((entry.offset + entry.nbytes for entry in metadata if entry.alias is None), default=0)
@@ -269,33 +277,61 @@ def _copy_in(tensor: TensorLike, entry: _TensorMetadata, memory: memoryview) -> 
 
 
 class _FileTransport:
-    """Transport through a tensor file of each writer, which removes it when the with block ends."""
+    """Transport through a file of each writer, in a build (storage/publish) that root abandons when the block ends.
 
-    def __init__(self, comm: Communicator, workspace: Workspace) -> None:
+    So the files appear under no name that a reader takes, and what killed ranks leave is what killed publishers leave:
+    the next gather here removes it.
+
+    Args:
+        workspace: the directory or URL of the workspace, as this rank sees it.
+    """
+
+    def __init__(self, comm: Communicator, workspace: str) -> None:
         self._comm = comm
         self._workspace = workspace
-        self._receipt: Receipt | None = None
+        self._place = _Place("", "")
+        self._build: Build | None = None
+        self._opened: OpenedPath | None = None
+
+    def begin(self, root: int) -> None:
+        """Open the build on `root`, and tell the others. Collective."""
+        with self._comm.phase("opening the workspace"):
+            if self._comm.rank == root:
+                _sweep(self._workspace)
+                name = f"{_GATHER}{new_nonce()}"
+                path = os.path.join(self._workspace, name)
+                names = [*rank_file_names(self._comm.world_size), MANIFEST]
+                self._build = open_build(path, _NO_PLAN, names, check=None, private=True)
+                self._place = _Place(name, self._build.share())
+        self._place = from_root(self._comm, self._place, _Place, "where it gathers", root)
 
     def send(self, tensors: Mapping[str, TensorLike], metadata: Sequence[_TensorMetadata]) -> object:
-        """Write this rank's tensors as one durable file; return its receipt."""
-        staging = Staging()
+        """Write this rank's tensors as one durable file; return its size and version."""
+        comm, staging = self._comm, Staging()
         shards = []
         for entry in metadata:
             if entry.alias is None:
                 shards.append(_shard_data(tensors[entry.name], entry, staging))
-        comm = self._comm
-        number = self._workspace.next_round(comm.run, comm.rank)
-        self._receipt = self._workspace.write(
-            shards, run=comm.run, round=number, rank=comm.rank, world_size=comm.world_size, pending=True
-        )
-        return encode(self._receipt, Receipt)
+        path = os.path.join(self._workspace, self._place.name)
+        names = rank_file_names(comm.world_size)[comm.rank], MANIFEST
+        facts = seal({"schema": SCHEMA, "config": "null", **self._expected(comm.rank)})
+        written = write_into_build(path, self._place.key, names, shards, facts, comm.progress)
+        return encode(_Written(written.content.nbytes, written.version), _Written)
+
+    def _expected(self, rank: int) -> dict[str, str | int]:
+        """Return what the file of a rank says of itself."""
+        return {"save": self._place.name, "rank": rank, "world_size": self._comm.world_size}
 
     def receive(self, metadata: Sequence[_TensorMetadata], address: object, rank: int) -> _Block:
-        """Open another rank's file by the name in its receipt."""
-        # The property raises unless `relative` is the name of a rank's file.
-        receipt = decode(address, Receipt, "the name of the file", rank, lambda receipt: receipt.rank_name)
-        file = self._workspace.open(receipt, timeout_s=_READ_RETRY_S)
-        return _Block(metadata, lambda entry: _rebuild(entry, file.read(entry.name)), file.close)
+        """Open another rank's file."""
+        assert self._build is not None  # on root
+        written = decode(address, _Written, "the size of its file", rank)
+        name = rank_file_names(self._comm.world_size)[rank]
+        self._build.add_all({name: written.version})
+        if self._opened is None:  # all files are there by now
+            self._opened = open_path(self._build.building_path)
+        file = RankFile(self._opened.store.open(name), self._expected(rank), written.nbytes)
+        return _Block(metadata, lambda entry: _rebuild(entry, file.read(entry.name)))
 
     def received(self) -> None:
         """No-op: root may still read from the file."""
@@ -304,15 +340,37 @@ class _FileTransport:
         """No-op: a file needs no note."""
 
     def end(self, notes: Sequence[object] | None) -> None:
-        """Remove this rank's file; after a failure root removes those of ranks that cannot."""
-        if self._receipt is not None:
-            self._workspace.remove([self._receipt.relative])
-            self._receipt = None
-        else:
-            # The rank that reads. After a failure a writer may be gone, and root is the one that is left to clean up.
-            if notes is None:
-                self._workspace.remove_run(self._comm.run)
-            self._workspace.sweep()
+        """Remove all files on root, after the block or a failure alike."""
+        del notes
+        opened, self._opened = self._opened, None
+        build, self._build = self._build, None
+        if opened is not None:
+            opened.close()
+        if build is not None:
+            build.abandon()
+
+
+class _Place(NamedTuple):
+    """Where ranks write: the name of the gather in the workspace, and the key of root's build there."""
+
+    name: str
+    key: str
+
+
+class _Written(NamedTuple):
+    """The size of a rank's file, and its version in an object store."""
+
+    nbytes: int
+    version: str
+
+
+def _sweep(workspace: str) -> None:
+    """Make the workspace if it is missing, and remove what killed gathers have left there. Not collective."""
+    if not is_remote(workspace):
+        files.make_path(workspace)
+    for name in unfinished_names(workspace, ()):
+        if name.startswith(_GATHER):
+            clear(os.path.join(workspace, name), MANIFEST, lambda _, __: False, waits=False)
 
 
 def _shard_data(tensor: TensorLike, entry: _TensorMetadata, staging: Staging) -> ShardData:
@@ -324,12 +382,12 @@ def _shard_data(tensor: TensorLike, entry: _TensorMetadata, staging: Staging) ->
 _Transport = _MemoryTransport | _FileTransport
 _Sent: TypeAlias = tuple[_Block, object]
 """A rank's tensors, and the message of the calling function."""
-_WorkspaceLike: TypeAlias = "Workspace | str | os.PathLike[str] | None"
+_WorkspaceLike: TypeAlias = str | os.PathLike[str] | None
 
 
 def _transport(comm: Communicator, workspace: _WorkspaceLike) -> _Transport:
     if workspace is not None:
-        return _FileTransport(comm, workspace if isinstance(workspace, Workspace) else Workspace(workspace))
+        return _FileTransport(comm, directory_of(resolve_path(workspace, "a workspace")))
     if comm.shared_memory is None:
         raise InvalidArgumentError(
             f"these ranks, on {comm.num_nodes} host(s), share no memory: pass workspace=, a directory that all see"
@@ -379,6 +437,7 @@ def _exchange(
     sent_here = _RankMessage()
     blocks: list[_Sent] = []
     try:
+        transport.begin(root)
         with comm.phase("sending"):
             if comm.rank != root:
                 metadata = _metadata_of(tensors)
@@ -448,7 +507,7 @@ def gather_state(
     *,
     comm: CommLike | None = None,
     root: int = 0,
-    workspace: Workspace | str | os.PathLike[str] | None = None,
+    workspace: str | os.PathLike[str] | None = None,
 ) -> Iterator[tuple[GatheredState, ...]]:
     """Gather every rank's state on root: yield one lazy mapping per rank, in rank order; () on other ranks.
 
@@ -460,7 +519,8 @@ def gather_state(
             DTensor; `shards` of its mapping has the box. Several boxes of a tensor are named NAME#0, NAME#1, ...
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         root: the rank that receives.
-        workspace: a directory or Workspace that all hosts see; None for shared memory.
+        workspace: a directory that all hosts see, or an fsspec URL such as ``s3://bucket/exchange``; None for shared
+            memory.
 
     Yields:
         On root a tuple of mappings from names to tensors, with attributes `rank` and `shards`.
@@ -515,7 +575,7 @@ def get_tensors_parallel(
         tensor: this rank's tensor or array; shapes and dtypes may differ between ranks.
         ranks: world ranks, or ranks of `group` if that is a Communicator or MPI communicator.
         group: a ProcessGroup, Communicator or MPI communicator that contains the ranks.
-        workspace_path: a directory that all hosts see; None for shared memory.
+        workspace_path: a directory that all hosts see, or an fsspec URL; None for shared memory.
 
     Yields:
         On the first rank its own tensor, then views of shared memory, or copies read from the workspace. They stay
@@ -566,7 +626,7 @@ def get_configs_parallel(
             which keeps its place in the list.
         ranks: world ranks, or ranks of `group` if that is a Communicator or MPI communicator.
         group: a ProcessGroup, Communicator or MPI communicator that contains the ranks.
-        workspace_path: a directory that all hosts see; None for shared memory.
+        workspace_path: a directory that all hosts see, or an fsspec URL; None for shared memory.
 
     Yields:
         On the first rank one config per rank. Dataclasses have the first rank's own types or types given to

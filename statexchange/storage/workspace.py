@@ -3,17 +3,13 @@
 **Names.** ``<root>/<run>/<round>/rank-00003-of-00008.<nonce>.safetensors``. The nonce makes each name unique, so no
 file is ever overwritten and no reader sees a mix of two writes.
 
-**Protocol.** Reading and writing involve no collective and no barrier.
+**Protocol.** Reading and writing involve no other rank. Each rank writes its file (atomic.py: the name appears only
+when the file is complete), and a reader lists the directory. Each rank removes its own files when no reader needs them
+any more.
 
-1. Each rank writes its file (atomic.py: the name appears only when the file is complete) and gets a receipt.
-2. Ranks with a communicator send their receipts to the reader. A reader without one lists the directory.
-3. Each rank removes its own files when no reader needs them any more.
-
-**After a failure.** A failed write removes its file. A killed writer leaves a temporary file, or a complete file of a
-round that nobody reads; `sweep` removes these once all writers of the round have provably ended. A directory is removed
-only if it is empty, so files of other ranks are safe; a writer whose directory is removed before its first file makes
-it again. A run's directory without any round is removed if its name ends in the digits that make the run of a job
-unique.
+**After a failure.** A failed write removes its file. A killed writer leaves a temporary file, which `sweep` removes
+once the process has provably ended. A directory is removed only if it is empty, so files of other ranks are safe; a
+writer whose directory is removed before its first file makes it again.
 
 **Committed rounds.** In earlier versions root wrote ``manifest.json`` into a round at last, with the receipts of all
 ranks. Such a round is read by its manifest, and never swept.
@@ -26,7 +22,6 @@ import errno
 import logging
 import os
 import re
-import time
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -42,8 +37,6 @@ from statexchange.errors import (
     excerpt,
     without_secrets,
 )
-from statexchange.processes import Owner
-from statexchange.settings import check_timeout
 from statexchange.storage import atomic, files
 from statexchange.storage.files import mount_of
 from statexchange.storage.location import (
@@ -77,7 +70,6 @@ MANIFEST = "manifest.json"
 _ATTEMPTS = 20
 _REMOVED = (NotFoundError, ReplacedError)  # raised for a directory that another process removes meanwhile
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-_JOBS_RUN = re.compile(r".+-[0-9a-f]{16}")  # among runs, that of a communicator
 _ROUND = re.compile(r"[0-9]{6,18}")
 _RANK_FILE = re.compile(r"rank-([0-9]{5,9})-of-([0-9]{5,9})\.[0-9a-f]{16}\.safetensors")
 
@@ -218,6 +210,14 @@ class WorkspaceView:
         names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in file_names]
         return sorted(names, key=lambda name: name.rank)
 
+    def abandoned(self, run: str, round: int) -> list[str]:  # noqa: A002
+        """Return a round's temporary files of ended writers; raise NotFoundError without such a round."""
+        return [name for name in self._round(run, round).files if atomic.is_abandoned(name)]
+
+    def is_empty(self, run: str, round: int) -> bool:  # noqa: A002
+        """Whether nothing is in a round; raise NotFoundError without such a round."""
+        return not self._round(run, round).listing
+
     def temporary_files(self, run: str, round: int) -> list[tuple[str, int]]:  # noqa: A002
         """Return the name and size of each incomplete file of a round; raise NotFoundError without such a round."""
         store = self._round(run, round)
@@ -249,31 +249,6 @@ class WorkspaceView:
         if MANIFEST not in store.listing:
             raise NotFoundError("this round is not committed", path=store.path)
         return _manifest_in(store, run, round)
-
-    def abandoned(self, run: str, round: int) -> list[str]:  # noqa: A002
-        """Return the names of a round's files whose writers have provably ended.
-
-        While any writer of the round may still run, the round may still be read, and no complete file counts.
-        """
-        try:
-            names = self._round(run, round).files
-            temporary = [name for name in names if atomic.is_abandoned(name)]
-            if MANIFEST in names:
-                return temporary
-            rank_names = self.rank_names(run, round)
-            all_dead = all(_is_dead(self.open(name).metadata.get("pending")) for name in rank_names)
-        except StateExchangeError:  # removed meanwhile, or unreadable
-            return []
-        return [*temporary, *(name.file for name in rank_names)] if all_dead else temporary
-
-    def all_abandoned(self, only: str | None = None) -> list[tuple[str, int]]:
-        """Return (run, round) of the rounds, of the run `only` if given, with abandoned files or no files at all."""
-        found = []
-        for run, number in self.all_rounds(only):
-            with contextlib.suppress(StateExchangeError):  # removed meanwhile, or unreadable
-                if not self._round(run, number).listing or self.abandoned(run, number):
-                    found.append((run, number))
-        return found
 
     def all_rounds(self, only: str | None = None) -> Iterator[tuple[str, int]]:
         """Yield (run, round) for all rounds that have a directory, or for those of the run `only`."""
@@ -357,7 +332,6 @@ class Workspace:
         world_size: int,
         config: str = "null",
         extra: Mapping[str, Any] | None = None,
-        pending: bool = False,
     ) -> Receipt:
         """Write a rank's tensors and config as one new, durable file.
 
@@ -371,7 +345,6 @@ class Workspace:
             world_size: number of ranks that write in this round.
             config: JSON text of `values.encode`.
             extra: further metadata of the file, as a JSON object.
-            pending: record this process in the file, so that `sweep` can remove the file after the process has ended.
 
         Returns:
             The receipt of the file.
@@ -390,7 +363,6 @@ class Workspace:
             "rank": rank,
             "world_size": world_size,
             "config": config,
-            **({"pending": Owner.current().to_json()} if pending else {}),
         }
         path = os.path.join(self.path, name.relative)
         nbytes = self._retried(lambda: self._write(name, path, shards, seal(metadata)))
@@ -471,14 +443,13 @@ class Workspace:
         with files.directory(base) as base_fd:
             files.check_private(base_fd, base)
 
-    def open(self, receipt: Receipt | RankName, *, timeout_s: float = 0.0) -> RankFile:
+    def open(self, receipt: Receipt | RankName) -> RankFile:
         """Open a rank's file; close it, or use it in a with block.
 
-        Not collective. Waits up to `timeout_s` seconds for the file to appear.
+        Not collective.
 
         Args:
             receipt: the receipt or the name of the file.
-            timeout_s: how long to look for the file, each time through freshly opened directories.
 
         Returns:
             The open file.
@@ -487,52 +458,30 @@ class Workspace:
             NotFoundError: the file is missing; the error has its rank and path.
             CorruptError: the file's header, metadata or size is wrong.
         """
-        deadline = time.monotonic() + check_timeout(timeout_s, zero=True)
-        while True:
-            opened = None
-            try:
-                opened = self._open()
-                file = WorkspaceView(opened.store).open(receipt)
-                file.store = opened.store
-                return file
-            except BaseException as error:
-                if opened is not None:
-                    opened.close()
-                is_missing = isinstance(error, NotFoundError | ReplacedError)
-                if not is_missing or time.monotonic() >= deadline:
-                    if isinstance(error, NotFoundError) and error.rank is None:
-                        name = receipt.rank_name
-                        raise NotFoundError(
-                            "this rank's file is missing", rank=name.rank, path=os.path.join(self.path, name.relative)
-                        ) from None
-                    raise
-            time.sleep(0.05)
-
-    def sweep(self, only: str | None = None) -> None:
-        """Remove files of rounds whose writers have provably ended.
-
-        Not collective. Temporary files are removed too, and empty directories of rounds and of jobs' runs.
-
-        Args:
-            only: the run to sweep; None for all runs.
-        """
+        opened = self._open()
         try:
-            with self.view() as view:
-                runs = view.runs() if only is None else [only]
-                rounds = view.all_abandoned(only)
-            for run, number in rounds:
-                # Looked at once more, as another process may have written since the first view listed it.
-                with self.view() as view:
+            file = WorkspaceView(opened.store).open(receipt)
+        except BaseException:
+            opened.close()
+            raise
+        file.store = opened.store
+        return file
+
+    def sweep(self, run: str) -> None:
+        """Remove temporary files of a run whose writers have provably ended, and directories of rounds without a file.
+
+        Not collective.
+        """
+        abandoned: dict[int, list[str]] = {}
+        with contextlib.suppress(*_REMOVED), self.view() as view:
+            for number in view.rounds(run):
+                with contextlib.suppress(*_REMOVED):  # another rank removes it
                     names = view.abandoned(run, number)
-                if names:
-                    self._remove(run, number, names)
-                else:
-                    # A writer may have just made this directory; it makes it again (`_retried`).
-                    self._remove_empty(run, number)
-        except _REMOVED:
-            return
-        for run in filter(_JOBS_RUN.fullmatch, runs):
-            self._remove_empty(run)
+                    if names or view.is_empty(run, number):
+                        abandoned[number] = names
+        for number, names in abandoned.items():
+            # A writer may have just made a directory without a file; it makes it again (`_retried`).
+            self._remove(run, number, names)
 
     def rounds(self, run: str) -> list[int]:
         """Return the rounds of `run` that have a directory, oldest first. Not collective."""
@@ -566,18 +515,6 @@ class Workspace:
         for name in [RankName.parse(relative) for relative in relatives]:
             self._remove(name.run, name.round, [name.file])
 
-    def remove_run(self, run: str) -> None:
-        """Remove all files of a run. Call it when no rank of the run writes any more.
-
-        Not collective.
-        """
-        relatives: list[str] = []
-        with contextlib.suppress(NotFoundError), self.view() as view:
-            for number in view.rounds(run):
-                with contextlib.suppress(NotFoundError):  # removed meanwhile
-                    relatives.extend(name.relative for name in view.rank_names(run, number))
-        self.remove(relatives)
-
     def _remove(self, run: str, number: int, names: Sequence[str]) -> None:
         """Remove files, then directories left empty."""
         path = os.path.join(self.path, run, f"{number:06d}")
@@ -589,30 +526,18 @@ class Workspace:
             return
         self._remove_empty(run, number)
 
-    def _remove_empty(self, run: str, number: int | None = None) -> None:
-        """Remove the directories of a round, if given, and its run if they are empty.
-
-        On NFS an open file keeps them too.
-        """
+    def _remove_empty(self, run: str, number: int) -> None:
+        """Remove the directories of a round and its run if they are empty; on NFS an open file keeps them too."""
         run_path = os.path.join(self.path, run)
         with contextlib.suppress(NotFoundError, StorageError, UnsafeError), files.directory(self.path) as root_fd:
-            if number is not None:
-                with files.directory(run, root_fd, run_path) as run_fd:
-                    name = f"{number:06d}"
-                    files.remove_directory(name, run_fd, os.path.join(run_path, name))
+            with files.directory(run, root_fd, run_path) as run_fd:
+                name = f"{number:06d}"
+                files.remove_directory(name, run_fd, os.path.join(run_path, name))
             empty = files.remove_directory(run, root_fd, run_path)
             if empty and self._in_memory:
                 with contextlib.suppress(OSError):
                     os.rmdir(self.path)
                     os.rmdir(os.path.dirname(self.path))
-
-
-def _is_dead(pending: object) -> bool:
-    """Whether the writer of a pending file has provably ended, by its record in the file."""
-    try:
-        return pending is not None and Owner.from_json(pending).is_dead
-    except ValueError:
-        return False
 
 
 def _has_written(view: WorkspaceView, run: str, number: int, rank: int) -> bool:

@@ -173,7 +173,7 @@ def workspace(folder: Path, *, commit: bool = True) -> None:
             tensors.append(ShardData(pairs, (np.arange(pairs.nbytes, dtype=np.uint8),)))
         config = values.encode({"rank": rank, "shape": (1, 2), "lr": float("nan"), 3: {"a", "b"}})
         written = space.write(
-            tensors, run="job", round=1, rank=rank, world_size=2, config=config, extra={"aliases": {}}, pending=commit
+            tensors, run="job", round=1, rank=rank, world_size=2, config=config, extra={"aliases": {}}
         )
         receipts.append(written)
     if commit:

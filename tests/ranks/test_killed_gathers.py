@@ -88,7 +88,7 @@ def fill_with_files_of_others(path: Path) -> None:
     workspace = Workspace(path)
     for run in ("committed", "pending"):
         content = [filled(shard, b"abcd")]
-        receipt = workspace.write(content, run=run, round=1, rank=0, world_size=1, pending=run == "pending")
+        receipt = workspace.write(content, run=run, round=1, rank=0, world_size=1)
         if run == "committed":
             commit(path, [receipt])
 

@@ -374,6 +374,23 @@ def test_ranks_save_in_the_background_with_a_copy_in_memory(server: str) -> None
     assert run_ranks(save_twice, 2, backend="gloo", args=(server,)) == [[20], [20]]
 
 
+def gathers(path: str) -> list[float]:
+    comm = sx.get_communicator()
+    own = {"w": torch.arange(5000.0) + comm.rank, "bits": torch.tensor([float("nan"), comm.rank]).bfloat16()}
+    with sx.gather_state(own, workspace=path) as states:
+        firsts = [float(state["w"][0]) for state in states]
+        for rank, state in enumerate(states):
+            assert torch.equal(state["w"], own["w"] - comm.rank + rank)
+            assert state["bits"].view(torch.int16).tolist()[0] == own["bits"].view(torch.int16).tolist()[0]
+    return firsts
+
+
+def test_ranks_gather_through_an_object_store(server: str) -> None:
+    for size in (1, 2, 3):
+        assert run_ranks(gathers, size, backend="gloo", args=(f"{server}/exchange",))[0] == list(range(size))
+    assert names_at(f"{server}/exchange") == []
+
+
 # Failures: on every rank, with the URL, and nothing half-visible
 
 

@@ -232,24 +232,6 @@ def test_a_directory_whose_name_is_no_run_is_not_opened() -> None:
             os.seteuid(0)
 
 
-WRITING = """
-import sys
-from statexchange.storage.workspace import Workspace
-receipt = Workspace(sys.argv[1]).write([], run="job", round=1, rank=0, world_size=1, pending=True)
-print(receipt.relative, receipt.nbytes)
-"""
-
-
-def test_a_round_of_a_writer_that_has_ended_is_swept(tmp_path: Path) -> None:
-    path = str(tmp_path / "ws")
-    written = subprocess.run([sys.executable, "-c", WRITING, path], capture_output=True, text=True, check=True)
-    other = Workspace(path).write([], run="mine-" + "0" * 16, round=1, rank=0, world_size=1, pending=True)
-    Workspace(path).sweep()
-    assert not Path(path, written.stdout.split()[0]).exists()
-    assert not Path(path, "job").exists()
-    assert Path(path, other.relative).exists()
-
-
 Call = Callable[[Any], Any]
 STATE = {"w": np.ones(3)}
 CALLS: dict[str, Call] = {

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -270,17 +269,28 @@ def test_files_are_listed_in_the_order_of_their_ranks(workspace: Workspace) -> N
     assert [name.rank for name in workspace.rank_names("job", 1)] == [3, 20_000, 100_000]
 
 
-def test_a_missing_file_is_waited_for_and_then_named(workspace: Workspace) -> None:
+def test_a_missing_file_is_named(workspace: Workspace) -> None:
     receipt = write(workspace, 3, 4)
     path = os.path.join(workspace.path, receipt.relative)
-    os.rename(path, path + ".away")
+    os.unlink(path)
     with pytest.raises(NotFoundError, match="missing") as caught:
-        workspace.open(receipt, timeout_s=0.1)
+        workspace.open(receipt)
     assert (caught.value.rank, caught.value.path) == (3, path)
-    timer = threading.Timer(0.2, os.rename, (path + ".away", path))
-    timer.start()
-    workspace.open(receipt, timeout_s=20).close()
-    timer.join()
+    shutil.rmtree(os.path.dirname(path))
+    with pytest.raises(NotFoundError, match="missing") as caught:
+        workspace.open(receipt)
+    assert (caught.value.rank, caught.value.path) == (3, path)
+
+
+def test_an_empty_round_of_a_killed_writer_is_swept(workspace: Workspace) -> None:
+    write(workspace)
+    empty, held_by_notes = (Path(workspace.path, "job", f"00000{number}") for number in (2, 3))
+    for path in (empty, held_by_notes):
+        path.mkdir(0o700)
+    (held_by_notes / "notes").write_text("mine")
+    workspace.sweep("job")
+    assert workspace.rounds("job") == [1, 3]
+    assert (held_by_notes / "notes").read_text() == "mine"
 
 
 def damage(path: str, change: Callable[[bytearray], object]) -> None:

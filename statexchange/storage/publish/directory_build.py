@@ -283,8 +283,18 @@ class DirectoryFile(OutputFile):
 class DirectoryBuild(Build):
     """A directory under construction on a file system. The top of this file explains the protocol."""
 
-    def __init__(self, path: str, plan_digest: str, *, check: ReplaceCheck | None, reuse: bool, resume: bool) -> None:
+    def __init__(
+        self,
+        path: str,
+        plan_digest: str,
+        *,
+        check: ReplaceCheck | None,
+        reuse: bool,
+        resume: bool,
+        mode: int = 0o777,
+    ) -> None:
         self.path = path
+        self._mode = mode
         self._parent, self._name = files.split_target(path)
         self._stem = files.hidden_prefix(self._name)
         self._nonce = new_nonce()
@@ -363,7 +373,7 @@ class DirectoryBuild(Build):
     def _make_partial(self) -> None:
         """Make and open the directory under construction, unless a dead publisher's has been taken over."""
         if self._own_identity is None:
-            files.make_directory(self._partial, self._parent_fd, self.building_path, 0o777)
+            files.make_directory(self._partial, self._parent_fd, self.building_path, self._mode)
         self._dir_fd = files.open_directory(self._partial, self._parent_fd, self.building_path)
         self._own_identity = identity_of(self._partial, self._parent_fd, self.building_path)
         self._keep_finished()
