@@ -10,68 +10,34 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
 from statexchange import values
-from statexchange.comm.communicator import CommLike, Communicator, from_root
+from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator, members, public_call
-from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError, UnsupportedError
-from statexchange.exchange.staging import Staging
+from statexchange.errors import InvalidArgumentError, MismatchError, StateExchangeError
+from statexchange.exchange.gather_transport import (
+    Block,
+    TensorMetadata,
+    Transport,
+    WorkspaceLike,
+    metadata_of,
+    transport_for,
+)
 from statexchange.messages import decode, encode, encoded
-from statexchange.sharding.shards import Shard, full_box, shape_from_json
-from statexchange.shared_memory import Arena
+from statexchange.sharding.shards import Shard, shape_from_json
 from statexchange.state.describe import State, describe
 from statexchange.state.types import Leaf
-from statexchange.storage import files
-from statexchange.storage.atomic import new_nonce
-from statexchange.storage.location import OpenedPath, directory_of, is_remote, open_path, resolve_path, seal
-from statexchange.storage.publish import clear, open_build, unfinished_names, write_into_build
-from statexchange.storage.publish.build import Build
-from statexchange.storage.tensorfile import MANIFEST, SCHEMA, RankFile, ShardData, rank_file_names
-from statexchange.tensors import (
-    ITEMSIZE,
-    TensorLike,
-    array_over,
-    from_bytes,
-    is_tensor,
-    itemsize_of,
-    memory_of,
-    same_memory,
-    torch_dtype,
-    wait_tensor,
-)
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from statexchange.tensors import TensorLike, is_tensor, itemsize_of, wait_tensor
 
 __all__ = ["GatheredState", "gather_state", "get_configs_parallel", "get_tensors_parallel"]
 
 T = TypeVar("T")
-_ALIGNMENT = 64
 _NO_LIMIT_S = float("inf")
-_GATHER = "gather-"  # the names of builds in a workspace begin so
-_NO_PLAN = "0" * 32  # as nothing is ever taken over
-
-
-@dataclass(frozen=True, slots=True)
-class _TensorMetadata:
-    """Metadata from which root rebuilds one tensor: dtype, shape, kind of object and place in the block of memory."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    kind: Literal["tensor", "parameter", "numpy"]
-    requires_grad: bool
-    alias: str | None
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        return full_box(self.shape).numel * ITEMSIZE[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +47,7 @@ class _RankMessage:
     Only the transport interprets `address`, and only the calling function `message`.
     """
 
-    metadata: tuple[_TensorMetadata, ...] = ()
+    metadata: tuple[TensorMetadata, ...] = ()
     address: object = None
     message: object = None
 
@@ -98,301 +64,18 @@ class _RankMessage:
                 raise ValueError("a tensor is tied to one that was not sent")
 
 
-class _ArenaAddress(NamedTuple):
-    """`Arena.address` in a message."""
-
-    id: str
-    pid: int
-    fd: int
-    inode: int
-    nbytes: int
-    path: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class _ArenaNote:
-    """A rank's note in the final agreement: the arenas that it owns, and those of others that it still views."""
-
-    owned: Sequence[str] = ()
-    views: Sequence[str] = ()
-
-
-def _metadata_of(tensors: Mapping[str, TensorLike]) -> list[_TensorMetadata]:
-    """Return metadata with offsets into one block; a tied tensor has its first name as alias and no bytes."""
-    metadata: list[_TensorMetadata] = []
-    first_names: dict[tuple[object, ...], str] = {}
-    offset = 0
-    for name, tensor in tensors.items():
-        if hasattr(tensor, "__create_chunk_list__"):
-            raise UnsupportedError("this is a part of a sharded tensor: pass its to_local()", name=name)
-        kind: Literal["tensor", "parameter", "numpy"] = "numpy"
-        requires_grad = False
-        if not isinstance(tensor, np.ndarray):
-            kind = "parameter" if type(tensor).__name__ == "Parameter" else "tensor"
-            requires_grad = bool(tensor.requires_grad)
-        key = same_memory(tensor)
-        # A Parameter and its plain data are two objects over one memory.
-        first = name if key is None else first_names.setdefault((*key, kind, requires_grad), name)
-        alias = None if first == name else first
-        shape = tuple(int(size) for size in tensor.shape)
-        entry = _TensorMetadata(name, memory_of(tensor, name).dtype, shape, kind, requires_grad, alias, offset)
-        metadata.append(entry)
-        if alias is None:
-            offset += -(-entry.nbytes // _ALIGNMENT) * _ALIGNMENT
-    return metadata
-
-
-def _rebuild(entry: _TensorMetadata, data: bytearray | NDArray[np.uint8]) -> TensorLike:
-    """Return a tensor or array of the kind that was sent, over `data`."""
-    tensor: Leaf = from_bytes(data, entry.dtype, entry.shape, as_numpy=entry.kind == "numpy")
-    if entry.kind == "parameter":
-        import torch
-
-        tensor = torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
-    elif entry.requires_grad:
-        tensor.requires_grad_()
-    rebuilt: TensorLike = tensor
-    return rebuilt
-
-
-class _Block:
-    """One rank's tensors on root, built on demand and released at the end of the with block."""
-
-    def __init__(
-        self,
-        metadata: Sequence[_TensorMetadata],
-        build: Callable[[_TensorMetadata], TensorLike],
-        close: Callable[[], None] | None = None,
-    ) -> None:
-        self.metadata = {entry.name: entry for entry in metadata}
-        self._build: Callable[[_TensorMetadata], TensorLike] | None = build
-        self._close = close
-        self._tensors: dict[str, TensorLike] = {}  # built so far
-
-    def tensor(self, name: str) -> TensorLike:
-        """Return a tensor; a tied one is the same object under both names."""
-        if name not in self._tensors:
-            if self._build is None:
-                raise InvalidArgumentError("the with block that gathered this has ended", name=name)
-            entry = self.metadata[name]
-            self._tensors[name] = self._build(entry) if entry.alias is None else self.tensor(entry.alias)
-        return self._tensors[name]
-
-    def close(self) -> None:
-        """Drop all references; tensors that the user kept stay valid."""
-        self._tensors.clear()
-        # It holds the memory, which is recycled only when nothing refers to it.
-        self._build = None
-        if self._close is not None:
-            self._close()
-
-
-def _block_of_root(tensors: Mapping[str, TensorLike]) -> _Block:
+def _block_of_root(tensors: Mapping[str, TensorLike]) -> Block:
     """Return root's own tensors: the same objects if they are on the host, else copies."""
 
-    def build(entry: _TensorMetadata) -> TensorLike:
+    def build(entry: TensorMetadata) -> TensorLike:
         tensor = tensors[entry.name]
         return tensor if isinstance(tensor, np.ndarray) or tensor.device.type == "cpu" else tensor.cpu()
 
-    return _Block(_metadata_of(tensors), build)
+    return Block(metadata_of(tensors), build)
 
 
-class _MemoryTransport:
-    """Transport through an arena of each writer; the final agreement lists the arenas that are still viewed."""
-
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
-        self._arena: Arena | None = None
-
-    def begin(self, root: int) -> None:
-        """No-op: each rank has memory of its own."""
-
-    def send(self, tensors: Mapping[str, TensorLike], metadata: Sequence[_TensorMetadata]) -> object:
-        """Copy this rank's tensors into its arena; return the arena's address."""
-        total = max((entry.offset + entry.nbytes for entry in metadata if entry.alias is None), default=0)
-        if not total:
-            # Nothing to copy, so that there is no arena to which root would attach.
-            return None
-        self._arena = self._comm.arenas.acquire(total)
-        for entry in metadata:
-            if entry.alias is None and entry.nbytes:
-                _copy_in(tensors[entry.name], entry, self._arena.view[entry.offset : entry.offset + entry.nbytes])
-                self._comm.progress()
-        return encode(_ArenaAddress(**self._arena.address), _ArenaAddress)
-
-    def receive(self, metadata: Sequence[_TensorMetadata], address: object, rank: int) -> _Block:
-        """Return views of another rank's tensors."""
-        base = np.empty(0, dtype=np.uint8)
-        if address is not None:
-            arena = decode(address, _ArenaAddress, "the address of its memory", rank)
-            for entry in metadata:
-                if entry.alias is None and entry.offset + entry.nbytes > arena.nbytes:
-                    raise MismatchError("a tensor lies outside of its memory", name=entry.name, rank=rank)
-            base = self._comm.arenas.attach(arena._asdict())
-        return _Block(metadata, lambda entry: _rebuild(entry, base[entry.offset : entry.offset + entry.nbytes]))
-
-    def received(self) -> None:
-        """Unlink the arena: root has attached to it."""
-        if self._arena is not None:
-            self._arena.unlink()
-
-    def note(self) -> object:
-        """Return this rank's note for the final agreement."""
-        arenas = self._comm.arenas
-        owned = arenas.owned_ids()
-        if self._arena is not None:
-            owned.append(self._arena.ident)
-        return encode(_ArenaNote(owned, arenas.referenced_ids()), _ArenaNote)
-
-    def end(self, notes: Sequence[object] | None) -> None:
-        """Recycle arenas that no rank views; close this one if there was no agreement (None)."""
-        arenas = self._comm.arenas
-        arena, self._arena = self._arena, None
-        if notes is None:
-            if arena is not None:
-                # Another rank may still view it, so it is not used again; the memory goes with the last view.
-                arena.close()
-            return
-        if arena is not None:
-            arenas.lend(arena)
-        viewed: set[str] = set()
-        owned: set[str] = set()
-        for rank, raw in enumerate(notes):
-            note = decode(raw, _ArenaNote, "the note about arenas", rank)
-            viewed.update(note.views)
-            owned.update(note.owned)
-        arenas.recycle(viewed, owned)
-
-
-def _copy_in(tensor: TensorLike, entry: _TensorMetadata, memory: memoryview) -> None:
-    """Copy a tensor's elements into `memory`, in C order."""
-    target = np.frombuffer(memory, dtype=np.uint8)
-    if isinstance(tensor, np.ndarray):
-        np.copyto(array_over(target, entry.dtype, entry.shape), tensor)
-        return
-    import torch
-
-    with torch.no_grad():
-        torch.from_numpy(target).view(torch_dtype(entry.dtype)).view(entry.shape).copy_(tensor)
-
-
-class _FileTransport:
-    """Transport through a file of each writer, in a build (storage/publish) that root abandons when the block ends.
-
-    So the files appear under no name that a reader takes, and what killed ranks leave is what killed publishers leave:
-    the next gather here removes it.
-
-    Args:
-        workspace: the directory or URL of the workspace, as this rank sees it.
-    """
-
-    def __init__(self, comm: Communicator, workspace: str) -> None:
-        self._comm = comm
-        self._workspace = workspace
-        self._place = _Place("", "")
-        self._build: Build | None = None
-        self._opened: OpenedPath | None = None
-
-    def begin(self, root: int) -> None:
-        """Open the build on `root`, and tell the others. Collective."""
-        with self._comm.phase("opening the workspace"):
-            if self._comm.rank == root:
-                _sweep(self._workspace)
-                name = f"{_GATHER}{new_nonce()}"
-                path = os.path.join(self._workspace, name)
-                names = [*rank_file_names(self._comm.world_size), MANIFEST]
-                self._build = open_build(path, _NO_PLAN, names, check=None, private=True)
-                self._place = _Place(name, self._build.share())
-        self._place = from_root(self._comm, self._place, _Place, "where it gathers", root)
-
-    def send(self, tensors: Mapping[str, TensorLike], metadata: Sequence[_TensorMetadata]) -> object:
-        """Write this rank's tensors as one durable file; return its size and version."""
-        comm, staging = self._comm, Staging()
-        shards = []
-        for entry in metadata:
-            if entry.alias is None:
-                shards.append(_shard_data(tensors[entry.name], entry, staging))
-        path = os.path.join(self._workspace, self._place.name)
-        names = rank_file_names(comm.world_size)[comm.rank], MANIFEST
-        facts = seal({"schema": SCHEMA, "config": "null", **self._expected(comm.rank)})
-        written = write_into_build(path, self._place.key, names, shards, facts, comm.progress)
-        return encode(_Written(written.content.nbytes, written.version), _Written)
-
-    def _expected(self, rank: int) -> dict[str, str | int]:
-        """Return what the file of a rank says of itself."""
-        return {"save": self._place.name, "rank": rank, "world_size": self._comm.world_size}
-
-    def receive(self, metadata: Sequence[_TensorMetadata], address: object, rank: int) -> _Block:
-        """Open another rank's file."""
-        assert self._build is not None  # on root
-        written = decode(address, _Written, "the size of its file", rank)
-        name = rank_file_names(self._comm.world_size)[rank]
-        self._build.add_all({name: written.version})
-        if self._opened is None:  # all files are there by now
-            self._opened = open_path(self._build.building_path)
-        file = RankFile(self._opened.store.open(name), self._expected(rank), written.nbytes)
-        return _Block(metadata, lambda entry: _rebuild(entry, file.read(entry.name)))
-
-    def received(self) -> None:
-        """No-op: root may still read from the file."""
-
-    def note(self) -> None:
-        """No-op: a file needs no note."""
-
-    def end(self, notes: Sequence[object] | None) -> None:
-        """Remove all files on root, after the block or a failure alike."""
-        del notes
-        opened, self._opened = self._opened, None
-        build, self._build = self._build, None
-        if opened is not None:
-            opened.close()
-        if build is not None:
-            build.abandon()
-
-
-class _Place(NamedTuple):
-    """Where ranks write: the name of the gather in the workspace, and the key of root's build there."""
-
-    name: str
-    key: str
-
-
-class _Written(NamedTuple):
-    """The size of a rank's file, and its version in an object store."""
-
-    nbytes: int
-    version: str
-
-
-def _sweep(workspace: str) -> None:
-    """Make the workspace if it is missing, and remove what killed gathers have left there. Not collective."""
-    if not is_remote(workspace):
-        files.make_path(workspace)
-    for name in unfinished_names(workspace, ()):
-        if name.startswith(_GATHER):
-            clear(os.path.join(workspace, name), MANIFEST, lambda _, __: False, waits=False)
-
-
-def _shard_data(tensor: TensorLike, entry: _TensorMetadata, staging: Staging) -> ShardData:
-    """Return a whole tensor as a shard, whose bytes are produced on request through `staging`."""
-    shard = Shard(entry.name, entry.dtype, entry.shape, (full_box(entry.shape),))
-    return ShardData(shard, lambda _: (part for _, part in staging.parts(tensor, entry.dtype)))
-
-
-_Transport = _MemoryTransport | _FileTransport
-_Sent: TypeAlias = tuple[_Block, object]
+_Sent: TypeAlias = tuple[Block, object]
 """A rank's tensors, and the message of the calling function."""
-_WorkspaceLike: TypeAlias = str | os.PathLike[str] | None
-
-
-def _transport(comm: Communicator, workspace: _WorkspaceLike) -> _Transport:
-    if workspace is not None:
-        return _FileTransport(comm, directory_of(resolve_path(workspace, "a workspace")))
-    if comm.shared_memory is None:
-        raise InvalidArgumentError(
-            f"these ranks, on {comm.num_nodes} host(s), share no memory: pass workspace=, a directory that all see"
-        )
-    return _MemoryTransport(comm)
 
 
 @contextlib.contextmanager
@@ -402,7 +85,7 @@ def _gathered(
     root: int,
     tensors: Mapping[str, TensorLike],
     message: object,
-    workspace: _WorkspaceLike,
+    workspace: WorkspaceLike,
 ) -> Iterator[list[_Sent]]:
     """Yield every rank's block and message, in rank order, on root; [] elsewhere. Collective at both ends.
 
@@ -410,7 +93,7 @@ def _gathered(
     """
     with public_call(call):
         with comm.phase("choosing a transport"):
-            transport = _transport(comm, workspace)
+            transport = transport_for(comm, workspace)
         blocks = _exchange(comm, root, tensors, message, transport)
     failure: BaseException | None = None
     try:
@@ -431,7 +114,7 @@ def _gathered(
 
 
 def _exchange(
-    comm: Communicator, root: int, tensors: Mapping[str, TensorLike], message: object, transport: _Transport
+    comm: Communicator, root: int, tensors: Mapping[str, TensorLike], message: object, transport: Transport
 ) -> list[_Sent]:
     """Send every rank's block and message to root. Collective."""
     sent_here = _RankMessage()
@@ -440,7 +123,7 @@ def _exchange(
         transport.begin(root)
         with comm.phase("sending"):
             if comm.rank != root:
-                metadata = _metadata_of(tensors)
+                metadata = metadata_of(tensors)
                 sent_here = _RankMessage(tuple(metadata), transport.send(tensors, metadata), message)
         received = comm.all_gather_bytes(encoded(sent_here, _RankMessage), root=root, operation="sending to root")
         with comm.phase("receiving"):
@@ -481,7 +164,7 @@ class GatheredState(Mapping[str, Leaf]):
     `shards` has each tensor's global shape and boxes. A tensor that is kept stays valid after the block.
     """
 
-    def __init__(self, rank: int, block: _Block, shards: Mapping[str, Shard]) -> None:
+    def __init__(self, rank: int, block: Block, shards: Mapping[str, Shard]) -> None:
         self.rank = rank
         self.shards = shards
         self._block = block
@@ -554,7 +237,7 @@ def gather_state(
         yield tuple(_state(rank, block, message) for rank, (block, message) in enumerate(blocks))
 
 
-def _state(rank: int, block: _Block, message: object) -> GatheredState:
+def _state(rank: int, block: Block, message: object) -> GatheredState:
     shards = decode(message, tuple[Shard, ...], "the shards of its tensors", rank)
     return GatheredState(rank, block, {shard.name: shard for shard in shards})
 
@@ -603,7 +286,7 @@ def get_tensors_parallel(
         yield [_sent_tensor(rank, block) for rank, (block, _) in enumerate(blocks)]
 
 
-def _sent_tensor(rank: int, block: _Block) -> TensorLike:
+def _sent_tensor(rank: int, block: Block) -> TensorLike:
     if "tensor" not in block.metadata:
         raise MismatchError("this rank has not sent a tensor: run the same version of statexchange on all", rank=rank)
     return block.tensor("tensor")
@@ -674,7 +357,7 @@ def _other_configs(blocks: Sequence[_Sent], types: Mapping[str, type]) -> list[L
 class _SentTensors(dict[str, TensorLike]):
     """The tensors that a rank has sent beside its config, which names them."""
 
-    def __init__(self, block: _Block, rank: int) -> None:
+    def __init__(self, block: Block, rank: int) -> None:
         super().__init__({name: block.tensor(name) for name in block.metadata})
         self._rank = rank
 

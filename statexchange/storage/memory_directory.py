@@ -142,7 +142,7 @@ def begin_fetch(nbytes: int) -> Build:
 def _begin(path: str) -> Build:
     files.make_path(_base())
     with _private():
-        return publish.open_build(path, "0" * 32, [_RECORD], check=None, private=True)
+        return publish.open_build(path, "0" * 32, [_RECORD], check=None)
 
 
 def commit_copy(build: Build, path: str, save: str) -> None:

@@ -18,7 +18,8 @@ from statexchange.conversions.numbers import KnownConfig
 from statexchange.exchange.box_writers import _CoverRecord
 from statexchange.exchange.compared_rows import Compared
 from statexchange.exchange.exporting import ExportReport
-from statexchange.exchange.gather import _ArenaAddress, _RankMessage, _TensorMetadata
+from statexchange.exchange.gather import _RankMessage
+from statexchange.exchange.gather_transport import TensorMetadata, _ArenaAddress, _FileAddress, _Place
 from statexchange.exchange.load_checks import _OpenedSource
 from statexchange.exchange.rank_metadata import DescribedShard, RankMetadata, check_equal_options
 from statexchange.exchange.reading import Overflows, WantedBox
@@ -61,8 +62,8 @@ def metadata() -> RankMetadata:
 
 
 TENSORS_METADATA = (
-    _TensorMetadata("w", "F32", (2, 3), "parameter", requires_grad=True, alias=None, offset=0),
-    _TensorMetadata("tied", "F32", (2, 3), "parameter", requires_grad=True, alias="w", offset=64),
+    TensorMetadata("w", "F32", (2, 3), "parameter", requires_grad=True, alias=None, offset=0),
+    TensorMetadata("tied", "F32", (2, 3), "parameter", requires_grad=True, alias="w", offset=64),
 )
 SUMS = ValueSums(1, math.inf, [0.5, 1.0, math.inf, 0.0], (1, 2), [0, 1], has_number=True)
 LEAVES = (synchronize._LeafSpec("tensor", "float32", (2, 3)), synchronize._LeafSpec("object"))
@@ -73,6 +74,8 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     (PLAN, WritePlan, partial(WritePlan.check, world_size=2)),
     (_RankMessage(TENSORS_METADATA, {"id": "a"}, ["x"]), _RankMessage, _RankMessage.check),
     (_ArenaAddress("a", 1, 2, 3, 4096, None), _ArenaAddress, None),
+    (_Place("gather-0123456789abcdef", "key"), _Place, None),
+    (_FileAddress(80, "etag"), _FileAddress, None),
     ([WantedBox("w", Box((0,), (2,)), "F32", "0f")], list[WantedBox], None),
     ([Overflows("w", Box((0,), (2,)), 3)], list[Overflows], None),
     (

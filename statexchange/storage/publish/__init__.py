@@ -60,7 +60,6 @@ def open_build(
     reuse: bool = False,
     resume: bool = False,
     is_own: OwnCheck | None = None,
-    private: bool = False,
 ) -> Build:
     """Open a build of a directory. Root only.
 
@@ -72,7 +71,6 @@ def open_build(
         reuse: keep the output files that a killed publisher of the same plan had finished, in a local directory.
         resume: treat every other publisher to this target as dead; without it a publisher's death must be proved.
         is_own: in an object store, whether an object that neither a manifest nor a claim lists may be removed.
-        private: let no other user into a local directory; else its permissions follow the umask.
 
     Raises:
         TargetExistsError: the target exists and `check` is None, or another process is publishing to it.
@@ -87,7 +85,7 @@ def open_build(
         return ObjectBuild(path, plan_digest, names, check=check, resume=resume, is_own=is_own)
     from statexchange.storage.publish.directory_build import DirectoryBuild
 
-    return DirectoryBuild(path, plan_digest, check=check, reuse=reuse, resume=resume, mode=0o700 if private else 0o777)
+    return DirectoryBuild(path, plan_digest, check=check, reuse=reuse, resume=resume)
 
 
 def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes: int, resume: bool) -> None:

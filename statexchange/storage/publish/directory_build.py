@@ -283,18 +283,8 @@ class DirectoryFile(OutputFile):
 class DirectoryBuild(Build):
     """A directory under construction on a file system. The top of this file explains the protocol."""
 
-    def __init__(
-        self,
-        path: str,
-        plan_digest: str,
-        *,
-        check: ReplaceCheck | None,
-        reuse: bool,
-        resume: bool,
-        mode: int = 0o777,
-    ) -> None:
+    def __init__(self, path: str, plan_digest: str, *, check: ReplaceCheck | None, reuse: bool, resume: bool) -> None:
         self.path = path
-        self._mode = mode
         self._parent, self._name = files.split_target(path)
         self._stem = files.hidden_prefix(self._name)
         self._nonce = new_nonce()
@@ -313,7 +303,7 @@ class DirectoryBuild(Build):
             self._dir_fd = self._old_fd = -1
             self._own_identity: tuple[int, int] | None = None
             self._old_identity: _Identity | None = None
-            self._is_published = self._has_ended = False
+            self._is_published = self._has_successor = self._has_ended = False
             try:
                 self._open_parent()
             except (NotFoundError, StorageError):
@@ -373,7 +363,7 @@ class DirectoryBuild(Build):
     def _make_partial(self) -> None:
         """Make and open the directory under construction, unless a dead publisher's has been taken over."""
         if self._own_identity is None:
-            files.make_directory(self._partial, self._parent_fd, self.building_path, self._mode)
+            files.make_directory(self._partial, self._parent_fd, self.building_path, 0o777)
         self._dir_fd = files.open_directory(self._partial, self._parent_fd, self.building_path)
         self._own_identity = identity_of(self._partial, self._parent_fd, self.building_path)
         self._keep_finished()
@@ -555,8 +545,7 @@ class DirectoryBuild(Build):
                 metadata = self._finished_metadata(name)
                 if metadata is not None:
                     self.finished[name] = metadata
-        finished_names = {*self.finished, *map(_receipt, self.finished)}
-        for name in set(names) - finished_names:
+        for name in set(names) - {*self.finished, *map(_receipt, self.finished)}:
             files.remove_entry(name, os.path.join(self.building_path, name), self._dir_fd)
 
     def _finished_metadata(self, name: str) -> Any:
@@ -741,8 +730,11 @@ class DirectoryBuild(Build):
         """Give the old directory its name again if a replacement ended between its two renames."""
         if self._is_published or identity_of(self._replaced, self._parent_fd, self.path) is None:
             return
-        with contextlib.suppress(TargetExistsError):  # another publisher has published meanwhile
+        try:
             rename_new(self._replaced, self._name, dir_fd=self._parent_fd, path=self.path)
+        except TargetExistsError:
+            # The server's answer, where a client of NFS 3 may still see no target after its own rename.
+            self._has_successor = True
 
     def _end(self) -> None:
         """Remove all names of this nonce, the record last, and release the lock."""
@@ -792,7 +784,7 @@ class DirectoryBuild(Build):
                 continue
             target = identity_of(self._name, self._parent_fd, self.path)
             # After publishing, an absent target means that the next publisher is between its two renames.
-            if name == self._replaced and target is None and not self._is_published:
+            if name == self._replaced and target is None and not (self._is_published or self._has_successor):
                 all_removed = False
                 continue
             is_made_here = self._own_identity is None or identity[:2] == self._own_identity
