@@ -19,7 +19,7 @@ from statexchange.state.types import Leaf
 from statexchange.storage.atomic import new_nonce
 from statexchange.storage.files import make_path
 from statexchange.storage.location import OpenedPath, directory_of, is_remote, open_path, resolve_path, seal
-from statexchange.storage.publish import clear, open_build, unfinished_names, write_into_build
+from statexchange.storage.publish import clear_all, open_build, write_into_build
 from statexchange.storage.publish.build import Build
 from statexchange.storage.tensorfile import MANIFEST, SCHEMA, RankFile, ShardData, rank_file_names
 from statexchange.tensors import ITEMSIZE, TensorLike, array_over, from_bytes, memory_of, same_memory, torch_dtype
@@ -241,7 +241,9 @@ class _FileTransport:
         """Open the build on `root`, and tell the others. Collective."""
         with self._comm.phase("opening the workspace"):
             if self._comm.rank == root:
-                _sweep(self._workspace)
+                if not is_remote(self._workspace):
+                    make_path(self._workspace)
+                clear_all(self._workspace, _GATHER, MANIFEST)
                 name = f"{_GATHER}{new_nonce()}"
                 path = os.path.join(self._workspace, name)
                 names = [*rank_file_names(self._comm.world_size), MANIFEST]
@@ -308,15 +310,6 @@ class _FileAddress(NamedTuple):
 
     nbytes: int
     version: str
-
-
-def _sweep(workspace: str) -> None:
-    """Make the workspace if it is missing, and remove what killed gathers have left there. Not collective."""
-    if not is_remote(workspace):
-        make_path(workspace)
-    for name in unfinished_names(workspace, ()):
-        if name.startswith(_GATHER):
-            clear(os.path.join(workspace, name), MANIFEST, lambda _, __: False, waits=False)
 
 
 def _shard_data(tensor: TensorLike, entry: TensorMetadata, staging: Staging) -> ShardData:

@@ -184,10 +184,7 @@ def sweep() -> None:
     Raises:
         UnsafeError: the directory in shared memory belongs to another user, or others may write in it.
     """
-    base = _base()
-    for name in publish.unfinished_names(base, ()):
-        if _NAME.fullmatch(name):
-            publish.clear(os.path.join(base, name), _RECORD, lambda _, __: False, waits=False)
+    publish.clear_all(_base(), "copy-", _RECORD)
     for copy in _copies():
         # A save that cannot be read, as on a file system that does not answer, is reported by the job that needs it.
         with contextlib.suppress(StateExchangeError):

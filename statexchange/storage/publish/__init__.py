@@ -40,6 +40,7 @@ __all__ = [
     "check_build",
     "check_can_be_made",
     "clear",
+    "clear_all",
     "link_into_build",
     "open_build",
     "remove",
@@ -318,3 +319,10 @@ def clear(path: str, manifest: str, is_own: OwnCheck, *, waits: bool) -> str | N
     except UnsafeError as error:  # another user's, or not a directory: other directories can still be cleared
         _log.warning("the remains of a killed save or removal are not removed: %s", error)
     return None
+
+
+def clear_all(path: str, prefix: str, manifest: str) -> None:
+    """Remove the remains of killed builds of directories in `path` whose names begin with `prefix`, as `clear` does."""
+    for name in unfinished_names(path, ()):
+        if name.startswith(prefix):
+            clear(os.path.join(path, name), manifest, lambda _, __: False, waits=False)
