@@ -74,7 +74,7 @@ class Checkpoints:
             of one other host. A job that is started again on these hosts, on any world size, reads tensors there; the
             disk decides which save is loaded, and has what is not there. Without room there is no copy, and one
             warning is given. It stays in /dev/shm after the end of the job, until the next save or `delete`, or until a
-            job with `memory` finds that its save is gone (if that is at no URL), or that it needs the room.
+            job with `memory` saves and finds that its save is gone (if that is at no URL), or that it needs the room.
         link: parameters that do not train (``requires_grad=False``) lie in files of their own, and a save makes a hard
             link of those of the last save if they have the bytes that it would write: saves then share these files, and
             a damaged one is damaged in each. S3 copies such files itself. At other URLs, and with `memory`, each
@@ -326,7 +326,7 @@ class Checkpoints:
                 self._wait()
                 wanted = None if step is None else whole_number(step, "step")
             with comm.phase("checking its options"):
-                # Once: an iterator of patterns is used up by the copy in memory, and the disk may be read after it.
+                # Once: an iterator of patterns would be used up by the first of several attempts.
                 arguments = {"layout": self._layout, "stall_timeout_s": self._call.stall_timeout_s, **options}
                 choices, call = LoadOptions.of(arguments), CallOptions.of(arguments)
                 request = LoadRequest(state, self.path, choices, call, began)
@@ -427,15 +427,18 @@ class Checkpoints:
         """
         with public_call("Checkpoints.delete"):
             comm = as_communicator(self._comm)
-            with comm.phase("removing the save"):
+            # Ranks that differ in `memory` differ in this name, and get an error before anything is removed.
+            with comm.phase(
+                "choosing the save" if self._memory is None else "choosing the save and its copy in memory"
+            ):
                 self._wait()
                 number = whole_number(step, "step")
-            if self._memory is not None:
-                with comm.phase("removing the copy in memory"):
-                    self._memory.drop(self._saves.path_of(number), comm)
             with comm.phase("removing the save"):
                 if comm.rank == 0:
                     self._saves.delete(number)
+            if self._memory is not None:
+                with comm.phase("removing the copy in memory"):
+                    self._memory.drop(self._saves.path_of(number), comm)
 
     def close(self) -> None:
         """Wait for a save in the background, raise its failure unless `result()` has, and restore signal handlers.

@@ -127,12 +127,17 @@ def _exchange(
                 sent_here = _RankMessage(tuple(metadata), transport.send(tensors, metadata), message)
         received = comm.all_gather_bytes(encoded(sent_here, _RankMessage), root=root, operation="sending to root")
         with comm.phase("receiving"):
+            messages: dict[int, _RankMessage] = {}
             for rank, data in enumerate(received):
-                if rank == root:
-                    blocks.append((_block_of_root(tensors), message))
-                    continue
-                sent = decode(data, _RankMessage, "the description of its tensors", rank, _RankMessage.check)
-                blocks.append((transport.receive(sent.metadata, sent.address, rank), sent.message))
+                if rank != root:
+                    messages[rank] = decode(
+                        data, _RankMessage, "the description of its tensors", rank, _RankMessage.check
+                    )
+            if comm.rank == root:
+                transport.arrived({rank: sent.address for rank, sent in messages.items()})
+                for rank, sent in messages.items():
+                    blocks.append((transport.receive(sent.metadata, sent.address, rank), sent.message))
+                blocks.insert(root, (_block_of_root(tensors), message))
         # The end of the phase is an agreement: root has attached to every arena.
         transport.received()
     except BaseException:

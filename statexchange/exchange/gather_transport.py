@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,18 +11,18 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from statexchange.comm.communicator import Communicator, from_root
-from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, MismatchError, NotFoundError, UnsupportedError
 from statexchange.exchange.staging import Staging
 from statexchange.messages import decode, encode
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.shared_memory import Arena
 from statexchange.state.types import Leaf
 from statexchange.storage.atomic import new_nonce
-from statexchange.storage.files import make_path
+from statexchange.storage.files import make_path, private_directory
 from statexchange.storage.location import OpenedPath, directory_of, is_remote, open_path, resolve_path, seal
 from statexchange.storage.publish import clear_all, open_build, write_into_build
-from statexchange.storage.publish.build import Build
-from statexchange.storage.tensorfile import MANIFEST, SCHEMA, RankFile, ShardData, rank_file_names
+from statexchange.storage.publish.build import NO_PLAN, Build
+from statexchange.storage.tensorfile import MANIFEST, SCHEMA, RankFile, ShardData, rank_file_names, rank_of_file
 from statexchange.tensors import ITEMSIZE, TensorLike, array_over, from_bytes, memory_of, same_memory, torch_dtype
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ __all__ = ["Block", "TensorMetadata", "Transport", "WorkspaceLike", "metadata_of
 
 _ALIGNMENT = 64
 _GATHER = "gather-"  # the names of builds in a workspace begin so
-_NO_PLAN = "0" * 32  # as nothing is ever taken over
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +116,9 @@ class Block:
         self,
         metadata: Sequence[TensorMetadata],
         build: Callable[[TensorMetadata], TensorLike],
-        close: Callable[[], None] | None = None,
     ) -> None:
         self.metadata = {entry.name: entry for entry in metadata}
         self._build: Callable[[TensorMetadata], TensorLike] | None = build
-        self._close = close
         self._tensors: dict[str, TensorLike] = {}  # built so far
 
     def tensor(self, name: str) -> TensorLike:
@@ -137,8 +135,6 @@ class Block:
         self._tensors.clear()
         # It holds the memory, which is recycled only when nothing refers to it.
         self._build = None
-        if self._close is not None:
-            self._close()
 
 
 class _MemoryTransport:
@@ -163,6 +159,9 @@ class _MemoryTransport:
                 _copy_in(tensors[entry.name], entry, self._arena.view[entry.offset : entry.offset + entry.nbytes])
                 self._comm.progress()
         return encode(_ArenaAddress(**self._arena.address), _ArenaAddress)
+
+    def arrived(self, addresses: Mapping[int, object]) -> None:
+        """No-op: each arena is attached to by itself."""
 
     def receive(self, metadata: Sequence[TensorMetadata], address: object, rank: int) -> Block:
         """Return views of another rank's tensors."""
@@ -227,12 +226,13 @@ class _FileTransport:
     the next gather here removes it.
 
     Args:
-        workspace: the directory or URL of the workspace, as this rank sees it.
+        workspace: the path or URL of the workspace, as this rank sees it.
     """
 
     def __init__(self, comm: Communicator, workspace: str) -> None:
         self._comm = comm
-        self._workspace = workspace
+        self._workspace = directory_of(workspace)
+        self._in_memory = workspace.startswith("shm://")
         self._place = _Place("", "")
         self._build: Build | None = None
         self._opened: OpenedPath | None = None
@@ -242,12 +242,16 @@ class _FileTransport:
         with self._comm.phase("opening the workspace"):
             if self._comm.rank == root:
                 if not is_remote(self._workspace):
+                    # Before the build, which would make it for others to read, and remove it at its end.
                     make_path(self._workspace)
+                if self._in_memory:
+                    with private_directory(os.path.dirname(self._workspace)):
+                        pass
                 clear_all(self._workspace, _GATHER, MANIFEST)
                 name = f"{_GATHER}{new_nonce()}"
                 path = os.path.join(self._workspace, name)
                 names = [*rank_file_names(self._comm.world_size), MANIFEST]
-                self._build = open_build(path, _NO_PLAN, names, check=None)
+                self._build = open_build(path, NO_PLAN, names, check=None)
                 if not is_remote(path):
                     os.chmod(self._build.building_path, 0o700)  # before any file is there
                 self._place = _Place(name, self._build.share())
@@ -262,23 +266,35 @@ class _FileTransport:
                 shards.append(_shard_data(tensors[entry.name], entry, staging))
         path = os.path.join(self._workspace, self._place.name)
         names = rank_file_names(comm.world_size)[comm.rank], MANIFEST
-        facts = seal({"schema": SCHEMA, "config": "null", **self._expected(comm.rank)})
-        written = write_into_build(path, self._place.key, names, shards, facts, comm.progress)
+        file_metadata = seal({"schema": SCHEMA, "config": "null", **self._expected(comm.rank)})
+        written = write_into_build(path, self._place.key, names, shards, file_metadata, comm.progress)
         return encode(_FileAddress(written.content.nbytes, written.version), _FileAddress)
 
     def _expected(self, rank: int) -> dict[str, str | int]:
         """Return what the file of a rank says of itself."""
         return {"save": self._place.name, "rank": rank, "world_size": self._comm.world_size}
 
+    def arrived(self, addresses: Mapping[int, object]) -> None:
+        """Open the directory on root, with the files of all ranks."""
+        assert self._build is not None  # on root
+        if not addresses:
+            return
+        names, versions = rank_file_names(self._comm.world_size), {}
+        for rank, address in addresses.items():
+            versions[names[rank]] = decode(address, _FileAddress, "the address of its file", rank).version
+        try:
+            self._build.add_all(versions)
+        except NotFoundError as error:
+            text = f"{error.message}: pass the same shared directory, or URL, on all ranks"
+            raise NotFoundError(text, rank=rank_of_file(os.path.basename(str(error.path))), path=error.path) from None
+        self._opened = open_path(self._build.building_path)
+
     def receive(self, metadata: Sequence[TensorMetadata], address: object, rank: int) -> Block:
         """Open another rank's file."""
-        assert self._build is not None  # on root
-        written = decode(address, _FileAddress, "the size of its file", rank)
+        assert self._opened is not None  # by `arrived`
         name = rank_file_names(self._comm.world_size)[rank]
-        self._build.add_all({name: written.version})
-        if self._opened is None:  # all files are there by now
-            self._opened = open_path(self._build.building_path)
-        file = RankFile(self._opened.store.open(name), self._expected(rank), written.nbytes)
+        nbytes = decode(address, _FileAddress, "the address of its file", rank).nbytes
+        file = RankFile(self._opened.store.open(name), self._expected(rank), nbytes)
         return Block(metadata, lambda entry: _rebuild(entry, file.read(entry.name)))
 
     def received(self) -> None:
@@ -296,6 +312,9 @@ class _FileTransport:
             opened.close()
         if build is not None:
             build.abandon()
+            if self._in_memory:
+                with contextlib.suppress(OSError):  # others may gather there
+                    os.rmdir(self._workspace)
 
 
 class _Place(NamedTuple):
@@ -327,7 +346,7 @@ Transport: TypeAlias = _MemoryTransport | _FileTransport
 def transport_for(comm: Communicator, workspace: WorkspaceLike) -> Transport:
     """Return what carries tensors: the workspace if one is given, else memory that the ranks share. Not collective."""
     if workspace is not None:
-        return _FileTransport(comm, directory_of(resolve_path(workspace, "a workspace")))
+        return _FileTransport(comm, resolve_path(workspace, "a workspace"))
     if comm.shared_memory is None:
         raise InvalidArgumentError(
             f"these ranks, on {comm.num_nodes} host(s), share no memory: pass workspace=, a directory that all see"

@@ -12,14 +12,16 @@ from statexchange.errors import (
     IncompleteError,
     NotFoundError,
     ReplicaError,
+    StateExchangeError,
     without_secrets,
 )
 from statexchange.exchange.load import load_now
 from statexchange.exchange.load_report import LoadReport, LoadRequest
-from statexchange.exchange.memory_copy import COPY_ERRORS, MemoryCopies
+from statexchange.exchange.memory_copy import MemoryCopies
 from statexchange.exchange.rank_metadata import equal_options
 from statexchange.exchange.saves_directory import SavesDirectory
 from statexchange.settings import check_flags
+from statexchange.storage.memory_directory import is_in_copy
 
 __all__ = ["SaveLoader"]
 
@@ -89,11 +91,10 @@ class SaveLoader:
         copies = self.memory
         if copies is None:
             return load_now(request, self.comm)
-        copies.was_read = False
         try:
             return load_now(replace(request, reading=copies.reading), self.comm)
-        except COPY_ERRORS as error:  # on all ranks
-            if not copies.was_read:
+        except StateExchangeError as error:  # on all ranks
+            if not is_in_copy(error.path):
                 raise
             path = os.fspath(request.path)
             if self.comm.rank == 0:

@@ -26,8 +26,8 @@ __all__ = ["LoadReport", "LoadRequest", "notes_on_lost_ties", "notes_on_overflow
 Reading: TypeAlias = Callable[
     [Source, Sequence[ReadItem], Communicator], AbstractContextManager[tuple[Sequence[ReadItem], int]]
 ]
-"""Opened around the reading of the source's items, on all ranks; it gives those to read instead, and in how many files
-in memory they lie."""
+"""Opened on all ranks around the reading of a source's items: gives the items to read instead, and the number of their
+files that lie in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class LoadRequest:
         call: the options that decide how it goes.
         began: when the call began, by `time.perf_counter`.
         conversion: the conversion of the source's model; None for none.
-        reading: where items are read instead; None where the source has them.
+        reading: opened around the reading; None reads from the source alone.
     """
 
     state: State
@@ -61,7 +61,7 @@ class LoadReport:
     `unexpected` those of the source that the state lacks; each is the highest path below which the other side has
     nothing. `step` is that of the save, None for any other source. `notes` are about values that a cast has made
     infinite, on any rank, and about this rank's parameters that are one tensor in the source. Root's are logged, too.
-    `num_in_memory` of the files that it read lay in its host's memory (`Checkpoints(memory=True)`).
+    `num_in_memory` of its files were read in the host's memory, or in that of others (`Checkpoints(memory=True)`).
     """
 
     path: str

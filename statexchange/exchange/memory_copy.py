@@ -1,4 +1,4 @@
-"""A copy of a job's newest save in the shared memory of its hosts, from which a restarted job reads.
+"""A copy of the save that a job made last in the shared memory of its hosts, where a restarted job reads it.
 
 memory_directory.py describes the files of one host, and when a copy is removed. This is the protocol of the ranks.
 
@@ -11,12 +11,13 @@ memory_directory.py describes the files of one host, and when a copy is removed.
 
 A host needs room for one copy, not two: keeping the previous one until the new one is whole would be of no use, as a
 load takes the newest save. After a failure in any step (no room, another user's directory) rank 0 logs one warning; the
-save is on disk all the same. If the save itself fails, the previous copy stays: it is that of the newest save.
+save is on disk all the same. If the save itself fails, the previous copy stays.
 
 **In a load** (`MemoryCopies.reading`), which has opened the save on disk and knows what it will read:
 
-1. The hosts tell each other which files of this save they have.
-2. A host whose ranks will read a file that it lacks gets it from one that has it. What no host has is read from disk.
+1. The ranks exchange which files of this save each host has.
+2. A host whose ranks will read a file that it lacks gets it from one that has it. What no host has, and what there is
+   no room for, is read from disk.
 3. The ranks read from memory what lies there. Reading checks the digest of each box that is read whole.
 4. Boxes that were read in part are checked afterwards, so that even a copy that another job writes over meanwhile is
    noticed.
@@ -36,14 +37,8 @@ import numpy as np
 
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import (
-    CorruptError,
-    IncompleteError,
-    NotFoundError,
-    ReplacedError,
     StateExchangeError,
     StorageError,
-    TargetExistsError,
-    UnsafeError,
     without_secrets,
 )
 from statexchange.exchange.reading import ReadItem
@@ -59,27 +54,15 @@ from statexchange.storage.memory_directory import (
     copy_path,
     drop_copies,
     files_of,
-    sweep,
 )
 from statexchange.storage.publish.build import Build, WrittenFile
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.store import ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import DigestedTensors, rank_file_names
 
-__all__ = ["COPY_ERRORS", "MemoryCopies"]
+__all__ = ["MemoryCopies"]
 
 _log = logging.getLogger(__name__)
-
-COPY_ERRORS = (
-    CorruptError,
-    IncompleteError,
-    NotFoundError,
-    ReplacedError,
-    StorageError,
-    TargetExistsError,
-    UnsafeError,
-)
-"""Errors that a copy may cause, and without it the disk may not."""
 
 
 class MemoryCopies:
@@ -87,16 +70,13 @@ class MemoryCopies:
 
     Args:
         path: absolute path or URL of the directory of saves.
-
-    Attributes:
-        was_read: whether the load that ran last has read from memory, on any rank.
+        stall_timeout_s: limit of the time in which no rank moves a byte.
     """
 
     def __init__(self, path: str, stall_timeout_s: float) -> None:
         self._shown = without_secrets(path)
         self._stall_timeout_s = stall_timeout_s
         self._has_warned = False
-        self.was_read = False
 
     # After a save
 
@@ -107,8 +87,8 @@ class MemoryCopies:
         """
         try:
             self._copy(path, save, sizes, file.content, comm)
-        except COPY_ERRORS as error:  # on all ranks; the save is on disk, and the job goes on without the copy
-            rank = error.rank or 0
+        except (StateExchangeError, OSError) as error:  # on all ranks; the save is on disk, and the job goes on
+            rank = getattr(error, "rank", None) or 0
             if comm.rank == 0 and not self._has_warned:
                 text = "%s: the newest save is not kept in memory, only on disk, because of rank %d on %s: %s"
                 _log.warning(text, self._shown, rank, comm.hosts[rank], error)
@@ -116,14 +96,14 @@ class MemoryCopies:
 
     def _copy(self, path: str, save: str, sizes: Sequence[int], content: DigestedTensors, comm: Communicator) -> None:
         names, hosts = rank_file_names(comm.world_size), _ranks_by_host(comm)
-        own = hosts[comm.node_rank]
+        ranks_here = hosts[comm.node_rank]
         with contextlib.ExitStack() as building:
             build: Build | None = None
             with comm.phase("opening the copy in memory"):
                 if comm.local_rank == 0:
-                    kept = {*own, *hosts[comm.node_rank - 1]}
+                    kept = {*ranks_here, *hosts[comm.node_rank - 1]}
                     build = building.enter_context(begin_copy(path, save, {names[rank]: sizes[rank] for rank in kept}))
-            folder = from_all(comm, "" if build is None else build.building_path, str, "its directory")[own[0]]
+            folder = from_all(comm, "" if build is None else build.building_path, str, "its directory")[ranks_here[0]]
             with comm.phase("copying to memory", timeout_s=self._stall_timeout_s):
                 _write(content, os.path.join(folder, names[comm.rank]), comm)
             if len(hosts) > 1:
@@ -139,30 +119,32 @@ class MemoryCopies:
     def reading(
         self, source: Source, items: Sequence[ReadItem], comm: Communicator
     ) -> Iterator[tuple[Sequence[ReadItem], int]]:
-        """Yield what a load from a save reads, from memory where that has the file, and the files that it has there.
+        """Yield the items to read, with their files in memory where they lie there, and the number of those files.
 
         Collective.
         """
-        self.was_read = False
         here: dict[str, int] = {}
         with comm.phase("looking for copies in memory"):
             if comm.local_rank == 0:
                 try:
-                    sweep()
                     here = files_of(source.save)
                 except (StateExchangeError, OSError) as error:
                     _log.warning("%s: cannot look for copies in memory: %s", self._shown, error)
         answers = from_all(comm, here, dict[str, int], "its copies")
-        held = [answers[ranks[0]] for ranks in _ranks_by_host(comm)]
-        self.was_read = any(held)
-        if not self.was_read:
+        hosts = _ranks_by_host(comm)
+        held = [answers[ranks[0]] for ranks in hosts]
+        if not any(held):
             yield items, 0
             return
-        folders = dict.fromkeys(held[comm.node_rank], copy_path(source.save))
+        sizes = _sizes_of(items)
+        # A file of another size is no copy of the one on disk.
+        present = {name for name, size in sizes.items() if held[comm.node_rank].get(name) == size}
+        folders = dict.fromkeys(present, copy_path(source.save))
         with contextlib.ExitStack() as opened:
-            folders |= self._fetched(source.save, items, held, comm, opened)
+            lacking = {name: size for name, size in sizes.items() if name not in present}
+            folders |= self._fetched(source.save, lacking, held, hosts, comm, opened)
             with comm.phase("opening copies in memory"):
-                in_memory = _open_needed(items, folders, opened)
+                in_memory = _open_all(folders, opened)
                 copied = [_from_memory(item, in_memory) for item in items]
             yield copied, len(in_memory)
             with comm.phase("checking copies in memory", timeout_s=self._stall_timeout_s):
@@ -172,40 +154,56 @@ class MemoryCopies:
     def _fetched(
         self,
         save: str,
-        items: Sequence[ReadItem],
+        lacking: Mapping[str, int],
         held: Sequence[Mapping[str, int]],
+        hosts: Sequence[Sequence[int]],
         comm: Communicator,
         opened: contextlib.ExitStack,
     ) -> dict[str, str]:
-        """Get the files that this host lacks from others, until `opened` ends; return their directories. Collective."""
-        hosts = _ranks_by_host(comm)
-        own = hosts[comm.node_rank]
-        lacking = _sizes_of(items).keys() - held[comm.node_rank].keys()
-        answers = from_all(comm, sorted(lacking), list[str], "the files that its host lacks")
-        transfers: list[_Transfer] = []
-        for node, ranks in enumerate(hosts):
-            for name in sorted({name for rank in ranks for name in answers[rank]}):
-                sources = [source for source, of_host in enumerate(held) if name in of_host]
-                if sources:  # else it is read from disk
-                    # Hosts that lack one file get it from different ones that have it.
-                    source, number = sources[node % len(sources)], len(transfers)
-                    src, dst = _one_of(hosts[source], number), _one_of(ranks, number)
-                    transfers.append(_Transfer(name, held[source][name], src, dst))
-        if not transfers:
+        """Get files from other hosts, until `opened` ends; return the directory of each. Collective.
+
+        What no other host has, and what this one has no room for, is read from disk.
+        """
+        answers = from_all(comm, lacking, dict[str, int], "the files that its host lacks")
+        wanted: list[dict[str, list[int]]] = []  # by host, the hosts that have each file
+        nbytes = []
+        for ranks in hosts:
+            of_host: dict[str, int] = {}
+            for rank in ranks:
+                of_host |= answers[rank]
+            sources = {}
+            for name, size in sorted(of_host.items()):
+                sources[name] = [node for node, files_there in enumerate(held) if files_there.get(name) == size]
+            wanted.append({name: nodes for name, nodes in sources.items() if nodes})
+            nbytes.append(sum(of_host[name] for name in wanted[-1]))
+        if not any(wanted):
             return {}
-        received = [transfer for transfer in transfers if transfer.dst in own]
         folder = ""
         with comm.phase("looking for room"):
-            if comm.local_rank == 0 and received:
-                build = opened.enter_context(begin_fetch(sum(transfer.nbytes for transfer in received)))
-                folder = build.building_path
-        folder = from_all(comm, folder, str, "its directory")[own[0]]
+            if comm.local_rank == 0 and wanted[comm.node_rank]:
+                try:
+                    folder = opened.enter_context(begin_fetch(nbytes[comm.node_rank])).building_path
+                except StorageError as error:
+                    _log.warning("%s: files of other hosts' copies are read from disk: %s", self._shown, error)
+        folders = from_all(comm, folder, str, "its directory")
+        transfers: list[_Transfer] = []
+        for node, ranks in enumerate(hosts):
+            for name, nodes in wanted[node].items():
+                if folders[ranks[0]]:
+                    # Hosts that lack one file get it from different ones that have it.
+                    source, number = nodes[node % len(nodes)], len(transfers)
+                    src, dst = _one_of(hosts[source], number), _one_of(ranks, number)
+                    transfers.append(_Transfer(name, held[source][name], src, dst))
+        folder = folders[hosts[comm.node_rank][0]]
         with comm.phase("fetching copies in memory", timeout_s=self._stall_timeout_s):
             _send_all(transfers, copy_path(save), folder, comm)
-        return {transfer.name: folder for transfer in received}
+        return dict.fromkeys(wanted[comm.node_rank], folder) if folder else {}
 
     def drop(self, path: str, comm: Communicator) -> None:
-        """Remove the copies of the save at `path`. Collective; a failure is a warning."""
+        """Remove the copies of the save at `path`. Not collective; a failure is a warning.
+
+        The first rank of each host does it.
+        """
         if comm.local_rank == 0:
             try:
                 drop_copies(path)
@@ -338,20 +336,14 @@ def _name_of(stored: ByteRange) -> str:
     return os.path.basename(stored.file.path)
 
 
-def _open_needed(
-    items: Sequence[ReadItem], folders: Mapping[str, str], opened: contextlib.ExitStack
-) -> dict[str, StoredFile]:
-    """Open those of the files in `folders` from which a load reads, until `opened` ends."""
+def _open_all(folders: Mapping[str, str], opened: contextlib.ExitStack) -> dict[str, StoredFile]:
+    """Open files, each in its directory, until `opened` ends."""
     stores: dict[str, Store] = {}
     in_memory: dict[str, StoredFile] = {}
-    sizes = _sizes_of(items)
-    for name in sizes.keys() & folders.keys():
-        folder = folders[name]
+    for name, folder in folders.items():
         if folder not in stores:
             stores[folder] = opened.enter_context(open_path(folder)).store
-        file = in_memory[name] = stores[folder].open(name)
-        if file.size != sizes[name]:
-            raise CorruptError("size differs", path=file.path, expected=sizes[name], found=file.size)
+        in_memory[name] = stores[folder].open(name)
     return in_memory
 
 
@@ -374,5 +366,5 @@ def _check(item: ReadItem, in_memory: Mapping[str, StoredFile], comm: Communicat
 
 
 def _is_read_in_part(box: Box, item: ReadItem) -> bool:
-    shared = [intersect(box, target) for target in item.local.shard.boxes]
-    return any(part not in (None, box) for part in shared)
+    overlaps = [intersect(box, target) for target in item.local.shard.boxes]
+    return any(part not in (None, box) for part in overlaps)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from statexchange import values
 from statexchange.comm import defaults
-from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError, StorageError, excerpt
+from statexchange.errors import InvalidArgumentError, NotFoundError, ReplacedError, StateExchangeError, excerpt
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.processes import process_age_s
 from statexchange.settings import check_timeout, detect_launch
@@ -111,7 +111,7 @@ class NFSWorkspace:
                 with contextlib.suppress(NotFoundError, ReplacedError):
                     workspace.remove([file.relative for file in workspace.rank_names(run, old) if file.rank == rank])
             workspace.sweep(run)
-        except StorageError as error:  # the new round is written all the same; the next write tries again
+        except StateExchangeError as error:  # the new round is written all the same; the next write tries again
             _log.warning("cannot remove an old round: %s", error)
 
     def _writing_run(self) -> str:

@@ -332,6 +332,14 @@ def check_private(dir_fd: int, path: str) -> None:
         raise UnsafeError("refused: this directory belongs to another user", path=path)
 
 
+@contextlib.contextmanager
+def private_directory(path: str) -> Iterator[int]:
+    """Open a directory; UnsafeError if another user could change files in it, as `check_private` says."""
+    with directory(path) as dir_fd:
+        check_private(dir_fd, path)
+        yield dir_fd
+
+
 def _owner_of_new(dir_fd: int, path: str) -> int | None:
     """Return the uid that a new file of this process gets in a directory; None if it may not make one."""
     name = f".probe-{secrets.token_hex(8)}"

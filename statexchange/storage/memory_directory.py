@@ -7,14 +7,15 @@ those of this host's ranks and of the previous host's, and ``copy.json``: the pa
 process that made the copy. It is published as a checkpoint is (publish/), so that each file in it is whole.
 
 **The save on disk decides.** It says what there is to load, where each tensor lies in a file, and the digest of its
-bytes. A copy needs neither a manifest nor headers of its own, and cannot be of another save.
+bytes. A copy needs no manifest, and cannot be of another save. Its files have headers only so that tensors lie in them
+where they lie in the save.
 
 **Removal.** A copy is not removed because its processes have ended: a restart must find it. It is removed when
 
 * the next save of the same directory is copied. The files are then written over, as writing to new pages of memory
   takes several times as long;
-* its save is gone, or another one has its path. A URL is not checked, since the job that would check it may have
-  another endpoint or other credentials;
+* a job copies a save, and the save of this copy is gone, or another one has its path. A URL is not checked, since the
+  job that would check it may have another endpoint or other credentials;
 * another job lacks room for its copy, and the process that made this one has provably ended.
 """
 
@@ -34,15 +35,16 @@ from statexchange.storage import files, publish
 from statexchange.storage.atomic import new_nonce
 from statexchange.storage.files import digest
 from statexchange.storage.location import is_remote, open_path, parse_json, seal, unseal
+from statexchange.storage.publish.build import NO_PLAN
 from statexchange.storage.store import local_path
 from statexchange.storage.tensorfile import read_manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from statexchange.storage.publish.build import Build
 
-__all__ = ["HostCopy", "begin_copy", "begin_fetch", "commit_copy", "copy_path", "drop_copies", "files_of", "sweep"]
+__all__ = ["begin_copy", "begin_fetch", "commit_copy", "copy_path", "drop_copies", "files_of", "is_in_copy"]
 
 _RECORD = "copy.json"
 _SCHEMA = 2
@@ -50,31 +52,36 @@ _NAME = re.compile(r"copy-[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
-class HostCopy:
+class _HostCopy:
     """A copy on this host.
 
     Attributes:
         path: its directory.
-        of: the path or URL of the save.
+        save_path: the path or URL of the save.
         save: the id of the save.
         owner: the process that made the copy.
     """
 
     path: str
-    of: str
+    save_path: str
     save: str
     owner: Owner
 
     @property
-    def is_of_nothing(self) -> bool:
+    def has_lost_save(self) -> bool:
         """Whether the save is gone, or another one has its path."""
-        if is_remote(self.of):
+        if is_remote(self.save_path):
             return False
         try:
-            with open_path(self.of) as opened:
+            with open_path(self.save_path) as opened:
                 return read_manifest(opened.store).save != self.save
         except (NotFoundError, CorruptError):
             return True
+
+
+def is_in_copy(path: str | None) -> bool:
+    """Whether this is the path of a copy, or of a file in one, on any host."""
+    return path is not None and path.startswith((f"{_base()}/copy-", f"{_base()}/.copy-"))
 
 
 def copy_path(save: str) -> str:
@@ -94,8 +101,8 @@ def _base() -> str:
 def begin_copy(path: str, save: str, sizes: Mapping[str, int]) -> Build:
     """Open the build of this host's copy of a save, in place of the copies of other saves of the same directory.
 
-    Not collective. Sweeps, too. The build has files of those copies, to be written over; `commit_copy` makes them
-    whole. After a failure there is no copy, which costs nothing: the save is on disk.
+    Not collective. The build has files of those copies, to be written over; `commit_copy` makes them whole. After a
+    failure there is no copy, which costs nothing: the save is on disk. Copies that are of no use any more are removed.
 
     Args:
         path: the path or URL of the save.
@@ -105,17 +112,19 @@ def begin_copy(path: str, save: str, sizes: Mapping[str, int]) -> Build:
     Raises:
         UnsafeError: the directory in shared memory belongs to another user, or others may write in it.
         StorageError: there is too little memory.
+        TargetExistsError: another process is copying this save.
     """
     build = _begin(copy_path(save))
     try:
         folder = os.path.dirname(_origin(path))
-        reused = 0
+        reused: dict[str, int] = {}
+        # Before the sweep, which removes copies whose saves retention has just removed.
         for copy in _copies():
-            if os.path.dirname(copy.of) == folder:
-                reused += _move(copy.path, build.building_path, sizes)
+            if os.path.dirname(copy.save_path) == folder:
+                reused |= _move(copy.path, build.building_path, sizes)
                 _remove(copy.path)
-        sweep()
-        _check_room(sum(sizes.values()) - reused)
+        _sweep()
+        _check_room(sum(sizes.values()) - sum(reused.values()))
     except BaseException:
         build.abandon()
         raise
@@ -141,8 +150,8 @@ def begin_fetch(nbytes: int) -> Build:
 
 def _begin(path: str) -> Build:
     files.make_path(_base())
-    with _private():
-        return publish.open_build(path, "0" * 32, [_RECORD], check=None)
+    with files.private_directory(_base()):
+        return publish.open_build(path, NO_PLAN, [_RECORD], check=None)
 
 
 def commit_copy(build: Build, path: str, save: str) -> None:
@@ -160,7 +169,7 @@ def commit_copy(build: Build, path: str, save: str) -> None:
 def files_of(save: str) -> dict[str, int]:
     """Return the files that this host's copy of a save has, with their sizes; {} without a copy. Not collective."""
     sizes = {}
-    with contextlib.suppress(NotFoundError), _private(), open_path(copy_path(save)) as opened:
+    with contextlib.suppress(NotFoundError), files.private_directory(_base()), open_path(copy_path(save)) as opened:
         for name in opened.store.files:
             if name != _RECORD:
                 sizes[name] = opened.store.open(name).size
@@ -174,22 +183,23 @@ def drop_copies(path: str) -> None:
         StateExchangeError: one cannot be removed.
     """
     for copy in _copies():
-        if copy.of == _origin(path):
+        if copy.save_path == _origin(path):
             _remove(copy.path)
 
 
-def sweep() -> None:
-    """Remove copies whose saves are gone, and what processes that have provably ended left. Not collective.
-
-    Raises:
-        UnsafeError: the directory in shared memory belongs to another user, or others may write in it.
-    """
+def _sweep() -> None:
+    """Remove copies whose saves are gone or whose records are broken, and what ended processes left unfinished."""
     publish.clear_all(_base(), "copy-", _RECORD)
-    for copy in _copies():
-        # A save that cannot be read, as on a file system that does not answer, is reported by the job that needs it.
+    for path in _paths():
+        # A save that cannot be read is reported by the job that needs it.
         with contextlib.suppress(StateExchangeError):
-            if copy.is_of_nothing:
-                _remove(copy.path)
+            try:
+                copy = _read_record(path)
+            except (NotFoundError, CorruptError):
+                _remove(path)  # else nobody would ever remove it
+            else:
+                if copy is not None and copy.has_lost_save:
+                    _remove(path)
 
 
 def _check_room(nbytes: int) -> None:
@@ -207,7 +217,7 @@ def _check_room(nbytes: int) -> None:
 def _check_free(nbytes: int) -> None:
     """Check both limits: beyond that of tmpfs a write fails, beyond that of host or cgroup a process is killed."""
     base = _base()
-    with _private() as base_fd:
+    with files.private_directory(base) as base_fd:
         files.check_room(base_fd, nbytes, base)
     room, where = memory_left()
     if nbytes > room:
@@ -219,32 +229,28 @@ def _origin(path: str) -> str:
     return without_secrets(path) if is_remote(path) else os.path.realpath(path)
 
 
-@contextlib.contextmanager
-def _private() -> Iterator[int]:
-    """Open the directory of this user in shared memory; UnsafeError if another user could change files in it."""
+def _paths() -> list[str]:
+    """Return the paths of all copies, also of other hosts that share this memory."""
     base = _base()
-    with files.directory(base) as base_fd:
-        files.check_private(base_fd, base)
-        yield base_fd
-
-
-def _copies() -> list[HostCopy]:
-    """Return the copies on this host; one whose record is broken, or which another process removes, is left out."""
-    copies, base = [], _base()
     try:
-        with _private() as base_fd:
-            names = [name for name in files.list_names(base_fd, base) if _NAME.fullmatch(name)]
+        with files.private_directory(base) as base_fd:
+            return [os.path.join(base, name) for name in files.list_names(base_fd, base) if _NAME.fullmatch(name)]
     except NotFoundError:
         return []
-    for name in names:
+
+
+def _copies() -> list[_HostCopy]:
+    """Return the copies on this host whose records can be read."""
+    copies = []
+    for path in _paths():
         with contextlib.suppress(StateExchangeError):
-            copy = _read_record(os.path.join(base, name))
+            copy = _read_record(path)
             if copy is not None:
                 copies.append(copy)
     return copies
 
 
-def _read_record(path: str) -> HostCopy | None:
+def _read_record(path: str) -> _HostCopy | None:
     """Return the copy at a path; None if it is another host's."""
     with open_path(path) as opened:
         shown = opened.store.path_of(_RECORD)
@@ -253,7 +259,7 @@ def _read_record(path: str) -> HostCopy | None:
         raw = unseal(parsed)
         if raw["schema"] != _SCHEMA:
             raise ValueError("it has another schema")
-        copy = HostCopy(path, str(raw["path"]), str(raw["save"]), Owner.from_json(raw["owner"]))
+        copy = _HostCopy(path, str(raw["path"]), str(raw["save"]), Owner.from_json(raw["owner"]))
         return copy if raw["host"] == host_identity() else None
     except (KeyError, TypeError, ValueError) as error:
         raise CorruptError(f"broken record of a copy in memory: {error}", path=shown) from None
@@ -264,9 +270,9 @@ def _remove(path: str) -> None:
         publish.remove(path, _RECORD, lambda _: [])
 
 
-def _move(source: str, target: str, names: Mapping[str, int]) -> int:
-    """Move the files of these names from one directory into another; return their bytes."""
-    nbytes = 0
+def _move(source: str, target: str, names: Mapping[str, int]) -> dict[str, int]:
+    """Move the files of these names from one directory into another; return their bytes by name."""
+    moved = {}
     with files.directory(source) as source_fd, files.directory(target) as target_fd:
         for name in files.list_names(source_fd, source):
             if name not in names:
@@ -274,8 +280,11 @@ def _move(source: str, target: str, names: Mapping[str, int]) -> int:
             path = os.path.join(source, name)
             files.audit("rename", path)
             try:
-                nbytes += os.stat(name, dir_fd=source_fd, follow_symlinks=False).st_size
+                nbytes = os.stat(name, dir_fd=source_fd, follow_symlinks=False).st_size
                 os.rename(name, name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+                moved[name] = nbytes
+            except FileNotFoundError:  # another process removes the copy
+                continue
             except OSError as error:
                 raise StorageError.of(error, "move", path=path) from error
-    return nbytes
+    return moved

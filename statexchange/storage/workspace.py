@@ -282,7 +282,7 @@ class WorkspaceView:
         return RankFile(file, expected, size)
 
     def was_removed(self, absent: Sequence[RankName]) -> bool:
-        """Whether one of these missing files was removed since this view was made, with its round or before it."""
+        """Whether one of these files, which could not be opened, is not listed any more, or its round is gone."""
         first = absent[0]
         try:
             with open_path(self.path) as opened:
@@ -439,9 +439,8 @@ class Workspace:
 
     def _check_base(self) -> None:
         """Raise UnsafeError if another user made the directory on tmpfs, or may write in it."""
-        base = os.path.dirname(self.path)
-        with files.directory(base) as base_fd:
-            files.check_private(base_fd, base)
+        with files.private_directory(os.path.dirname(self.path)):
+            pass
 
     def open(self, receipt: Receipt | RankName) -> RankFile:
         """Open a rank's file; close it, or use it in a with block.
@@ -516,10 +515,12 @@ class Workspace:
             self._remove(name.run, name.round, [name.file])
 
     def _remove(self, run: str, number: int, names: Sequence[str]) -> None:
-        """Remove files, then directories left empty."""
+        """Remove files, then directories left empty. Those of a committed round stay."""
         path = os.path.join(self.path, run, f"{number:06d}")
         try:
             with self._round_directories(run, number) as dir_fds:
+                if files.stat_of(MANIFEST, dir_fds[-1], path) is not None:
+                    return
                 for name in names:
                     files.remove_file(name, os.path.join(path, name), dir_fds[-1])
         except _REMOVED:

@@ -3,6 +3,7 @@
 import enum
 import os
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from equality import equal_bits
+from programs import require_mounts
 from shared_names import no_names_left
 from starting import THREADS_AND_PROCESSES
 
@@ -323,6 +325,33 @@ def test_an_impossible_workspace_is_an_error_with_its_path_on_every_rank(tmp_pat
         sx.gather_state({"w": torch.ones(3)}, workspace=target / "ws"),
     ):
         pass
+
+
+IN_MEMORY = """
+import os, sys
+import torch
+import statexchange as sx
+with sx.gather_state({"w": torch.ones(3)}, workspace="shm://gathered") as (state,):
+    assert state["w"].tolist() == [1, 1, 1]
+base = f"/dev/shm/statexchange-{os.getuid()}"
+print(oct(os.stat(base).st_mode & 0o777), os.listdir(base))
+os.chmod(base, 0o777)
+try:
+    with sx.gather_state({"w": torch.ones(3)}, workspace="shm://gathered"):
+        pass
+except sx.errors.UnsafeError as error:
+    print("others may write" in error.message)
+"""
+
+
+def test_a_gather_on_tmpfs_is_private_and_leaves_nothing() -> None:
+    """It uses a /dev/shm of its own: other tests use the directory of this user."""
+    require_mounts()
+    script = 'mount -t tmpfs t /dev/shm && exec "$0" -c "$1"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, sys.executable, IN_MEMORY], capture_output=True, text=True
+    )
+    assert done.stdout == "0o700 []\nTrue\n", done.stderr
 
 
 def dies_in_block(how: str, workspace: str | None) -> str:

@@ -128,13 +128,19 @@ def test_the_disk_decides_what_there_is_to_load(saves: Path) -> None:
     run_ranks(save, 2, args=(str(saves), 1, 2))
     shutil.rmtree(saves / "step-000000002")
     assert run_ranks(load, 3, args=(str(saves),)) == [[1, "disk", True]] * 3
-    assert copies_of(saves) == []
+    run_ranks(save, 2, args=(str(saves), 3))
+    assert list(map(origin_of, copies_of(saves))) == ["step-000000003"]
 
 
 def test_delete_removes_the_copy_too(saves: Path) -> None:
     run_ranks(save, 2, args=(str(saves), 1, 2))
     run_ranks(lambda: sx.Checkpoints(saves, memory=True).delete(1), 2)
     assert list(map(origin_of, copies_of(saves))) == ["step-000000002"]
+    (saves / "step-000000002" / "notes").write_text("mine")
+    with pytest.raises(sx.errors.UnsafeError, match="notes"):
+        sx.Checkpoints(saves, memory=True).delete(2)
+    assert list(map(origin_of, copies_of(saves))) == ["step-000000002"]  # as the save is there still
+    (saves / "step-000000002" / "notes").unlink()
     run_ranks(lambda: sx.Checkpoints(saves, memory=True).delete(2), 2)
     assert copies_of(saves) == []
     assert load_alone(saves) == [None, "nowhere", True]
@@ -238,6 +244,19 @@ def test_each_host_keeps_the_files_of_the_one_before_it_and_any_one_may_be_lost(
     )  # other hosts and another world size
 
 
+def loads_without_room(directory: str, path: str, hosts: str) -> list[Any]:
+    start_rank("hierarchical", directory, hosts)
+    memory_directory.memory_left = lambda: (0, "in this test")
+    return load(path)
+
+
+def test_what_there_is_no_room_for_is_read_from_disk(saves: Path) -> None:
+    run_on_hosts(saves_on_hosts, "abc", saves, 2)
+    lose_host(saves, "b")
+    found = run_on_hosts(loads_without_room, "abc", saves)
+    assert found == [[2, "memory", True], [2, "disk", True], [2, "memory", True]]
+
+
 def test_files_that_a_load_has_fetched_do_not_stay(saves: Path) -> None:
     run_on_hosts(saves_on_hosts, "abbbbb", saves, 2)  # no other test here has six ranks
     lose_host(saves, "a")
@@ -322,7 +341,7 @@ def test_one_flipped_bit_is_named_and_the_save_on_disk_is_loaded(
 
 
 @EVERY
-def test_any_flipped_bit_is_found(every: int, saves: Path) -> None:
+def test_a_flipped_bit_of_a_tensor_is_found_and_any_other_one_does_not_matter(every: int, saves: Path) -> None:
     run_ranks(save, 1, args=(str(saves), 7))
     copy, kept = copy_of(saves), saves.with_name("kept")
     shutil.copytree(copy, kept)
@@ -365,7 +384,35 @@ def test_a_copy_that_is_cut_off_is_not_read(saves: Path) -> None:
     run_ranks(save, 2, args=(str(saves), 7))
     name = copy_of(saves) / "rank-00000-of-00002.safetensors"
     os.truncate(name, name.stat().st_size - 1)
-    assert run_ranks(load, 2, args=(str(saves),)) == [[7, "disk", True]] * 2
+    assert run_ranks(load, 2, args=(str(saves),)) == [[7, "disk", True], [7, "memory", True]]
+    os.truncate(name, 0)
+    assert run_ranks(load, 3, args=(str(saves),))[0] == [7, "disk", True]
+
+
+def test_an_error_of_the_users_state_is_that_of_a_load_from_disk(saves: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sx.Checkpoints(saves, memory=True).save({"a": torch.zeros(9), "b": torch.ones(9)}, 7)
+    shared = torch.zeros(9)
+    states: list[dict[str, Any]] = [{"a": shared, "b": shared}, {"a": torch.zeros(8)}, {"a": torch.zeros(9), "c": 1}]
+    for state in states:
+        texts = []
+        for memory in (False, True):
+            with pytest.raises(sx.errors.StateExchangeError) as caught:
+                sx.Checkpoints(saves, memory=memory).load(dict(state))
+            texts.append(f"{type(caught.value).__name__} {caught.value}")
+        assert texts[0] == texts[1]
+    assert caplog.text == ""
+    assert list(map(origin_of, copies_of(saves))) == ["step-000000007"]  # which is not to blame
+
+
+def test_a_damaged_file_on_disk_is_named_and_the_copy_of_others_stays(saves: Path) -> None:
+    run_ranks(save, 2, args=(str(saves), 7))
+    name = "rank-00001-of-00002.safetensors"
+    (copy_of(saves) / name).unlink()
+    flip_bit(saves / "step-000000007" / name, -9)
+    with pytest.raises(sx.errors.CorruptError, match="digest") as caught:
+        sx.Checkpoints(saves, memory=True).load({"w": torch.zeros(ROWS, 1000), "step": -1})
+    assert caught.value.path == str(saves / "step-000000007" / name)
+    assert len(copies_of(saves)) == 1
 
 
 def saves_without_memory(path: str, step: int, overwrite: bool) -> None:
@@ -445,7 +492,7 @@ def test_the_copy_of_a_save_that_the_job_left_behind_is_not_loaded(memory: bool,
 
 
 @pytest.mark.parametrize("text", ["x", "[1]", "{}", None])
-def test_a_broken_record_of_other_saves_and_a_stray_file_are_ignored(
+def test_a_copy_whose_record_is_broken_is_removed_and_a_stray_file_ignored(
     text: str | None, saves: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
@@ -458,12 +505,14 @@ def test_a_broken_record_of_other_saves_and_a_stray_file_are_ignored(
             (broken / "copy.json").unlink()
         else:
             (broken / "copy.json").write_text(text)
+        assert load_alone(other) == [1, "memory", True]
         run_ranks(save, 1, args=(str(saves), 1))
         assert load_alone(saves) == [1, "memory", True]
-        assert load_alone(other) == [1, "memory", True]
+        assert not broken.exists()  # nobody else would ever remove it
+        assert load_alone(other) == [1, "disk", True]
     finally:
         stray.unlink()
-        shutil.rmtree(broken)
+        shutil.rmtree(broken, ignore_errors=True)
 
 
 def test_leftovers_of_jobs_that_are_gone_are_removed(saves: Path, tmp_path: Path) -> None:
@@ -475,7 +524,7 @@ def test_leftovers_of_jobs_that_are_gone_are_removed(saves: Path, tmp_path: Path
     assert len(left) == 2
     assert all(os.path.exists(path) for path in left)
     shutil.rmtree(gone)
-    assert load_alone(saves) == [7, "memory", True]
+    run_ranks(save, 1, args=(str(saves), 8))
     assert copies_of(gone) == []
     assert not any(os.path.exists(path) for path in left)
 

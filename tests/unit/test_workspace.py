@@ -169,6 +169,8 @@ def test_a_failing_write_is_an_error_with_path_and_errno_and_leaves_nothing(
         assert done.returncode == 0, (case, done.stderr)
         if (call, code) in TOLERATED:
             assert (done.stdout, value_of(path)) == ("", 3), case
+            is_left = call == "unlinkat" and len(Workspace(path).rounds("job")) > 2
+            assert ("cannot remove an old round" in done.stderr) == is_left, (case, done.stderr)
         else:
             kind, number, where = json.loads(done.stdout)
             assert (kind, number) == ("StorageError", getattr(errno, code)), case
@@ -377,6 +379,17 @@ def test_a_run_that_others_may_write_in_is_refused(workspace: Workspace) -> None
     for use in (lambda: write(workspace), lambda: workspace.open(receipt)):
         with pytest.raises(UnsafeError, match="others may write"):
             use()
+
+
+def test_files_of_a_committed_round_are_not_removed(workspace: Workspace) -> None:
+    receipt = write(workspace)
+    manifest = commit(Path(workspace.path), [receipt])
+    workspace.remove([receipt.relative])
+    for value in range(3):
+        NFSWorkspace(workspace.path, run="job").write_configs_and_weights(value, {})
+    workspace.sweep("job")
+    assert workspace.rounds("job") == [1, 3, 4]
+    assert open_source(manifest.parent).round == 1
 
 
 def test_rounds_are_counted_by_rank_and_by_run(workspace: Workspace) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "NO_PLAN",
     "Build",
     "OutputFile",
     "OwnCheck",
@@ -74,6 +75,9 @@ class UnfinishedBuild:
     state: Literal["dead", "alive", "unknown"]
     nbytes: int
 
+
+NO_PLAN = "0" * 32
+"""The plan digest of a build that takes over nothing of an interrupted one."""
 
 open_builds: set[tuple[int, str]] = set()
 """Pid and nonce of each open build of this process; with the pid, because a forked child has none of its parent's."""

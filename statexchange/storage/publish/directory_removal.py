@@ -13,7 +13,7 @@ from statexchange.errors import NotFoundError, StateExchangeError
 from statexchange.storage import files
 from statexchange.storage.atomic import invalidate_lookups, rename_new
 from statexchange.storage.files import mount_of
-from statexchange.storage.publish.build import ReplaceCheck, UnfinishedBuild, target_exists
+from statexchange.storage.publish.build import NO_PLAN, ReplaceCheck, UnfinishedBuild, target_exists
 from statexchange.storage.publish.directory_build import (
     DirectoryBuild,
     check_target,
@@ -105,7 +105,7 @@ class DirectoryRemoval(DirectoryBuild):
     """
 
     def __init__(self, path: str, *, check: ReplaceCheck) -> None:
-        super().__init__(path, "0" * 32, check=check, reuse=False, resume=False)
+        super().__init__(path, NO_PLAN, check=check, reuse=False, resume=False)
 
     def _make_partial(self) -> None:
         """Make nothing: this only removes."""
