@@ -238,7 +238,7 @@ class _FileTransport:
         self._opened: OpenedPath | None = None
 
     def begin(self, root: int) -> None:
-        """Open the build on `root`, and tell the others. Collective."""
+        """Open the build on `root`, and send its place to the others. Collective."""
         with self._comm.phase("opening the workspace"):
             if self._comm.rank == root:
                 if not is_remote(self._workspace):
@@ -267,7 +267,10 @@ class _FileTransport:
         path = os.path.join(self._workspace, self._place.name)
         names = rank_file_names(comm.world_size)[comm.rank], MANIFEST
         file_metadata = seal({"schema": SCHEMA, "config": "null", **self._expected(comm.rank)})
-        written = write_into_build(path, self._place.key, names, shards, file_metadata, comm.progress)
+        try:
+            written = write_into_build(path, self._place.key, names, shards, file_metadata, comm.progress)
+        except NotFoundError as error:
+            raise _unseen(error, comm.rank) from None
         return encode(_FileAddress(written.content.nbytes, written.version), _FileAddress)
 
     def _expected(self, rank: int) -> dict[str, str | int]:
@@ -285,8 +288,7 @@ class _FileTransport:
         try:
             self._build.add_all(versions)
         except NotFoundError as error:
-            text = f"{error.message}: pass the same shared directory, or URL, on all ranks"
-            raise NotFoundError(text, rank=rank_of_file(os.path.basename(str(error.path))), path=error.path) from None
+            raise _unseen(error, rank_of_file(os.path.basename(str(error.path)))) from None
         self._opened = open_path(self._build.building_path)
 
     def receive(self, metadata: Sequence[TensorMetadata], address: object, rank: int) -> Block:
@@ -315,6 +317,12 @@ class _FileTransport:
             if self._in_memory:
                 with contextlib.suppress(OSError):  # others may gather there
                     os.rmdir(self._workspace)
+
+
+def _unseen(error: NotFoundError, rank: int | None) -> NotFoundError:
+    """Return the error for what one of root and `rank` has made in the workspace, and the other does not see."""
+    text = f"{error.message}: pass the same shared directory, or URL, on all ranks"
+    return NotFoundError(text, rank=rank, path=error.path)
 
 
 class _Place(NamedTuple):

@@ -327,6 +327,23 @@ def test_an_impossible_workspace_is_an_error_with_its_path_on_every_rank(tmp_pat
         pass
 
 
+def gathers_in_own_directory(workspace: str) -> str:
+    comm = sx.get_communicator()
+    own = Path(workspace, str(comm.rank))
+    own.mkdir(parents=True)
+    with pytest.raises(sx.errors.NotFoundError) as caught, sx.gather_state({"w": torch.ones(2)}, workspace=own):
+        pass
+    return str(caught.value)
+
+
+def test_ranks_that_see_different_directories_get_an_error(tmp_path: Path) -> None:
+    for text in run_ranks(gathers_in_own_directory, 2, args=(str(tmp_path),)):
+        assert "pass the same shared directory, or URL, on all ranks" in text
+        assert "rank 1" in text
+        assert str(tmp_path / "1") in text
+    assert [os.listdir(tmp_path / str(rank)) for rank in range(2)] == [[], []]
+
+
 IN_MEMORY = """
 import os, sys
 import torch
