@@ -437,8 +437,7 @@ class Checkpoints:
                 if comm.rank == 0:
                     self._saves.delete(number)
             if self._memory is not None:
-                with comm.phase("removing the copy in memory"):
-                    self._memory.drop(self._saves.path_of(number), comm)
+                self._memory.drop(self._saves.path_of(number), comm)
 
     def close(self) -> None:
         """Wait for a save in the background, raise its failure unless `result()` has, and restore signal handlers.

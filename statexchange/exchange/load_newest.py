@@ -103,4 +103,8 @@ class SaveLoader:
             # A copy with other bytes than its digests stays wrong; what else fails may be well at the next restart.
             if isinstance(error, CorruptError):
                 copies.drop(path, self.comm)
-            return load_now(request, self.comm)
+            try:
+                return load_now(request, self.comm)
+            except StateExchangeError as last:
+                # Tensors may have been filled from memory, and only the first error says how many.
+                raise last.located(advice=f"before this, the load from memory ended so: {error.message}") from error

@@ -61,7 +61,7 @@ class LoadReport:
     `unexpected` those of the source that the state lacks; each is the highest path below which the other side has
     nothing. `step` is that of the save, None for any other source. `notes` are about values that a cast has made
     infinite, on any rank, and about this rank's parameters that are one tensor in the source. Root's are logged, too.
-    `num_in_memory` of its files were read in the host's memory, or in that of others (`Checkpoints(memory=True)`).
+    `num_in_memory` of the files in which its tensors lie were in the host's memory (`Checkpoints(memory=True)`).
     """
 
     path: str

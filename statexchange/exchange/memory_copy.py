@@ -18,9 +18,9 @@ save is on disk all the same. If the save itself fails, the previous copy stays.
 1. The ranks exchange which files of this save each host has.
 2. A host whose ranks will read a file that it lacks gets it from one that has it. What no host has, and what there is
    no room for, is read from disk.
-3. The ranks read from memory what lies there. Reading checks the digest of each box that is read whole.
-4. Boxes that were read in part are checked afterwards, so that even a copy that another job writes over meanwhile is
-   noticed.
+3. Boxes in memory that will be read in part are checked against their digests, before any tensor is changed. Reading
+   itself checks each box that is read whole.
+4. When all is read, each file in memory must not have changed: another job may have written over it meanwhile.
 
 If a copy is broken, a warning names file and tensor, the copy is removed, and all ranks load from disk instead.
 """
@@ -146,10 +146,13 @@ class MemoryCopies:
             with comm.phase("opening copies in memory"):
                 in_memory = _open_all(folders, opened)
                 copied = [_from_memory(item, in_memory) for item in items]
-            yield copied, len(in_memory)
             with comm.phase("checking copies in memory", timeout_s=self._stall_timeout_s):
                 for item in copied:
                     _check(item, in_memory, comm)
+            yield copied, len(in_memory)
+            with comm.phase("looking at copies in memory again"):
+                for file in in_memory.values():
+                    file.check_unchanged()
 
     def _fetched(
         self,
@@ -200,17 +203,15 @@ class MemoryCopies:
         return dict.fromkeys(wanted[comm.node_rank], folder) if folder else {}
 
     def drop(self, path: str, comm: Communicator) -> None:
-        """Remove the copies of the save at `path`. Not collective; a failure is a warning.
-
-        The first rank of each host does it.
-        """
-        if comm.local_rank == 0:
-            try:
-                drop_copies(path)
-            except (StateExchangeError, OSError) as error:
-                _log.warning(
-                    "%s: cannot remove the copy in memory of %s: %s", self._shown, os.path.basename(path), error
-                )
+        """Remove the copies of the save at `path`, which may be gone. Collective; a failure is a warning."""
+        # A phase, so that others do not wait for a rank that is interrupted here.
+        with comm.phase("removing the copy in memory"):
+            if comm.local_rank == 0:
+                try:
+                    drop_copies(path)
+                except (StateExchangeError, OSError) as error:
+                    text = "%s: cannot remove the copy in memory of %s: %s"
+                    _log.warning(text, self._shown, os.path.basename(path), error)
 
 
 # Hosts, and files that go from one to another
@@ -355,7 +356,7 @@ def _from_memory(item: ReadItem, in_memory: Mapping[str, StoredFile]) -> ReadIte
 
 
 def _check(item: ReadItem, in_memory: Mapping[str, StoredFile], comm: Communicator) -> None:
-    """Compare the boxes in memory that a load has read in part with their digests."""
+    """Compare the boxes in memory that a load will read in part with their digests."""
     for box, stored in item.boxes.items():
         if in_memory.get(_name_of(stored)) is stored.file and _is_read_in_part(box, item):
             box_digest = BoxDigest(stored, box, item.stored, always=True)

@@ -141,7 +141,7 @@ def begin_fetch(nbytes: int) -> Build:
     """
     build = _begin(_path_of(new_nonce()))
     try:
-        _check_room(nbytes)
+        _check_free(nbytes)  # no copy makes room for what is needed for a moment: it may be the one that is loaded
     except BaseException:
         build.abandon()
         raise
@@ -177,7 +177,7 @@ def files_of(save: str) -> dict[str, int]:
 
 
 def drop_copies(path: str) -> None:
-    """Remove the copies of the save at `path`. Not collective.
+    """Remove the copies of the save at `path`, which may be gone. Not collective.
 
     Raises:
         StateExchangeError: one cannot be removed.
@@ -185,6 +185,9 @@ def drop_copies(path: str) -> None:
     for copy in _copies():
         if copy.save_path == _origin(path):
             _remove(copy.path)
+    # Of a directory that was copied the saves have the ids, and so the copies, of those at the other path.
+    with contextlib.suppress(NotFoundError), open_path(path) as opened:
+        _remove(copy_path(read_manifest(opened.store).save))
 
 
 def _sweep() -> None:

@@ -371,7 +371,70 @@ def test_a_broken_copy_of_a_broken_save_is_an_error(saves: Path) -> None:
     with pytest.raises(sx.errors.CorruptError, match="digest") as caught:
         sx.Checkpoints(saves, memory=True).load(state)
     assert (caught.value.name, caught.value.path) == ("w", str(saves / "step-000000007" / name))
+    assert "before this, the load from memory ended so: bytes differ" in str(caught.value)
     assert state["step"] == -1
+
+
+def loads_broken(path: str) -> list[Any]:
+    state = {"w": rows_of(-1.0), "z": torch.full((50,), -1.0), "step": -1}
+    before = state["w"].clone()
+    with pytest.raises(sx.errors.CorruptError) as caught:
+        sx.Checkpoints(path, memory=True, layout=LAYOUT).load(state)
+    return [str(caught.value), torch.equal(state["w"], before)]
+
+
+def test_no_rows_of_a_broken_copy_come_into_the_state(saves: Path) -> None:
+    """Three ranks read the boxes of two in part; what they need from disk is broken as well."""
+    run_ranks(saves_two, 2, args=(str(saves),))
+    name = "rank-00000-of-00002.safetensors"
+    flip_bit(copy_of(saves) / name, -9)
+    for file in (saves / "step-000000007").glob("rank-*"):
+        flip_bit(file, -9)
+        flip_bit(file, -ROWS * 1000)
+    for text, is_unchanged in run_ranks(loads_broken, 3, args=(str(saves),)):
+        assert "before this, the load from memory ended so: bytes differ" in text
+        assert "filled" in text or is_unchanged
+
+
+def saves_two(path: str) -> None:
+    """Save rows, and a tensor that all ranks have."""
+    state = {"w": rows_of(700.0), "z": torch.ones(50), "step": 7}
+    sx.Checkpoints(path, memory=True, layout=LAYOUT).save(state, 7)
+
+
+def test_a_copy_that_is_written_over_during_a_load_is_not_taken(saves: Path) -> None:
+    run_ranks(save, 1, args=(str(saves), 7))
+    name = copy_of(saves) / "rank-00000-of-00001.safetensors"
+    state = {"w": rows_of(-1.0), "step": -1}
+    report = sx.Checkpoints(saves, memory=True, layout=LAYOUT).load(state, on_progress=lambda *_: os.utime(name))
+    assert report is not None
+    assert (report.step, report.num_in_memory) == (7, 0)
+    assert torch.equal(state["w"], rows_of(700.0))
+
+
+def test_a_copied_directory_of_saves_uses_the_copies_and_removes_broken_ones(saves: Path, tmp_path: Path) -> None:
+    run_ranks(save, 1, args=(str(saves), 7))
+    other = tmp_path / "copied"
+    shutil.copytree(saves, other)
+    assert load_alone(other) == [7, "memory", True]
+    flip_bit(copy_of(saves) / "rank-00000-of-00001.safetensors", -9)
+    assert load_alone(other) == [7, "disk", True]
+    assert copies_of(saves) == []
+
+
+def test_a_load_that_fetches_files_removes_no_copy_to_make_room(saves: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    run_on_hosts(saves_on_hosts, "abc", other, 1)
+    run_on_hosts(saves_on_hosts, "abc", saves, 2)
+    lose_host(saves, "b")
+    try:
+        found = run_on_hosts(loads_without_room, "abc", saves)
+        assert found == [[2, "memory", True], [2, "disk", True], [2, "memory", True]]
+        assert sorted(map(host_of, copies_of(saves))) == ["a", "c"]
+        assert sorted(map(host_of, copies_of(other))) == ["a", "b", "c"]
+    finally:
+        for copy in copies_of(other):
+            shutil.rmtree(copy)
 
 
 def test_a_file_that_the_copy_lacks_is_read_from_disk(saves: Path) -> None:
