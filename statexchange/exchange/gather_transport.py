@@ -268,6 +268,7 @@ class _FileTransport:
         names = rank_file_names(comm.world_size)[comm.rank], MANIFEST
         file_metadata = seal({"schema": SCHEMA, "config": "null", **self._expected(comm.rank)})
         try:
+            self._check_place()
             written = write_into_build(path, self._place.key, names, shards, file_metadata, comm.progress)
         except NotFoundError as error:
             raise _unseen(error, comm.rank) from None
@@ -289,7 +290,14 @@ class _FileTransport:
             self._build.add_all(versions)
         except NotFoundError as error:
             raise _unseen(error, rank_of_file(os.path.basename(str(error.path)))) from None
+        self._check_place()
         self._opened = open_path(self._build.building_path)
+
+    def _check_place(self) -> None:
+        """Raise UnsafeError if another user has put a directory in the place of root's, where many may write."""
+        if not is_remote(self._workspace):
+            with private_directory(os.path.join(self._workspace, self._place.key)):
+                pass
 
     def receive(self, metadata: Sequence[TensorMetadata], address: object, rank: int) -> Block:
         """Open another rank's file."""

@@ -19,6 +19,7 @@ from shared_names import no_names_left
 from starting import THREADS_AND_PROCESSES
 
 import statexchange as sx
+from statexchange.exchange import gather_transport
 from statexchange.testing import run_ranks
 
 
@@ -325,6 +326,27 @@ def test_an_impossible_workspace_is_an_error_with_its_path_on_every_rank(tmp_pat
         sx.gather_state({"w": torch.ones(3)}, workspace=target / "ws"),
     ):
         pass
+
+
+def gathers_where_others_may_write(workspace: str) -> str:
+    """Gather; the directory of root is opened to other users before anything is written there."""
+    begin = gather_transport._FileTransport.begin
+
+    def begin_and_open(transport: gather_transport._FileTransport, root: int) -> None:
+        begin(transport, root)
+        for path in Path(workspace).glob(".gather-*.partial"):
+            path.chmod(0o777)
+
+    gather_transport._FileTransport.begin = begin_and_open
+    with pytest.raises(sx.errors.UnsafeError) as caught, sx.gather_state({"w": torch.ones(2)}, workspace=workspace):
+        pass
+    return str(caught.value)
+
+
+def test_nothing_is_written_where_other_users_may_change_it(tmp_path: Path) -> None:
+    for text in run_ranks(gathers_where_others_may_write, 2, backend="gloo", args=(str(tmp_path),)):
+        assert "others may write in this directory" in text
+    assert os.listdir(tmp_path) == []
 
 
 def gathers_in_own_directory(workspace: str) -> str:
