@@ -134,9 +134,9 @@ def _exchange(
                         data, _RankMessage, "the description of its tensors", rank, _RankMessage.check
                     )
             if comm.rank == root:
-                transport.arrived({rank: sent.address for rank, sent in messages.items()})
-                for rank, sent in messages.items():
-                    blocks.append((transport.receive(sent.metadata, sent.address, rank), sent.message))
+                sent = {rank: (of_rank.metadata, of_rank.address) for rank, of_rank in messages.items()}
+                for rank, block in transport.receive(sent).items():
+                    blocks.append((block, messages[rank].message))
                 blocks.insert(root, (_block_of_root(tensors), message))
         # The end of the phase is an agreement: root has attached to every arena.
         transport.received()

@@ -137,6 +137,10 @@ class Block:
         self._build = None
 
 
+_SentTensors: TypeAlias = tuple[Sequence[TensorMetadata], object]
+"""The metadata of a rank's tensors, and the address of their bytes, which `send` has returned."""
+
+
 class _MemoryTransport:
     """Transport through an arena of each writer; the final agreement lists the arenas that are still viewed."""
 
@@ -160,11 +164,11 @@ class _MemoryTransport:
                 self._comm.progress()
         return encode(_ArenaAddress(**self._arena.address), _ArenaAddress)
 
-    def arrived(self, addresses: Mapping[int, object]) -> None:
-        """No-op: each arena is attached to by itself."""
+    def receive(self, sent: Mapping[int, _SentTensors]) -> dict[int, Block]:
+        """Return views of other ranks' tensors, by rank."""
+        return {rank: self._attached(metadata, address, rank) for rank, (metadata, address) in sent.items()}
 
-    def receive(self, metadata: Sequence[TensorMetadata], address: object, rank: int) -> Block:
-        """Return views of another rank's tensors."""
+    def _attached(self, metadata: Sequence[TensorMetadata], address: object, rank: int) -> Block:
         base = np.empty(0, dtype=np.uint8)
         if address is not None:
             arena = decode(address, _ArenaAddress, "the address of its memory", rank)
@@ -278,34 +282,32 @@ class _FileTransport:
         """Return what the file of a rank says of itself."""
         return {"save": self._place.name, "rank": rank, "world_size": self._comm.world_size}
 
-    def arrived(self, addresses: Mapping[int, object]) -> None:
-        """Open the directory on root, with the files of all ranks."""
+    def receive(self, sent: Mapping[int, _SentTensors]) -> dict[int, Block]:
+        """Open other ranks' files, by rank."""
         assert self._build is not None  # on root
-        if not addresses:
-            return
-        names, versions = rank_file_names(self._comm.world_size), {}
-        for rank, address in addresses.items():
-            versions[names[rank]] = decode(address, _FileAddress, "the address of its file", rank).version
+        if not sent:
+            return {}
+        names = rank_file_names(self._comm.world_size)
+        addresses = {}
+        for rank, (_, address) in sent.items():
+            addresses[rank] = decode(address, _FileAddress, "the address of its file", rank)
         try:
-            self._build.add_all(versions)
+            self._build.add_all({names[rank]: address.version for rank, address in addresses.items()})
         except NotFoundError as error:
             raise _unseen(error, rank_of_file(os.path.basename(str(error.path)))) from None
         self._check_place()
         self._opened = open_path(self._build.building_path)
+        blocks = {}
+        for rank, (metadata, _) in sent.items():
+            file = RankFile(self._opened.store.open(names[rank]), self._expected(rank), addresses[rank].nbytes)
+            blocks[rank] = _block_of_file(metadata, file)
+        return blocks
 
     def _check_place(self) -> None:
         """Raise UnsafeError if another user has put a directory in the place of root's, where many may write."""
         if not is_remote(self._workspace):
             with private_directory(os.path.join(self._workspace, self._place.key)):
                 pass
-
-    def receive(self, metadata: Sequence[TensorMetadata], address: object, rank: int) -> Block:
-        """Open another rank's file."""
-        assert self._opened is not None  # by `arrived`
-        name = rank_file_names(self._comm.world_size)[rank]
-        nbytes = decode(address, _FileAddress, "the address of its file", rank).nbytes
-        file = RankFile(self._opened.store.open(name), self._expected(rank), nbytes)
-        return Block(metadata, lambda entry: _rebuild(entry, file.read(entry.name)))
 
     def received(self) -> None:
         """No-op: root may still read from the file."""
@@ -333,8 +335,12 @@ def _unseen(error: NotFoundError, rank: int | None) -> NotFoundError:
     return NotFoundError(text, rank=rank, path=error.path)
 
 
+def _block_of_file(metadata: Sequence[TensorMetadata], file: RankFile) -> Block:
+    return Block(metadata, lambda entry: _rebuild(entry, file.read(entry.name)))
+
+
 class _Place(NamedTuple):
-    """Where ranks write: the name of the gather in the workspace, and the key of root's build there."""
+    """The place where ranks write: the name of the gather in the workspace, and the key of root's build there."""
 
     name: str
     key: str

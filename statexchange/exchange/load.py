@@ -234,8 +234,7 @@ def _load(request: LoadRequest, comm: Communicator, pause: contextlib.ExitStack)
         if request.options.dtype is not None:  # equal on all ranks
             notes += notes_on_overflows(comm, overflows)
     seconds = time.perf_counter() - request.began
-    missing, unexpected = tuple(plan.missing), tuple(plan.unexpected)
-    names = missing, unexpected
+    names = tuple(plan.missing), tuple(plan.unexpected)
     return LoadReport(source.path, len(plan.targets), nbytes, *names, seconds, source.step, notes, num_in_memory)
 
 

@@ -36,11 +36,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from statexchange.comm.communicator import Communicator, from_all
-from statexchange.errors import (
-    StateExchangeError,
-    StorageError,
-    without_secrets,
-)
+from statexchange.errors import StateExchangeError, StorageError, without_secrets
 from statexchange.exchange.reading import ReadItem
 from statexchange.formats.source import Source
 from statexchange.sharding.shards import Box, intersect
@@ -169,23 +165,23 @@ class MemoryCopies:
         """
         answers = from_all(comm, lacking, dict[str, int], "the files that its host lacks")
         wanted: list[dict[str, list[int]]] = []  # by host, the hosts that have each file
-        nbytes = []
         for ranks in hosts:
-            of_host: dict[str, int] = {}
+            sizes: dict[str, int] = {}
             for rank in ranks:
-                of_host |= answers[rank]
-            sources = {}
-            for name, size in sorted(of_host.items()):
-                sources[name] = [node for node, files_there in enumerate(held) if files_there.get(name) == size]
-            wanted.append({name: nodes for name, nodes in sources.items() if nodes})
-            nbytes.append(sum(of_host[name] for name in wanted[-1]))
+                sizes |= answers[rank]
+            wanted.append({})
+            for name, size in sorted(sizes.items()):
+                nodes = [node for node, files_there in enumerate(held) if files_there.get(name) == size]
+                if nodes:
+                    wanted[-1][name] = nodes
         if not any(wanted):
             return {}
         folder = ""
         with comm.phase("looking for room"):
             if comm.local_rank == 0 and wanted[comm.node_rank]:
+                nbytes = sum(held[nodes[0]][name] for name, nodes in wanted[comm.node_rank].items())
                 try:
-                    folder = opened.enter_context(begin_fetch(nbytes[comm.node_rank])).building_path
+                    folder = opened.enter_context(begin_fetch(nbytes)).building_path
                 except StorageError as error:
                     _log.warning("%s: files of other hosts' copies are read from disk: %s", self._shown, error)
         folders = from_all(comm, folder, str, "its directory")

@@ -125,7 +125,7 @@ def begin_copy(path: str, save: str, sizes: Mapping[str, int]) -> Build:
                 _remove(copy.path)
         _sweep()
         _check_room(sum(sizes.values()) - sum(reused.values()))
-    except BaseException:
+    except BaseException:  # an interrupt, too: nobody else has the build yet
         build.abandon()
         raise
     return build
@@ -139,13 +139,9 @@ def begin_fetch(nbytes: int) -> Build:
     Raises:
         StorageError: there is too little memory.
     """
-    build = _begin(_path_of(new_nonce()))
-    try:
-        _check_free(nbytes)  # no copy makes room for what is needed for a moment: it may be the one that is loaded
-    except BaseException:
-        build.abandon()
-        raise
-    return build
+    files.make_path(_base())
+    _check_free(nbytes)  # no copy makes room for what is needed for a moment: it may be the one that is loaded
+    return _begin(_path_of(new_nonce()))
 
 
 def _begin(path: str) -> Build:

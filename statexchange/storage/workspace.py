@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import re
 from dataclasses import dataclass
@@ -65,7 +64,6 @@ __all__ = [
     "is_run_name",
 ]
 
-_log = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 _ATTEMPTS = 20
 _REMOVED = (NotFoundError, ReplacedError)  # raised for a directory that another process removes meanwhile
@@ -210,11 +208,11 @@ class WorkspaceView:
         names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in file_names]
         return sorted(names, key=lambda name: name.rank)
 
-    def abandoned(self, run: str, round: int) -> list[str]:  # noqa: A002
+    def abandoned(self, run: str, round: int) -> list[str]:  # noqa: A002 (the workspace's own word)
         """Return a round's temporary files of ended writers; raise NotFoundError without such a round."""
         return [name for name in self._round(run, round).files if atomic.is_abandoned(name)]
 
-    def is_empty(self, run: str, round: int) -> bool:  # noqa: A002
+    def is_empty(self, run: str, round: int) -> bool:  # noqa: A002 (the workspace's own word)
         """Whether nothing is in a round; raise NotFoundError without such a round."""
         return not self._round(run, round).listing
 
@@ -460,7 +458,7 @@ class Workspace:
         opened = self._open()
         try:
             file = WorkspaceView(opened.store).open(receipt)
-        except BaseException:
+        except BaseException:  # an interrupt, too: the file would have closed it
             opened.close()
             raise
         file.store = opened.store
