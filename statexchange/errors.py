@@ -422,7 +422,7 @@ def is_interrupt(error: BaseException | None) -> bool:
 
 
 # The extra that installs each optional package
-_EXTRAS = {"torch": "torch", "accelerate": "hf", "transformers": "hf"}
+_EXTRAS = {"torch": "torch", "accelerate": "hf", "transformers": "hf", "zstandard": "versions"}
 
 
 def missing_extra(what: str, package: str) -> MissingExtraError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statexchange.errors import CorruptError, NotFoundError, UnsafeError, UnsupportedError
@@ -18,6 +19,7 @@ from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import INDEX
 from statexchange.formats.sealed_files import DIGESTS_KEY, SealedFile
 from statexchange.formats.sealed_files import KEY as SEALED
+from statexchange.formats.version import VERSION_INDEX
 from statexchange.sharding.pieces import SpecPieces, boxes_of
 from statexchange.sharding.shards import LongTuple
 from statexchange.storage.files import check_size, digest
@@ -47,6 +49,7 @@ __all__ = [
     "FORMAT_METADATA",
     "Provenance",
     "Publication",
+    "VersionMarks",
     "check_publication",
     "index_name",
     "sealed_manifest_text",
@@ -54,6 +57,22 @@ __all__ = [
 ]
 
 FORMAT_METADATA = {"format": "pt"}  # as safetensors.torch.save_file writes
+
+
+@dataclass(frozen=True)
+class VersionMarks:
+    """What makes a checkpoint a version of weights (formats/version.py).
+
+    Attributes:
+        index: the metadata of the index, which a version always has.
+        manifest: keys of the manifest, instead of those that it has anyway.
+        checksums: of a delta the checksum of each tensor after the change, for the metadata of its file; None for a
+            full version.
+    """
+
+    index: Mapping[str, Any]
+    manifest: Mapping[str, Any]
+    checksums: Mapping[str, str] | None = None
 
 
 class _ReplaceCheck:
@@ -99,13 +118,18 @@ class _Draft:
         InvalidArgumentError: two tensors of one file have the same name.
     """
 
-    def __init__(self, plan: Plan, extra: Mapping[str, bytes], metadata: Mapping[str, str]) -> None:
-        index = index_name(plan)
-        self.headers = _headers_of(LongTuple([plan]), tuple(metadata.items()))
+    def __init__(
+        self, plan: Plan, extra: Mapping[str, bytes], metadata: Mapping[str, str], marks: VersionMarks | None = None
+    ) -> None:
+        index = index_name(plan) if marks is None else VERSION_INDEX
+        if marks is None or marks.checksums is None:
+            self.headers = _headers_of(LongTuple([plan]), tuple(metadata.items()))
+        else:
+            self.headers = _headers_of_delta(plan, marks.checksums)
         self.texts = dict(extra)
         self.names = [*self.headers, *extra]
         if index is not None:
-            self.texts[index] = index_text(plan)
+            self.texts[index] = index_text(plan, None if marks is None else marks.index)
             self.names.append(index)
         self.nbytes = plan.nbytes + sum(map(len, (*self.headers.values(), *self.texts.values())))
         self.placed = _placed(LongTuple([plan]), _MOST_LISTED)
@@ -177,7 +201,8 @@ class Publication:
     Root only. The constructor checks the target and takes over or removes what interrupted publishers left. Call
     `commit` or `abandon` at the end; leaving a with block abandons an uncommitted publication. `path` is the target,
     `building_path` the directory of the files until then, `outputs` are those that were created, in this order, and
-    `finished` is the metadata of finished files by name.
+    `finished` is the metadata of finished files by name, and `manifest_digest` is that of a version after its
+    `commit`.
 
     Args:
         path: the target.
@@ -189,6 +214,7 @@ class Publication:
         reuse: keep output files that an ended process had finished for the same plan; `finished` maps their names to
             the metadata that `record` was given. Only for a plan whose digest covers all that the output depends on.
         resume: assume that processes of other hosts that left files at the target have ended.
+        marks: what makes it a version of weights.
 
     Raises:
         TargetExistsError: the target exists (unless `overwrite`), or another process is publishing to it.
@@ -210,10 +236,13 @@ class Publication:
         overwrite: bool = False,
         reuse: bool = False,
         resume: bool = False,
+        marks: VersionMarks | None = None,
     ) -> None:
         self._plan = plan
         self._source = source
-        self._draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA)
+        self._marks = marks
+        self._draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA, marks)
+        self.manifest_digest = ""
         self._build = open_build(
             target_path(path),
             plan.digest,
@@ -254,7 +283,10 @@ class Publication:
         if placed.first:
             sealed = self._put_digests([provenance[name].digests for name in placed.first])
             written.append((DIGESTS, sealed.nbytes))
-        manifest = manifest_text(self._plan, provenance, self._draft.names, self._source, placed, sealed)
+        marked = {} if self._marks is None else self._marks.manifest
+        manifest = manifest_text(self._plan, provenance, self._draft.names, self._source, placed, sealed, marked)
+        if self._marks is not None:
+            self.manifest_digest = digest(manifest)
         self._build.commit(MANIFEST, manifest)
         return [*written, (MANIFEST, len(manifest))]
 
@@ -291,6 +323,16 @@ def _headers_of(planned: LongTuple[Plan], metadata: tuple[tuple[str, str], ...])
                 raise UnsupportedError("safetensors has no complex128; cast or exclude it", name=tensor.name)
             tensors.append((tensor.name, tensor.dtype, tensor.shape))
         headers[file.name] = encode_header(header_text(tensors, dict(metadata)))
+    return headers
+
+
+def _headers_of_delta(plan: Plan, checksums: Mapping[str, str]) -> dict[str, bytes]:
+    """Return the header of each file of a delta, which has the checksums of its tensors alone as its metadata."""
+    headers = {}
+    for file in plan.files:
+        tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in file.tensors]
+        texts = {tensor.name: checksums[tensor.name] for tensor in file.tensors}
+        headers[file.name] = encode_header(header_text(tensors, texts))
     return headers
 
 
@@ -334,10 +376,12 @@ def index_name(plan: Plan) -> str | None:
     return None if len(plan.files) == 1 else f"{single_file_name(plan)}{INDEX}"
 
 
-def index_text(plan: Plan) -> bytes:
-    """Return Hugging Face's index, which maps tensor names to files."""
+def index_text(plan: Plan, metadata: Mapping[str, Any] | None = None) -> bytes:
+    """Return Hugging Face's index, which maps tensor names to files; by default its metadata has the size alone."""
     weight_map = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
-    record = {"metadata": {"total_size": plan.nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+    if metadata is None:
+        metadata = {"total_size": plan.nbytes}
+    record = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode()
 
 
@@ -348,6 +392,7 @@ def manifest_text(
     source: str,
     placed: _Placed,
     digests_file: SealedFile | None,
+    marked: Mapping[str, Any],
 ) -> bytes:
     """Return the manifest: the names of all other files, and for each tensor its boxes with their provenance.
 
@@ -358,6 +403,7 @@ def manifest_text(
         source: the format of the source.
         placed: the tensors whose boxes are not listed.
         digests_file: the file of their digests.
+        marked: further keys, or others instead of these.
 
     Raises:
         UnsafeError: the manifest would be larger than readers accept.
@@ -386,7 +432,7 @@ def manifest_text(
     if digests_file is not None:
         digests = {DIGESTS: digests_file.to_json()}
         manifest |= {"schema": PLACED_SCHEMA, "placements": placements, DIGESTS_KEY: digests}
-    return _encoded(manifest)
+    return _encoded(manifest | marked)
 
 
 def sealed_manifest_text(

@@ -17,7 +17,7 @@ from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.exchange.background import run_in_background
 from statexchange.exchange.chosen_conversion import chosen_conversion
 from statexchange.exchange.converting import Conversion, convert_live
-from statexchange.exchange.exporting import Clock, ExportReport, ExportRequest, agree_on_plan, publish
+from statexchange.exchange.exporting import Clock, Exported, ExportReport, ExportRequest, agree_on_plan, publish
 from statexchange.exchange.pretrained import adapter_state, is_adapter_model, model_files, tokenizer_files
 from statexchange.exchange.rank_metadata import RankMetadata, agreed_names
 from statexchange.exchange.writing import write_boxes, writing_nodes
@@ -38,7 +38,7 @@ from statexchange.tensors import collector_paused
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["ExportReport", "export_checkpoint"]
+__all__ = ["ExportReport", "Exported", "converted_description", "export_checkpoint", "export_described"]
 
 
 class _Options(TypedDict, total=False):
@@ -199,7 +199,7 @@ def export_checkpoint(
         # A new layout each time: it remembers which patterns have matched a name.
         with collector_paused():
             described = describe(tensors, options.new_layout(), communicator.rank, with_extra_state=False)
-        return described, lambda copies, comm: _export(copies, conversion, request, comm, began)
+        return described, lambda copies, comm: export_described(copies, conversion, request, comm, began).report
 
     if background:
         return run_in_background("export_checkpoint", path, communicator, prepare)
@@ -208,19 +208,19 @@ def export_checkpoint(
     return export(described, communicator)
 
 
-def _export(
+def export_described(
     described: Description,
     conversion: Conversion | None,
     request: ExportRequest,
     comm: Communicator,
     began: float | None,
-) -> ExportReport:
+) -> Exported:
     """Convert, plan, write and publish described tensors; the report counts seconds from `began`. Collective."""
     clock = Clock(began)
     with contextlib.ExitStack() as building:
         # Many small objects are made here, and none is garbage: the collector would look at all of them repeatedly.
         with collector_paused():
-            described, options = _converted(comm, described, conversion, request.options)
+            described, options = converted_description(comm, described, conversion, request.options)
             # The options as they were given: a conversion has applied its patterns, which must be equal on all ranks.
             metadata = RankMetadata.of(described, request.options.texts())
             plan, root = agree_on_plan(comm, metadata, request, options, clock, building)
@@ -230,10 +230,10 @@ def _export(
         receipts = write_boxes(comm, described, plan, nodes, headers, request.call)
         clock.lap("write", nbytes)
         with collector_paused():
-            return publish(comm, root, plan, receipts, nodes, request, clock)
+            return Exported(publish(comm, root, plan, receipts, nodes, request, clock), plan, root)
 
 
-def _converted(
+def converted_description(
     comm: Communicator, described: Description, conversion: Conversion | None, options: ExportOptions
 ) -> tuple[Description, ExportOptions]:
     """Return the tensors by the names to be written, and the options that are left for them. Collective."""

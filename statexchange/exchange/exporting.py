@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from statexchange.checkpoint.extra_files import extra_files, given_files
 from statexchange.checkpoint.notes import note_on_extra_state, notes_on_tensors, notes_on_written
-from statexchange.checkpoint.publication import Provenance, Publication
+from statexchange.checkpoint.publication import Provenance, Publication, VersionMarks
 from statexchange.comm.communicator import Communicator, from_root
 from statexchange.errors import InvalidArgumentError
 from statexchange.exchange.rank_metadata import (
@@ -38,7 +38,7 @@ from statexchange.sharding.shards import LongTuple
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor
 from statexchange.units import format_shares, format_transfer
 
-__all__ = ["Clock", "ExportReport", "ExportRequest", "RootExport", "agree_on_plan", "publish"]
+__all__ = ["Clock", "ExportReport", "ExportRequest", "Exported", "RootExport", "agree_on_plan", "publish"]
 
 _MOST_KEPT = 8  # ranks with different metadata, of which a plan is kept for the next export
 
@@ -83,12 +83,20 @@ class ExportReport:
 
 @dataclass(frozen=True, slots=True)
 class ExportRequest:
-    """The checked arguments of `export_checkpoint`; `model_files` are the files that the model itself has, on root."""
+    """The checked arguments of `export_checkpoint`.
+
+    Attributes:
+        path: the target; root's counts.
+        options, call: the options.
+        model_files: the files that the model itself has, on root.
+        marks: on root what makes the checkpoint a version of weights; None for any other, and on other ranks.
+    """
 
     path: str
     options: ExportOptions
     call: CallOptions
     model_files: Mapping[str, bytes]
+    marks: VersionMarks | None = None
 
 
 class Clock:
@@ -134,6 +142,14 @@ class RootExport:
         """Return the plan by which each rank writes its part."""
         outputs = [(len(output.header), output.is_reserved) for output in self.publication.outputs]
         return _write_plan(LongTuple([self.plan]), tuple(outputs), compares=self.options.replicas == "equal")
+
+
+class Exported(NamedTuple):
+    """The result of an export, with the plan by which all ranks have written, and on root what it was made from."""
+
+    report: ExportReport
+    plan: WritePlan
+    root: RootExport | None
 
 
 @functools.lru_cache(2)
@@ -255,7 +271,9 @@ def _planned(
     if given is not None:
         extra = extra_files(given.contents, plan, request.model_files, updates_dtype=True)
     # Last: from here on there is something to clean up. Two exports to one path meet here, and one is refused.
-    publication = Publication(request.path, plan, source="export", extra=extra, overwrite=request.call.overwrite)
+    publication = Publication(
+        request.path, plan, source="export", extra=extra, overwrite=request.call.overwrite, marks=request.marks
+    )
     building.enter_context(publication)
     for file in plan.files:
         publication.create(file)

@@ -35,6 +35,7 @@ __all__ = [
     "model_tensors",
     "read_conversion",
     "tensors_of",
+    "with_one_box",
 ]
 
 
@@ -171,7 +172,7 @@ def _converted_file(
     for name, tensor in shard_file.tensors.items():
         fills = plan.fills[name]
         if not all(fill.patch.is_identity for fill in fills):
-            tensor = _with_one_box(tensor)  # noqa: PLW2901 (the tensor as it is read)
+            tensor = with_one_box(tensor)  # noqa: PLW2901 (the tensor as it is read)
         for fill in fills:
             if not fill.patch.box.numel:
                 outputs.setdefault(fill.target, [])
@@ -195,7 +196,7 @@ def _converted_file(
     return replace(shard_file, tensors=tensors, aliases=aliases)
 
 
-def _with_one_box(tensor: SourceTensor) -> SourceTensor:
+def with_one_box(tensor: SourceTensor) -> SourceTensor:
     """Return a tensor as one box if its boxes together are all of it, and lie one after another in their file.
 
     The digests of the boxes become those of its parts. If published boxes were not joined, a permutation that mixes the

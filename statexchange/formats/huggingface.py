@@ -73,6 +73,7 @@ __all__ = [
     "missing_ranks",
     "names_by_file",
     "part_of",
+    "published_tensor",
     "read",
     "read_index",
     "shard_file_of",
@@ -314,11 +315,11 @@ def shard_file_of(
         if record is None or not is_whole or (record["dtype"], tuple(record["shape"])) != (entry.dtype, entry.shape):
             tensors[name] = SourceTensor(shard, (stored,))
         else:
-            tensors[name] = _published(shard, stored, record, placed)
+            tensors[name] = published_tensor(shard, stored, record, placed)
     return ShardFile(rank, file, tensors)
 
 
-def _published(
+def published_tensor(
     shard: Shard, stored: ByteRange, record: Mapping[str, Any], placed: Mapping[str, PlacedBoxes]
 ) -> SourceTensor:
     """Return a published tensor with the digests of the boxes in its manifest, which `_check_record` has checked."""

@@ -74,7 +74,18 @@ class Format(Protocol):
 # the pickle reader, which the others do not need. `directories` reads parts by the other formats, and selects the
 # section itself.
 _DIRECTORIES, _DEEPSPEED, _FOREIGN = "directories", "deepspeed", "foreign"
-FORMATS = ("save", _DIRECTORIES, "huggingface", "workspace", "megatron", "dcp", _DEEPSPEED, _FOREIGN, "torch_file")
+FORMATS = (
+    "save",
+    "version",
+    _DIRECTORIES,
+    "huggingface",
+    "workspace",
+    "megatron",
+    "dcp",
+    _DEEPSPEED,
+    _FOREIGN,
+    "torch_file",
+)
 _DESCRIPTIONS = ("statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
 # All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
 _BASE_BYTES, _MAX_REPETITION = 64 << 20, 16

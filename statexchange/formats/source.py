@@ -74,6 +74,7 @@ SourceKind = Literal[
     "save",
     "workspace",
     "huggingface",
+    "version",
     "megatron torch_dist",
     "megatron ranks",
     "dcp",

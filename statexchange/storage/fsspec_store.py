@@ -367,9 +367,6 @@ class FsspecStore(Store):
         """Return (size, version) of each listed object by name."""
         return {name: (info.get("size"), version_of_info(info)) for name, info in self._infos.items()}
 
-    def close(self) -> None:
-        """Do nothing: no descriptors are open."""
-
 
 def open_url(url: str) -> tuple[FsspecStore, str | None]:
     """Open the directory at a URL, or, for an object, its parent and the object's name."""

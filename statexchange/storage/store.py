@@ -247,10 +247,12 @@ class Store(ABC):
     Attributes:
         path: its absolute path or URL.
         is_remote: whether it is at a URL: each read is a request, and an unfinished build has the final name.
+        adopted: other opened paths that `close` closes, too: the source of this one reads their files.
     """
 
     path: str
     is_remote: bool = False
+    adopted: tuple[Store, ...] = ()
 
     @cached_property
     def budget(self) -> Budget:
@@ -314,12 +316,13 @@ class Store(ABC):
     def check_opened(self) -> None:  # noqa: B027 (at a URL all versions are those of one listing)
         """Raise ReplacedError if another file has the name of one that was opened here or below."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Close all descriptors of this store, of its subdirectories and of its files.
+        """Close all descriptors of this store, of its subdirectories and of its files, and what it has adopted.
 
         Afterwards a local store raises InvalidArgumentError for any call that needs one of them.
         """
+        for other in self.adopted:
+            other.close()
 
     def link_target(self, name: str) -> str | None:  # noqa: ARG002 (only a local store has links)
         """Return the path that a symbolic link holds; None for anything else."""
@@ -808,6 +811,8 @@ class LocalStore(Store):
 
     def close(self) -> None:
         """Close all descriptors."""
+        for other in self.adopted:
+            other.close()
         self._descriptors.close()
 
 

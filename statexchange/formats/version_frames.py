@@ -1,0 +1,277 @@
+"""The bytes of a changed tensor: those of its base, with the frames of a delta applied.
+
+`PatchedFile` reads like any stored file. For each part that is read, it reads the same bytes of the base and lets the
+change apply what concerns them: an `IndexedFrames` decompresses the frames that the part touches, so that parts may be
+read in any order and by several threads; a `StreamedFrames`, one entry of which the sizes of frames are not known,
+is decompressed from its beginning up to the part, and again from the beginning for an earlier part.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+import zlib
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from statexchange.errors import CorruptError, needing_extra
+from statexchange.storage.files import WINDOW_BYTES
+from statexchange.storage.store import ByteRange, StoredFile
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["Change", "IndexedFrames", "Overwritten", "PatchedFile", "StreamedFrames"]
+
+_MOST_OVERWRITTEN = 1 << 32  # bytes of a tensor, whose positions are 4 bytes
+
+
+class Change(ABC):
+    """What a delta has of one tensor: `stored`, the entry of its file. Thread-safe."""
+
+    def __init__(self, stored: ByteRange, nbytes: int, name: str) -> None:
+        self.stored = stored
+        self.nbytes = nbytes
+        self.name = name
+
+    @abstractmethod
+    def apply(self, part: NDArray[np.uint8], offset: int) -> None:
+        """Change the bytes of the base from `offset` on into those of this version."""
+
+    def broken(self, problem: object) -> CorruptError:
+        """Return the error for an entry that does not have what it should."""
+        return CorruptError(f"the change of this tensor is broken: {problem}", name=self.name, path=self.stored.path)
+
+
+class IndexedFrames(Change):
+    """Frames of `new ^ old` of known sizes: frame i ends at byte `ends[i]` of the tensor."""
+
+    def __init__(self, stored: ByteRange, nbytes: int, name: str, sizes: Sequence[int], ends: Sequence[int]) -> None:
+        super().__init__(stored, nbytes, name)
+        self._ends = ends
+        self._places = [0, *accumulate(sizes)]
+        self._last: tuple[int, Any] = (-1, None)
+        if self._places[-1] != stored.nbytes or min(sizes) <= 0:
+            raise self.broken("its frames are not as large as its entry")
+
+    def apply(self, part: NDArray[np.uint8], offset: int) -> None:
+        """Decompress the frames that the part touches."""
+        end = offset + len(part)
+        number = bisect_right(self._ends, offset)
+        while offset < end:
+            begin = self._ends[number - 1] if number else 0
+            frame = self._frame(number, begin)
+            upto = min(end, self._ends[number])
+            target = part[len(part) - (end - offset) :][: upto - offset]
+            target ^= frame[offset - begin : upto - begin]
+            offset, number = upto, number + 1
+
+    def _frame(self, number: int, begin: int) -> NDArray[np.uint8]:
+        """Return a decompressed frame; the last one is kept, as parts often end within one."""
+        import numpy as np
+
+        kept, frame = self._last
+        if kept == number:
+            return frame  # type: ignore[no-any-return]
+        data = bytearray(self._places[number + 1] - self._places[number])
+        self.stored.file.read_into(memoryview(data), self.stored.begin + self._places[number])
+        size = self._ends[number] - begin
+        try:
+            # As a stream: the frame's own header may promise any size.
+            content = _reader(io.BytesIO(data)).read(size + 1)
+        except _zstandard().ZstdError as error:
+            raise self.broken(error) from None
+        if len(content) != size:
+            raise self.broken(f"frame {number} does not have {size} bytes")
+        frame = np.frombuffer(content, np.uint8)
+        self._last = number, frame
+        return frame
+
+
+class _Entry(io.RawIOBase):
+    """The bytes of an entry as a stream."""
+
+    def __init__(self, stored: ByteRange) -> None:
+        self._stored = stored
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Read the next bytes."""
+        count = min(len(buffer), self._stored.nbytes - self._at)
+        self._stored.file.read_into(memoryview(buffer)[:count], self._stored.begin + self._at)
+        self._at += count
+        return count
+
+
+class StreamedFrames(Change):
+    """One or several frames of `new ^ old` of unknown sizes, decompressed forward."""
+
+    def __init__(self, stored: ByteRange, nbytes: int, name: str) -> None:
+        super().__init__(stored, nbytes, name)
+        self._lock = threading.Lock()
+        self._at = 0
+        self._stream: Any = None
+
+    def apply(self, part: NDArray[np.uint8], offset: int) -> None:
+        """Decompress up to the part, and apply what follows."""
+        import numpy as np
+
+        with self._lock:
+            if self._stream is None or offset < self._at:
+                self._stream, self._at = _reader(_Entry(self.stored)), 0
+            while self._at < offset:
+                self._read(min(WINDOW_BYTES, offset - self._at))
+            done = 0
+            while done < len(part):
+                data = np.frombuffer(self._read(min(WINDOW_BYTES, len(part) - done)), np.uint8)
+                part[done : done + len(data)] ^= data
+                done += len(data)
+            if self._at == self.nbytes and self._stream.read(1):
+                raise self.broken(f"it has more than {self.nbytes} bytes")
+
+    def _read(self, count: int) -> bytes:
+        """Return the next bytes, at most `count`."""
+        try:
+            data: bytes = self._stream.read(count)
+        except _zstandard().ZstdError as error:
+            raise self.broken(error) from None
+        if not data:
+            raise self.broken(f"it ends at byte {self._at} of {self.nbytes}")
+        self._at += len(data)
+        return data
+
+
+class Overwritten(Change):
+    """Positions and new elements: a count and that many positions of 4 bytes each, then the elements."""
+
+    def __init__(self, stored: ByteRange, nbytes: int, name: str, itemsize: int) -> None:
+        super().__init__(stored, nbytes, name)
+        self._itemsize = itemsize
+        self._lock = threading.Lock()
+        self._content: tuple[Any, Any] | None = None
+        if nbytes >= _MOST_OVERWRITTEN:
+            raise self.broken("positions of 4 bytes do not reach the end of a tensor of 4 GiB")
+
+    def apply(self, part: NDArray[np.uint8], offset: int) -> None:
+        """Overwrite the elements of the part."""
+        positions, content = self._decoded()
+        import numpy as np
+
+        # Byte by byte of the elements: a part may begin within one.
+        for byte in range(self._itemsize):
+            places = positions * self._itemsize + byte - offset
+            inside = np.flatnonzero((places >= 0) & (places < len(part)))
+            part[places[inside]] = content[inside, byte]
+
+    def _decoded(self) -> tuple[Any, Any]:
+        import numpy as np
+
+        with self._lock:
+            if self._content is None:
+                most = 4 + (4 + self._itemsize) * (self.nbytes // self._itemsize)
+                try:
+                    data = _reader(_Entry(self.stored)).read(most + 1)
+                except _zstandard().ZstdError as error:
+                    raise self.broken(error) from None
+                count = int(np.frombuffer(data[:4], "<u4")[0]) if len(data) >= 4 else -1
+                if len(data) != 4 + count * (4 + self._itemsize):
+                    raise self.broken("it does not have as many elements as it counts")
+                positions = np.frombuffer(data, "<u4", count, 4).astype(np.int64)
+                content = np.frombuffer(data, np.uint8, offset=4 + 4 * count).reshape(count, self._itemsize)
+                if count and int(positions.max()) >= self.nbytes // self._itemsize:
+                    raise self.broken("a position lies beyond the end of the tensor")
+                self._content = positions, content
+        return self._content
+
+
+class PatchedFile(StoredFile):
+    """All bytes of one tensor of a version, as if they lay in a file.
+
+    Args:
+        base: where the tensor of the base lies.
+        change: what is applied.
+        checksum: the adler32 of all bytes in hex digits, with which they are compared before the first part is given
+            away; "" if other digests prove them.
+    """
+
+    def __init__(self, base: ByteRange, change: Change, checksum: str = "") -> None:
+        self.path = change.stored.path
+        self.size = change.nbytes
+        self.is_remote = base.file.is_remote
+        self._base = base
+        self._change = change
+        self._checksum = checksum
+        self._lock = threading.Lock()
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Read bytes of the base, and apply the change."""
+        if self._checksum:
+            with self._lock:
+                self._prove()
+        self._read(buffer, offset)
+
+    def _read(self, buffer: memoryview, offset: int) -> None:
+        import numpy as np
+
+        self._base.file.read_into(buffer, self._base.begin + offset)
+        if len(buffer):
+            self._change.apply(np.frombuffer(buffer, np.uint8), offset)
+
+    def _prove(self) -> None:
+        """Compare the checksum of all bytes, once."""
+        found = 1
+        memory = memoryview(bytearray(min(WINDOW_BYTES, self.size)))
+        for at in range(0, self.size, WINDOW_BYTES):
+            part = memory[: min(WINDOW_BYTES, self.size - at)]
+            self._read(part, at)
+            found = zlib.adler32(part, found)
+        if self._checksum and int(self._checksum, 16) != found:
+            text = "bytes differ from their checksum"
+            raise CorruptError(
+                text, name=self._change.name, path=self.path, expected=self._checksum, found=f"{found:08x}"
+            )
+        self._checksum = ""
+
+    def check_unchanged(self) -> None:
+        """Raise ReplacedError if a file that is read may have changed."""
+        self._change.stored.file.check_unchanged()
+        self._base.file.check_unchanged()
+
+    def check_current(self) -> None:
+        """Raise ReplacedError if a file that is read may have changed, or another one has its name."""
+        self._change.stored.file.check_current()
+        self._base.file.check_current()
+
+    @property
+    def version(self) -> list[str | int]:
+        """A JSON value that changes whenever the bytes do."""
+        return [*self._change.stored.file.version, *self._base.file.version]
+
+    @property
+    def local_identity(self) -> list[str | int]:
+        """A JSON value that is equal on all ranks of one host that opened the same files."""
+        return [*self._change.stored.file.local_identity, *self._base.file.local_identity]
+
+    @property
+    def shared_identity(self) -> list[str | int] | None:
+        """A JSON value that is equal on all hosts that opened the same files; None if each may have copies."""
+        change, base = self._change.stored.file.shared_identity, self._base.file.shared_identity
+        return None if change is None or base is None else [*change, *base]
+
+
+def _zstandard() -> Any:
+    with needing_extra("a delta"):
+        import zstandard
+    return zstandard
+
+
+def _reader(stream: Any) -> Any:
+    """Return a stream of the decompressed bytes of all frames."""
+    return _zstandard().ZstdDecompressor().stream_reader(stream, read_across_frames=True)

@@ -1,0 +1,308 @@
+"""A directory of versions of weights: its runs, their versions, the leases of readers, and the removal of old versions.
+
+::
+
+    runs/000002-<run id>        one for each start of the trainer; the greatest is the current run
+    <run id>/latest             "<run id>/weight_v000012", for readers of others; ours never read it
+    <run id>/weight_v000012/    a version, published whole as any checkpoint
+    <run id>/.leases/           who reads which version, and which versions are about to be removed
+
+**Leases.** A reader writes ``.leases/<nonce>.json`` with the number of a version, and then looks whether the version is
+retired. It touches the file again and again while it reads; a lease that has not been touched for `LEASE_S` is one of a
+reader that has ended. A reader that may not write here has no lease: `keep` alone protects what it reads.
+
+**Removal.** The trainer first writes ``.leases/retired-000007`` and looks for leases only after `GRACE_S`, as a client
+of NFS may see an old listing for so long. So either the reader has seen that the version is retired, and takes another
+one, or the trainer sees the lease, and the version stays until it ends. Only then is the directory removed, and the
+mark after it. Nothing waits: each publish goes on with what earlier ones, or those of an earlier run, have retired.
+
+All ages are by the clock of the file server: the time of a file that was written just now, less that of the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from statexchange.errors import InvalidArgumentError, NotFoundError, StateExchangeError, TargetExistsError
+from statexchange.storage import files, publish
+from statexchange.storage.atomic import invalidate_listings, new_nonce, write_new
+from statexchange.storage.location import directory_of, is_remote, resolve_path
+
+if TYPE_CHECKING:
+    from statexchange.storage.publish.build import ReplaceCheck
+
+__all__ = [
+    "GRACE_S",
+    "LEASE_S",
+    "Lease",
+    "begin_run",
+    "check_is_current",
+    "current_run",
+    "list_runs",
+    "list_versions",
+    "retire",
+    "set_latest",
+    "sweep_retired",
+    "version_name",
+    "version_number",
+    "versions_path",
+]
+
+GRACE_S = 60.0  # the longest time for which an NFS client of default options answers from its cache (acdirmax)
+LEASE_S = 300.0
+_RENEW_S = 60.0
+_RUNS, _LEASES, _LATEST = "runs", ".leases", "latest"
+_RUN = re.compile(r"([0-9]{6,12})-([0-9a-f]{16})")
+_VERSION = re.compile(r"weight_v([0-9]{6,12})")
+_LEASE = re.compile(r"[0-9a-f]{16}\.json")
+_RETIRED = re.compile(r"retired-([0-9]{6,12})")
+_MODE, _DIRECTORY_MODE = 0o666, 0o777  # less the umask: these are published
+
+
+def version_name(number: int) -> str:
+    """Return the name of a version's directory."""
+    return f"weight_v{number:06d}"
+
+
+def version_number(name: str) -> int | None:
+    """Return the number of a version's directory; None for any other name."""
+    match = _VERSION.fullmatch(name)
+    return int(match[1]) if match is not None and version_name(int(match[1])) == name else None
+
+
+def versions_path(path: str | os.PathLike[str]) -> str:
+    """Return the absolute path of a directory of versions that a caller gave.
+
+    Raises:
+        InvalidArgumentError: it is a URL.
+    """
+    resolved = resolve_path(path, "a directory of versions")
+    if is_remote(resolved):
+        text = f"versions go to a local or shared directory, and not yet to {resolved.partition('://')[0]}://"
+        raise InvalidArgumentError(text)
+    return directory_of(resolved)
+
+
+def _listed(path: str) -> list[str]:
+    """Return the names in a directory as the server has them now; [] if it does not exist."""
+    try:
+        # Opened anew, so that a client of NFS asks the server for the directory's attributes.
+        with files.directory(path) as dir_fd:
+            return files.list_names(dir_fd, path)
+    except NotFoundError:
+        return []
+
+
+def list_runs(path: str) -> list[str]:
+    """Return the ids of the runs in a directory of versions, the current one last. Not collective."""
+    runs = sorted((int(match[1]), match[2]) for name in _listed(f"{path}/{_RUNS}") if (match := _RUN.fullmatch(name)))
+    return [run for _, run in runs]
+
+
+def current_run(path: str) -> str | None:
+    """Return the id of the run that began last; None before the first. Not collective."""
+    return (list_runs(path) or [None])[-1]
+
+
+def begin_run(path: str) -> str:
+    """Begin a run, and return its id. Root only.
+
+    Two trainers that begin at once have different ids, and one of them the greater name: `check_is_current` tells the
+    other.
+    """
+    run = secrets.token_hex(8)
+    for below in (_RUNS, run, f"{run}/{_LEASES}"):
+        files.make_path(f"{path}/{below}", _DIRECTORY_MODE)
+    numbers = [int(match[1]) for name in _listed(f"{path}/{_RUNS}") if (match := _RUN.fullmatch(name))]
+    name = f"{max(numbers, default=0) + 1:06d}-{run}"
+    with files.directory(f"{path}/{_RUNS}") as dir_fd:
+        write_new(dir_fd, name, b"", path=f"{path}/{_RUNS}/{name}", mode=_MODE)
+        invalidate_listings(dir_fd, path=f"{path}/{_RUNS}")
+    return run
+
+
+def check_is_current(path: str, run: str) -> None:
+    """Raise TargetExistsError if another run has begun after this one. Root only."""
+    current = current_run(path)
+    if current != run:
+        text = f"another trainer has begun run {current} here after this run {run}: give each trainer a directory"
+        raise TargetExistsError(text, path=path)
+
+
+def list_versions(path: str, run: str) -> list[int]:
+    """Return the numbers of the versions of a run that are not retired, oldest first. Not collective."""
+    folder = f"{path}/{run}"
+    numbers = sorted(number for name in _listed(folder) if (number := version_number(name)) is not None)
+    retired = _retired(folder) if numbers else {}
+    return [number for number in numbers if number not in retired]
+
+
+def set_latest(path: str, run: str, number: int) -> None:
+    """Let ``latest`` name a version. Root only; after the version has been published."""
+    folder = f"{path}/{run}"
+    with files.directory(folder) as dir_fd:
+        text = f"{run}/{version_name(number)}".encode()
+        write_new(dir_fd, _LATEST, text, path=f"{folder}/{_LATEST}", mode=_MODE, overwrite=True)
+        invalidate_listings(dir_fd, path=folder)
+
+
+# Leases and removal
+
+
+def _retired(folder: str) -> dict[int, str]:
+    """Return the names of the marks of retired versions by number."""
+    marks = {}
+    for name in _listed(f"{folder}/{_LEASES}"):
+        match = _RETIRED.fullmatch(name)
+        if match is not None:
+            marks[int(match[1])] = name
+    return marks
+
+
+class Lease:
+    """A reader's lease of a version, which keeps the version from being removed until `end`.
+
+    Args:
+        path: the directory of versions.
+        run: the run.
+        number: the version.
+
+    Raises:
+        NotFoundError: the version is not there, or is retired.
+    """
+
+    def __init__(self, path: str, run: str, number: int) -> None:
+        self._folder = f"{path}/{run}"
+        self._name: str | None = f"{new_nonce()}.json"
+        self._ended = threading.Event()
+        record = json.dumps({"version": number}).encode()
+        try:
+            with files.directory(f"{self._folder}/{_LEASES}") as dir_fd:
+                write_new(dir_fd, self._name, record, path=f"{self._folder}/{_LEASES}/{self._name}", mode=_MODE)
+                invalidate_listings(dir_fd, path=f"{self._folder}/{_LEASES}")
+        except StateExchangeError:  # a reader without permission to write: `keep` protects what it reads
+            self._name = None
+        # After the lease is written: the trainer marks the version first, and looks for leases then.
+        if number not in list_versions(path, run):
+            self.end()
+            raise NotFoundError(f"version {number} was retired: wait for a newer one", path=self._folder)
+        if self._name is not None:
+            threading.Thread(target=self._renew, name="statexchange lease", daemon=True).start()
+
+    def _renew(self) -> None:
+        while not self._ended.wait(_RENEW_S):
+            with contextlib.suppress(OSError):
+                os.utime(f"{self._folder}/{_LEASES}/{self._name}")
+
+    def end(self) -> None:
+        """Give the lease back."""
+        self._ended.set()
+        if self._name is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(f"{self._folder}/{_LEASES}/{self._name}")
+
+
+def _leased(folder: str, now: float) -> set[int]:
+    """Return the versions of which a reader has a lease; remove the leases of readers that have ended."""
+    numbers = set()
+    for name in _listed(f"{folder}/{_LEASES}"):
+        if _LEASE.fullmatch(name) is None:
+            continue
+        lease = f"{folder}/{_LEASES}/{name}"
+        with contextlib.suppress(OSError):
+            if now - os.stat(lease).st_mtime > LEASE_S:
+                os.unlink(lease)
+                continue
+            with open(lease, "rb") as file:
+                numbers.add(int(json.loads(file.read(4096))["version"]))
+    return numbers
+
+
+def retire(path: str, run: str, bases: Mapping[int, int | None], keep: int) -> list[int]:
+    """Mark the versions of a run that are neither among the newest nor a base of these. Root only.
+
+    Args:
+        path: the directory of versions.
+        run: the run.
+        bases: by version the one that it is based on, None for a full one.
+        keep: how many of the newest stay.
+
+    Returns:
+        The versions that were marked.
+    """
+    kept: set[int] = set()
+    for newest in sorted(bases)[-keep:]:
+        number: int | None = newest
+        while number is not None and number not in kept:
+            kept.add(number)
+            number = bases.get(number)
+    marked = []
+    folder = f"{path}/{run}"
+    for number in list_versions(path, run):
+        if number in kept or number not in bases:
+            continue
+        name = f"retired-{number:06d}"
+        with files.directory(f"{folder}/{_LEASES}") as dir_fd, contextlib.suppress(TargetExistsError):
+            write_new(dir_fd, name, b"", path=f"{folder}/{_LEASES}/{name}", mode=_MODE)
+            invalidate_listings(dir_fd, path=f"{folder}/{_LEASES}")
+        marked.append(number)
+    return marked
+
+
+def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: float = GRACE_S) -> list[str]:
+    """Remove the retired versions of all runs that no reader has leased; return their paths. Root only.
+
+    Args:
+        path: the directory of versions.
+        manifest: the name of the file that commits a version.
+        check: returns the files of a version, as for `publish.remove`.
+        grace_s: how long a version has been retired before the leases are looked at.
+    """
+    removed: list[str] = []
+    for run in list_runs(path):
+        folder = f"{path}/{run}"
+        retired = _retired(folder)
+        if not retired:
+            continue
+        now = _server_time(folder)
+        leased = _leased(folder, now)
+        # Newest first, so that no delta is left without its base. One that is read may have all before it as its bases;
+        # those of a version that is not retired are not retired either.
+        for number in sorted(retired, reverse=True):
+            mark = f"{folder}/{_LEASES}/{retired[number]}"
+            is_read = any(reading >= number for reading in leased.intersection(retired))
+            if is_read or now - _mtime(mark, now) < grace_s:
+                continue
+            version = f"{folder}/{version_name(number)}"
+            with contextlib.suppress(NotFoundError):
+                publish.remove(version, manifest, check)
+                removed.append(version)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(mark)
+    return removed
+
+
+def _server_time(folder: str) -> float:
+    """Return the present time by the clock of the file server."""
+    name = f"{new_nonce()}.time"
+    with files.directory(f"{folder}/{_LEASES}") as dir_fd:
+        path = f"{folder}/{_LEASES}/{name}"
+        os.close(files.create_file(name, dir_fd, path))
+        try:
+            return os.stat(name, dir_fd=dir_fd).st_mtime
+        finally:
+            os.unlink(name, dir_fd=dir_fd)
+
+
+def _mtime(path: str, missing: float) -> float:
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return missing
