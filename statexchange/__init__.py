@@ -22,6 +22,7 @@ _HOMES = {
     "Checkpoints": "statexchange.exchange.checkpoints",
     "DistributedOptimizer": "statexchange.train.optimizer",
     "NFSWorkspace": "statexchange.exchange.nfs_workspace",
+    "Publisher": "statexchange.exchange.publisher",
     "StateExchangeError": "statexchange.errors",
     "Workspace": "statexchange.storage.workspace",
     "average_gradients": "statexchange.train.averaging",

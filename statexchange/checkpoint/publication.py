@@ -52,6 +52,8 @@ __all__ = [
     "VersionMarks",
     "check_publication",
     "index_name",
+    "listed_boxes",
+    "listed_files",
     "sealed_manifest_text",
     "single_file_name",
 ]
@@ -418,7 +420,7 @@ def manifest_text(
                 assert isinstance(tensor.pieces, SpecPieces)
                 record["placed"] = placed_record(tensor.pieces, placements, placed.first[tensor.name])
             else:
-                record["boxes"] = _listed_boxes(tensor, provenance[tensor.name])
+                record["boxes"] = listed_boxes(tensor, provenance[tensor.name])
             tensors[tensor.name] = record
     manifest = {
         "schema": _SCHEMA,
@@ -484,7 +486,7 @@ def _check_manifest_fits(plan: Plan, placed: _Placed) -> None:
             num_pieces = len(tensor.pieces)
             sample = tuple(tensor.pieces[number] for number in range(0, num_pieces, 1 + num_pieces // _SAMPLE))
             provenance = Provenance([piece.holder for piece in sample], b"\0" * DIGEST_BYTES * len(sample))
-            boxes = json.dumps(_listed_boxes(tensor._replace(pieces=sample), provenance), separators=(",", ":"))
+            boxes = json.dumps(listed_boxes(tensor._replace(pieces=sample), provenance), separators=(",", ":"))
             scale = num_pieces / max(1, len(sample))
             nbytes += scale * len(boxes)
             parsed += scale * check_parsed_size(boxes, MANIFEST, Budget(MANIFEST))
@@ -509,7 +511,7 @@ def _encoded(record: Mapping[str, Any]) -> bytes:
     return data
 
 
-def _listed_boxes(tensor: TensorPlan, provenance: Provenance) -> list[list[object]]:
+def listed_boxes(tensor: TensorPlan, provenance: Provenance) -> list[list[object]]:
     """Return the boxes of a tensor for a manifest, each as (offsets, shape, digest, rank)."""
     boxes: list[list[object]] = []
     # Not by `hex_digests`: most tensors have one box, and each call counts.

@@ -230,7 +230,8 @@ def export_described(
         receipts = write_boxes(comm, described, plan, nodes, headers, request.call)
         clock.lap("write", nbytes)
         with collector_paused():
-            return Exported(publish(comm, root, plan, receipts, nodes, request, clock), plan, root)
+            report = publish(comm, root, plan, receipts, nodes, request, clock)
+            return Exported(report, plan, receipts, root)
 
 
 def converted_description(

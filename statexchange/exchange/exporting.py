@@ -145,10 +145,11 @@ class RootExport:
 
 
 class Exported(NamedTuple):
-    """The result of an export, with the plan by which all ranks have written, and on root what it was made from."""
+    """The result of an export: the plan by which all ranks have written, this rank's receipts, and what root has."""
 
     report: ExportReport
     plan: WritePlan
+    receipts: Receipts
     root: RootExport | None
 
 
@@ -270,6 +271,8 @@ def _planned(
     extra: dict[str, bytes] = {}
     if given is not None:
         extra = extra_files(given.contents, plan, request.model_files, updates_dtype=True)
+    if request.marks is not None and request.marks.checksums is not None:
+        plan = _numbered_from_zero(plan)
     # Last: from here on there is something to clean up. Two exports to one path meet here, and one is refused.
     publication = Publication(
         request.path, plan, source="export", extra=extra, overwrite=request.call.overwrite, marks=request.marks
@@ -278,6 +281,14 @@ def _planned(
     for file in plan.files:
         publication.create(file)
     return RootExport(options, plan, publication, extra, notes)
+
+
+def _numbered_from_zero(plan: Plan) -> Plan:
+    """Return the plan of a delta with the names that other programs give to its files."""
+    files = []
+    for number, file in enumerate(plan.files):
+        files.append(replace(file, name=f"model-{number:05d}-of-{len(plan.files):05d}.safetensors"))
+    return replace(plan, files=tuple(files))
 
 
 def publish(

@@ -298,7 +298,9 @@ def _resolved(opened: OpenedPath, delta: _Delta, base: Source) -> Source:
         files.append(replace(shard_file, rank=len(files), tensors=kept))
     manifest: Mapping[str, Any] | None = None
     if base.manifest is not None and delta.aliases is not None:
-        records = {**base.manifest["tensors"], **{name: change.record for name, change in delta.changes.items()}}
+        records = dict(base.manifest["tensors"])
+        for name, change in delta.changes.items():
+            records[name] = {**records[name], **change.record}
         manifest = {"source": base.manifest.get("source"), "aliases": delta.aliases, "tensors": records}
     notes = list(base.notes)
     if any(change.checksum is not None and change.checksum[0] == "blake3" for change in delta.changes.values()):

@@ -31,6 +31,7 @@ __all__ = [
     "BoxReader",
     "Run",
     "blocks",
+    "box_runs",
     "one_run",
     "read_part",
     "slices_within",
@@ -99,7 +100,7 @@ def write_box(
         if reserved or reserve(fd, span, path, first):
             _write_mapped(fd, first, span, strides, elements(data, dtype, box.shape), path)
             return
-    for run, part in _runs(box, shape, itemsize, data):
+    for run, part in box_runs(box, shape, itemsize, data):
         pwrite_all(fd, part, begin + run * itemsize, path)
 
 
@@ -113,8 +114,12 @@ def _run_bytes(box: Box, shape: Sequence[int], itemsize: int) -> int:
     return math.prod(box.shape[_first_contiguous_dim(box, shape) :]) * itemsize
 
 
-def _runs(box: Box, shape: Sequence[int], itemsize: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+def box_runs(box: Box, shape: tuple[int, ...], itemsize: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
     """Yield (first element in the tensor, bytes) for each contiguous run of a box."""
+    begin = begin_of_run(box, shape)
+    if begin is not None:
+        yield begin, data
+        return
     dim = _first_contiguous_dim(box, shape)
     run_bytes = _run_bytes(box, shape, itemsize)
     for number, prefix in enumerate(np.ndindex(*box.shape[:dim])):

@@ -238,7 +238,7 @@ def retire(path: str, run: str, bases: Mapping[int, int | None], keep: int) -> l
         The versions that were marked.
     """
     kept: set[int] = set()
-    for newest in sorted(bases)[-keep:]:
+    for newest in sorted(bases)[max(0, len(bases) - keep) :]:
         number: int | None = newest
         while number is not None and number not in kept:
             kept.add(number)

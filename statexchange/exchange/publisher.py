@@ -1,0 +1,260 @@
+"""Publish versions of a trainer's sharded weights in a directory, from which engines and evaluators take them.
+
+The first version of a run is full: an export, as `export_checkpoint` writes it, of which each rank keeps a copy of what
+it wrote. The next ones are deltas (version_delta.py): an export, too, of one row of bytes for each tensor that changed.
+storage/versions.py says what lies in the directory, formats/version.py what a version is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from statexchange.comm.communicator import CommLike, Communicator, from_all
+from statexchange.comm.defaults import as_communicator, public_call
+from statexchange.errors import InvalidArgumentError, excerpt
+from statexchange.exchange.background import raise_unreported, run_in_background, wait_for_end
+from statexchange.exchange.chosen_conversion import chosen_conversion
+from statexchange.exchange.converting import Conversion
+from statexchange.exchange.export import converted_description
+from statexchange.exchange.exporting import ExportRequest
+from statexchange.exchange.pretrained import model_files
+from statexchange.exchange.save_schedule import whole_number
+from statexchange.exchange.version_publishing import (
+    PublishedVersion,
+    PublishReport,
+    VersionOptions,
+    finish_version,
+    publish_version,
+)
+from statexchange.sharding.options import CallOptions, Cast, Convert, ExportOptions, Rename, Replicas
+from statexchange.state.describe import Description, State, describe
+from statexchange.storage.versions import versions_path
+from statexchange.tensors import collector_paused
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["PublishReport", "Publisher"]
+
+_FRAMES = ("many", "one")
+
+
+class Publisher:
+    """Publishes versions of sharded weights in a directory, full ones and deltas, without gathering a tensor.
+
+    Engines of other layouts and jobs take them with `Subscriber`; those of slime, miles, sglang, vime and ModelExpress
+    read them by their own loaders, at ``path/<run id>``. Constructing it touches no file and communicates with no rank.
+
+    The first version is full. The next is a delta, unless the state's tensors, dtypes, shapes or sharding have changed,
+    a sample shows that it would be larger than `max_delta`, the deltas since the last full version are together larger
+    than half of one, or `full_every` is reached. Each rank keeps a copy of its part in the published dtype, and a
+    second one with ``background=True``.
+
+    Each Publisher is a run of its own. Readers follow the run that began last, so a trainer that starts again may
+    number its versions from any number on.
+
+    Args:
+        path: a directory that trainer and readers see; the first publish makes it.
+        keep: how many of the newest versions stay, and with them all that they are based on. Others are removed once
+            they have been retired for a minute and no reader has a lease of them.
+        full_every: at least each so many versions is full.
+        max_delta: the largest delta, as a share of the bytes of all tensors.
+        frames: "many" lets each rank compress its own rows. "one" compresses each tensor as one zstd frame, on one
+            rank: for readers that decompress one frame alone.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
+        layout: sharding rules by name pattern, as in `export_checkpoint`; without reductions.
+        include: shell patterns of the names to publish, one or several; by default all.
+        exclude: shell patterns of the names to leave out.
+        rename: a function of a name, or (regex, replacement) pairs, which are applied in order: to the engine's names.
+        convert: write the names and values of another model family, as in `export_checkpoint`.
+        convert_with: numbers that the conversion needs.
+        dtype: the dtype to which floating tensors are cast: of bf16 most steps change few elements, of fp32 nearly all.
+        replicas: "equal" raises ReplicaError if copies differ; "root" takes the lowest rank's copy.
+        max_shard_size: limit of a file's bytes: an int, or text such as "5GB".
+        stall_timeout_s: limit of the time in which no rank moves a byte, in seconds.
+
+    Raises:
+        InvalidArgumentError: an argument is not accepted; `path` is a URL.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> weights = {"w": torch.zeros(1000)}
+        >>> with sx.Publisher("updates") as publisher:
+        ...     first = publisher.publish(weights, 1)
+        ...     weights["w"][7] = 1.0
+        ...     second = publisher.publish(weights, 2)
+        >>> first.kind, second.kind, second.base_version, second.changed
+        ('full', 'delta', 1, 1)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int = 4,
+        full_every: int = 20,
+        max_delta: float = 0.6,
+        frames: Literal["many", "one"] = "many",
+        comm: CommLike | None = None,
+        layout: Mapping[str, Any] | None = None,
+        include: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
+        rename: Rename = (),
+        convert: Convert | None = None,
+        convert_with: Mapping[str, int] | None = None,
+        dtype: Cast | None = None,
+        replicas: Replicas = "equal",
+        max_shard_size: int | str = "5GB",
+        stall_timeout_s: float = 300.0,
+    ) -> None:
+        arguments = locals()
+        if frames not in _FRAMES:
+            raise InvalidArgumentError(f"frames must be 'many' or 'one', not {excerpt(frames)}")
+        if isinstance(max_delta, bool) or not isinstance(max_delta, int | float) or not 0 <= max_delta <= 1:
+            raise InvalidArgumentError(f"max_delta must be a number from 0 to 1, not {excerpt(max_delta)}")
+        kept, most = whole_number(keep, "keep", least=1), whole_number(full_every, "full_every", least=1)
+        self._versions = VersionOptions(versions_path(path), kept, most, float(max_delta), frames)
+        self._options = ExportOptions.of(arguments)
+        self._call = CallOptions.of(arguments)
+        self._comm = comm
+        self._published: PublishedVersion | None = None
+        self._last: Future[PublishReport] | None = None
+
+    @property
+    def path(self) -> str:
+        """The directory of versions."""
+        return self._versions.path
+
+    @overload
+    def publish(self, state: State, version: int, *, background: Literal[False] = False) -> PublishReport: ...
+
+    @overload
+    def publish(self, state: State, version: int, *, background: Literal[True]) -> Future[PublishReport]: ...
+
+    def publish(self, state: State, version: int, *, background: bool = False) -> PublishReport | Future[PublishReport]:
+        """Publish `state` as the next version; then remove old versions.
+
+        Collective; blocks until the version is published, or in the background until this rank's tensors are copied. A
+        publish waits for one in the background, and raises its failure unless `result()` has raised it. A version
+        appears when it is whole and durable, or not at all; after a failure the next one is full.
+
+        Args:
+            state: a module, a mapping of names to tensors, or a list of such, as in `export_checkpoint`.
+            version: its number, the same on all ranks: any for the first of this Publisher, then one more each time.
+            background: publish a copy in a thread, and return a Future.
+
+        Returns:
+            The report, or with `background` a Future of it.
+
+        Raises:
+            InvalidArgumentError: `version` is not the next one, or differs between ranks.
+            TargetExistsError: another trainer has begun a run in this directory.
+            StateExchangeError: as `export_checkpoint`.
+
+        Example:
+            >>> import torch
+            >>> import statexchange as sx
+            >>> publisher = sx.Publisher("updates", dtype=torch.bfloat16)
+            >>> publisher.publish({"w": torch.ones(2, 2)}, version=0).nbytes
+            8
+            >>> publisher.close()
+        """
+        with public_call("Publisher.publish"):
+            comm = as_communicator(self._comm)
+            began = time.perf_counter()
+            if not background:
+                with comm.phase("waiting for the previous version"):
+                    self._wait()
+
+            def prepare() -> tuple[Description, Callable[[Description, Communicator], PublishReport]]:
+                number = self._next_number(version)
+                described, conversion, request = self._prepared(state, comm)
+                return described, lambda copies, own: self._publish(copies, conversion, request, number, own, began)
+
+            if background:
+                shown = os.path.join(self.path, f"version {excerpt(version)}")
+                self._last = run_in_background("Publisher.publish", shown, comm, prepare)
+                return self._last
+            with comm.phase("describing its state"):
+                described, finish = prepare()
+            return finish(described, comm)
+
+    def _next_number(self, version: object) -> int:
+        """Return the number of the next version; raise InvalidArgumentError if that is not `version`."""
+        number = whole_number(version, "version")
+        last = self._published
+        if last is not None and number != last.number + 1:
+            text = f"the next version of this run is {last.number + 1}, not {number}: readers go from one to the next"
+            raise InvalidArgumentError(text, path=self.path)
+        if number >= 10**12:
+            raise InvalidArgumentError(f"version must be below 10**12, not {number}")
+        return number
+
+    def _prepared(self, state: State, comm: Communicator) -> tuple[Description, Conversion | None, ExportRequest]:
+        """Describe the state, and choose its conversion. Not collective."""
+        options, is_root = self._options, comm.rank == 0
+        conversion: Conversion | None = None
+        own_files: dict[str, bytes] = {}
+        # A model can only be one of transformers if that has been imported.
+        if options.converts or "transformers" in sys.modules:
+            own_files = model_files(state) if is_root else {}
+            conversion = chosen_conversion(options, state, None, is_root=is_root)
+        with collector_paused():
+            described = describe(state, options.new_layout(), comm.rank, with_extra_state=False)
+        return described, conversion, ExportRequest(self.path, options, self._call, own_files)
+
+    def _publish(
+        self,
+        described: Description,
+        conversion: Conversion | None,
+        request: ExportRequest,
+        number: int,
+        comm: Communicator,
+        began: float,
+    ) -> PublishReport:
+        """Convert and publish described tensors. Collective."""
+        stall_s = time.perf_counter() - began
+        numbers = from_all(comm, number, int, "the number of the version")
+        with comm.phase("comparing the number of the version"):
+            if len(set(numbers)) > 1:
+                raise InvalidArgumentError(f"ranks give other numbers of the version: {sorted(set(numbers))}")
+        with collector_paused():
+            described, options = converted_description(comm, described, conversion, request.options)
+        request = replace(request, options=options)
+        report, published = publish_version(comm, described, request, self._versions, number, self._published)
+        self._published = published
+        finish_version(comm, self._versions, published)
+        if self._last is None:
+            stall_s = time.perf_counter() - began
+        return replace(report, stall_s=stall_s, seconds=time.perf_counter() - began)
+
+    def _wait(self) -> None:
+        """Wait for a publish in the background, and raise its failure unless the caller has received it."""
+        last = self._last
+        if last is not None:
+            wait_for_end(last)
+            self._last = None  # only now: an interrupted wait is not the end of it
+            raise_unreported(last)
+
+    def close(self) -> None:
+        """Wait for a publish in the background, and raise its failure. Not collective.
+
+        Example:
+            >>> import statexchange as sx
+            >>> sx.Publisher("updates").close()
+        """
+        self._wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *exception: object) -> None:
+        if kind is None:
+            self.close()

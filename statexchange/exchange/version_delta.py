@@ -1,0 +1,481 @@
+"""What has changed since the last version, on each rank: compared, compressed, and placed in the entries of a delta.
+
+Each rank keeps the bytes that it has published (`PublishedBox`), and takes its own difference; nobody gathers a tensor.
+A box that is one run of its tensor is compressed where it lies, a frame for each window: ranks tell each other only the
+sizes of their parts, from which all know the place of each, and the sums from which the checksum of the whole tensor
+follows. Any other box, as one of columns, is sent to a rank that has a part of the tensor, as the frames of its
+difference, which most often are a few percent of its bytes; that rank puts the tensor's difference together and
+compresses it.
+
+**Checksum.** adler32 of bytes d at positions i of n is ``(b << 16) | a`` with ``a = 1 + sum(d)`` and ``b = n +
+sum((n - i) * d)``, modulo 65521 (RFC 1950). Both sums are over any set of runs in any order, so each rank adds those of
+its boxes.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from statexchange.comm.communicator import Communicator, from_all, to_root
+from statexchange.errors import MismatchError, UnsupportedError, needing_extra
+from statexchange.exchange.rank_metadata import local_box
+from statexchange.exchange.receipts import Receipts
+from statexchange.exchange.staging import Staging
+from statexchange.formats.version import frame_boxes
+from statexchange.messages import decode, encoded
+from statexchange.sharding.pieces import boxes_of, holders_of, pieces_of_rank
+from statexchange.sharding.shards import Box, Shard, begin_of_run
+from statexchange.sharding.write_plan import WritePlan, WriteTensor
+from statexchange.state.describe import Description, LocalTensor
+from statexchange.storage.files import WINDOW_BYTES
+from statexchange.storage.regions import box_runs, windows
+from statexchange.tensors import ITEMSIZE, array_over, memory_of
+
+__all__ = ["Delta", "PublishedBox", "difference", "published_boxes", "sampled_share"]
+
+_LEVEL = 1
+_MODULUS = 65521
+_SAMPLES = 32
+_U8 = "U8"
+
+
+@dataclass(slots=True)
+class PublishedBox:
+    """A box that this rank writes, as it was published last.
+
+    Attributes:
+        number: the number of its tensor in the plan.
+        box: the box.
+        box_index: its place among the boxes that this rank has of the tensor.
+        data: its bytes.
+        digest: their digest.
+        sums: what they add to the checksum of the tensor; None until it is asked for.
+    """
+
+    number: int
+    box: Box
+    box_index: int
+    data: NDArray[np.uint8]
+    digest: bytes
+    sums: tuple[int, int] | None = None
+
+    def sums_of(self, tensor: WriteTensor) -> tuple[int, int]:
+        """Return what the box adds to both sums of its tensor's checksum."""
+        if self.sums is None:
+            itemsize = ITEMSIZE[tensor.dtype]
+            total = int(np.prod(tensor.shape, dtype=np.int64)) * itemsize
+            first = second = 0
+            for begin, part in box_runs(self.box, tensor.shape, itemsize, self.data.data):
+                checksum = zlib.adler32(part)
+                of_run = (checksum & 0xFFFF) - 1
+                first += of_run
+                second += (checksum >> 16) - len(part) + (total - begin * itemsize - len(part)) * of_run
+            self.sums = first % _MODULUS, second % _MODULUS
+        return self.sums
+
+
+def _checksum(sums: Sequence[tuple[int, int]], nbytes: int) -> str:
+    """Return the adler32 of a tensor from the sums of its boxes."""
+    first = (1 + sum(first for first, _ in sums)) % _MODULUS
+    second = (nbytes + sum(second for _, second in sums)) % _MODULUS
+    return f"{second << 16 | first:08x}"
+
+
+def published_boxes(
+    comm: Communicator, described: Description, plan: WritePlan, receipts: Receipts
+) -> list[PublishedBox]:
+    """Return a copy of what this rank has written of a full version, by its receipts. Not collective."""
+    staging = Staging()
+    boxes = []
+    for number, tensor, piece, receipt in _pieces(plan, comm.rank):
+        if not piece.is_written:
+            continue
+        data = np.empty(piece.box.numel * ITEMSIZE[tensor.dtype], np.uint8)
+        at = 0
+        for _, part in staging.parts(local_box(described, tensor.source, piece.box_index), tensor.dtype):
+            data[at : at + len(part)] = np.frombuffer(part, np.uint8)
+            at += len(part)
+        boxes.append(PublishedBox(number, piece.box, piece.box_index, data, receipts.digests[receipt]))
+    return boxes
+
+
+def _pieces(plan: WritePlan, rank: int) -> Iterator[tuple[int, WriteTensor, Any, int]]:
+    """Yield each piece that a rank writes or compares: its tensor's number, the tensor, the piece, its receipt."""
+    receipt = 0
+    for number, tensor in enumerate(plan.tensors):
+        if tensor.reduce is not None:
+            text = "a version is not made of copies that are reduced: give a layout without reduce"
+            raise UnsupportedError(text, name=tensor.source)
+        for piece in pieces_of_rank(tensor.pieces, rank):
+            if piece.is_written or plan.compares:
+                yield number, tensor, piece, receipt
+                receipt += 1
+
+
+def sampled_share(comm: Communicator, described: Description, plan: WritePlan, boxes: Sequence[PublishedBox]) -> float:
+    """Return how large the compressed difference of all ranks will be, by a sample, as a share of the bytes.
+
+    Collective. The first windows of some boxes of each rank are looked at.
+    """
+    compress = _compressor()
+    nbytes = compressed = 0
+    with comm.phase("comparing a sample"):
+        for published in boxes[:: 1 + len(boxes) // _SAMPLES]:
+            tensor = plan.tensors[published.number]
+            live = local_box(described, tensor.source, published.box_index)
+            for _, part in Staging().parts(live, tensor.dtype):
+                changed = np.bitwise_xor(np.frombuffer(part, np.uint8), published.data[: len(part)])
+                nbytes += len(part)
+                compressed += len(compress(changed))
+                break
+    total = sum(len(published.data) for published in boxes)
+    sampled = from_all(comm, [nbytes, compressed, total], list[int], "its sample")
+    expected = sum(rank_total * size / of for of, size, rank_total in sampled if of)
+    return expected / max(1, sum(rank_total for _, _, rank_total in sampled))
+
+
+class _Part(NamedTuple):
+    """A part of an entry: where it begins there, and its frames."""
+
+    begin: int
+    frames: Sequence[bytes]
+
+
+@dataclass(slots=True)
+class Delta:
+    """The difference of all ranks, as this rank has it.
+
+    Attributes:
+        described: the entries of which this rank has a part, as U8 tensors by the names that the tensors have on ranks.
+        boxes: this rank's boxes after the change.
+        receipts: their digests, and those of copies that other ranks write.
+        changed: the numbers of the tensors that have changed on any rank.
+        nbytes: the bytes of all entries.
+        checksums: of each changed tensor, by its number.
+        frames: on root, the sizes of the frames of each changed tensor, by its number.
+    """
+
+    described: Description
+    boxes: list[PublishedBox]
+    receipts: Receipts
+    changed: Sequence[int]
+    nbytes: int
+    checksums: Mapping[int, str]
+    frames: Mapping[int, Sequence[int]] = field(default_factory=dict)
+
+
+def difference(
+    comm: Communicator,
+    described: Description,
+    plan: WritePlan,
+    boxes: list[PublishedBox],
+    *,
+    most_share: float,
+    one_frame: bool,
+) -> Delta | None:
+    """Compare all tensors with what was published last; None if the entries would be too large. Collective.
+
+    `boxes` then have the new bytes: after a failure, or if the result is not published, the next version is full.
+
+    Args:
+        comm: the communicator.
+        described: this rank's tensors, of which the plan writes the same boxes as last time.
+        plan: the plan.
+        boxes: what this rank has published of it.
+        most_share: the largest size of all entries, as a share of the bytes of all tensors.
+        one_frame: compress each entry as one frame, for readers that read no others.
+    """
+    with comm.phase("comparing with the last version"):
+        compared = _Comparing(comm, described, plan, boxes, most_share)
+    report = from_all(comm, compared.report(), _Report, "what has changed")
+    if any(rank_report.is_too_large for rank_report in report):
+        return None
+    changed = sorted(set().union(*(rank_report.changed for rank_report in report)))
+    joins = {number for number in changed if one_frame or not _is_rows(plan.tensors[number])}
+    with comm.phase("adding up checksums"):
+        rows = compared.rows(changed)
+    by_rank = from_all(comm, rows, _Rows, "the sizes of its differences")
+    parts, sizes = _placed(comm, plan, compared, changed, joins, by_rank, one_frame=one_frame)
+    tensors = {}
+    for number, of_tensor in parts.items():
+        tensors[plan.tensors[number].source] = _entry(plan.tensors[number].source, sizes[number], of_tensor)
+    checksums = {}
+    for number in changed:
+        tensor = plan.tensors[number]
+        nbytes = int(np.prod(tensor.shape, dtype=np.int64)) * ITEMSIZE[tensor.dtype]
+        checksums[number] = _checksum([sums for row in by_rank for sums in row.sums_of(number)], nbytes)
+    frames = _frames_on_root(comm, parts)
+    total = sum(sizes.values())
+    return Delta(Description(tensors), boxes, compared.receipts, changed, total, checksums, frames)
+
+
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """The numbers of the tensors that have changed on a rank, and whether its frames are too large."""
+
+    changed: Sequence[int]
+    is_too_large: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Of each box of a changed tensor that a rank writes, in the order of the plan: the tensor, and three numbers.
+
+    Attributes:
+        numbers: the number of the tensor.
+        sizes: the bytes of its frames.
+        first, second: what it adds to the sums of the checksum.
+    """
+
+    numbers: Sequence[int]
+    sizes: Sequence[int]
+    first: Sequence[int]
+    second: Sequence[int]
+
+    def sums_of(self, number: int) -> list[tuple[int, int]]:
+        """Return what the rank's boxes add to the sums of a tensor."""
+        rows = zip(self.numbers, self.first, self.second, strict=True)
+        return [(first, second) for of_tensor, first, second in rows if of_tensor == number]
+
+
+class _Comparing:
+    """This rank's comparison: the frames of the boxes that have changed, and the digests of all."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        described: Description,
+        plan: WritePlan,
+        boxes: Sequence[PublishedBox],
+        most_share: float,
+    ) -> None:
+        self._plan = plan
+        self._boxes = boxes
+        self._frames: dict[int, list[bytes]] = {}
+        self._zeros: dict[int, bytes] = {}
+        self._compress = _compressor()
+        self.receipts = Receipts()
+        self._left = 64 * len(boxes) + int(most_share * sum(len(published.data) for published in boxes))
+        staging = Staging()
+        in_order = iter(enumerate(boxes))
+        for number, tensor, piece, _ in _pieces(plan, comm.rank):
+            live = local_box(described, tensor.source, piece.box_index)
+            if piece.is_written:
+                index, published = next(in_order)
+                if (published.number, published.box) != (number, piece.box):
+                    raise MismatchError("the plan differs from that of the last version", name=tensor.source)
+                self._compare(index, published, staging.parts(live, tensor.dtype), comm)
+                self.receipts.digests.append(published.digest)
+            else:
+                hasher = xxhash.xxh3_128()
+                for _, part in staging.parts(live, tensor.dtype):
+                    hasher.update(part)
+                    comm.progress()
+                self.receipts.digests.append(hasher.digest())
+            self.receipts.tensor_numbers.append(number)
+
+    def _compare(
+        self, index: int, published: PublishedBox, parts: Iterator[tuple[Box, memoryview]], comm: Communicator
+    ) -> None:
+        """Compare a box window by window; from the first that differs on, compress the difference and take it over."""
+        hasher = None
+        at = 0
+        for _, part in parts:
+            new, old = np.frombuffer(part, np.uint8), published.data[at : at + len(part)]
+            comm.progress()
+            if hasher is None and np.array_equal(new, old):
+                at += len(part)
+                continue
+            if hasher is None:
+                hasher = xxhash.xxh3_128(published.data[:at])
+                self._frames[index] = self._unchanged(published, at)
+            if self._left >= 0:
+                frame = self._compress(np.bitwise_xor(new, old))
+                self._left -= len(frame)
+                self._frames[index].append(frame)
+            old[...] = new
+            hasher.update(part)
+            at += len(part)
+        if hasher is not None:
+            published.digest, published.sums = hasher.digest(), None
+
+    def _unchanged(self, published: PublishedBox, end: int) -> list[bytes]:
+        """Return the frames of the first windows of a box, up to byte `end`, which have not changed."""
+        itemsize = ITEMSIZE[self._plan.tensors[published.number].dtype]
+        frames = []
+        for window in windows(published.box.shape, itemsize):
+            nbytes = window.numel * itemsize
+            if end < nbytes:
+                break
+            end -= nbytes
+            if nbytes not in self._zeros:
+                self._zeros[nbytes] = self._compress(np.zeros(nbytes, np.uint8))
+            frames.append(self._zeros[nbytes])
+        return frames
+
+    def report(self) -> _Report:
+        """Return what the other ranks need first."""
+        return _Report(sorted({self._boxes[index].number for index in self._frames}), self._left < 0)
+
+    def of_tensors(self, numbers: Sequence[int]) -> Iterator[tuple[PublishedBox, list[bytes]]]:
+        """Yield this rank's boxes of some tensors with their frames."""
+        wanted = set(numbers)
+        for index, published in enumerate(self._boxes):
+            if published.number in wanted:
+                if index not in self._frames:  # a box that has not changed, of a tensor that has
+                    self._frames[index] = self._unchanged(published, len(published.data))
+                yield published, self._frames[index]
+
+    def rows(self, numbers: Sequence[int]) -> _Rows:
+        """Return the sizes and sums of this rank's boxes of some tensors."""
+        of_tensors, sizes, firsts, seconds = [], [], [], []
+        for published, frames in self.of_tensors(numbers):
+            first, second = published.sums_of(self._plan.tensors[published.number])
+            of_tensors.append(published.number)
+            sizes.append(sum(map(len, frames)))
+            firsts.append(first)
+            seconds.append(second)
+        return _Rows(of_tensors, sizes, firsts, seconds)
+
+
+def _is_rows(tensor: WriteTensor) -> bool:
+    return all(begin_of_run(box, tensor.shape) is not None for box in boxes_of(tensor.pieces))
+
+
+def _placed(
+    comm: Communicator,
+    plan: WritePlan,
+    compared: _Comparing,
+    changed: Sequence[int],
+    joins: set[int],
+    by_rank: Sequence[_Rows],
+    *,
+    one_frame: bool,
+) -> tuple[dict[int, list[_Part]], dict[int, int]]:
+    """Return this rank's parts of each entry, and the size of each, by the number of the tensor. Collective."""
+    sizes_of: list[dict[int, list[int]]] = []
+    for rows in by_rank:
+        of_rank: dict[int, list[int]] = {}
+        for number, size in zip(rows.numbers, rows.sizes, strict=True):
+            of_rank.setdefault(number, []).append(size)
+        sizes_of.append(of_rank)
+    frames_here: dict[int, list[list[bytes]]] = {}
+    for published, frames in compared.of_tensors(changed):
+        frames_here.setdefault(published.number, []).append(frames)
+    parts: dict[int, list[_Part]] = {}
+    sizes: dict[int, int] = {}
+    joined_here: dict[int, int] = {}
+    for turn, number in enumerate(changed):
+        tensor = plan.tensors[number]
+        writers = [int(rank) for rank in holders_of(tensor.pieces, with_copies=False)[0]]
+        next_of = {rank: iter(sizes_of[rank].get(number, [])) for rank in writers}
+        in_order = iter(frames_here.get(number, []))
+        if number in joins:
+            owner = writers[turn % len(writers)]
+            frames = _joined(comm, tensor, writers, owner, next_of, in_order, one_frame=one_frame)
+            if comm.rank == owner:
+                parts[number] = [_Part(0, frames)]
+                joined_here[number] = sum(map(len, frames))
+            continue
+        at = 0
+        for rank in writers:
+            if rank == comm.rank:
+                parts.setdefault(number, []).append(_Part(at, next(in_order)))
+            at += next(next_of[rank])
+        sizes[number] = at
+    if joins:
+        for of_rank_joined in from_all(comm, joined_here, dict[int, int], "the sizes of joined differences"):
+            sizes |= of_rank_joined
+    return parts, sizes
+
+
+def _joined(
+    comm: Communicator,
+    tensor: WriteTensor,
+    writers: Sequence[int],
+    owner: int,
+    next_of: Mapping[int, Iterator[int]],
+    in_order: Iterator[list[bytes]],
+    *,
+    one_frame: bool,
+) -> list[bytes]:
+    """Return on `owner` the frames of a whole tensor, to which the other ranks send the differences of their boxes."""
+    itemsize = ITEMSIZE[tensor.dtype]
+    whole: Any = np.empty(tensor.shape, np.dtype((np.void, itemsize))) if comm.rank == owner else None
+    for rank, box in zip(writers, boxes_of(tensor.pieces), strict=True):
+        size = next(next_of[rank])
+        data = b""
+        if rank == comm.rank:
+            data = b"".join(next(in_order))
+            if rank != owner:
+                comm.send(np.frombuffer(data, np.uint8), owner)
+        elif comm.rank == owner:
+            received = np.empty(size, np.uint8)
+            comm.recv(received, rank)
+            data = received.tobytes()
+        if comm.rank == owner:
+            content = _decompressed(data)
+            target = tuple(slice(begin, end) for begin, end in zip(box.offsets, box.ends, strict=True))
+            whole[target] = np.frombuffer(content, whole.dtype).reshape(box.shape)
+    if comm.rank != owner:
+        return []
+    flat = np.frombuffer(whole.tobytes(), np.uint8)
+    compress = _compressor()
+    if one_frame:
+        return [compress(flat)]
+    frames, at = [], 0
+    for of_frames in frame_boxes(list(boxes_of(tensor.pieces)), tensor.shape):
+        for window in windows(of_frames.shape, itemsize, WINDOW_BYTES):
+            frames.append(compress(flat[at : at + window.numel * itemsize]))
+            at += window.numel * itemsize
+    return frames
+
+
+def _entry(name: str, nbytes: int, parts: Sequence[_Part]) -> LocalTensor:
+    """Return an entry of a delta with this rank's parts of it."""
+    boxes, arrays, memories = [], [], []
+    for begin, frames in parts:
+        array = array_over(bytearray(b"".join(frames)), _U8, (sum(map(len, frames)),))
+        boxes.append(Box((begin,), array.shape))
+        arrays.append(array)
+        memories.append(memory_of(array, name))
+    return LocalTensor(Shard(name, _U8, (nbytes,), tuple(boxes)), tuple(arrays), tuple(memories))
+
+
+def _frames_on_root(comm: Communicator, parts: Mapping[int, Sequence[_Part]]) -> dict[int, list[int]]:
+    """Return on root the sizes of all frames of each entry, by the number of the tensor; {} elsewhere. Collective."""
+    here = {}
+    for number, of_tensor in parts.items():
+        here[number] = [(part.begin, [len(frame) for frame in part.frames]) for part in of_tensor]
+    kind = dict[int, list[tuple[int, list[int]]]]
+    collected: dict[int, list[tuple[int, list[int]]]] = {}
+    for rank, data in enumerate(to_root(comm, encoded(here, kind), "the sizes of its frames")):
+        for number, of_tensor_there in decode(data, kind, "the sizes of its frames", rank).items():
+            collected.setdefault(number, []).extend(of_tensor_there)
+    return {
+        number: [size for _, of_part in sorted(of_tensor) for size in of_part]
+        for number, of_tensor in collected.items()
+    }
+
+
+def _compressor() -> Any:
+    """Return the function that compresses an array to one frame, with its size and without a checksum."""
+    with needing_extra("publishing versions"):
+        import zstandard
+    compressor = zstandard.ZstdCompressor(level=_LEVEL)
+    return lambda array: compressor.compress(array.data)
+
+
+def _decompressed(data: bytes) -> bytes:
+    with needing_extra("publishing versions"):
+        import zstandard
+    content: bytes = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data), read_across_frames=True).read()
+    return content

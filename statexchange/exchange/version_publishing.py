@@ -1,0 +1,281 @@
+"""The steps of publishing one version: full or delta, its marks, and what is removed afterwards."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from statexchange.checkpoint.publication import Publication, VersionMarks, listed_boxes, listed_files
+from statexchange.comm.communicator import Communicator, from_all, from_root
+from statexchange.errors import StateExchangeError
+from statexchange.exchange.export import export_described
+from statexchange.exchange.exporting import ExportRequest
+from statexchange.exchange.rank_metadata import RankMetadata
+from statexchange.exchange.receipts import gather_provenance
+from statexchange.exchange.version_delta import Delta, PublishedBox, difference, published_boxes, sampled_share
+from statexchange.formats.huggingface import MANIFEST
+from statexchange.formats.version import DELTA_SCHEMA, VERSION_KEY
+from statexchange.sharding.plan import Plan, TensorPlan
+from statexchange.sharding.write_plan import WritePlan
+from statexchange.state.describe import Description
+from statexchange.storage import versions
+from statexchange.storage.files import WINDOW_BYTES, digest
+
+__all__ = ["PublishReport", "PublishedVersion", "VersionOptions", "finish_version", "publish_version"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """The result of a publish.
+
+    Attributes:
+        path: the version's directory.
+        version: its number.
+        base_version: the number of the version that it is based on; None for a full one.
+        kind: "full" or "delta".
+        changed: how many tensors have changed since the last version; all for a full one.
+        num_tensors: the number of all tensors.
+        nbytes: the bytes of what was written of tensors: of a delta, compressed.
+        total_nbytes: the bytes of all tensors.
+        seconds: duration.
+        stall_s: how long the call kept the caller.
+        notes: as in `ExportReport`.
+    """
+
+    path: str
+    version: int
+    base_version: int | None
+    kind: Literal["full", "delta"]
+    changed: int
+    num_tensors: int
+    nbytes: int
+    total_nbytes: int
+    seconds: float
+    stall_s: float
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        share = 100 * self.nbytes / max(1, self.total_nbytes)
+        what = f"{self.changed:,} of {self.num_tensors:,} tensors, {share:.1f} % of the bytes"
+        return f"version {self.version} ({self.kind}: {what}) -> {self.path} in {self.seconds:.2f} s"
+
+
+@dataclass(frozen=True, slots=True)
+class VersionOptions:
+    """How versions are published.
+
+    Attributes:
+        path: the directory of versions.
+        keep: how many of the newest versions stay.
+        full_every: a version is full at least so often.
+        max_delta: the largest delta, as a share of the bytes of all tensors.
+        frames: "many" or "one" in an entry of a delta.
+    """
+
+    path: str
+    keep: int
+    full_every: int
+    max_delta: float
+    frames: Literal["many", "one"]
+
+
+@dataclass(slots=True)
+class PublishedVersion:
+    """What a run has published last, as this rank knows it.
+
+    Attributes:
+        run: the id of the run.
+        number: the version.
+        metadata: the digest of the description of this rank's state.
+        plan: the plan by which the ranks have written a full version.
+        boxes: what this rank has published; None if a publish has failed since.
+        manifest: on root the digest of the version's manifest.
+        tensors: on root the tensors of the plan.
+        aliases: on root the names of tied tensors.
+        bases: on root, for each version of the run the one that it is based on.
+        full_nbytes: the bytes of all tensors.
+        chain_nbytes: the bytes of the deltas since the last full version, and
+        chain: their number.
+    """
+
+    run: str
+    number: int
+    metadata: str
+    plan: WritePlan
+    boxes: list[PublishedBox] | None
+    manifest: str
+    tensors: tuple[TensorPlan, ...]
+    aliases: Mapping[str, str]
+    bases: dict[int, int | None] = field(default_factory=dict)
+    full_nbytes: int = 0
+    chain_nbytes: int = 0
+    chain: int = 0
+
+
+def publish_version(
+    comm: Communicator,
+    described: Description,
+    request: ExportRequest,
+    options: VersionOptions,
+    number: int,
+    last: PublishedVersion | None,
+) -> tuple[PublishReport, PublishedVersion]:
+    """Publish one version: a delta of the last one if that is smaller and possible, else a full one. Collective."""
+    began = time.perf_counter()
+    with comm.phase("beginning a version"):
+        run = ""
+        if comm.rank == 0:
+            run = versions.begin_run(options.path) if last is None else last.run
+            versions.check_is_current(options.path, run)
+    run = from_root(comm, run, str, "the run")
+    path = f"{options.path}/{run}/{versions.version_name(number)}"
+    request = replace(request, path=path)
+    metadata = digest(RankMetadata.of(described, request.options.texts()).data)
+    delta = None
+    if last is not None and _may_be_delta(comm, last, metadata, options):
+        delta = _difference(comm, described, last, options)
+    if delta is None or last is None:
+        published, report = _publish_full(comm, described, request, run, number, metadata, last)
+    else:
+        published, report = _publish_delta(comm, delta, request, number, last)
+    seconds = time.perf_counter() - began
+    return replace(report, seconds=seconds, stall_s=seconds), published
+
+
+def _may_be_delta(comm: Communicator, last: PublishedVersion, metadata: str, options: VersionOptions) -> bool:
+    """Whether the next version can be a delta: all ranks have the same tensors in the same boxes. Collective."""
+    is_same = last.boxes is not None and last.metadata == metadata
+    if not all(from_all(comm, is_same, bool, "whether its state has the same tensors as before")):
+        return False
+    return last.chain + 1 < options.full_every and last.chain_nbytes <= last.full_nbytes // 2
+
+
+def _difference(
+    comm: Communicator, described: Description, last: PublishedVersion, options: VersionOptions
+) -> Delta | None:
+    """Return what has changed since the last version; None if a full version is better. Collective."""
+    boxes = last.boxes
+    assert boxes is not None
+    if sampled_share(comm, described, last.plan, boxes) > options.max_delta:
+        return None
+    # Until the delta is published the copy is neither of the last version nor of this one.
+    last.boxes = None
+    is_one = options.frames == "one"
+    return difference(comm, described, last.plan, boxes, most_share=options.max_delta, one_frame=is_one)
+
+
+def _publish_full(
+    comm: Communicator,
+    described: Description,
+    request: ExportRequest,
+    run: str,
+    number: int,
+    metadata: str,
+    last: PublishedVersion | None,
+) -> tuple[PublishedVersion, PublishReport]:
+    """Export all tensors, and keep a copy of this rank's part. Collective."""
+    marks = VersionMarks({"version": f"{number:06d}"}, {VERSION_KEY: {"run": run, "number": number}})
+    exported = export_described(described, None, replace(request, marks=marks), comm, None)
+    report, root = exported.report, exported.root
+    with comm.phase("copying its part of the version"):
+        boxes = published_boxes(comm, described, exported.plan, exported.receipts)
+    published = PublishedVersion(run, number, metadata, exported.plan, boxes, "", (), {})
+    published.full_nbytes = report.nbytes
+    if root is not None:
+        published.manifest = root.publication.manifest_digest
+        published.tensors = tuple(root.plan.tensors.values())
+        published.aliases = root.plan.aliases
+    published.bases = {**({} if last is None else last.bases), number: None}
+    sizes = (report.num_tensors, report.num_tensors, report.nbytes, report.nbytes)
+    return published, PublishReport(report.path, number, None, "full", *sizes, 0.0, 0.0, report.notes)
+
+
+def _publish_delta(
+    comm: Communicator, delta: Delta, request: ExportRequest, number: int, last: PublishedVersion
+) -> tuple[PublishedVersion, PublishReport]:
+    """Export the entries of a delta. Collective."""
+    with comm.phase("comparing copies"):
+        provenance = gather_provenance(comm, last.plan, delta.receipts, last.tensors)
+    marks = None
+    if comm.rank == 0:
+        marks = _marks_of_delta(delta, provenance, number, last)
+    options = replace(request.options, include=(), exclude=(), layout=None, dtype=None)
+    request = replace(request, options=options, marks=marks, model_files={})
+    if delta.changed:
+        exported = export_described(delta.described, None, request, comm, None)
+        manifest = "" if exported.root is None else exported.root.publication.manifest_digest
+    else:
+        manifest = _publish_empty(comm, request)
+    published = replace(last, number=number, boxes=delta.boxes, manifest=manifest, chain=last.chain + 1)
+    published.chain_nbytes += delta.nbytes
+    published.bases = {**last.bases, number: last.number}
+    sizes = (len(delta.changed), len(last.plan.tensors), delta.nbytes, last.full_nbytes)
+    return published, PublishReport(request.path, number, last.number, "delta", *sizes, 0.0, 0.0)
+
+
+def _marks_of_delta(delta: Delta, provenance: Mapping[str, Any], number: int, last: PublishedVersion) -> VersionMarks:
+    """Return the index, the manifest and the checksums of a delta. Root only."""
+    changed: dict[str, object] = {}
+    checksums: dict[str, str] = {}
+    for index in delta.changed:
+        tensor = last.tensors[index]
+        changed[tensor.name] = {
+            "dtype": tensor.dtype,
+            "shape": list(tensor.shape),
+            "boxes": listed_boxes(tensor, provenance[tensor.name]),
+            "frames": delta.frames[index],
+        }
+        checksums[tensor.name] = delta.checksums[index]
+    version = {
+        "run": last.run,
+        "number": number,
+        "base": last.number,
+        "base_manifest": last.manifest,
+        "frame_nbytes": WINDOW_BYTES,
+        "changed": changed,
+        "unchanged": sorted(tensor.name for tensor in last.tensors if tensor.name not in changed),
+    }
+    index_metadata = {
+        "version": f"{number:06d}",
+        "base_version": f"{last.number:06d}",
+        "delta_encoding": "xor",
+        "compression_format": "zstd",
+        "checksum_format": "adler32",
+    }
+    manifest = {"schema": DELTA_SCHEMA, "aliases": dict(last.aliases), VERSION_KEY: version}
+    return VersionMarks(index_metadata, manifest, checksums)
+
+
+def _publish_empty(comm: Communicator, request: ExportRequest) -> str:
+    """Publish a delta without changes, which has no files; return on root the digest of its manifest. Collective."""
+    manifest = ""
+    with comm.phase("publishing"):
+        if comm.rank == 0:
+            plan = Plan((), {}, digest(b""))
+            with Publication(request.path, plan, source="export", marks=request.marks) as publication:
+                publication.commit({})
+                manifest = publication.manifest_digest
+    return manifest
+
+
+def finish_version(comm: Communicator, options: VersionOptions, published: PublishedVersion) -> None:
+    """Let ``latest`` name a published version, and remove old ones. Collective."""
+    with comm.phase("removing old versions"):
+        if comm.rank:
+            return
+        path, run = options.path, published.run
+        versions.set_latest(path, run, published.number)
+        try:
+            versions.retire(path, run, published.bases, options.keep)
+            if len(published.bases) >= options.keep:
+                # Only now: a reader may still need a version of the run before.
+                for earlier in versions.list_runs(path)[:-1]:
+                    versions.retire(path, earlier, dict.fromkeys(versions.list_versions(path, earlier)), 0)
+            versions.sweep_retired(path, MANIFEST, listed_files)
+        except StateExchangeError as error:  # the version is published
+            _log.warning("version %s is published, but old versions are not removed: %s", published.number, error)
