@@ -24,6 +24,7 @@ _HOMES = {
     "NFSWorkspace": "statexchange.exchange.nfs_workspace",
     "Publisher": "statexchange.exchange.publisher",
     "StateExchangeError": "statexchange.errors",
+    "Subscriber": "statexchange.exchange.subscriber",
     "Workspace": "statexchange.storage.workspace",
     "average_gradients": "statexchange.train.averaging",
     "comm": "",

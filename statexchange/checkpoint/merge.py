@@ -85,7 +85,7 @@ from statexchange.units import format_transfer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["MergeReport", "PlannedTensor", "merge_checkpoint"]
+__all__ = ["MergeReport", "PlannedTensor", "merge_checkpoint", "merge_source"]
 
 _log = logging.getLogger(__name__)
 
@@ -260,9 +260,15 @@ def merge_checkpoint(
     options = ExportOptions.of({**arguments, "layout": _read_layout(layout)})
     request = _Request(target_path(path), call, options, *read_conversion(options), began)
     try:
-        return _merge(source, request)
+        return _merge(*_open(source, call, options), request)
     except ReplacedError:
-        return _merge(source, request)
+        return _merge(*_open(source, call, options), request)
+
+
+def merge_source(opened: Source, path: str, on_progress: Callable[[int, int], None] | None = None) -> MergeReport:
+    """Merge an opened source, and close it. Not collective; raises as `merge_checkpoint`."""
+    call = CallOptions(section=ALL, on_progress=on_progress)
+    return _merge(opened, {}, _Request(target_path(path), call, ExportOptions(), None, {}, time.perf_counter()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,9 +330,8 @@ class _Output:
     notes: tuple[str, ...]
 
 
-def _merge(path: str | os.PathLike[str], request: _Request) -> MergeReport:
-    """Merge once; raise ReplacedError if the source is replaced meanwhile."""
-    opened, reductions = _open(path, request.call, request.options)
+def _merge(opened: Source, reductions: Mapping[str, str], request: _Request) -> MergeReport:
+    """Merge once, and close the source; raise ReplacedError if it is replaced meanwhile."""
     with opened:
         opened.read_ahead()
         selected = _select(opened, reductions, request)

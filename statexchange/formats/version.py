@@ -25,8 +25,10 @@ whole new tensor in its file's metadata; one in blake3 is not looked at, which a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError, excerpt
@@ -94,18 +96,22 @@ def _has_tensors(store: Store) -> bool:
     return any(name.endswith((".safetensors", INDEX)) for name in store.files)
 
 
-def read(opened: OpenedPath) -> Source:
-    """Return a version with all tensors of the model, each as its newest change has it."""
-    return _read(opened, _MOST_BASES)
+def read(opened: OpenedPath, *, copies: Mapping[str, str] = MappingProxyType({})) -> Source:
+    """Return a version with all tensors of the model, each as its newest change has it.
+
+    `copies` are paths of checkpoints with the tensors of versions, by the digests of the versions' manifests: a base is
+    read there, if it has a copy.
+    """
+    return _read(opened, copies, _MOST_BASES)
 
 
-def _read(opened: OpenedPath, most_bases: int) -> Source:
+def _read(opened: OpenedPath, copies: Mapping[str, str], most_bases: int) -> Source:
     delta = _delta_of(opened.store)
     if delta is None:
         return huggingface.read(opened)
     if not most_bases:
         raise CorruptError(f"more than {_MOST_BASES} deltas follow one another", path=opened.path)
-    base = _open_base(opened, delta, most_bases)
+    base = _open_base(opened, delta, copies, most_bases)
     opened.store.adopted = (base.opened.store,)
     return _resolved(opened, delta, base)
 
@@ -250,28 +256,42 @@ def _opened_files(store: Store, weight_map: Mapping[str, str]) -> dict[str, tupl
     return files
 
 
-def _open_base(opened: OpenedPath, delta: _Delta, most_bases: int) -> Source:
-    """Open the version that a delta is based on, which lies beside it."""
+def _open_base(opened: OpenedPath, delta: _Delta, copies: Mapping[str, str], most_bases: int) -> Source:
+    """Open the version that a delta is based on, which lies beside it, or a copy of it."""
     if not 0 <= delta.base < delta.number:
         raise CorruptError(f"version {delta.number} cannot be based on version {delta.base}", path=opened.path)
+    if delta.base_manifest in copies:
+        copy = open_path(copies[delta.base_manifest])
+        with _closed_after_error(copy):
+            return _whole(huggingface.read(copy))
     path = f"{opened.path.rstrip('/').rpartition('/')[0]}/{version_name(delta.base)}"
     try:
         base = open_path(path)
     except NotFoundError:
         text = f"version {delta.number} is based on version {delta.base}, which is not beside it"
         raise IncompleteError(text, path=path) from None
-    try:
+    with _closed_after_error(base):
         if delta.base_manifest:
             found = VersionId.of(base.store)
             if found is None or found.manifest != delta.base_manifest:
                 text = f"version {delta.number} is based on another version {delta.base}: this one was published anew"
                 raise CorruptError(text, path=path, expected=delta.base_manifest, found=found and found.manifest)
-        source = _read(base, most_bases - 1)
-        if source.problems:
-            raise source.problems[0]
+        return _whole(_read(base, copies, most_bases - 1))
+
+
+@contextmanager
+def _closed_after_error(opened: OpenedPath) -> Iterator[None]:
+    try:
+        yield
     except BaseException:
-        base.close()
+        opened.close()
         raise
+
+
+def _whole(source: Source) -> Source:
+    """Return a source; raise the first of its problems."""
+    if source.problems:
+        raise source.problems[0]
     return source
 
 

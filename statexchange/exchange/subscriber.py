@@ -1,0 +1,326 @@
+"""Take versions of weights that a `Publisher` publishes: wait for one, stage it on this host, and load it.
+
+Staging does all that can fail, while the old weights serve: it takes a lease, reads the delta or the newest full
+version, and checks all digests. What is left is a load from the host's memory. A reader decides by the manifest of a
+version alone, so that what is absent is never taken for unchanged, for full, or for success.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from statexchange.comm.communicator import CommLike, Communicator, from_all, from_root
+from statexchange.comm.defaults import as_communicator, public_call
+from statexchange.errors import InvalidArgumentError, StallError, excerpt
+from statexchange.exchange.load import load_checkpoint
+from statexchange.exchange.load_report import LoadReport
+from statexchange.exchange.save_schedule import whole_number
+from statexchange.exchange.version_cache import CachedVersion, VersionCache
+from statexchange.exchange.version_reading import NOT_YET, Version, find_version, open_version
+from statexchange.formats.registry import open_checkpoint
+from statexchange.sharding.options import Convert, Rename
+from statexchange.state.describe import State
+from statexchange.storage.location import resolve_path
+from statexchange.storage.versions import Lease, version_name, versions_path
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from statexchange.formats.open_checkpoint import OpenCheckpoint
+
+__all__ = ["StagedVersion", "Subscriber", "Version"]
+
+_POLL_S, _LONGEST_POLL_S = 0.05, 1.0
+
+
+class Subscriber:
+    """Takes versions of weights from the directory in which a `Publisher` publishes them, or another program.
+
+    Each rank of an engine has one over the engine's ranks; a process alone needs no torch.distributed. Constructing it
+    touches no file and communicates with no rank.
+
+    Staged versions lie in a cache that all readers of a host share: the host's memory must have room for two versions,
+    or for one if each is full. The next version is made from the one that is staged and from one delta.
+
+    Args:
+        path: the directory of versions; of another program, that of its run.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
+        cache: a local directory for staged versions, which stay in it; by default one in shared memory, which the last
+            reader that closes its Subscriber empties.
+
+    Raises:
+        InvalidArgumentError: an argument is not accepted; `path` is a URL.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> with sx.Publisher("updates") as publisher:
+        ...     report = publisher.publish({"w": torch.ones(3)}, 1)
+        >>> weights = {"w": torch.zeros(3)}
+        >>> with sx.Subscriber("updates") as subscriber:
+        ...     version = subscriber.wait(timeout_s=10)
+        ...     with subscriber.stage(version) as staged:
+        ...         report = staged.load_into(weights)
+        >>> version.number, weights["w"]
+        (1, tensor([1., 1., 1.]))
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        comm: CommLike | None = None,
+        cache: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self._path = versions_path(path)
+        self._cache = VersionCache(None if cache is None else resolve_path(cache, "a cache"), self._path)
+        self._comm = comm
+
+    @property
+    def path(self) -> str:
+        """The directory of versions."""
+        return self._path
+
+    def wait(
+        self, newer_than: Version | None = None, *, version: int | None = None, timeout_s: float = 600.0
+    ) -> Version:
+        """Return the newest version that is whole on all hosts of the ranks, and newer than another one.
+
+        Collective. A version that cannot be read whole yet is waited for; meanwhile an older one that is newer than
+        `newer_than` counts.
+
+        Args:
+            newer_than: the version that the caller has. Every version of a later run is newer.
+            version: the number that is wanted, to go back to a version that is kept; by default the newest.
+            timeout_s: how long to wait; 0 looks once.
+
+        Returns:
+            The version, the same on all ranks.
+
+        Raises:
+            StallError: there was none in time; the error says when the last one was published.
+            NotFoundError: the version of this number was retired.
+            CorruptError: the version is broken.
+            InvalidArgumentError: an argument is not accepted.
+
+        Example:
+            >>> import statexchange as sx
+            >>> sx.Subscriber("nothing").wait(timeout_s=0)
+            Traceback (most recent call last):
+            ...
+            statexchange.errors.StallError: no version was published within 0 s ...
+        """
+        with public_call("Subscriber.wait"):
+            comm = as_communicator(self._comm)
+            with comm.phase("checking its options"):
+                if newer_than is not None and not isinstance(newer_than, Version):
+                    raise InvalidArgumentError(f"newer_than is a Version that wait returned, not {excerpt(newer_than)}")
+                number = None if version is None else whole_number(version, "version")
+            end = time.monotonic() + timeout_s
+            pause = _POLL_S
+            while True:
+                with comm.phase("looking for a version"):
+                    found = find_version(self._path, newer_than, number) if comm.rank == 0 else None
+                    is_late = time.monotonic() >= end
+                    if comm.rank == 0 and found is None and is_late:
+                        raise self._nothing_new(newer_than, number, timeout_s)
+                found = from_root(comm, found, Version | None, "the version")
+                if found is not None and self._is_seen(comm, found):
+                    return found
+                with comm.phase("waiting for a version"):
+                    if comm.rank == 0 and found is not None and is_late:
+                        text = f"version {found.number} is not whole on all hosts after {timeout_s:g} s"
+                        raise StallError(text, path=found.path)
+                time.sleep(pause)
+                pause = min(2 * pause, _LONGEST_POLL_S)
+
+    def _is_seen(self, comm: Communicator, version: Version) -> bool:
+        """Whether the first rank of each host sees a whole version. Collective."""
+        is_seen = True
+        with comm.phase("looking for the version on this host"):
+            if comm.local_rank == 0 and comm.rank != 0:
+                try:
+                    open_version(version).close()
+                except NOT_YET:
+                    is_seen = False
+        return all(from_all(comm, is_seen, bool, "whether it sees the version"))
+
+    def _nothing_new(self, newer_than: Version | None, number: int | None, timeout_s: float) -> StallError:
+        """Return the error for a wait that has ended without a version."""
+        what = f"version {number}" if number is not None else "a version"
+        if newer_than is not None:
+            what += f" newer than {newer_than.number}"
+        text = f"no version was published within {timeout_s:g} s" if newer_than is None and number is None else ""
+        text = text or f"{what} was not published within {timeout_s:g} s"
+        last = find_version(self._path, None, None)
+        if last is None:
+            return StallError(f"{text}: there is none yet", path=self._path)
+        age_s = max(0.0, time.time() - os.stat(last.path).st_mtime)
+        return StallError(f"{text}: the last one, {last.number}, is {age_s / 60:.1f} min old", path=last.path)
+
+    def stage(self, version: Version) -> StagedVersion:
+        """Make a whole checkpoint of a version on each host, and check all digests. Use it in a with block.
+
+        Collective; blocks until all hosts have it. The state of no rank changes. One rank of a host makes it for all
+        readers of the host, from the version that is staged there and one delta, or else from the newest full one.
+
+        Args:
+            version: what `wait` has returned.
+
+        Returns:
+            The staged version, which stays until the end of the block.
+
+        Raises:
+            NotFoundError: the version was retired meanwhile: wait for a newer one.
+            CorruptError, IncompleteError: the version or one that it is based on is broken.
+            StorageError: there is no room for it.
+
+        Example:
+            >>> import torch
+            >>> import statexchange as sx
+            >>> with sx.Publisher("updates") as publisher:
+            ...     report = publisher.publish({"w": torch.ones(3)}, 1)
+            >>> subscriber = sx.Subscriber("updates")
+            >>> with subscriber.stage(subscriber.wait()) as staged:
+            ...     staged.tensors()["w"].read().tolist()
+            [1.0, 1.0, 1.0]
+        """
+        with public_call("Subscriber.stage"):
+            comm = as_communicator(self._comm)
+            cached: CachedVersion | None = None
+            try:
+                with comm.phase("staging a version"):
+                    if not isinstance(version, Version):
+                        raise InvalidArgumentError(f"stage takes a Version that wait returned, not {excerpt(version)}")
+                    if comm.local_rank == 0:
+                        cached = self._staged(comm, version)
+                with comm.phase("opening the staged version"):
+                    if cached is None:
+                        cached = self._staged(comm, version)
+            except BaseException:
+                if cached is not None:
+                    cached.close()
+                raise
+        return StagedVersion(version, cached, comm)
+
+    def _staged(self, comm: Communicator, version: Version) -> CachedVersion:
+        """Return a version from the cache of this host, which makes it unless it is there. Not collective."""
+        name = version_name(version.number)
+        if version.key in self._cache.copies():
+            return self._cache.stage(name, version.key, lambda copies: open_version(version, copies))
+        lease = Lease(self._path, version.run, version.number)
+        try:
+            return self._cache.stage(
+                name, version.key, lambda copies: open_version(version, copies), lambda *_: comm.progress()
+            )
+        finally:
+            lease.end()
+
+    def close(self) -> None:
+        """Give staged versions back. Not collective.
+
+        Example:
+            >>> import statexchange as sx
+            >>> sx.Subscriber("updates").close()
+        """
+        self._cache.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class StagedVersion:
+    """A version that lies whole and checked on this host, until the end of a with block.
+
+    Attributes:
+        version: the version.
+    """
+
+    def __init__(self, version: Version, cached: CachedVersion, comm: Communicator) -> None:
+        self.version = version
+        self._cached = cached
+        self._comm = comm
+
+    def load_into(
+        self,
+        state: State,
+        *,
+        strict: bool = True,
+        layout: Mapping[str, object] | None = None,
+        include: str | Sequence[str] = (),
+        exclude: str | Sequence[str] = (),
+        rename: Rename = (),
+        convert: Convert | None = None,
+        convert_with: Mapping[str, int] | None = None,
+        **options: Any,
+    ) -> LoadReport:
+        """Load the version into `state`, in place: each rank what its own boxes need, from this host's memory.
+
+        Collective; the options and errors are those of `load_checkpoint`.
+
+        Example:
+            >>> import torch
+            >>> import statexchange as sx
+            >>> with sx.Publisher("updates") as publisher:
+            ...     report = publisher.publish({"w": torch.ones(3)}, 1)
+            >>> subscriber = sx.Subscriber("updates")
+            >>> with subscriber.stage(subscriber.wait()) as staged:
+            ...     staged.load_into({"w": torch.zeros(3)}).nbytes
+            12
+        """
+        return load_checkpoint(
+            state,
+            self.directory(),
+            comm=self._comm,
+            strict=strict,
+            layout=layout,
+            include=include,
+            exclude=exclude,
+            rename=rename,
+            convert=convert,
+            convert_with=convert_with,
+            **options,
+        )
+
+    def tensors(self) -> OpenCheckpoint:
+        """Return the tensors as a lazy mapping, as `open_checkpoint` does. Not collective.
+
+        Example:
+            >>> import torch
+            >>> import statexchange as sx
+            >>> with sx.Publisher("updates") as publisher:
+            ...     report = publisher.publish({"w": torch.ones(3)}, 1)
+            >>> subscriber = sx.Subscriber("updates")
+            >>> with subscriber.stage(subscriber.wait()) as staged:
+            ...     list(staged.tensors())
+            ['w']
+        """
+        return open_checkpoint(self.directory())
+
+    def directory(self) -> str:
+        """Return the path of the version as a Hugging Face directory, for engines that load one. Not collective.
+
+        Example:
+            >>> import os
+            >>> import torch
+            >>> import statexchange as sx
+            >>> with sx.Publisher("updates") as publisher:
+            ...     report = publisher.publish({"w": torch.ones(3)}, 1)
+            >>> subscriber = sx.Subscriber("updates")
+            >>> with subscriber.stage(subscriber.wait()) as staged:
+            ...     sorted(os.listdir(staged.directory()))
+            ['model.safetensors', 'statexchange.json']
+        """
+        return self._cached.path
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._cached.close()

@@ -1,0 +1,107 @@
+"""Find the versions of a directory that are whole where this process looks, and open them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from statexchange.errors import (
+    IncompleteError,
+    NotFoundError,
+    ReplacedError,
+    TruncatedError,
+)
+from statexchange.formats import version as version_format
+from statexchange.formats.registry import open_with
+from statexchange.formats.version import VersionId
+from statexchange.storage.files import digest
+from statexchange.storage.versions import current_run, list_runs, list_versions, version_name
+
+if TYPE_CHECKING:
+    from statexchange.formats.source import Source
+
+__all__ = ["NOT_YET", "Version", "find_version", "open_version"]
+
+# What a reader may see of a version that is whole at the server: NFS shows new entries and sizes with delay.
+NOT_YET = (IncompleteError, NotFoundError, ReplacedError, TruncatedError)
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A version that is whole where this process has looked.
+
+    Attributes:
+        path: its directory.
+        run: the id of the run that published it; "" in a directory of another program.
+        number: its number in the run.
+        key: a digest that differs from that of any other version.
+    """
+
+    path: str
+    run: str
+    number: int
+    key: str = field(repr=False, default="")
+
+
+def find_version(path: str, newer_than: Version | None, number: int | None) -> Version | None:
+    """Return the newest whole version of the current run, or that of a number; None if there is none yet.
+
+    Not collective. What is not whole is passed over, as it may be only not visible yet, or based on what is lost.
+
+    Args:
+        path: the directory of versions.
+        newer_than: a version that counts as old, with all before it; versions of a later run are newer.
+        number: the number that is wanted.
+
+    Raises:
+        NotFoundError: the version of this number was retired.
+        CorruptError: the newest version is broken.
+    """
+    run = current_run(path) or ""
+    numbers = list_versions(path, run) if run or not list_runs(path) else []
+    if number is not None:
+        if numbers and number < numbers[0]:
+            text = f"version {number} was retired: the oldest of this run is {numbers[0]}"
+            raise NotFoundError(text, path=path)
+        numbers = [number] if number in numbers else []
+    for candidate in reversed(numbers):
+        if newer_than is not None and newer_than.run == run and candidate <= newer_than.number:
+            return None
+        found = Version(_path_of(path, run, candidate), run, candidate)
+        try:
+            with open_version(found) as source:
+                return Version(found.path, run, candidate, _key_of(source))
+        except NOT_YET:
+            continue
+    return None
+
+
+def _path_of(path: str, run: str, number: int) -> str:
+    return "/".join(filter(None, (path, run, version_name(number))))
+
+
+def open_version(version: Version, copies: Mapping[str, str] = MappingProxyType({})) -> Source:
+    """Open a version; bases of which there are `copies`, as `version.read` has them, are read there.
+
+    Not collective.
+
+    Raises:
+        IncompleteError, CorruptError: it is not whole.
+    """
+
+    def read(opened: Any, *, section: object) -> Source:  # noqa: ARG001 (a version has no sections)
+        return version_format.read(opened, copies=copies)
+
+    return open_with(version.path, read, strict=True)
+
+
+def _key_of(source: Source) -> str:
+    """Return the digest of the manifest of a version; of that of another program, one of its files."""
+    own = VersionId.of(source.opened.store)
+    if own is not None:
+        return own.manifest
+    versions = [shard_file.file.version for shard_file in source.files]
+    return digest(json.dumps(versions).encode())
