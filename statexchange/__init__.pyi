@@ -19,7 +19,9 @@ from statexchange.exchange.gather import get_configs_parallel as get_configs_par
 from statexchange.exchange.gather import get_tensors_parallel as get_tensors_parallel
 from statexchange.exchange.load import load_checkpoint as load_checkpoint
 from statexchange.exchange.nfs_workspace import NFSWorkspace as NFSWorkspace
+from statexchange.exchange.publisher import Publisher as Publisher
 from statexchange.exchange.save import save_checkpoint as save_checkpoint
+from statexchange.exchange.subscriber import Subscriber as Subscriber
 from statexchange.formats.registry import open_checkpoint as open_checkpoint
 from statexchange.storage.workspace import Workspace as Workspace
 from statexchange.train.averaging import average_gradients as average_gradients

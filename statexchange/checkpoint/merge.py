@@ -416,6 +416,8 @@ def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
         # The note of one of several files says where the others are.
         notes = opened.notes if opened.opened.file is not None else ()
         raise error.located(path=error.path or opened.path, advice="; ".join(notes)) from None
+    if opened.manifest is not None and selected.converted is None:
+        plan = replace(plan, aliases={**_published_aliases(opened.manifest, plan, left_options), **plan.aliases})
     if not plan.num_tensors:
         raise _nothing_to_merge(opened, request.call.section)
     if options.replicas == "equal":
@@ -437,6 +439,16 @@ def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
     if request.is_whole_model:
         notes += config_warnings(plan.tensors, compared_files)
     return _Output(plan, extra, metadata, notes)
+
+
+def _published_aliases(manifest: Mapping[str, Any], plan: Plan, options: ExportOptions) -> dict[str, str]:
+    """Return the tied names of a published checkpoint, which has no tensors of these names, as they are written."""
+    written = {tensor.source: tensor.name for tensor in plan.tensors.values()}
+    aliases = {}
+    for alias, name in manifest.get("aliases", {}).items():
+        if name in written and alias not in written and options.wants(alias):
+            aliases[options.renamed(alias)] = written[name]
+    return aliases
 
 
 def _writes_adapter(source: Source, options: ExportOptions, files: Mapping[str, bytes]) -> bool:

@@ -434,7 +434,7 @@ def manifest_text(
     if digests_file is not None:
         digests = {DIGESTS: digests_file.to_json()}
         manifest |= {"schema": PLACED_SCHEMA, "placements": placements, DIGESTS_KEY: digests}
-    return _encoded(manifest | marked)
+    return _encoded({**manifest, **marked})
 
 
 def sealed_manifest_text(

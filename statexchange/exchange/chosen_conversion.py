@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from statexchange.comm.communicator import Communicator, from_root
 from statexchange.conversions.numbers import KnownConfig
@@ -18,7 +19,7 @@ from statexchange.formats.model_files import CONFIG
 from statexchange.sharding.options import ExportOptions, Selection
 from statexchange.state.describe import Description
 
-__all__ = ["ChosenConversion", "chosen_conversion"]
+__all__ = ["ChosenConversion", "Conversion", "chosen_conversion"]
 
 _log = logging.getLogger(__name__)
 
@@ -74,9 +75,10 @@ class ChosenConversion:
         return replace(options, include=(), exclude=(), layout=None)
 
 
-def chosen_conversion(
-    options: Selection, state: object, config: bytes | None, *, is_root: bool
-) -> ChosenConversion | SavedNames | None:
+Conversion: TypeAlias = ChosenConversion | SavedNames
+
+
+def chosen_conversion(options: Selection, state: object, config: bytes | None, *, is_root: bool) -> Conversion | None:
     """Return the conversion that the options of a call name, or else that of `save_pretrained`. Not collective.
 
     `config` is a config.json that the caller gave. Root warns of a model whose conversion is not used.

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 import numpy as np
 
 from statexchange.comm.communicator import Communicator
 from statexchange.conversions.patches import Patch
 from statexchange.conversions.plan import ConversionPlan, InputFills
-from statexchange.exchange.chosen_conversion import ChosenConversion
+from statexchange.exchange.chosen_conversion import Conversion
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.saved_names import SavedNames
 from statexchange.sharding.options import ExportOptions
@@ -17,9 +15,7 @@ from statexchange.sharding.shards import Box, Shard
 from statexchange.state.describe import Description, LocalTensor
 from statexchange.tensors import TensorLike, numpy_dtype
 
-__all__ = ["Conversion", "convert_live"]
-
-Conversion: TypeAlias = ChosenConversion | SavedNames
+__all__ = ["convert_live"]
 
 
 def convert_live(

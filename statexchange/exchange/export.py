@@ -15,8 +15,8 @@ from statexchange.checkpoint.extra_files import given_files
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.exchange.background import run_in_background
-from statexchange.exchange.chosen_conversion import chosen_conversion
-from statexchange.exchange.converting import Conversion, convert_live
+from statexchange.exchange.chosen_conversion import Conversion, chosen_conversion
+from statexchange.exchange.converting import convert_live
 from statexchange.exchange.exporting import Clock, Exported, ExportReport, ExportRequest, agree_on_plan, publish
 from statexchange.exchange.pretrained import adapter_state, is_adapter_model, model_files, tokenizer_files
 from statexchange.exchange.rank_metadata import RankMetadata, agreed_names

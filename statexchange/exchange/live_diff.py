@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
+from statexchange.exchange.chosen_conversion import Conversion
 from statexchange.exchange.compared_rows import Compared, RowComparison, joined
-from statexchange.exchange.converting import Conversion, convert_live
+from statexchange.exchange.converting import convert_live
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.rank_metadata import agreed_names
 from statexchange.formats.open_checkpoint import OpenCheckpoint

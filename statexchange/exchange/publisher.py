@@ -7,6 +7,7 @@ storage/versions.py says what lies in the directory, formats/version.py what a v
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import time
@@ -15,26 +16,19 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from statexchange.checkpoint.version_retention import remove_old_versions
 from statexchange.comm.communicator import CommLike, Communicator, from_all
 from statexchange.comm.defaults import as_communicator, public_call
-from statexchange.errors import InvalidArgumentError, excerpt
+from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt
 from statexchange.exchange.background import raise_unreported, run_in_background, wait_for_end
-from statexchange.exchange.chosen_conversion import chosen_conversion
-from statexchange.exchange.converting import Conversion
-from statexchange.exchange.export import converted_description
+from statexchange.exchange.chosen_conversion import Conversion, chosen_conversion
 from statexchange.exchange.exporting import ExportRequest
 from statexchange.exchange.pretrained import model_files
 from statexchange.exchange.save_schedule import whole_number
-from statexchange.exchange.version_publishing import (
-    PublishedVersion,
-    PublishReport,
-    VersionOptions,
-    finish_version,
-    publish_version,
-)
+from statexchange.exchange.version_publishing import PublishedVersion, PublishReport, VersionOptions, publish_version
 from statexchange.sharding.options import CallOptions, Cast, Convert, ExportOptions, Rename, Replicas
 from statexchange.state.describe import Description, State, describe
-from statexchange.storage.versions import versions_path
+from statexchange.storage.versions import set_latest, versions_path
 from statexchange.tensors import collector_paused
 
 if TYPE_CHECKING:
@@ -43,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["PublishReport", "Publisher"]
 
 _FRAMES = ("many", "one")
+_log = logging.getLogger(__name__)
 
 
 class Publisher:
@@ -225,15 +220,24 @@ class Publisher:
         with comm.phase("comparing the number of the version"):
             if len(set(numbers)) > 1:
                 raise InvalidArgumentError(f"ranks give other numbers of the version: {sorted(set(numbers))}")
-        with collector_paused():
-            described, options = converted_description(comm, described, conversion, request.options)
-        request = replace(request, options=options)
-        report, published = publish_version(comm, described, request, self._versions, number, self._published)
+        report, published = publish_version(
+            comm, described, conversion, request, self._versions, number, self._published
+        )
         self._published = published
-        finish_version(comm, self._versions, published)
+        with comm.phase("removing old versions"):
+            if comm.rank == 0:
+                self._finish(published)
         if self._last is None:
             stall_s = time.perf_counter() - began
         return replace(report, stall_s=stall_s, seconds=time.perf_counter() - began)
+
+    def _finish(self, published: PublishedVersion) -> None:
+        """Let ``latest`` name the version, and remove old ones. Root only."""
+        set_latest(self.path, published.run, published.number)
+        try:
+            remove_old_versions(self.path, published.run, published.bases, self._versions.keep)
+        except StateExchangeError as error:  # the version is published
+            _log.warning("version %s is published, but old versions are not removed: %s", published.number, error)
 
     def _wait(self) -> None:
         """Wait for a publish in the background, and raise its failure unless the caller has received it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from statexchange.comm.communicator import CommLike, Communicator, from_all, from_root
@@ -253,8 +253,6 @@ class StagedVersion:
         *,
         strict: bool = True,
         layout: Mapping[str, object] | None = None,
-        include: str | Sequence[str] = (),
-        exclude: str | Sequence[str] = (),
         rename: Rename = (),
         convert: Convert | None = None,
         convert_with: Mapping[str, int] | None = None,
@@ -280,8 +278,6 @@ class StagedVersion:
             comm=self._comm,
             strict=strict,
             layout=layout,
-            include=include,
-            exclude=exclude,
             rename=rename,
             convert=convert,
             convert_with=convert_with,

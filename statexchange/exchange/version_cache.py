@@ -22,7 +22,7 @@ from statexchange.checkpoint.publication import listed_files
 from statexchange.errors import StallError, StorageError
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage import files, publish
-from statexchange.storage.location import local_path
+from statexchange.storage.store import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

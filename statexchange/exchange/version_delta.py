@@ -1,123 +1,42 @@
 """What has changed since the last version, on each rank: compared, compressed, and placed in the entries of a delta.
 
-Each rank keeps the bytes that it has published (`PublishedBox`), and takes its own difference; nobody gathers a tensor.
+Each rank keeps the bytes that it has published (published.py), and takes its own difference; nobody gathers a tensor.
 A box that is one run of its tensor is compressed where it lies, a frame for each window: ranks tell each other only the
 sizes of their parts, from which all know the place of each, and the sums from which the checksum of the whole tensor
 follows. Any other box, as one of columns, is sent to a rank that has a part of the tensor, as the frames of its
 difference, which most often are a few percent of its bytes; that rank puts the tensor's difference together and
 compresses it.
 
-**Checksum.** adler32 of bytes d at positions i of n is ``(b << 16) | a`` with ``a = 1 + sum(d)`` and ``b = n +
-sum((n - i) * d)``, modulo 65521 (RFC 1950). Both sums are over any set of runs in any order, so each rank adds those of
-its boxes.
 """
 
 from __future__ import annotations
 
-import io
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from statexchange.comm.communicator import Communicator, from_all, to_root
-from statexchange.errors import MismatchError, UnsupportedError, needing_extra
+from statexchange.errors import MismatchError
+from statexchange.exchange.published import PublishedBox, checksum_of, planned_pieces
 from statexchange.exchange.rank_metadata import local_box
 from statexchange.exchange.receipts import Receipts
 from statexchange.exchange.staging import Staging
-from statexchange.formats.version import frame_boxes
+from statexchange.formats.version_frames import compressor, decompressed, frame_boxes
 from statexchange.messages import decode, encoded
-from statexchange.sharding.pieces import boxes_of, holders_of, pieces_of_rank
+from statexchange.sharding.pieces import boxes_of, holders_of
 from statexchange.sharding.shards import Box, Shard, begin_of_run
 from statexchange.sharding.write_plan import WritePlan, WriteTensor
 from statexchange.state.describe import Description, LocalTensor
-from statexchange.storage.files import WINDOW_BYTES
-from statexchange.storage.regions import box_runs, windows
+from statexchange.storage.regions import windows
 from statexchange.tensors import ITEMSIZE, array_over, memory_of
 
-__all__ = ["Delta", "PublishedBox", "difference", "published_boxes", "sampled_share"]
+__all__ = ["Delta", "difference", "sampled_share"]
 
-_LEVEL = 1
-_MODULUS = 65521
 _SAMPLES = 32
 _U8 = "U8"
-
-
-@dataclass(slots=True)
-class PublishedBox:
-    """A box that this rank writes, as it was published last.
-
-    Attributes:
-        number: the number of its tensor in the plan.
-        box: the box.
-        box_index: its place among the boxes that this rank has of the tensor.
-        data: its bytes.
-        digest: their digest.
-        sums: what they add to the checksum of the tensor; None until it is asked for.
-    """
-
-    number: int
-    box: Box
-    box_index: int
-    data: NDArray[np.uint8]
-    digest: bytes
-    sums: tuple[int, int] | None = None
-
-    def sums_of(self, tensor: WriteTensor) -> tuple[int, int]:
-        """Return what the box adds to both sums of its tensor's checksum."""
-        if self.sums is None:
-            itemsize = ITEMSIZE[tensor.dtype]
-            total = int(np.prod(tensor.shape, dtype=np.int64)) * itemsize
-            first = second = 0
-            for begin, part in box_runs(self.box, tensor.shape, itemsize, self.data.data):
-                checksum = zlib.adler32(part)
-                of_run = (checksum & 0xFFFF) - 1
-                first += of_run
-                second += (checksum >> 16) - len(part) + (total - begin * itemsize - len(part)) * of_run
-            self.sums = first % _MODULUS, second % _MODULUS
-        return self.sums
-
-
-def _checksum(sums: Sequence[tuple[int, int]], nbytes: int) -> str:
-    """Return the adler32 of a tensor from the sums of its boxes."""
-    first = (1 + sum(first for first, _ in sums)) % _MODULUS
-    second = (nbytes + sum(second for _, second in sums)) % _MODULUS
-    return f"{second << 16 | first:08x}"
-
-
-def published_boxes(
-    comm: Communicator, described: Description, plan: WritePlan, receipts: Receipts
-) -> list[PublishedBox]:
-    """Return a copy of what this rank has written of a full version, by its receipts. Not collective."""
-    staging = Staging()
-    boxes = []
-    for number, tensor, piece, receipt in _pieces(plan, comm.rank):
-        if not piece.is_written:
-            continue
-        data = np.empty(piece.box.numel * ITEMSIZE[tensor.dtype], np.uint8)
-        at = 0
-        for _, part in staging.parts(local_box(described, tensor.source, piece.box_index), tensor.dtype):
-            data[at : at + len(part)] = np.frombuffer(part, np.uint8)
-            at += len(part)
-        boxes.append(PublishedBox(number, piece.box, piece.box_index, data, receipts.digests[receipt]))
-    return boxes
-
-
-def _pieces(plan: WritePlan, rank: int) -> Iterator[tuple[int, WriteTensor, Any, int]]:
-    """Yield each piece that a rank writes or compares: its tensor's number, the tensor, the piece, its receipt."""
-    receipt = 0
-    for number, tensor in enumerate(plan.tensors):
-        if tensor.reduce is not None:
-            text = "a version is not made of copies that are reduced: give a layout without reduce"
-            raise UnsupportedError(text, name=tensor.source)
-        for piece in pieces_of_rank(tensor.pieces, rank):
-            if piece.is_written or plan.compares:
-                yield number, tensor, piece, receipt
-                receipt += 1
 
 
 def sampled_share(comm: Communicator, described: Description, plan: WritePlan, boxes: Sequence[PublishedBox]) -> float:
@@ -125,7 +44,7 @@ def sampled_share(comm: Communicator, described: Description, plan: WritePlan, b
 
     Collective. The first windows of some boxes of each rank are looked at.
     """
-    compress = _compressor()
+    compress = compressor()
     nbytes = compressed = 0
     with comm.phase("comparing a sample"):
         for published in boxes[:: 1 + len(boxes) // _SAMPLES]:
@@ -211,7 +130,7 @@ def difference(
     for number in changed:
         tensor = plan.tensors[number]
         nbytes = int(np.prod(tensor.shape, dtype=np.int64)) * ITEMSIZE[tensor.dtype]
-        checksums[number] = _checksum([sums for row in by_rank for sums in row.sums_of(number)], nbytes)
+        checksums[number] = checksum_of([sums for row in by_rank for sums in row.sums_of(number)], nbytes)
     frames = _frames_on_root(comm, parts)
     total = sum(sizes.values())
     return Delta(Description(tensors), boxes, compared.receipts, changed, total, checksums, frames)
@@ -261,12 +180,12 @@ class _Comparing:
         self._boxes = boxes
         self._frames: dict[int, list[bytes]] = {}
         self._zeros: dict[int, bytes] = {}
-        self._compress = _compressor()
+        self._compress = compressor()
         self.receipts = Receipts()
         self._left = 64 * len(boxes) + int(most_share * sum(len(published.data) for published in boxes))
         staging = Staging()
         in_order = iter(enumerate(boxes))
-        for number, tensor, piece, _ in _pieces(plan, comm.rank):
+        for number, tensor, piece, _ in planned_pieces(plan, comm.rank):
             live = local_box(described, tensor.source, piece.box_index)
             if piece.is_written:
                 index, published = next(in_order)
@@ -295,7 +214,7 @@ class _Comparing:
                 at += len(part)
                 continue
             if hasher is None:
-                hasher = xxhash.xxh3_128(published.data[:at])
+                hasher = xxhash.xxh3_128(published.data[:at].data)
                 self._frames[index] = self._unchanged(published, at)
             if self._left >= 0:
                 frame = self._compress(np.bitwise_xor(new, old))
@@ -422,18 +341,18 @@ def _joined(
             comm.recv(received, rank)
             data = received.tobytes()
         if comm.rank == owner:
-            content = _decompressed(data)
+            content = decompressed(data)
             target = tuple(slice(begin, end) for begin, end in zip(box.offsets, box.ends, strict=True))
             whole[target] = np.frombuffer(content, whole.dtype).reshape(box.shape)
     if comm.rank != owner:
         return []
     flat = np.frombuffer(whole.tobytes(), np.uint8)
-    compress = _compressor()
+    compress = compressor()
     if one_frame:
         return [compress(flat)]
     frames, at = [], 0
     for of_frames in frame_boxes(list(boxes_of(tensor.pieces)), tensor.shape):
-        for window in windows(of_frames.shape, itemsize, WINDOW_BYTES):
+        for window in windows(of_frames.shape, itemsize):
             frames.append(compress(flat[at : at + window.numel * itemsize]))
             at += window.numel * itemsize
     return frames
@@ -464,18 +383,3 @@ def _frames_on_root(comm: Communicator, parts: Mapping[int, Sequence[_Part]]) ->
         number: [size for _, of_part in sorted(of_tensor) for size in of_part]
         for number, of_tensor in collected.items()
     }
-
-
-def _compressor() -> Any:
-    """Return the function that compresses an array to one frame, with its size and without a checksum."""
-    with needing_extra("publishing versions"):
-        import zstandard
-    compressor = zstandard.ZstdCompressor(level=_LEVEL)
-    return lambda array: compressor.compress(array.data)
-
-
-def _decompressed(data: bytes) -> bytes:
-    with needing_extra("publishing versions"):
-        import zstandard
-    content: bytes = zstandard.ZstdDecompressor().stream_reader(io.BytesIO(data), read_across_frames=True).read()
-    return content

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from statexchange.checkpoint.publication import Publication, VersionMarks, listed_boxes, listed_files
+from statexchange.checkpoint.publication import Publication, VersionMarks, listed_boxes
 from statexchange.comm.communicator import Communicator, from_all, from_root
-from statexchange.errors import StateExchangeError
-from statexchange.exchange.export import export_described
+from statexchange.exchange.chosen_conversion import Conversion
+from statexchange.exchange.export import converted_description, export_described
 from statexchange.exchange.exporting import ExportRequest
-from statexchange.exchange.rank_metadata import RankMetadata
+from statexchange.exchange.published import PublishedVersion, digest_of_state, published_boxes
 from statexchange.exchange.receipts import gather_provenance
-from statexchange.exchange.version_delta import Delta, PublishedBox, difference, published_boxes, sampled_share
-from statexchange.formats.huggingface import MANIFEST
+from statexchange.exchange.version_delta import Delta, difference, sampled_share
 from statexchange.formats.version import DELTA_SCHEMA, VERSION_KEY
-from statexchange.sharding.plan import Plan, TensorPlan
-from statexchange.sharding.write_plan import WritePlan
+from statexchange.sharding.plan import Plan
 from statexchange.state.describe import Description
 from statexchange.storage import versions
 from statexchange.storage.files import WINDOW_BYTES, digest
 
-__all__ = ["PublishReport", "PublishedVersion", "VersionOptions", "finish_version", "publish_version"]
-
-_log = logging.getLogger(__name__)
+__all__ = ["PublishReport", "PublishedVersion", "VersionOptions", "publish_version"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,42 +79,10 @@ class VersionOptions:
     frames: Literal["many", "one"]
 
 
-@dataclass(slots=True)
-class PublishedVersion:
-    """What a run has published last, as this rank knows it.
-
-    Attributes:
-        run: the id of the run.
-        number: the version.
-        metadata: the digest of the description of this rank's state.
-        plan: the plan by which the ranks have written a full version.
-        boxes: what this rank has published; None if a publish has failed since.
-        manifest: on root the digest of the version's manifest.
-        tensors: on root the tensors of the plan.
-        aliases: on root the names of tied tensors.
-        bases: on root, for each version of the run the one that it is based on.
-        full_nbytes: the bytes of all tensors.
-        chain_nbytes: the bytes of the deltas since the last full version, and
-        chain: their number.
-    """
-
-    run: str
-    number: int
-    metadata: str
-    plan: WritePlan
-    boxes: list[PublishedBox] | None
-    manifest: str
-    tensors: tuple[TensorPlan, ...]
-    aliases: Mapping[str, str]
-    bases: dict[int, int | None] = field(default_factory=dict)
-    full_nbytes: int = 0
-    chain_nbytes: int = 0
-    chain: int = 0
-
-
 def publish_version(
     comm: Communicator,
     described: Description,
+    conversion: Conversion | None,
     request: ExportRequest,
     options: VersionOptions,
     number: int,
@@ -134,8 +97,9 @@ def publish_version(
             versions.check_is_current(options.path, run)
     run = from_root(comm, run, str, "the run")
     path = f"{options.path}/{run}/{versions.version_name(number)}"
-    request = replace(request, path=path)
-    metadata = digest(RankMetadata.of(described, request.options.texts()).data)
+    described, left_options = converted_description(comm, described, conversion, request.options)
+    request = replace(request, path=path, options=left_options)
+    metadata = digest_of_state(described, left_options)
     delta = None
     if last is not None and _may_be_delta(comm, last, metadata, options):
         delta = _difference(comm, described, last, options)
@@ -261,21 +225,3 @@ def _publish_empty(comm: Communicator, request: ExportRequest) -> str:
                 publication.commit({})
                 manifest = publication.manifest_digest
     return manifest
-
-
-def finish_version(comm: Communicator, options: VersionOptions, published: PublishedVersion) -> None:
-    """Let ``latest`` name a published version, and remove old ones. Collective."""
-    with comm.phase("removing old versions"):
-        if comm.rank:
-            return
-        path, run = options.path, published.run
-        versions.set_latest(path, run, published.number)
-        try:
-            versions.retire(path, run, published.bases, options.keep)
-            if len(published.bases) >= options.keep:
-                # Only now: a reader may still need a version of the run before.
-                for earlier in versions.list_runs(path)[:-1]:
-                    versions.retire(path, earlier, dict.fromkeys(versions.list_versions(path, earlier)), 0)
-            versions.sweep_retired(path, MANIFEST, listed_files)
-        except StateExchangeError as error:  # the version is published
-            _log.warning("version %s is published, but old versions are not removed: %s", published.number, error)

@@ -36,8 +36,15 @@ from statexchange.formats import huggingface
 from statexchange.formats.converted import with_one_box
 from statexchange.formats.model_files import INDEX
 from statexchange.formats.source import ShardFile, Source, SourceTensor, open_listed, parsing
-from statexchange.formats.version_frames import Change, IndexedFrames, Overwritten, PatchedFile, StreamedFrames
-from statexchange.sharding.shards import Box, Shard, begin_of_run, full_box, shape_from_json
+from statexchange.formats.version_frames import (
+    Change,
+    IndexedFrames,
+    Overwritten,
+    PatchedFile,
+    StreamedFrames,
+    frame_boxes,
+)
+from statexchange.sharding.shards import Box, Shard, full_box, shape_from_json
 from statexchange.storage.files import WINDOW_BYTES, digest
 from statexchange.storage.location import OpenedPath, open_path, read_json
 from statexchange.storage.store import ByteRange, Store, StoredFile
@@ -45,7 +52,7 @@ from statexchange.storage.tensorfile import Header, read_header
 from statexchange.storage.versions import version_name, version_number
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["DELTA_SCHEMA", "VERSION_INDEX", "VERSION_KEY", "VersionId", "frame_boxes", "matches", "read"]
+__all__ = ["DELTA_SCHEMA", "VERSION_INDEX", "VERSION_KEY", "VersionId", "matches", "read"]
 
 DELTA_SCHEMA = 3  # of a manifest whose directory is a delta
 VERSION_KEY = "version"
@@ -362,13 +369,6 @@ def _patched(delta: _Delta, change: _Change, stored: ByteRange, base: SourceTens
     if change.boxes:
         return huggingface.published_tensor(all_of_it, found_at, change.record, {})
     return SourceTensor(all_of_it, (found_at,))
-
-
-def frame_boxes(boxes: Sequence[Box], shape: tuple[int, ...]) -> list[Box]:
-    """Return the boxes whose windows are frames: those of a tensor if each is a run of it, else the whole tensor."""
-    if all(begin_of_run(box, shape) is not None for box in boxes):
-        return [box for box in boxes if box.numel]
-    return [full_box(shape)]
 
 
 def _frame_ends(boxes: Sequence[Box], shard: Shard, frame_nbytes: int, count: int) -> list[int]:

@@ -13,11 +13,12 @@ import threading
 import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, needing_extra
+from statexchange.sharding.shards import Box, begin_of_run, full_box
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.store import ByteRange, StoredFile
 
@@ -25,8 +26,18 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-__all__ = ["Change", "IndexedFrames", "Overwritten", "PatchedFile", "StreamedFrames"]
+__all__ = [
+    "Change",
+    "IndexedFrames",
+    "Overwritten",
+    "PatchedFile",
+    "StreamedFrames",
+    "compressor",
+    "decompressed",
+    "frame_boxes",
+]
 
+_LEVEL = 1  # random differences do not become smaller at a higher one
 _MOST_OVERWRITTEN = 1 << 32  # bytes of a tensor, whose positions are 4 bytes
 
 
@@ -275,3 +286,22 @@ def _zstandard() -> Any:
 def _reader(stream: Any) -> Any:
     """Return a stream of the decompressed bytes of all frames."""
     return _zstandard().ZstdDecompressor().stream_reader(stream, read_across_frames=True)
+
+
+def compressor() -> Callable[[NDArray[np.uint8]], bytes]:
+    """Return the function that compresses an array to one frame."""
+    compress = _zstandard().ZstdCompressor(level=_LEVEL).compress
+    return lambda array: compress(array.data)
+
+
+def decompressed(data: bytes) -> bytes:
+    """Return the content of all frames."""
+    content: bytes = _reader(io.BytesIO(data)).read()
+    return content
+
+
+def frame_boxes(boxes: Sequence[Box], shape: tuple[int, ...]) -> list[Box]:
+    """Return the boxes whose windows are frames: those of a tensor if each is a run of it, else the whole tensor."""
+    if all(begin_of_run(box, shape) is not None for box in boxes):
+        return [box for box in boxes if box.numel]
+    return [full_box(shape)]

@@ -108,7 +108,8 @@ def list_runs(path: str) -> list[str]:
 
 def current_run(path: str) -> str | None:
     """Return the id of the run that began last; None before the first. Not collective."""
-    return (list_runs(path) or [None])[-1]
+    runs = list_runs(path)
+    return runs[-1] if runs else None
 
 
 def begin_run(path: str) -> str:

@@ -1,0 +1,152 @@
+"""What a run has published last, as each rank remembers it to take the next difference.
+
+**Checksum.** adler32 of bytes d at positions i of n is ``(b << 16) | a`` with ``a = 1 + sum(d)`` and ``b = n +
+sum((n - i) * d)``, modulo 65521 (RFC 1950). Both sums are over any set of runs in any order, so each rank adds those of
+its boxes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from statexchange.comm.communicator import Communicator
+from statexchange.errors import UnsupportedError
+from statexchange.exchange.rank_metadata import RankMetadata, local_box
+from statexchange.exchange.receipts import Receipts
+from statexchange.exchange.staging import Staging
+from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.pieces import RankPiece, pieces_of_rank
+from statexchange.sharding.plan import TensorPlan
+from statexchange.sharding.shards import Box
+from statexchange.sharding.write_plan import WritePlan, WriteTensor
+from statexchange.state.describe import Description
+from statexchange.storage.files import digest
+from statexchange.storage.regions import box_runs
+from statexchange.tensors import ITEMSIZE
+
+__all__ = [
+    "PublishedBox",
+    "PublishedVersion",
+    "checksum_of",
+    "digest_of_state",
+    "planned_pieces",
+    "published_boxes",
+]
+
+_MODULUS = 65521
+
+
+@dataclass(slots=True)
+class PublishedBox:
+    """A box that this rank writes, as it was published last.
+
+    Attributes:
+        number: the number of its tensor in the plan.
+        box: the box.
+        box_index: its place among the boxes that this rank has of the tensor.
+        data: its bytes.
+        digest: their digest.
+        sums: what they add to the checksum of the tensor; None until it is asked for.
+    """
+
+    number: int
+    box: Box
+    box_index: int
+    data: NDArray[np.uint8]
+    digest: bytes
+    sums: tuple[int, int] | None = None
+
+    def sums_of(self, tensor: WriteTensor) -> tuple[int, int]:
+        """Return what the box adds to both sums of its tensor's checksum."""
+        if self.sums is None:
+            itemsize = ITEMSIZE[tensor.dtype]
+            total = int(np.prod(tensor.shape, dtype=np.int64)) * itemsize
+            first = second = 0
+            for begin, part in box_runs(self.box, tensor.shape, itemsize, self.data.data):
+                checksum = zlib.adler32(part)
+                of_run = (checksum & 0xFFFF) - 1
+                first += of_run
+                second += (checksum >> 16) - len(part) + (total - begin * itemsize - len(part)) * of_run
+            self.sums = first % _MODULUS, second % _MODULUS
+        return self.sums
+
+
+def checksum_of(sums: Sequence[tuple[int, int]], nbytes: int) -> str:
+    """Return the adler32 of a tensor from the sums of its boxes."""
+    first = (1 + sum(first for first, _ in sums)) % _MODULUS
+    second = (nbytes + sum(second for _, second in sums)) % _MODULUS
+    return f"{second << 16 | first:08x}"
+
+
+@dataclass(slots=True)
+class PublishedVersion:
+    """What a run has published last, as this rank knows it.
+
+    Attributes:
+        run: the id of the run.
+        number: the version.
+        metadata: the digest of the description of this rank's state.
+        plan: the plan by which the ranks have written a full version.
+        boxes: what this rank has published; None if a publish has failed since.
+        manifest: on root the digest of the version's manifest.
+        tensors: on root the tensors of the plan.
+        aliases: on root the names of tied tensors.
+        bases: on root, for each version of the run the one that it is based on.
+        full_nbytes: the bytes of all tensors.
+        chain_nbytes: the bytes of the deltas since the last full version, and
+        chain: their number.
+    """
+
+    run: str
+    number: int
+    metadata: str
+    plan: WritePlan
+    boxes: list[PublishedBox] | None
+    manifest: str
+    tensors: tuple[TensorPlan, ...]
+    aliases: Mapping[str, str]
+    bases: dict[int, int | None] = field(default_factory=dict)
+    full_nbytes: int = 0
+    chain_nbytes: int = 0
+    chain: int = 0
+
+
+def digest_of_state(described: Description, options: ExportOptions) -> str:
+    """Return a digest of the names, dtypes, shapes and boxes of this rank's tensors, and of the options."""
+    return digest(RankMetadata.of(described, options.texts()).data)
+
+
+def published_boxes(
+    comm: Communicator, described: Description, plan: WritePlan, receipts: Receipts
+) -> list[PublishedBox]:
+    """Return a copy of what this rank has written of a full version, by its receipts. Not collective."""
+    staging = Staging()
+    boxes = []
+    for number, tensor, piece, receipt in planned_pieces(plan, comm.rank):
+        if not piece.is_written:
+            continue
+        data = np.empty(piece.box.numel * ITEMSIZE[tensor.dtype], np.uint8)
+        at = 0
+        for _, part in staging.parts(local_box(described, tensor.source, piece.box_index), tensor.dtype):
+            data[at : at + len(part)] = np.frombuffer(part, np.uint8)
+            at += len(part)
+        boxes.append(PublishedBox(number, piece.box, piece.box_index, data, receipts.digests[receipt]))
+    return boxes
+
+
+def planned_pieces(plan: WritePlan, rank: int) -> Iterator[tuple[int, WriteTensor, RankPiece, int]]:
+    """Yield each piece that a rank writes or compares: its tensor's number, the tensor, the piece, its receipt."""
+    receipt = 0
+    for number, tensor in enumerate(plan.tensors):
+        if tensor.reduce is not None:
+            text = "a version is not made of copies that are reduced: give a layout without reduce"
+            raise UnsupportedError(text, name=tensor.source)
+        for piece in pieces_of_rank(tensor.pieces, rank):
+            if piece.is_written or plan.compares:
+                yield number, tensor, piece, receipt
+                receipt += 1
