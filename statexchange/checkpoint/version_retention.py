@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from statexchange.checkpoint.publication import listed_files
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage import versions
+from statexchange.storage.versions import GRACE_S
 
 __all__ = ["remove_old_versions"]
 
@@ -30,4 +31,4 @@ def remove_old_versions(path: str, run: str, bases: Mapping[int, int | None], ke
         # Only now: a reader may still need a version of the run before.
         for earlier in versions.list_runs(path)[:-1]:
             versions.retire(path, earlier, dict.fromkeys(versions.list_versions(path, earlier)), 0)
-    return versions.sweep_retired(path, MANIFEST, listed_files)
+    return versions.sweep_retired(path, MANIFEST, listed_files, grace_s=GRACE_S)

@@ -19,7 +19,7 @@ from statexchange.exchange.load import load_checkpoint
 from statexchange.exchange.load_report import LoadReport
 from statexchange.exchange.save_schedule import whole_number
 from statexchange.exchange.version_cache import CachedVersion, VersionCache
-from statexchange.exchange.version_reading import NOT_YET, Version, find_version, open_version
+from statexchange.exchange.version_reading import NOT_YET, Search, Version, find_version, open_version
 from statexchange.formats.registry import open_checkpoint
 from statexchange.sharding.options import Convert, Rename
 from statexchange.state.describe import State
@@ -103,7 +103,6 @@ class Subscriber:
         Raises:
             StallError: there was none in time; the error says when the last one was published.
             NotFoundError: the version of this number was retired.
-            CorruptError: the version is broken.
             InvalidArgumentError: an argument is not accepted.
 
         Example:
@@ -123,11 +122,11 @@ class Subscriber:
             pause = _POLL_S
             while True:
                 with comm.phase("looking for a version"):
-                    found = find_version(self._path, newer_than, number) if comm.rank == 0 else None
                     is_late = time.monotonic() >= end
-                    if comm.rank == 0 and found is None and is_late:
-                        raise self._nothing_new(newer_than, number, timeout_s)
-                found = from_root(comm, found, Version | None, "the version")
+                    search = find_version(self._path, newer_than, number) if comm.rank == 0 else Search()
+                    if comm.rank == 0 and search.version is None and is_late:
+                        raise self._nothing_new(newer_than, number, timeout_s, search.reason)
+                found = from_root(comm, search.version, Version | None, "the version")
                 if found is not None and self._is_seen(comm, found):
                     return found
                 with comm.phase("waiting for a version"):
@@ -148,14 +147,16 @@ class Subscriber:
                     is_seen = False
         return all(from_all(comm, is_seen, bool, "whether it sees the version"))
 
-    def _nothing_new(self, newer_than: Version | None, number: int | None, timeout_s: float) -> StallError:
-        """Return the error for a wait that has ended without a version."""
+    def _nothing_new(self, newer_than: Version | None, number: int | None, timeout_s: float, reason: str) -> StallError:
+        """Return the error for a wait that has ended without a version; `reason`: why the newest does not count."""
         what = f"version {number}" if number is not None else "a version"
         if newer_than is not None:
             what += f" newer than {newer_than.number}"
         text = f"no version was published within {timeout_s:g} s" if newer_than is None and number is None else ""
         text = text or f"{what} was not published within {timeout_s:g} s"
-        last = find_version(self._path, None, None)
+        if reason:
+            return StallError(f"{text}: {reason}", path=self._path)
+        last = find_version(self._path, None, None).version
         if last is None:
             return StallError(f"{text}: there is none yet", path=self._path)
         age_s = max(0.0, time.time() - os.stat(last.path).st_mtime)

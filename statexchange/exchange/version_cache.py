@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 
 from statexchange.checkpoint.merge import merge_source
 from statexchange.checkpoint.publication import listed_files
-from statexchange.errors import StallError, StorageError
+from statexchange.errors import CorruptError, StallError, StorageError
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage import files, publish
 from statexchange.storage.store import local_path
@@ -99,7 +99,7 @@ class VersionCache:
             cached = CachedVersion(path)
             try:
                 if not os.path.isdir(path):
-                    merge_source(open_version(self.copies()), path, on_progress)
+                    self._make(path, open_version, on_progress)
                 self._remove_unused(without=path)
             except StorageError as error:
                 cached.close()
@@ -108,6 +108,21 @@ class VersionCache:
                 cached.close()
                 raise
         return cached
+
+    def _make(
+        self,
+        path: str,
+        open_version: Callable[[Mapping[str, str]], Source],
+        on_progress: Callable[[int, int], None] | None,
+    ) -> None:
+        copies = self.copies()
+        try:
+            merge_source(open_version(copies), path, on_progress)
+        except CorruptError:
+            if not copies:
+                raise
+            # The copy on this host may be what is broken: once more, from the versions alone.
+            merge_source(open_version({}), path, on_progress)
 
     def close(self) -> None:
         """Empty a cache in shared memory, but for what other readers use."""

@@ -6,14 +6,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statexchange.errors import (
-    IncompleteError,
-    NotFoundError,
-    ReplacedError,
-    TruncatedError,
-)
+from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError
 from statexchange.formats import version as version_format
 from statexchange.formats.registry import open_with
 from statexchange.formats.version import VersionId
@@ -23,10 +18,10 @@ from statexchange.storage.versions import current_run, list_runs, list_versions,
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
 
-__all__ = ["NOT_YET", "Version", "find_version", "open_version"]
+__all__ = ["NOT_YET", "Search", "Version", "find_version", "open_version"]
 
 # What a reader may see of a version that is whole at the server: NFS shows new entries and sizes with delay.
-NOT_YET = (IncompleteError, NotFoundError, ReplacedError, TruncatedError)
+NOT_YET = (CorruptError, IncompleteError, NotFoundError, ReplacedError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +41,15 @@ class Version:
     key: str = field(repr=False, default="")
 
 
-def find_version(path: str, newer_than: Version | None, number: int | None) -> Version | None:
-    """Return the newest whole version of the current run, or that of a number; None if there is none yet.
+class Search(NamedTuple):
+    """The version that was found, and why the newest one of those that were looked at is not whole; "" if it is."""
+
+    version: Version | None = None
+    reason: str = ""
+
+
+def find_version(path: str, newer_than: Version | None, number: int | None) -> Search:
+    """Look for the newest whole version of the current run, or for that of a number.
 
     Not collective. What is not whole is passed over, as it may be only not visible yet, or based on what is lost.
 
@@ -58,7 +60,6 @@ def find_version(path: str, newer_than: Version | None, number: int | None) -> V
 
     Raises:
         NotFoundError: the version of this number was retired.
-        CorruptError: the newest version is broken.
     """
     run = current_run(path) or ""
     numbers = list_versions(path, run) if run or not list_runs(path) else []
@@ -67,16 +68,17 @@ def find_version(path: str, newer_than: Version | None, number: int | None) -> V
             text = f"version {number} was retired: the oldest of this run is {numbers[0]}"
             raise NotFoundError(text, path=path)
         numbers = [number] if number in numbers else []
+    reason = ""
     for candidate in reversed(numbers):
         if newer_than is not None and newer_than.run == run and candidate <= newer_than.number:
-            return None
+            break
         found = Version(_path_of(path, run, candidate), run, candidate)
         try:
             with open_version(found) as source:
-                return Version(found.path, run, candidate, _key_of(source))
-        except NOT_YET:
-            continue
-    return None
+                return Search(Version(found.path, run, candidate, _key_of(source)), reason)
+        except NOT_YET as error:
+            reason = reason or f"version {candidate} is not whole here: {error}"
+    return Search(None, reason)
 
 
 def _path_of(path: str, run: str, number: int) -> str:

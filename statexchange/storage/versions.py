@@ -257,7 +257,7 @@ def retire(path: str, run: str, bases: Mapping[int, int | None], keep: int) -> l
     return marked
 
 
-def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: float = GRACE_S) -> list[str]:
+def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: float) -> list[str]:
     """Remove the retired versions of all runs that no reader has leased; return their paths. Root only.
 
     Args:

@@ -1,0 +1,376 @@
+"""How readers of versions fail, each by its number in the list of what users report, and what happens here instead.
+
+The directory is seen as it can be seen on a network: without what another host has written, with half of it, or after a
+trainer or a reader was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from shared_form import SharedFormWriter, changed, random_tensors, version_name
+
+import statexchange as sx
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    StallError,
+    TargetExistsError,
+    UnsupportedError,
+)
+from statexchange.formats.version_frames import Overwritten
+from statexchange.storage import versions
+from statexchange.storage.store import ByteRange, open_local
+
+
+def publish(path: Path, count: int, *, first: int = 1, **options: Any) -> list[dict[str, torch.Tensor]]:
+    """Publish versions, all but the first one deltas; return the weights of each."""
+    weights = {"w": torch.zeros(5000), "b": torch.zeros(10)}
+    published = []
+    with sx.Publisher(path, **options) as publisher:
+        for number in range(first, first + count):
+            weights["w"][number * 7] = float(number)
+            publisher.publish(weights, number)
+            published.append({name: tensor.clone() for name, tensor in weights.items()})
+    return published
+
+
+def run_of(path: Path) -> Path:
+    run = versions.current_run(str(path))
+    assert run is not None
+    return path / run
+
+
+def loaded(subscriber: sx.Subscriber, **options: Any) -> tuple[int, dict[str, torch.Tensor]]:
+    version = subscriber.wait(timeout_s=0, **options)
+    weights = {"w": torch.full((5000,), -1.0), "b": torch.full((10,), -1.0)}
+    with subscriber.stage(version) as staged:
+        staged.load_into(weights)
+    return version.number, weights
+
+
+def assert_equal(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("hidden", ["statexchange.json", "model.safetensors.index.json", "both"])
+def test_1_a_delta_without_its_index_is_not_taken_for_a_full_version(tmp_path: Path, hidden: str) -> None:
+    publish(tmp_path / "updates", 2)
+    delta = run_of(tmp_path / "updates") / "weight_v000002"
+    for name in ("statexchange.json", "model.safetensors.index.json"):
+        if hidden in (name, "both"):
+            (delta / name).unlink()
+    if hidden == "model.safetensors.index.json":  # for others alone: our manifest decides
+        with sx.open_checkpoint(delta) as tensors:
+            assert tensors["w"].read()[14] == 2.0
+        return
+    if hidden == "both":
+        with pytest.raises(IncompleteError, match=r"no model\.safetensors\.index\.json can be seen here"):
+            sx.open_checkpoint(delta)
+        with sx.Subscriber(tmp_path / "updates") as subscriber:
+            assert loaded(subscriber)[0] == 1
+        return
+    with sx.open_checkpoint(delta) as tensors:  # as others read it
+        assert tensors["w"].read()[14] == 2.0
+
+
+FOLLOW = """
+import sys
+import torch
+import statexchange as sx
+weights = {"w": torch.zeros(5000), "b": torch.zeros(10)}
+version = None
+with sx.Subscriber(sys.argv[1], cache=sys.argv[2]) as subscriber:
+    while True:
+        version = subscriber.wait(newer_than=version)
+        with subscriber.stage(version) as staged:
+            staged.load_into(weights)
+        print(version.number, flush=True)
+"""
+
+
+def test_2_a_killed_reader_goes_on_from_what_is_whole(tmp_path: Path) -> None:
+    path, cache = tmp_path / "updates", tmp_path / "cache"
+    weights = {"w": torch.zeros(5000), "b": torch.zeros(10)}
+    publisher = sx.Publisher(path)
+    for number in range(1, 9):
+        weights["w"][number * 7] = float(number)
+        publisher.publish(weights, number)
+        reader = subprocess.Popen([sys.executable, "-c", FOLLOW, str(path), str(cache)], stdout=subprocess.PIPE)
+        try:
+            if number % 2:  # killed at some moment of its first stage
+                time.sleep(1.2 + 0.05 * number)
+            else:
+                assert reader.stdout is not None
+                assert int(reader.stdout.readline()) == number
+        finally:
+            reader.send_signal(signal.SIGKILL)
+            reader.communicate()
+        with sx.Subscriber(path, cache=cache) as subscriber:
+            number_seen, seen = loaded(subscriber)
+        assert number_seen == number
+        assert_equal(seen, weights)
+
+
+def test_3_a_data_file_that_is_not_visible_is_waited_for(tmp_path: Path) -> None:
+    published = publish(tmp_path / "updates", 3)
+    delta = run_of(tmp_path / "updates") / "weight_v000003"
+    (hidden,) = delta.glob("*.safetensors")
+    moved = hidden.rename(tmp_path / "hidden")
+    with pytest.raises(IncompleteError, match="a file of this version is missing, or not yet visible on this host"):
+        sx.open_checkpoint(delta)
+    with sx.Subscriber(tmp_path / "updates") as subscriber:
+        number, weights = loaded(subscriber)
+        assert number == 2
+        assert_equal(weights, published[1])
+        with pytest.raises(StallError):
+            subscriber.wait(version=3, timeout_s=0.2)
+        moved.rename(hidden)
+        number, weights = loaded(subscriber)
+    assert number == 3
+    assert_equal(weights, published[2])
+
+
+def test_4_a_trainer_that_numbers_from_1_again_is_followed(tmp_path: Path) -> None:
+    publish(tmp_path / "updates", 5)
+    with sx.Subscriber(tmp_path / "updates") as subscriber:
+        before = subscriber.wait(timeout_s=0)
+        assert before.number == 5
+        published = publish(tmp_path / "updates", 2)
+        number, weights = loaded(subscriber, newer_than=before)
+        assert number == 2
+        assert_equal(weights, published[1])
+        after = subscriber.wait(newer_than=before, timeout_s=0)
+        with pytest.raises(StallError):
+            subscriber.wait(newer_than=after, timeout_s=0)
+
+
+def test_5_staged_bytes_that_were_lost_are_not_loaded(tmp_path: Path) -> None:
+    published = publish(tmp_path / "updates", 2)
+    cache = tmp_path / "cache"
+    with sx.Subscriber(tmp_path / "updates", cache=cache) as subscriber:
+        with subscriber.stage(subscriber.wait(version=1)) as staged:
+            (file,) = Path(staged.directory()).glob("*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-100] ^= 1
+        file.write_bytes(data)
+        with pytest.raises(CorruptError, match="bytes differ from their digest"):
+            loaded(subscriber, version=1)
+        # The next version is not made from what is broken.
+        number, weights = loaded(subscriber)
+    assert number == 2
+    assert_equal(weights, published[1])
+
+
+def test_6_an_overwrite_of_4_gib_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    store, _ = open_local(str(tmp_path))
+    stored = ByteRange(store.open("file"), 0, 1)
+    with pytest.raises(CorruptError, match="positions of 4 bytes do not reach the end"):
+        Overwritten(stored, 1 << 32, "w", 2)
+
+
+def test_7_an_entry_that_two_files_have_is_refused(tmp_path: Path) -> None:
+    publish(tmp_path / "updates", 2)
+    delta = run_of(tmp_path / "updates") / "weight_v000002"
+    (file,) = delta.glob("*.safetensors")
+    index = json.loads((delta / "model.safetensors.index.json").read_text())
+    (delta / "statexchange.json").unlink()
+    shutil.copy(file, delta / "model-00001-of-00002.safetensors")
+    index["weight_map"]["b"] = "model-00001-of-00002.safetensors"
+    (delta / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(IncompleteError, match="the file and the list of its tensors disagree"):
+        sx.open_checkpoint(delta)
+
+
+def test_8_a_version_that_is_read_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("statexchange.checkpoint.version_retention.GRACE_S", 0.0)
+    path = tmp_path / "updates"
+    weights = {"w": torch.zeros(5000)}
+    with sx.Publisher(path, keep=1, full_every=1) as publisher:
+        publisher.publish(weights, 1)
+        run = versions.current_run(str(path))
+        assert run is not None
+        lease = versions.Lease(str(path), run, 1)
+        for number in range(2, 6):
+            publisher.publish(weights, number)
+        assert sorted(path.glob("*/weight_v*"))[0].name == "weight_v000001"
+        with pytest.raises(NotFoundError, match="version 1 was retired"):
+            versions.Lease(str(path), run, 1)
+        lease.end()
+        publisher.publish(weights, 6)
+        publisher.publish(weights, 7)
+    assert [version.name for version in sorted(path.glob("*/weight_v*"))] == ["weight_v000007"]
+    assert list(path.glob("*/.leases/*.json")) == []
+
+
+def test_8_a_reader_that_may_not_write_reads_all_the_same(tmp_path: Path) -> None:
+    published = publish(tmp_path / "updates", 2)
+    leases = run_of(tmp_path / "updates") / ".leases"
+    shutil.rmtree(leases)  # root may write where others may not
+    leases.write_text("no directory")
+    with sx.Subscriber(tmp_path / "updates") as subscriber:
+        number, weights = loaded(subscriber)
+    assert number == 2
+    assert_equal(weights, published[1])
+
+
+def test_9_a_published_version_is_not_written_again(tmp_path: Path) -> None:
+    publish(tmp_path / "updates", 2)
+    run = run_of(tmp_path / "updates")
+    with sx.Publisher(tmp_path / "updates") as publisher:
+        publisher.publish({"w": torch.zeros(5000), "b": torch.ones(10)}, 1)
+    other = run_of(tmp_path / "updates")
+    shutil.rmtree(run / "weight_v000001")
+    shutil.copytree(other / "weight_v000001", run / "weight_v000001")
+    with pytest.raises(CorruptError, match="version 2 is based on another version 1: this one was published anew"):
+        sx.open_checkpoint(run / "weight_v000002")
+    with pytest.raises(TargetExistsError):
+        sx.export_checkpoint({"w": torch.zeros(3)}, run / "weight_v000001")
+
+
+def test_10_what_is_not_installed_does_not_count(tmp_path: Path) -> None:
+    publish(tmp_path / "updates", 2)
+    with sx.Subscriber(tmp_path / "updates") as subscriber:
+        installed = subscriber.wait(version=1, timeout_s=0)
+        newest = subscriber.wait(newer_than=installed, timeout_s=0)
+        with subscriber.stage(newest) as staged, pytest.raises(sx.errors.StateExchangeError):
+            staged.load_into({"w": torch.zeros(4), "b": torch.zeros(10)})
+        assert subscriber.wait(newer_than=installed, timeout_s=0) == newest
+
+
+def test_11_a_chain_without_its_base_is_healed_by_the_next_full_version(tmp_path: Path) -> None:
+    path = tmp_path / "updates"
+    weights = {"w": torch.zeros(5000), "b": torch.zeros(10)}
+    with sx.Publisher(path, full_every=3) as publisher, sx.Subscriber(path) as subscriber:
+        for number in (1, 2):
+            publisher.publish(weights, number)
+        shutil.rmtree(run_of(path) / "weight_v000001")
+        with pytest.raises(IncompleteError, match="version 2 is based on version 1, which is not beside it"):
+            sx.open_checkpoint(run_of(path) / "weight_v000002")
+        publisher.publish(weights, 3)
+        with pytest.raises(
+            StallError,
+            match="no version was published within 0 s: version 3 is not whole here: .* which is not beside it",
+        ):
+            subscriber.wait(timeout_s=0)
+        weights["b"] += 1
+        publisher.publish(weights, 4)
+        number, seen = loaded(subscriber)
+    assert number == 4
+    assert_equal(seen, weights)
+
+
+def test_12_the_next_version_is_made_from_the_staged_one_and_one_delta(tmp_path: Path) -> None:
+    path = tmp_path / "updates"
+    weights = {"w": torch.zeros(5000), "b": torch.zeros(10)}
+    with sx.Publisher(path) as publisher, sx.Subscriber(path) as subscriber:
+        for number in range(1, 5):
+            weights["w"][number] = 1.0
+            publisher.publish(weights, number)
+            have, seen = loaded(subscriber)
+        version = subscriber.wait(timeout_s=0)
+        weights["w"][17] = 1.0
+        publisher.publish(weights, 5)
+        newest = subscriber.wait(newer_than=version, timeout_s=0)
+        for number in range(1, 5):  # nothing of the chain is read again
+            shutil.rmtree(run_of(path) / version_name(number))
+        with subscriber.stage(newest) as staged:
+            staged.load_into(seen)
+    assert have == 4
+    assert_equal(seen, weights)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 5, 100, 5000])
+def test_13_half_of_a_file_is_waited_for(tmp_path: Path, kept_bytes: int) -> None:
+    published = publish(tmp_path / "updates", 3, full_every=2)
+    (file,) = (run_of(tmp_path / "updates") / "weight_v000003").glob("*.safetensors")
+    data = file.read_bytes()
+    file.write_bytes(data[:kept_bytes])
+    with sx.Subscriber(tmp_path / "updates") as subscriber:
+        assert loaded(subscriber)[0] == 2
+        file.write_bytes(data)
+        number, weights = loaded(subscriber)
+    assert number == 3
+    assert_equal(weights, published[2])
+
+
+# Versions of other programs
+
+
+@pytest.mark.parametrize(
+    ("encoding", "checksum", "files"), [("xor", "adler32", 1), ("xor", "xxh3-128", 3), ("overwrite", "adler32", 2)]
+)
+def test_versions_of_others_are_read(tmp_path: Path, encoding: Any, checksum: Any, files: int) -> None:
+    rng = np.random.default_rng(5)
+    writer = SharedFormWriter(tmp_path, checksum=checksum, encoding=encoding, files=files)
+    tensors = random_tensors(rng, 10)
+    writer.write_full(1, tensors)
+    with sx.Subscriber(tmp_path) as subscriber:
+        for number in range(2, 8):
+            new = changed(rng, tensors, 0.05)
+            writer.write_delta(number, number - 1, tensors, new)
+            tensors = new
+            version = subscriber.wait(timeout_s=0)
+            assert (version.number, version.run) == (number, "")
+            with subscriber.stage(version) as staged, staged.tensors() as found:
+                assert set(found) == set(tensors)
+                for name, raw in tensors.items():
+                    assert (found[name].dtype, found[name].shape) == (raw.dtype, raw.shape)
+                    assert np.ascontiguousarray(found[name].read()).tobytes() == raw.data, (number, name)
+
+
+@pytest.mark.parametrize("what", ["checksum", "frame", "encoding", "number", "key", "shape"])
+def test_what_others_have_broken_is_named(tmp_path: Path, what: str) -> None:
+    rng = np.random.default_rng(6)
+    writer = SharedFormWriter(tmp_path)
+    tensors = random_tensors(rng, 6)
+    writer.write_full(1, tensors)
+    delta = writer.write_delta(2, 1, tensors, changed(rng, tensors, 0.1))
+    (file,) = delta.glob("*.safetensors")
+    index = json.loads((delta / "model.safetensors.index.json").read_text())
+    metadata = index["metadata"]
+    if what in ("checksum", "frame"):
+        data = bytearray(file.read_bytes())
+        at = data.index(b'"__metadata__"') + 40 if what == "checksum" else len(data) - 20
+        if what == "checksum":
+            digits = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+            checksum = next(iter(digits.values()))
+            at = data.index(checksum.encode())
+            data[at : at + 1] = b"0" if checksum[0] != "0" else b"1"
+        else:
+            data[at] ^= 0xFF
+        file.write_bytes(data)
+    elif what == "encoding":
+        metadata["delta_encoding"] = "subtract"
+    elif what == "number":
+        metadata["version"] = "000003"
+    elif what == "key":
+        del metadata["checksum_format"]
+    else:
+        index["weight_map"]["unknown"] = file.name
+    (delta / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises((CorruptError, IncompleteError, UnsupportedError)) as raised, sx.open_checkpoint(delta) as found:
+        for name in found:
+            found[name].read()
+    assert str(tmp_path) in str(raised.value)
+
+
+def test_a_delta_under_another_name_is_known_by_its_manifest(tmp_path: Path) -> None:
+    publish(tmp_path / "updates", 2)
+    run = run_of(tmp_path / "updates")
+    os.rename(run / "weight_v000002", run / "newest")
+    with sx.open_checkpoint(run / "newest") as tensors:
+        assert tensors["w"].read()[14] == 2.0
