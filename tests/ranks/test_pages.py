@@ -49,6 +49,7 @@ OF_OTHER_TESTS = {
     "block: loop.py": "test_integrations",
     "block: pipeline.py": "test_recipes",
     "block: to_hf.py": "test_recipes",
+    "block: rollouts.py": "test_weight_versions",
     "block: lora.py": "test_recipes",
     "block: ema.py": "test_recipes",
     "block: meta.py": "test_recipes",
@@ -62,7 +63,7 @@ OF_OTHER_TESTS = {
     "block: to_sign.py": "test_signing",
     "commands: sign": "test_signing",
 }
-SLOW = {"docs/how-to/collectives.md", "docs/how-to/saves.md"}  # they import torch
+SLOW = {"docs/how-to/collectives.md", "docs/how-to/saves.md", "docs/how-to/weights.md"}  # they import torch
 
 
 def kind_of(marker: str) -> str:

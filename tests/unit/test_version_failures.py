@@ -263,7 +263,7 @@ def test_11_a_chain_without_its_base_is_healed_by_the_next_full_version(tmp_path
         publisher.publish(weights, 3)
         with pytest.raises(
             StallError,
-            match="no version was published within 0 s: version 3 is not whole here: .* which is not beside it",
+            match=r"no version was published within 0 s: version 3 is not whole here: .* which is not beside it",
         ):
             subscriber.wait(timeout_s=0)
         weights["b"] += 1

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scripts import page_block, run_script, with_torchrun
 from shared_form import read_version
 
 import statexchange as sx
@@ -295,3 +296,19 @@ def test_a_wait_without_a_version_says_how_old_the_last_one_is(tmp_path: Path) -
         version = subscriber.wait(timeout_s=0)
         with pytest.raises(StallError, match=r"a version newer than 4 .* the last one, 4, is 0\.0 min old"):
             subscriber.wait(newer_than=version, timeout_s=0)
+
+
+@pytest.mark.slow
+def test_the_engines_of_the_page_have_what_the_trainer_has(tmp_path: Path) -> None:
+    done = run_script(with_torchrun(5), "rollouts.py", page_block("block: rollouts.py"), tmp_path)
+    digests: dict[str, set[str]] = {}
+    last = []
+    for line in done.stdout.splitlines():
+        _, number, digest, who = line.split(maxsplit=3)
+        digests.setdefault(number, set()).add(digest)
+        if number == "30":
+            last.append(who)
+    assert sorted(last) == ["engine on 1", "engine on 2", "engine on 2", "trainer", "trainer"]
+    assert len(digests) == 30
+    assert all(len(of_version) == 1 for of_version in digests.values())
+    assert len(set().union(*digests.values())) == 30
