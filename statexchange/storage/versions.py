@@ -206,8 +206,8 @@ class Lease:
         """Give the lease back."""
         self._ended.set()
         if self._name is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(f"{self._folder}/{_LEASES}/{self._name}")
+            with contextlib.suppress(StateExchangeError):
+                _remove(self._folder, self._name)
 
 
 def _leased(folder: str, now: float) -> set[int]:
@@ -219,7 +219,7 @@ def _leased(folder: str, now: float) -> set[int]:
         lease = f"{folder}/{_LEASES}/{name}"
         with contextlib.suppress(OSError):
             if now - os.stat(lease).st_mtime > LEASE_S:
-                os.unlink(lease)
+                _remove(folder, name)
                 continue
             with open(lease, "rb") as file:
                 numbers.add(int(json.loads(file.read(4096))["version"]))
@@ -277,17 +277,23 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
         # Newest first, so that no delta is left without its base. One that is read may have all before it as its bases;
         # those of a version that is not retired are not retired either.
         for number in sorted(retired, reverse=True):
-            mark = f"{folder}/{_LEASES}/{retired[number]}"
+            mark = retired[number]
             is_read = any(reading >= number for reading in leased.intersection(retired))
-            if is_read or now - _mtime(mark, now) < grace_s:
+            if is_read or now - _mtime(f"{folder}/{_LEASES}/{mark}", now) < grace_s:
                 continue
             version = f"{folder}/{version_name(number)}"
             with contextlib.suppress(NotFoundError):
                 publish.remove(version, manifest, check)
                 removed.append(version)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(mark)
+            # Last: a publisher that is killed before it has removed all goes on with this version.
+            _remove(folder, mark)
     return removed
+
+
+def _remove(folder: str, name: str) -> None:
+    """Remove a lease or a mark, unless another process has removed it."""
+    with files.directory(f"{folder}/{_LEASES}") as dir_fd, contextlib.suppress(NotFoundError):
+        files.remove_file(name, f"{folder}/{_LEASES}/{name}", dir_fd)
 
 
 def _server_time(folder: str) -> float:
