@@ -85,7 +85,7 @@ from statexchange.units import format_transfer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["MergeReport", "PlannedTensor", "merge_checkpoint", "merge_source"]
+__all__ = ["MergeReport", "PlannedTensor", "copy_source", "merge_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
@@ -265,15 +265,24 @@ def merge_checkpoint(
         return _merge(*_open(source, call, options), request)
 
 
-def merge_source(opened: Source, path: str, on_progress: Callable[[int, int], None] | None = None) -> MergeReport:
-    """Merge an opened source, and close it. Not collective; raises as `merge_checkpoint`."""
+def copy_source(opened: Source, path: str, on_progress: Callable[[int, int], None] | None = None) -> MergeReport:
+    """Write all tensors of an opened source as a checkpoint, and close it; raise as `merge_checkpoint`.
+
+    Not collective. The result depends on the tensors alone, and not on the files in which they lay: it has the same bytes on all hosts.
+    """
     call = CallOptions(section=ALL, on_progress=on_progress)
-    return _merge(opened, {}, _Request(target_path(path), call, ExportOptions(), None, {}, time.perf_counter()))
+    # The ranks of a source without ranks are the numbers of its files.
+    files = tuple(replace(shard_file, rank=0) for shard_file in opened.files)
+    request = _Request(target_path(path), call, ExportOptions(), None, {}, time.perf_counter(), is_copy=True)
+    return _merge(replace(opened, files=files), {}, request)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A call: the target, the options, the conversion that these name and its numbers, and the time when it began."""
+    """A call: the target, the options, the conversion that these name and its numbers, and the time when it began.
+
+    `is_copy`: tensors are in the order of their names, and nothing is known of an interrupted copy.
+    """
 
     path: str
     call: CallOptions
@@ -281,6 +290,7 @@ class _Request:
     conversion: ConversionRules | None
     numbers: Mapping[str, int]
     began: float
+    is_copy: bool = False
 
     @property
     def has_model(self) -> bool:
@@ -350,7 +360,7 @@ def _merge(opened: Source, reductions: Mapping[str, str], request: _Request) -> 
                 extra=extra,
                 metadata=metadata,
                 overwrite=overwrite,
-                reuse=True,
+                reuse=not request.is_copy,
                 resume=resume,
             ) as publication:
                 target, reused = publication.path, tuple(sorted(publication.finished))
@@ -410,8 +420,8 @@ def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
     options, left_options = request.options, selected.options
     try:
         rank_shards = selected.source.rank_shards()
-        basis = _basis(selected.source, options, selected.reductions)
-        plan = plan_merge(rank_shards, left_options, basis=basis, reductions=selected.reductions)
+        basis = "" if request.is_copy else _basis(selected.source, options, selected.reductions)
+        plan = plan_merge(rank_shards, left_options, basis=basis, reductions=selected.reductions, sorts=request.is_copy)
     except (CorruptError, IncompleteError) as error:
         # The note of one of several files says where the others are.
         notes = opened.notes if opened.opened.file is not None else ()

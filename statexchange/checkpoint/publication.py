@@ -49,11 +49,11 @@ __all__ = [
     "FORMAT_METADATA",
     "Provenance",
     "Publication",
+    "ReplaceableFiles",
     "VersionMarks",
     "check_publication",
     "index_name",
     "listed_boxes",
-    "listed_files",
     "sealed_manifest_text",
     "single_file_name",
 ]
@@ -66,7 +66,7 @@ class VersionMarks:
     """What makes a checkpoint a version of weights (formats/version.py).
 
     Attributes:
-        index: the metadata of the index, which a version always has.
+        index: metadata of the index, which a version always has; of a full one also its size is in it.
         manifest: keys of the manifest, instead of those that it has anyway.
         checksums: of a delta the checksum of each tensor after the change, for the metadata of its file; None for a
             full version.
@@ -77,7 +77,7 @@ class VersionMarks:
     checksums: Mapping[str, str] | None = None
 
 
-class _ReplaceCheck:
+class ReplaceableFiles:
     """Finds the files of a published checkpoint that is to be replaced, and refuses it if it has any other entry.
 
     A build asks at the start, and again before the new directory takes the name. A manifest that has not changed since
@@ -131,7 +131,7 @@ class _Draft:
         self.texts = dict(extra)
         self.names = [*self.headers, *extra]
         if index is not None:
-            self.texts[index] = index_text(plan, None if marks is None else marks.index)
+            self.texts[index] = index_text(plan, marks)
             self.names.append(index)
         self.nbytes = plan.nbytes + sum(map(len, (*self.headers.values(), *self.texts.values())))
         self.placed = _placed(LongTuple([plan]), _MOST_LISTED)
@@ -193,7 +193,7 @@ def check_publication(
         StorageError: as `Publication`.
     """
     draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA)
-    check = _ReplaceCheck() if overwrite else None
+    check = ReplaceableFiles() if overwrite else None
     check_build(target_path(path), MANIFEST, check=check, nbytes=draft.nbytes, resume=resume)
 
 
@@ -249,7 +249,7 @@ class Publication:
             target_path(path),
             plan.digest,
             [*self._draft.names, MANIFEST],
-            check=_ReplaceCheck() if overwrite else None,
+            check=ReplaceableFiles() if overwrite else None,
             reuse=reuse,
             resume=resume,
         )
@@ -378,11 +378,12 @@ def index_name(plan: Plan) -> str | None:
     return None if len(plan.files) == 1 else f"{single_file_name(plan)}{INDEX}"
 
 
-def index_text(plan: Plan, metadata: Mapping[str, Any] | None = None) -> bytes:
-    """Return Hugging Face's index, which maps tensor names to files; by default its metadata has the size alone."""
+def index_text(plan: Plan, marks: VersionMarks | None = None) -> bytes:
+    """Return Hugging Face's index, which maps tensor names to files."""
     weight_map = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
-    if metadata is None:
-        metadata = {"total_size": plan.nbytes}
+    metadata = {} if marks is None else dict(marks.index)
+    if marks is None or marks.checksums is None:
+        metadata["total_size"] = plan.nbytes
     record = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from statexchange.checkpoint.publication import listed_files
+from statexchange.checkpoint.publication import ReplaceableFiles
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage import versions
 from statexchange.storage.versions import GRACE_S
@@ -31,4 +31,6 @@ def remove_old_versions(path: str, run: str, bases: Mapping[int, int | None], ke
         # Only now: a reader may still need a version of the run before.
         for earlier in versions.list_runs(path)[:-1]:
             versions.retire(path, earlier, dict.fromkeys(versions.list_versions(path, earlier)), 0)
-    return versions.sweep_retired(path, MANIFEST, listed_files, grace_s=GRACE_S)
+    removed = versions.sweep_retired(path, MANIFEST, ReplaceableFiles(), grace_s=GRACE_S)
+    versions.clear_runs(path)
+    return removed

@@ -229,9 +229,12 @@ def export_described(
         nodes = writing_nodes(comm, plan)
         receipts = write_boxes(comm, described, plan, nodes, headers, request.call)
         clock.lap("write", nbytes)
+        if request.on_written is not None:
+            with comm.phase("copying what it has written"):
+                request.on_written(plan, receipts)
         with collector_paused():
             report = publish(comm, root, plan, receipts, nodes, request, clock)
-            return Exported(report, plan, receipts, root)
+            return Exported(report, root)
 
 
 def converted_description(

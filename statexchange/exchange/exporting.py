@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -90,6 +90,7 @@ class ExportRequest:
         options, call: the options.
         model_files: the files that the model itself has, on root.
         marks: on root what makes the checkpoint a version of weights; None for any other, and on other ranks.
+        on_written: called with the plan and this rank's receipts when all has been written and nothing is published.
     """
 
     path: str
@@ -97,6 +98,7 @@ class ExportRequest:
     call: CallOptions
     model_files: Mapping[str, bytes]
     marks: VersionMarks | None = None
+    on_written: Callable[[WritePlan, Receipts], object] | None = None
 
 
 class Clock:
@@ -145,11 +147,9 @@ class RootExport:
 
 
 class Exported(NamedTuple):
-    """The result of an export: the plan by which all ranks have written, this rank's receipts, and what root has."""
+    """The result of an export, and what root has of it."""
 
     report: ExportReport
-    plan: WritePlan
-    receipts: Receipts
     root: RootExport | None
 
 

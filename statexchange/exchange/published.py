@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import UnsupportedError
+from statexchange.errors import ReplacedError, UnsupportedError
 from statexchange.exchange.rank_metadata import RankMetadata, local_box
 from statexchange.exchange.receipts import Receipts
 from statexchange.exchange.staging import Staging
@@ -90,7 +91,7 @@ class PublishedVersion:
     Attributes:
         run: the id of the run.
         number: the version.
-        metadata: the digest of the description of this rank's state.
+        state_digest: that of the description of this rank's state.
         plan: the plan by which the ranks have written a full version.
         boxes: what this rank has published; None if a publish has failed since.
         manifest: on root the digest of the version's manifest.
@@ -98,13 +99,13 @@ class PublishedVersion:
         aliases: on root the names of tied tensors.
         bases: on root, for each version of the run the one that it is based on.
         full_nbytes: the bytes of all tensors.
-        chain_nbytes: the bytes of the deltas since the last full version, and
-        chain: their number.
+        chain_nbytes: the bytes of the deltas since the last full version.
+        chain_length: how many they are.
     """
 
     run: str
     number: int
-    metadata: str
+    state_digest: str
     plan: WritePlan
     boxes: list[PublishedBox] | None
     manifest: str
@@ -113,7 +114,7 @@ class PublishedVersion:
     bases: dict[int, int | None] = field(default_factory=dict)
     full_nbytes: int = 0
     chain_nbytes: int = 0
-    chain: int = 0
+    chain_length: int = 0
 
 
 def digest_of_state(described: Description, options: ExportOptions) -> str:
@@ -124,7 +125,11 @@ def digest_of_state(described: Description, options: ExportOptions) -> str:
 def published_boxes(
     comm: Communicator, described: Description, plan: WritePlan, receipts: Receipts
 ) -> list[PublishedBox]:
-    """Return a copy of what this rank has written of a full version, by its receipts. Not collective."""
+    """Return a copy of what this rank has written of a full version, by its receipts. Not collective.
+
+    Raises:
+        ReplacedError: a tensor was changed since it was written.
+    """
     staging = Staging()
     boxes = []
     for number, tensor, piece, receipt in planned_pieces(plan, comm.rank):
@@ -135,6 +140,8 @@ def published_boxes(
         for _, part in staging.parts(local_box(described, tensor.source, piece.box_index), tensor.dtype):
             data[at : at + len(part)] = np.frombuffer(part, np.uint8)
             at += len(part)
+        if xxhash.xxh3_128_digest(data.data) != receipts.digests[receipt]:
+            raise ReplacedError("this tensor was changed while it was published", name=tensor.source)
         boxes.append(PublishedBox(number, piece.box, piece.box_index, data, receipts.digests[receipt]))
     return boxes
 

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from statexchange.checkpoint.version_retention import remove_old_versions
-from statexchange.comm.communicator import CommLike, Communicator, from_all
+from statexchange.comm.communicator import CommLike, Communicator, from_all, from_root
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt
 from statexchange.exchange.background import raise_unreported, run_in_background, wait_for_end
@@ -28,7 +28,7 @@ from statexchange.exchange.save_schedule import whole_number
 from statexchange.exchange.version_publishing import PublishedVersion, PublishReport, VersionOptions, publish_version
 from statexchange.sharding.options import CallOptions, Cast, Convert, ExportOptions, Rename, Replicas
 from statexchange.state.describe import Description, State, describe
-from statexchange.storage.versions import set_latest, versions_path
+from statexchange.storage.versions import begin_run, check_is_current, set_latest, versions_path
 from statexchange.tensors import collector_paused
 
 if TYPE_CHECKING:
@@ -48,16 +48,16 @@ class Publisher:
 
     The first version is full. The next is a delta, unless the state's tensors, dtypes, shapes or sharding have changed,
     a sample shows that it would be larger than `max_delta`, the deltas since the last full version are together larger
-    than half of one, or `full_every` is reached. Each rank keeps a copy of its part in the published dtype, and a
-    second one with ``background=True``.
+    than half of one, or `full_every` is reached. Each rank has in its host's memory a copy of its part in the published
+    dtype; with ``background=True`` also one in the live dtype.
 
     Each Publisher is a run of its own. Readers follow the run that began last, so a trainer that starts again may
     number its versions from any number on.
 
     Args:
         path: a directory that trainer and readers see; the first publish makes it.
-        keep: how many of the newest versions stay, and with them all that they are based on. Others are removed once
-            they have been retired for a minute and no reader has a lease of them.
+        keep: how many of the newest versions stay, and with them all that they are based on. An older one is removed by
+            a later publish, at least 60 s after it was retired, and not while a reader has a lease of it.
         full_every: at least each so many versions is full.
         max_delta: the largest delta, as a share of the bytes of all tensors.
         frames: "many" lets each rank compress its own rows. "one" compresses each tensor as one zstd frame, on one
@@ -69,7 +69,8 @@ class Publisher:
         rename: a function of a name, or (regex, replacement) pairs, which are applied in order: to the engine's names.
         convert: write the names and values of another model family, as in `export_checkpoint`.
         convert_with: numbers that the conversion needs.
-        dtype: the dtype to which floating tensors are cast: of bf16 most steps change few elements, of fp32 nearly all.
+        dtype: the dtype to which floating tensors are cast. In bf16 most steps change few elements; in fp32 nearly all,
+            so that deltas do not pay.
         replicas: "equal" raises ReplicaError if copies differ; "root" takes the lowest rank's copy.
         max_shard_size: limit of a file's bytes: an int, or text such as "5GB".
         stall_timeout_s: limit of the time in which no rank moves a byte, in seconds.
@@ -120,6 +121,7 @@ class Publisher:
         self._call = CallOptions.of(arguments)
         self._comm = comm
         self._published: PublishedVersion | None = None
+        self._run = ""  # root's
         self._last: Future[PublishReport] | None = None
 
     @property
@@ -142,7 +144,8 @@ class Publisher:
 
         Args:
             state: a module, a mapping of names to tensors, or a list of such, as in `export_checkpoint`.
-            version: its number, the same on all ranks: any for the first of this Publisher, then one more each time.
+            version: its number, the same on all ranks: any for the first of this Publisher, then the last published
+                number plus one. After a failed publish its number is used again.
             background: publish a copy in a thread, and return a Future.
 
         Returns:
@@ -171,7 +174,12 @@ class Publisher:
             def prepare() -> tuple[Description, Callable[[Description, Communicator], PublishReport]]:
                 number = self._next_number(version)
                 described, conversion, request = self._prepared(state, comm)
-                return described, lambda copies, own: self._publish(copies, conversion, request, number, own, began)
+
+                def finish(copies: Description, comm: Communicator) -> PublishReport:
+                    timing = (began, background)
+                    return self._publish(copies, conversion, request, number, comm, timing)
+
+                return described, finish
 
             if background:
                 shown = os.path.join(self.path, f"version {excerpt(version)}")
@@ -186,7 +194,9 @@ class Publisher:
         number = whole_number(version, "version")
         last = self._published
         if last is not None and number != last.number + 1:
-            text = f"the next version of this run is {last.number + 1}, not {number}: readers go from one to the next"
+            text = f"version {last.number + 1} has not been published: publish it before version {number}"
+            if number <= last.number:
+                text = f"version {number} has been published, or is passed: the next one is {last.number + 1}"
             raise InvalidArgumentError(text, path=self.path)
         if number >= 10**12:
             raise InvalidArgumentError(f"version must be below 10**12, not {number}")
@@ -212,39 +222,47 @@ class Publisher:
         request: ExportRequest,
         number: int,
         comm: Communicator,
-        began: float,
+        timing: tuple[float, bool],
     ) -> PublishReport:
-        """Convert and publish described tensors. Collective."""
+        """Convert and publish described tensors; `timing`: when the call began, and whether it has returned."""
+        began, is_background = timing
         stall_s = time.perf_counter() - began
-        numbers = from_all(comm, number, int, "the number of the version")
+        own = f"version {number}, {self._versions}"
+        given = from_all(comm, own, str, "the number of the version")
         with comm.phase("comparing the number of the version"):
-            if len(set(numbers)) > 1:
-                raise InvalidArgumentError(f"ranks give other numbers of the version: {sorted(set(numbers))}")
+            for rank, of_rank in enumerate(given):
+                if of_rank != given[0]:
+                    text = "this rank publishes another version, or by other options, than rank 0"
+                    raise InvalidArgumentError(text, rank=rank, expected=given[0], found=of_rank)
+        with comm.phase("beginning a version"):
+            if comm.rank == 0:
+                self._run = self._run or begin_run(self.path)
+                check_is_current(self.path, self._run)
+        run = from_root(comm, self._run, str, "the run")
         report, published = publish_version(
-            comm, described, conversion, request, self._versions, number, self._published
+            comm, described, conversion, request, self._versions, run, number, self._published
         )
         self._published = published
         with comm.phase("removing old versions"):
             if comm.rank == 0:
                 self._finish(published)
-        if self._last is None:
-            stall_s = time.perf_counter() - began
-        return replace(report, stall_s=stall_s, seconds=time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return replace(report, seconds=seconds, stall_s=stall_s if is_background else seconds)
 
     def _finish(self, published: PublishedVersion) -> None:
         """Let ``latest`` name the version, and remove old ones. Root only."""
-        set_latest(self.path, published.run, published.number)
         try:
+            set_latest(self.path, published.run, published.number)
             remove_old_versions(self.path, published.run, published.bases, self._versions.keep)
-        except StateExchangeError as error:  # the version is published
-            _log.warning("version %s is published, but old versions are not removed: %s", published.number, error)
+        except (StateExchangeError, OSError) as error:  # the version is published all the same
+            _log.warning("version %s is published, but not all old versions are removed: %s", published.number, error)
 
     def _wait(self) -> None:
         """Wait for a publish in the background, and raise its failure unless the caller has received it."""
         last = self._last
         if last is not None:
             wait_for_end(last)
-            self._last = None  # only now: an interrupted wait is not the end of it
+            self._last = None  # after the wait, so that an interrupted one can be repeated
             raise_unreported(last)
 
     def close(self) -> None:

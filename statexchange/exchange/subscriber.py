@@ -7,10 +7,11 @@ version alone, so that what is absent is never taken for unchanged, for full, or
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from statexchange.comm.communicator import CommLike, Communicator, from_all, from_root
 from statexchange.comm.defaults import as_communicator, public_call
@@ -23,13 +24,14 @@ from statexchange.exchange.version_reading import NOT_YET, Search, Version, find
 from statexchange.formats.registry import open_checkpoint
 from statexchange.sharding.options import Convert, Rename
 from statexchange.state.describe import State
-from statexchange.storage.location import resolve_path
+from statexchange.storage.location import target_path
 from statexchange.storage.versions import Lease, version_name, versions_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from statexchange.formats.open_checkpoint import OpenCheckpoint
+    from statexchange.formats.source import Source
 
 __all__ = ["StagedVersion", "Subscriber", "Version"]
 
@@ -42,14 +44,16 @@ class Subscriber:
     Each rank of an engine has one over the engine's ranks; a process alone needs no torch.distributed. Constructing it
     touches no file and communicates with no rank.
 
-    Staged versions lie in a cache that all readers of a host share: the host's memory must have room for two versions,
-    or for one if each is full. The next version is made from the one that is staged and from one delta.
+    Staged versions lie in a cache that all readers of a host share. It needs room for two whole models: the staged
+    version stays until the next one is complete, which is made from it and from one delta. Versions of other programs
+    are made from their full version each time.
 
     Args:
         path: the directory of versions; of another program, that of its run.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
-        cache: a local directory for staged versions, which stay in it; by default one in shared memory, which the last
-            reader that closes its Subscriber empties.
+        cache: a local directory for staged versions, of which the newest stays after `close`. By default one in shared
+            memory (/dev/shm), from which `close` removes what no other reader uses; after a kill the newest version
+            stays there until a reader of the same directory closes.
 
     Raises:
         InvalidArgumentError: an argument is not accepted; `path` is a URL.
@@ -76,7 +80,7 @@ class Subscriber:
         cache: str | os.PathLike[str] | None = None,
     ) -> None:
         self._path = versions_path(path)
-        self._cache = VersionCache(None if cache is None else resolve_path(cache, "a cache"), self._path)
+        self._cache = VersionCache(None if cache is None else target_path(cache, local=True), self._path)
         self._comm = comm
 
     @property
@@ -89,12 +93,13 @@ class Subscriber:
     ) -> Version:
         """Return the newest version that is whole on all hosts of the ranks, and newer than another one.
 
-        Collective. A version that cannot be read whole yet is waited for; meanwhile an older one that is newer than
-        `newer_than` counts.
+        Collective. A version that is not whole yet is passed over: an older one is returned if that is newer than
+        `newer_than`.
 
         Args:
             newer_than: the version that the caller has. Every version of a later run is newer.
-            version: the number that is wanted, to go back to a version that is kept; by default the newest.
+            version: the number that is wanted, to go back to a version that is kept; by default the newest. Not
+                together with `newer_than`.
             timeout_s: how long to wait; 0 looks once.
 
         Returns:
@@ -118,6 +123,10 @@ class Subscriber:
                 if newer_than is not None and not isinstance(newer_than, Version):
                     raise InvalidArgumentError(f"newer_than is a Version that wait returned, not {excerpt(newer_than)}")
                 number = None if version is None else whole_number(version, "version")
+                if newer_than is not None and number is not None:
+                    raise InvalidArgumentError("wait takes newer_than or version, not both")
+                if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s >= 0:
+                    raise InvalidArgumentError(f"timeout_s must be a number of seconds, not {excerpt(timeout_s)}")
             end = time.monotonic() + timeout_s
             pause = _POLL_S
             while True:
@@ -158,12 +167,18 @@ class Subscriber:
             return StallError(f"{text}: {reason}", path=self._path)
         last = find_version(self._path, None, None).version
         if last is None:
-            return StallError(f"{text}: there is none yet", path=self._path)
-        age_s = max(0.0, time.time() - os.stat(last.path).st_mtime)
+            exists = os.path.isdir(self._path)
+            return StallError(
+                f"{text}: {'there is none' if exists else 'the directory does not exist'} yet", path=self._path
+            )
+        try:
+            age_s = max(0.0, time.time() - os.stat(last.path).st_mtime)
+        except OSError:  # removed just now
+            return StallError(text, path=self._path)
         return StallError(f"{text}: the last one, {last.number}, is {age_s / 60:.1f} min old", path=last.path)
 
     def stage(self, version: Version) -> StagedVersion:
-        """Make a whole checkpoint of a version on each host, and check all digests. Use it in a with block.
+        """Make a whole checkpoint of a version on each host, and check all digests meanwhile. Use it in a with block.
 
         Collective; blocks until all hosts have it. The state of no rank changes. One rank of a host makes it for all
         readers of the host, from the version that is staged there and one delta, or else from the newest full one.
@@ -199,8 +214,7 @@ class Subscriber:
                     if comm.local_rank == 0:
                         cached = self._staged(comm, version)
                 with comm.phase("opening the staged version"):
-                    if cached is None:
-                        cached = self._staged(comm, version)
+                    cached = cached or self._staged(comm, version)
             except BaseException:
                 if cached is not None:
                     cached.close()
@@ -209,19 +223,16 @@ class Subscriber:
 
     def _staged(self, comm: Communicator, version: Version) -> CachedVersion:
         """Return a version from the cache of this host, which makes it unless it is there. Not collective."""
-        name = version_name(version.number)
-        if version.key in self._cache.copies():
-            return self._cache.stage(name, version.key, lambda copies: open_version(version, copies))
-        lease = Lease(self._path, version.run, version.number)
-        try:
-            return self._cache.stage(
-                name, version.key, lambda copies: open_version(version, copies), lambda *_: comm.progress()
-            )
-        finally:
-            lease.end()
+        with contextlib.ExitStack() as leases:
+
+            def open_leased(copies: Mapping[str, str]) -> Source:
+                leases.callback(Lease(self._path, version.run, version.number).end)
+                return open_version(version, copies)
+
+            return self._cache.stage(version_name(version.number), version.key, open_leased, comm.progress)
 
     def close(self) -> None:
-        """Give staged versions back. Not collective.
+        """Remove the staged versions of the default cache that no reader uses. Not collective.
 
         Example:
             >>> import statexchange as sx
@@ -247,21 +258,22 @@ class StagedVersion:
         self.version = version
         self._cached = cached
         self._comm = comm
+        self._is_closed = False
 
     def load_into(
         self,
         state: State,
         *,
-        strict: bool = True,
         layout: Mapping[str, object] | None = None,
         rename: Rename = (),
         convert: Convert | None = None,
-        convert_with: Mapping[str, int] | None = None,
+        dtype: Literal["state"] | None = None,
         **options: Any,
     ) -> LoadReport:
         """Load the version into `state`, in place: each rank what its own boxes need, from this host's memory.
 
-        Collective; the options and errors are those of `load_checkpoint`.
+        Collective; the options, the report and the errors are those of `load_checkpoint`. Where the state has another
+        floating dtype than the version, give ``dtype="state"``.
 
         Example:
             >>> import torch
@@ -277,11 +289,10 @@ class StagedVersion:
             state,
             self.directory(),
             comm=self._comm,
-            strict=strict,
             layout=layout,
             rename=rename,
             convert=convert,
-            convert_with=convert_with,
+            dtype=dtype,
             **options,
         )
 
@@ -314,10 +325,26 @@ class StagedVersion:
             ...     sorted(os.listdir(staged.directory()))
             ['model.safetensors', 'statexchange.json']
         """
+        if self._is_closed:
+            raise InvalidArgumentError("this staged version has ended: use it inside its with block")
         return self._cached.path
+
+    def close(self) -> None:
+        """Let the version be removed from this host; the end of a with block does the same. Not collective.
+
+        Example:
+            >>> import torch
+            >>> import statexchange as sx
+            >>> with sx.Publisher("updates") as publisher:
+            ...     report = publisher.publish({"w": torch.ones(3)}, 1)
+            >>> subscriber = sx.Subscriber("updates")
+            >>> subscriber.stage(subscriber.wait()).close()
+        """
+        self._is_closed = True
+        self._cached.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._cached.close()
+        self.close()

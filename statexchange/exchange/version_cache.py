@@ -9,6 +9,7 @@ still uses it, which holds a shared lock on ``<name>.used``; the system releases
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -17,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from filelock import FileLock, Timeout
 
-from statexchange.checkpoint.merge import merge_source
-from statexchange.checkpoint.publication import listed_files
-from statexchange.errors import CorruptError, StallError, StorageError
+from statexchange.checkpoint.merge import copy_source
+from statexchange.checkpoint.publication import ReplaceableFiles
+from statexchange.errors import CorruptError, NotFoundError, StorageError
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage import files, publish
 from statexchange.storage.store import local_path
@@ -33,7 +34,7 @@ __all__ = ["CachedVersion", "VersionCache"]
 
 _NAME = re.compile(r"weight_v[0-9]{6,12}-([0-9a-f]{32})")
 _LOCK, _USED = ".lock", ".used"
-_LONGEST_S = 3600.0  # for which a reader waits for another one that stages
+_POLL_S = 0.1
 
 
 class CachedVersion:
@@ -55,8 +56,8 @@ class VersionCache:
     """A cache of versions in a directory of this host.
 
     Args:
-        path: the directory that the user has chosen; None for one in the host's shared memory, which is emptied when
-            its last reader closes it.
+        path: the directory that the user has chosen; None for one in the host's shared memory, from which `close`
+            removes what no reader uses.
         versions: the directory of versions.
     """
 
@@ -77,7 +78,7 @@ class VersionCache:
         name: str,
         key: str,
         open_version: Callable[[Mapping[str, str]], Source],
-        on_progress: Callable[[int, int], None] | None = None,
+        progress: Callable[[], object],
     ) -> CachedVersion:
         """Return a version, which is made unless it is there. Not collective.
 
@@ -85,58 +86,69 @@ class VersionCache:
             name: the name of the version's directory.
             key: the digest of its manifest.
             open_version: opens it, given the versions that are staged.
-            on_progress: as for `merge_checkpoint`.
+            progress: called again and again.
 
         Raises:
-            StallError: another reader of this host has been staging for an hour.
             StateExchangeError: as `merge_checkpoint`.
         """
         files.make_path(self.path, 0o700)
         with files.private_directory(self.path):
             pass
         path = f"{self.path}/{name}-{key}"
-        with self._locked():
+        cached = CachedVersion(path)
+        if os.path.isdir(path):  # and it stays, as it is in use now
+            return cached
+        cached.close()
+        with self._locked(progress):
             cached = CachedVersion(path)
             try:
                 if not os.path.isdir(path):
-                    self._make(path, open_version, on_progress)
+                    # What killed readers of this host have left takes the room of a model.
+                    publish.clear_all(self.path, "weight_v", MANIFEST)
+                    self._make(path, open_version, progress)
                 self._remove_unused(without=path)
-            except StorageError as error:
-                cached.close()
-                raise error.located(advice=f"the versions of this host lie in {self.path}: choose by cache=") from None
             except BaseException:
                 cached.close()
                 raise
         return cached
 
     def _make(
-        self,
-        path: str,
-        open_version: Callable[[Mapping[str, str]], Source],
-        on_progress: Callable[[int, int], None] | None,
+        self, path: str, open_version: Callable[[Mapping[str, str]], Source], progress: Callable[[], object]
     ) -> None:
         copies = self.copies()
         try:
-            merge_source(open_version(copies), path, on_progress)
+            copy_source(open_version(copies), path, lambda *_: progress())
         except CorruptError:
             if not copies:
                 raise
             # The copy on this host may be what is broken: once more, from the versions alone.
-            merge_source(open_version({}), path, on_progress)
+            copy_source(open_version({}), path, lambda *_: progress())
+        except StorageError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            advice = f"staged versions need room in {self.path}: choose another directory by Subscriber(cache=...)"
+            raise error.located(advice=advice) from None
 
     def close(self) -> None:
-        """Empty a cache in shared memory, but for what other readers use."""
+        """Remove what no reader uses from a cache in shared memory; nothing while another reader is staging."""
         if self._is_own and os.path.isdir(self.path):
-            with contextlib.suppress(StallError), self._locked(0.0):
+            lock = self._lock()
+            with contextlib.suppress(Timeout), lock.acquire(timeout=0):
                 self._remove_unused()
 
+    def _lock(self) -> FileLock:
+        return FileLock(f"{self.path}/{_LOCK}")
+
     @contextlib.contextmanager
-    def _locked(self, timeout_s: float = _LONGEST_S) -> Iterator[None]:
-        lock = FileLock(f"{self.path}/{_LOCK}", timeout=timeout_s)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise StallError("another reader of this host is still staging a version", path=self.path) from None
+    def _locked(self, progress: Callable[[], object]) -> Iterator[None]:
+        """Hold the lock of those that stage; wait for another reader of this host, however long it takes."""
+        lock = self._lock()
+        while True:
+            try:
+                lock.acquire(timeout=_POLL_S)
+                break
+            except Timeout:
+                progress()
         try:
             yield
         finally:
@@ -144,13 +156,16 @@ class VersionCache:
 
     def _remove_unused(self, without: str = "") -> None:
         """Remove the versions that no reader uses."""
-        for path in self.copies().values():
-            if path == without:
+        for name in os.listdir(self.path):
+            version = name.removesuffix(_USED)
+            path = f"{self.path}/{version}"
+            if not name.endswith(_USED) or path == without:
                 continue
-            fd = os.open(f"{path}{_USED}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = os.open(f"{path}{_USED}", os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                publish.remove(path, MANIFEST, listed_files)
+                with contextlib.suppress(NotFoundError):
+                    publish.remove(path, MANIFEST, ReplaceableFiles())
                 os.unlink(f"{path}{_USED}")
             except BlockingIOError:
                 continue

@@ -1,12 +1,10 @@
 """What has changed since the last version, on each rank: compared, compressed, and placed in the entries of a delta.
 
 Each rank keeps the bytes that it has published (published.py), and takes its own difference; nobody gathers a tensor.
-A box that is one run of its tensor is compressed where it lies, a frame for each window: ranks tell each other only the
-sizes of their parts, from which all know the place of each, and the sums from which the checksum of the whole tensor
-follows. Any other box, as one of columns, is sent to a rank that has a part of the tensor, as the frames of its
-difference, which most often are a few percent of its bytes; that rank puts the tensor's difference together and
-compresses it.
-
+A box that is one run of its tensor is compressed where it lies, a frame for each window. Ranks exchange the sizes of
+their parts, which give the offset of each, and the sums for the checksum of the whole tensor. A box of columns is not
+one run: its compressed difference, most often a few percent of its bytes, is sent to one rank that writes the tensor;
+that rank joins the boxes and compresses the whole.
 """
 
 from __future__ import annotations
@@ -24,10 +22,10 @@ from statexchange.exchange.published import PublishedBox, checksum_of, planned_p
 from statexchange.exchange.rank_metadata import local_box
 from statexchange.exchange.receipts import Receipts
 from statexchange.exchange.staging import Staging
-from statexchange.formats.version_frames import compressor, decompressed, frame_boxes
+from statexchange.formats.version_frames import are_runs, compressor, decompressed
 from statexchange.messages import decode, encoded
 from statexchange.sharding.pieces import boxes_of, holders_of
-from statexchange.sharding.shards import Box, Shard, begin_of_run
+from statexchange.sharding.shards import Box, Shard
 from statexchange.sharding.write_plan import WritePlan, WriteTensor
 from statexchange.state.describe import Description, LocalTensor
 from statexchange.storage.regions import windows
@@ -97,35 +95,36 @@ def difference(
     plan: WritePlan,
     boxes: list[PublishedBox],
     *,
-    most_share: float,
+    most_nbytes: int,
     one_frame: bool,
 ) -> Delta | None:
     """Compare all tensors with what was published last; None if the entries would be too large. Collective.
 
-    `boxes` then have the new bytes: after a failure, or if the result is not published, the next version is full.
+    `boxes` are changed in place: if the delta is not published, they must not be used again.
 
     Args:
         comm: the communicator.
         described: this rank's tensors, of which the plan writes the same boxes as last time.
         plan: the plan.
         boxes: what this rank has published of it.
-        most_share: the largest size of all entries, as a share of the bytes of all tensors.
+        most_nbytes: the largest size of all entries.
         one_frame: compress each entry as one frame, for readers that read no others.
     """
     with comm.phase("comparing with the last version"):
-        compared = _Comparing(comm, described, plan, boxes, most_share)
+        compared = _Comparing(comm, described, plan, boxes, most_nbytes)
     report = from_all(comm, compared.report(), _Report, "what has changed")
-    if any(rank_report.is_too_large for rank_report in report):
+    if sum(rank_report.nbytes for rank_report in report) > most_nbytes:
         return None
     changed = sorted(set().union(*(rank_report.changed for rank_report in report)))
-    joins = {number for number in changed if one_frame or not _is_rows(plan.tensors[number])}
+    joins = {number for number in changed if one_frame or not _are_rows(plan.tensors[number])}
     with comm.phase("adding up checksums"):
         rows = compared.rows(changed)
     by_rank = from_all(comm, rows, _Rows, "the sizes of its differences")
-    parts, sizes = _placed(comm, plan, compared, changed, joins, by_rank, one_frame=one_frame)
-    tensors = {}
-    for number, of_tensor in parts.items():
-        tensors[plan.tensors[number].source] = _entry(plan.tensors[number].source, sizes[number], of_tensor)
+    with comm.phase("joining differences"):
+        parts, sizes = _placed(comm, plan, compared, changed, joins, by_rank, one_frame=one_frame)
+        tensors = {}
+        for number, of_tensor in parts.items():
+            tensors[plan.tensors[number].source] = _entry(plan.tensors[number].source, sizes[number], of_tensor)
     checksums = {}
     for number in changed:
         tensor = plan.tensors[number]
@@ -138,10 +137,10 @@ def difference(
 
 @dataclass(frozen=True, slots=True)
 class _Report:
-    """The numbers of the tensors that have changed on a rank, and whether its frames are too large."""
+    """The numbers of the tensors that have changed on a rank, and the bytes of their frames."""
 
     changed: Sequence[int]
-    is_too_large: bool
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +173,7 @@ class _Comparing:
         described: Description,
         plan: WritePlan,
         boxes: Sequence[PublishedBox],
-        most_share: float,
+        most_nbytes: int,
     ) -> None:
         self._plan = plan
         self._boxes = boxes
@@ -182,7 +181,8 @@ class _Comparing:
         self._zeros: dict[int, bytes] = {}
         self._compress = compressor()
         self.receipts = Receipts()
-        self._left = 64 * len(boxes) + int(most_share * sum(len(published.data) for published in boxes))
+        self._most_nbytes = most_nbytes
+        self._nbytes = 0
         staging = Staging()
         in_order = iter(enumerate(boxes))
         for number, tensor, piece, _ in planned_pieces(plan, comm.rank):
@@ -204,7 +204,7 @@ class _Comparing:
     def _compare(
         self, index: int, published: PublishedBox, parts: Iterator[tuple[Box, memoryview]], comm: Communicator
     ) -> None:
-        """Compare a box window by window; from the first that differs on, compress the difference and take it over."""
+        """Compare a box window by window; from the first that differs on, compress differences and copy new bytes."""
         hasher = None
         at = 0
         for _, part in parts:
@@ -216,9 +216,9 @@ class _Comparing:
             if hasher is None:
                 hasher = xxhash.xxh3_128(published.data[:at].data)
                 self._frames[index] = self._unchanged(published, at)
-            if self._left >= 0:
+            if self._nbytes <= self._most_nbytes:  # what is more is a full version, for which no frame is needed
                 frame = self._compress(np.bitwise_xor(new, old))
-                self._left -= len(frame)
+                self._nbytes += len(frame)
                 self._frames[index].append(frame)
             old[...] = new
             hasher.update(part)
@@ -242,10 +242,10 @@ class _Comparing:
 
     def report(self) -> _Report:
         """Return what the other ranks need first."""
-        return _Report(sorted({self._boxes[index].number for index in self._frames}), self._left < 0)
+        return _Report(sorted({self._boxes[index].number for index in self._frames}), self._nbytes)
 
     def of_tensors(self, numbers: Sequence[int]) -> Iterator[tuple[PublishedBox, list[bytes]]]:
-        """Yield this rank's boxes of some tensors with their frames."""
+        """Yield this rank's boxes of some tensors with their frames, which are made of boxes that have not changed."""
         wanted = set(numbers)
         for index, published in enumerate(self._boxes):
             if published.number in wanted:
@@ -265,8 +265,8 @@ class _Comparing:
         return _Rows(of_tensors, sizes, firsts, seconds)
 
 
-def _is_rows(tensor: WriteTensor) -> bool:
-    return all(begin_of_run(box, tensor.shape) is not None for box in boxes_of(tensor.pieces))
+def _are_rows(tensor: WriteTensor) -> bool:
+    return are_runs(boxes_of(tensor.pieces), tensor.shape)
 
 
 def _placed(
@@ -346,15 +346,14 @@ def _joined(
             whole[target] = np.frombuffer(content, whole.dtype).reshape(box.shape)
     if comm.rank != owner:
         return []
-    flat = np.frombuffer(whole.tobytes(), np.uint8)
+    flat = whole.reshape(-1).view(np.uint8)
     compress = compressor()
     if one_frame:
         return [compress(flat)]
     frames, at = [], 0
-    for of_frames in frame_boxes(list(boxes_of(tensor.pieces)), tensor.shape):
-        for window in windows(of_frames.shape, itemsize):
-            frames.append(compress(flat[at : at + window.numel * itemsize]))
-            at += window.numel * itemsize
+    for window in windows(tensor.shape, itemsize):
+        frames.append(compress(flat[at : at + window.numel * itemsize]))
+        at += window.numel * itemsize
     return frames
 
 

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from statexchange.checkpoint.publication import Publication, VersionMarks, listed_boxes
-from statexchange.comm.communicator import Communicator, from_all, from_root
+from statexchange.comm.communicator import Communicator, from_all
 from statexchange.exchange.chosen_conversion import Conversion
 from statexchange.exchange.export import converted_description, export_described
 from statexchange.exchange.exporting import ExportRequest
-from statexchange.exchange.published import PublishedVersion, digest_of_state, published_boxes
-from statexchange.exchange.receipts import gather_provenance
+from statexchange.exchange.published import PublishedBox, PublishedVersion, digest_of_state, published_boxes
+from statexchange.exchange.receipts import Receipts, gather_provenance
 from statexchange.exchange.version_delta import Delta, difference, sampled_share
 from statexchange.formats.version import DELTA_SCHEMA, VERSION_KEY
 from statexchange.sharding.plan import Plan
+from statexchange.sharding.write_plan import WritePlan
 from statexchange.state.describe import Description
 from statexchange.storage import versions
 from statexchange.storage.files import WINDOW_BYTES, digest
 
 __all__ = ["PublishReport", "PublishedVersion", "VersionOptions", "publish_version"]
+
+_LEAST_NBYTES = 1 << 16  # a delta of a small model may be as large, as each frame has a header
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +52,8 @@ class PublishReport:
     num_tensors: int
     nbytes: int
     total_nbytes: int
-    seconds: float
-    stall_s: float
+    seconds: float = 0.0
+    stall_s: float = 0.0
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -85,38 +87,32 @@ def publish_version(
     conversion: Conversion | None,
     request: ExportRequest,
     options: VersionOptions,
+    run: str,
     number: int,
     last: PublishedVersion | None,
 ) -> tuple[PublishReport, PublishedVersion]:
     """Publish one version: a delta of the last one if that is smaller and possible, else a full one. Collective."""
-    began = time.perf_counter()
-    with comm.phase("beginning a version"):
-        run = ""
-        if comm.rank == 0:
-            run = versions.begin_run(options.path) if last is None else last.run
-            versions.check_is_current(options.path, run)
-    run = from_root(comm, run, str, "the run")
     path = f"{options.path}/{run}/{versions.version_name(number)}"
     described, left_options = converted_description(comm, described, conversion, request.options)
     request = replace(request, path=path, options=left_options)
-    metadata = digest_of_state(described, left_options)
-    delta = None
-    if last is not None and _may_be_delta(comm, last, metadata, options):
+    state_digest = digest_of_state(described, left_options)
+    if last is not None and _may_be_delta(comm, last, state_digest, options):
         delta = _difference(comm, described, last, options)
-    if delta is None or last is None:
-        published, report = _publish_full(comm, described, request, run, number, metadata, last)
-    else:
-        published, report = _publish_delta(comm, delta, request, number, last)
-    seconds = time.perf_counter() - began
-    return replace(report, seconds=seconds, stall_s=seconds), published
+        if delta is not None:
+            return _publish_delta(comm, delta, request, number, last)
+    bases: dict[int, int | None] = {}
+    if last is not None:
+        bases = last.bases
+        last.boxes = None  # before another copy is made
+    return _publish_full(comm, described, request, run, number, state_digest, bases)
 
 
-def _may_be_delta(comm: Communicator, last: PublishedVersion, metadata: str, options: VersionOptions) -> bool:
+def _may_be_delta(comm: Communicator, last: PublishedVersion, state_digest: str, options: VersionOptions) -> bool:
     """Whether the next version can be a delta: all ranks have the same tensors in the same boxes. Collective."""
-    is_same = last.boxes is not None and last.metadata == metadata
+    is_same = last.boxes is not None and last.state_digest == state_digest
     if not all(from_all(comm, is_same, bool, "whether its state has the same tensors as before")):
         return False
-    return last.chain + 1 < options.full_every and last.chain_nbytes <= last.full_nbytes // 2
+    return last.chain_length + 1 < options.full_every and last.chain_nbytes <= last.full_nbytes // 2
 
 
 def _difference(
@@ -127,10 +123,10 @@ def _difference(
     assert boxes is not None
     if sampled_share(comm, described, last.plan, boxes) > options.max_delta:
         return None
-    # Until the delta is published the copy is neither of the last version nor of this one.
+    # From here on `boxes` are of both versions; if the delta is not published, the next version must be full.
     last.boxes = None
-    is_one = options.frames == "one"
-    return difference(comm, described, last.plan, boxes, most_share=options.max_delta, one_frame=is_one)
+    most_nbytes = int(options.max_delta * last.full_nbytes) + _LEAST_NBYTES
+    return difference(comm, described, last.plan, boxes, most_nbytes=most_nbytes, one_frame=options.frames == "one")
 
 
 def _publish_full(
@@ -139,29 +135,34 @@ def _publish_full(
     request: ExportRequest,
     run: str,
     number: int,
-    metadata: str,
-    last: PublishedVersion | None,
-) -> tuple[PublishedVersion, PublishReport]:
+    state_digest: str,
+    bases: Mapping[int, int | None],
+) -> tuple[PublishReport, PublishedVersion]:
     """Export all tensors, and keep a copy of this rank's part. Collective."""
+    kept: list[tuple[WritePlan, list[PublishedBox]]] = []
+
+    def keep(plan: WritePlan, receipts: Receipts) -> None:
+        kept.append((plan, published_boxes(comm, described, plan, receipts)))
+
     marks = VersionMarks({"version": f"{number:06d}"}, {VERSION_KEY: {"run": run, "number": number}})
-    exported = export_described(described, None, replace(request, marks=marks), comm, None)
+    # Before the commit: if the copy fails on any rank, there is no version.
+    exported = export_described(described, None, replace(request, marks=marks, on_written=keep), comm, None)
     report, root = exported.report, exported.root
-    with comm.phase("copying its part of the version"):
-        boxes = published_boxes(comm, described, exported.plan, exported.receipts)
-    published = PublishedVersion(run, number, metadata, exported.plan, boxes, "", (), {})
+    (plan, boxes) = kept[0]
+    published = PublishedVersion(run, number, state_digest, plan, boxes, "", (), {})
     published.full_nbytes = report.nbytes
     if root is not None:
         published.manifest = root.publication.manifest_digest
         published.tensors = tuple(root.plan.tensors.values())
         published.aliases = root.plan.aliases
-    published.bases = {**({} if last is None else last.bases), number: None}
+    published.bases = {**bases, number: None}
     sizes = (report.num_tensors, report.num_tensors, report.nbytes, report.nbytes)
-    return published, PublishReport(report.path, number, None, "full", *sizes, 0.0, 0.0, report.notes)
+    return PublishReport(report.path, number, None, "full", *sizes, notes=report.notes), published
 
 
 def _publish_delta(
     comm: Communicator, delta: Delta, request: ExportRequest, number: int, last: PublishedVersion
-) -> tuple[PublishedVersion, PublishReport]:
+) -> tuple[PublishReport, PublishedVersion]:
     """Export the entries of a delta. Collective."""
     with comm.phase("comparing copies"):
         provenance = gather_provenance(comm, last.plan, delta.receipts, last.tensors)
@@ -175,11 +176,11 @@ def _publish_delta(
         manifest = "" if exported.root is None else exported.root.publication.manifest_digest
     else:
         manifest = _publish_empty(comm, request)
-    published = replace(last, number=number, boxes=delta.boxes, manifest=manifest, chain=last.chain + 1)
+    published = replace(last, number=number, boxes=delta.boxes, manifest=manifest, chain_length=last.chain_length + 1)
     published.chain_nbytes += delta.nbytes
     published.bases = {**last.bases, number: last.number}
     sizes = (len(delta.changed), len(last.plan.tensors), delta.nbytes, last.full_nbytes)
-    return published, PublishReport(request.path, number, last.number, "delta", *sizes, 0.0, 0.0)
+    return PublishReport(request.path, number, last.number, "delta", *sizes), published
 
 
 def _marks_of_delta(delta: Delta, provenance: Mapping[str, Any], number: int, last: PublishedVersion) -> VersionMarks:

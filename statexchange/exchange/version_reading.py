@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError
 from statexchange.formats import version as version_format
 from statexchange.formats.registry import open_with
-from statexchange.formats.version import VersionId
+from statexchange.formats.version import manifest_digest
 from statexchange.storage.files import digest
-from statexchange.storage.versions import current_run, list_runs, list_versions, version_name
+from statexchange.storage.versions import list_runs, list_versions, version_name
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
@@ -49,7 +49,7 @@ class Search(NamedTuple):
 
 
 def find_version(path: str, newer_than: Version | None, number: int | None) -> Search:
-    """Look for the newest whole version of the current run, or for that of a number.
+    """Look for the newest whole version of the newest run that has versions, or for that of a number.
 
     Not collective. What is not whole is passed over, as it may be only not visible yet, or based on what is lost.
 
@@ -59,25 +59,28 @@ def find_version(path: str, newer_than: Version | None, number: int | None) -> S
         number: the number that is wanted.
 
     Raises:
-        NotFoundError: the version of this number was retired.
+        NotFoundError: the version of this number is not kept.
     """
-    run = current_run(path) or ""
-    numbers = list_versions(path, run) if run or not list_runs(path) else []
-    if number is not None:
-        if numbers and number < numbers[0]:
-            text = f"version {number} was retired: the oldest of this run is {numbers[0]}"
-            raise NotFoundError(text, path=path)
-        numbers = [number] if number in numbers else []
     reason = ""
-    for candidate in reversed(numbers):
-        if newer_than is not None and newer_than.run == run and candidate <= newer_than.number:
+    for run in reversed(list_runs(path) or [""]):
+        numbers = list_versions(path, run)
+        if number is not None and numbers:
+            if number < numbers[0]:
+                text = f"version {number} is not kept: the oldest of this run is {numbers[0]}"
+                raise NotFoundError(text, path=path)
+            numbers = [number] if number in numbers else []
+        for candidate in reversed(numbers):
+            if newer_than is not None and newer_than.run == run and candidate <= newer_than.number:
+                break
+            found = Version(_path_of(path, run, candidate), run, candidate)
+            try:
+                with open_version(found) as source:
+                    return Search(Version(found.path, run, candidate, _key_of(source)), reason)
+            except NOT_YET as error:
+                reason = reason or f"version {candidate} is not whole here: {error}"
+        # A run that has only begun has no version yet: that of the run before it still counts.
+        if numbers or number is not None or (newer_than is not None and newer_than.run == run):
             break
-        found = Version(_path_of(path, run, candidate), run, candidate)
-        try:
-            with open_version(found) as source:
-                return Search(Version(found.path, run, candidate, _key_of(source)), reason)
-        except NOT_YET as error:
-            reason = reason or f"version {candidate} is not whole here: {error}"
     return Search(None, reason)
 
 
@@ -102,8 +105,8 @@ def open_version(version: Version, copies: Mapping[str, str] = MappingProxyType(
 
 def _key_of(source: Source) -> str:
     """Return the digest of the manifest of a version; of that of another program, one of its files."""
-    own = VersionId.of(source.opened.store)
-    if own is not None:
-        return own.manifest
+    own = manifest_digest(source.opened.store)
+    if own:
+        return own
     versions = [shard_file.file.version for shard_file in source.files]
     return digest(json.dumps(versions).encode())

@@ -20,13 +20,12 @@ compresses its own rows where they lie. Else they are those of the windows of th
 
 **Versions of others** (slime, miles, sglang, vime, stitch, ModelExpress) have no manifest. Their index decides: the
 five keys of its metadata, and a weight map with which the files must agree. A tensor is proven by the checksum of the
-whole new tensor in its file's metadata; one in blake3 is not looked at, which a note says.
+whole new tensor in its file's metadata; one in blake3 is not checked, which a note says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -46,43 +45,32 @@ from statexchange.formats.version_frames import (
 )
 from statexchange.sharding.shards import Box, Shard, full_box, shape_from_json
 from statexchange.storage.files import WINDOW_BYTES, digest
-from statexchange.storage.location import OpenedPath, open_path, read_json
+from statexchange.storage.location import MAX_MANIFEST_BYTES, OpenedPath, open_path, read_json
 from statexchange.storage.store import ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import Header, read_header
 from statexchange.storage.versions import version_name, version_number
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["DELTA_SCHEMA", "VERSION_INDEX", "VERSION_KEY", "VersionId", "matches", "read"]
+__all__ = ["DELTA_SCHEMA", "VERSION_INDEX", "VERSION_KEY", "manifest_digest", "matches", "read"]
 
 DELTA_SCHEMA = 3  # of a manifest whose directory is a delta
 VERSION_KEY = "version"
 VERSION_INDEX = f"model.safetensors{INDEX}"
-_MARK = b'{"schema":3,'  # how the manifest of a delta begins
+_MARK = b'{"schema":3,'  # the first bytes of a delta's manifest, whose first key is the schema
 _KEYS = {"version", "base_version", "delta_encoding", "compression_format", "checksum_format"}
 _CHECKSUMS = ("adler32", "xxh3-128", "blake3")
-_MOST_BASES = 1000
+_MOST_DELTAS = 10_000
 
 
-@dataclass(frozen=True, slots=True)
-class VersionId:
-    """The run and the number of a version of ours, and the digest of its manifest."""
-
-    run: str
-    number: int
-    manifest: str
-
-    @classmethod
-    def of(cls, store: Store) -> VersionId | None:
-        """Return the id of the version in a directory; None for anything else."""
-        if huggingface.MANIFEST not in store.listing:
-            return None
-        file = store.open(huggingface.MANIFEST)
-        record: Any = read_json(file)
-        with parsing("broken manifest", path=file.path):
-            version = record.get(VERSION_KEY)
-            if version is None:
-                return None
-            return cls(str(version["run"]), int(version["number"]), digest(file.read_all(1 << 30)))
+def manifest_digest(store: Store) -> str:
+    """Return the digest of the manifest of a version of ours; "" for anything else."""
+    if huggingface.MANIFEST not in store.listing:
+        return ""
+    file = store.open(huggingface.MANIFEST)
+    record: Any = read_json(file)
+    if not isinstance(record, dict) or VERSION_KEY not in record:
+        return ""
+    return digest(file.read_all(MAX_MANIFEST_BYTES))
 
 
 def matches(opened: OpenedPath) -> bool:
@@ -109,21 +97,38 @@ def read(opened: OpenedPath, *, copies: Mapping[str, str] = MappingProxyType({})
     `copies` are paths of checkpoints with the tensors of versions, by the digests of the versions' manifests: a base is
     read there, if it has a copy.
     """
-    return _read(opened, copies, _MOST_BASES)
+    deltas: list[tuple[OpenedPath, _Delta]] = []
+    at = opened
+    try:
+        while True:
+            delta = _delta_of(at.store)
+            if delta is None:
+                source = huggingface.read(at)
+                break
+            if len(deltas) == _MOST_DELTAS:
+                raise CorruptError(f"more than {_MOST_DELTAS:,} deltas follow one another", path=opened.path)
+            deltas.append((at, delta))
+            if delta.base_manifest in copies:
+                at = open_path(copies[delta.base_manifest])
+                source = huggingface.read(at)
+                break
+            at = _open_base(at, delta)
+        if deltas and source.problems:
+            raise source.problems[0]
+        while deltas:
+            newer, delta = deltas.pop()
+            newer.store.adopted = (at.store,)
+            at = newer
+            source = _resolved(at, delta, source)
+    except BaseException:
+        for path in (at, *(newer for newer, _ in deltas)):
+            if path is not opened:  # which the caller closes
+                path.close()
+        raise
+    return source
 
 
-def _read(opened: OpenedPath, copies: Mapping[str, str], most_bases: int) -> Source:
-    delta = _delta_of(opened.store)
-    if delta is None:
-        return huggingface.read(opened)
-    if not most_bases:
-        raise CorruptError(f"more than {_MOST_BASES} deltas follow one another", path=opened.path)
-    base = _open_base(opened, delta, copies, most_bases)
-    opened.store.adopted = (base.opened.store,)
-    return _resolved(opened, delta, base)
-
-
-class _Change(NamedTuple):
+class _Changed(NamedTuple):
     """A tensor that changed.
 
     Attributes:
@@ -162,7 +167,7 @@ class _Delta:
     number: int
     base: int
     base_manifest: str
-    changes: Mapping[str, _Change]
+    changes: Mapping[str, _Changed]
     unchanged: frozenset[str] | None
     encoding: str = "xor"
     aliases: Mapping[str, str] | None = None
@@ -206,7 +211,7 @@ def _published(store: Store, record: Mapping[str, Any]) -> _Delta:
         itemsize_of(change["dtype"])
         boxes = tuple((Box.from_json([offsets, sizes]), str(known)) for offsets, sizes, known, _ in change["boxes"])
         frames = tuple(map(int, change["frames"]))
-        changes[name] = _Change(change["dtype"], shape, boxes, frames, None, change)
+        changes[name] = _Changed(change["dtype"], shape, boxes, frames, None, change)
     weight_map = {name: tensor["file"] for name, tensor in record["tensors"].items()}
     if weight_map.keys() != changes.keys():
         raise ValueError("its tensors are not those that changed")
@@ -241,7 +246,7 @@ def _foreign(store: Store, metadata: Mapping[str, Any], weight_map: Mapping[str,
         checksum = files[file][1].metadata.get(name)
         if checksum is None:
             raise CorruptError("a changed tensor has no checksum", name=name, path=store.path_of(file))
-        changes[name] = _Change(checksum=(kind, checksum))
+        changes[name] = _Changed(checksum=(kind, checksum))
     return _Delta(files, number, base, "", changes, None, encoding)
 
 
@@ -263,43 +268,23 @@ def _opened_files(store: Store, weight_map: Mapping[str, str]) -> dict[str, tupl
     return files
 
 
-def _open_base(opened: OpenedPath, delta: _Delta, copies: Mapping[str, str], most_bases: int) -> Source:
-    """Open the version that a delta is based on, which lies beside it, or a copy of it."""
+def _open_base(opened: OpenedPath, delta: _Delta) -> OpenedPath:
+    """Open the version that a delta is based on, which lies beside it."""
     if not 0 <= delta.base < delta.number:
         raise CorruptError(f"version {delta.number} cannot be based on version {delta.base}", path=opened.path)
-    if delta.base_manifest in copies:
-        copy = open_path(copies[delta.base_manifest])
-        with _closed_after_error(copy):
-            return _whole(huggingface.read(copy))
     path = f"{opened.path.rstrip('/').rpartition('/')[0]}/{version_name(delta.base)}"
     try:
         base = open_path(path)
     except NotFoundError:
         text = f"version {delta.number} is based on version {delta.base}, which is not beside it"
         raise IncompleteError(text, path=path) from None
-    with _closed_after_error(base):
-        if delta.base_manifest:
-            found = VersionId.of(base.store)
-            if found is None or found.manifest != delta.base_manifest:
-                text = f"version {delta.number} is based on another version {delta.base}: this one was published anew"
-                raise CorruptError(text, path=path, expected=delta.base_manifest, found=found and found.manifest)
-        return _whole(_read(base, copies, most_bases - 1))
-
-
-@contextmanager
-def _closed_after_error(opened: OpenedPath) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        opened.close()
-        raise
-
-
-def _whole(source: Source) -> Source:
-    """Return a source; raise the first of its problems."""
-    if source.problems:
-        raise source.problems[0]
-    return source
+    if delta.base_manifest:
+        found = manifest_digest(base.store)
+        if found != delta.base_manifest:
+            base.close()
+            text = f"this is not the version {delta.base} on which version {delta.number} is based"
+            raise CorruptError(text, path=path, expected=delta.base_manifest, found=found)
+    return base
 
 
 def _resolved(opened: OpenedPath, delta: _Delta, base: Source) -> Source:
@@ -331,7 +316,7 @@ def _resolved(opened: OpenedPath, delta: _Delta, base: Source) -> Source:
         manifest = {"source": base.manifest.get("source"), "aliases": delta.aliases, "tensors": records}
     notes = list(base.notes)
     if any(change.checksum is not None and change.checksum[0] == "blake3" for change in delta.changes.values()):
-        notes.append(f"the checksums of version {delta.number} are in blake3, which is not looked at")
+        notes.append(f"version {delta.number} has checksums in blake3, which are not checked")
     return Source(
         "version",
         opened,
@@ -343,7 +328,7 @@ def _resolved(opened: OpenedPath, delta: _Delta, base: Source) -> Source:
     )
 
 
-def _patched(delta: _Delta, change: _Change, stored: ByteRange, base: SourceTensor) -> SourceTensor:
+def _patched(delta: _Delta, change: _Changed, stored: ByteRange, base: SourceTensor) -> SourceTensor:
     """Return a changed tensor, whose bytes are those of the base with the change applied."""
     shard = base.shard
     found = (change.dtype or shard.dtype, shard.global_shape if change.shape is None else change.shape)
@@ -355,7 +340,8 @@ def _patched(delta: _Delta, change: _Change, stored: ByteRange, base: SourceTens
         raise UnsupportedError("the base is no checkpoint of whole tensors", name=shard.name, path=stored.path)
     nbytes, name = whole.byte_ranges[0].nbytes, shard.name
     applied: Change
-    if change.frames:
+    # A frame of a whole tensor is read as a stream, and not held.
+    if len(change.frames) > 1 or (change.frames and nbytes <= delta.frame_nbytes):
         ends = _frame_ends([box for box, _ in change.boxes], shard, delta.frame_nbytes, len(change.frames))
         applied = IndexedFrames(stored, nbytes, name, change.frames, ends)
     elif delta.encoding == "xor":

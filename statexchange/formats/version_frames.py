@@ -13,7 +13,7 @@ import threading
 import zlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,7 @@ __all__ = [
     "Overwritten",
     "PatchedFile",
     "StreamedFrames",
+    "are_runs",
     "compressor",
     "decompressed",
     "frame_boxes",
@@ -75,14 +76,16 @@ class IndexedFrames(Change):
         number = bisect_right(self._ends, offset)
         while offset < end:
             begin = self._ends[number - 1] if number else 0
-            frame = self._frame(number, begin)
             upto = min(end, self._ends[number])
+            frame = self._frame(number, begin)
+            # A source has many tensors: only a frame that the next part goes on with is kept.
+            self._last = (number, frame) if upto < self._ends[number] else (-1, None)
             target = part[len(part) - (end - offset) :][: upto - offset]
             target ^= frame[offset - begin : upto - begin]
             offset, number = upto, number + 1
 
     def _frame(self, number: int, begin: int) -> NDArray[np.uint8]:
-        """Return a decompressed frame; the last one is kept, as parts often end within one."""
+        """Return a decompressed frame."""
         import numpy as np
 
         kept, frame = self._last
@@ -98,9 +101,7 @@ class IndexedFrames(Change):
             raise self.broken(error) from None
         if len(content) != size:
             raise self.broken(f"frame {number} does not have {size} bytes")
-        frame = np.frombuffer(content, np.uint8)
-        self._last = number, frame
-        return frame
+        return np.frombuffer(content, np.uint8)
 
 
 class _Entry(io.RawIOBase):
@@ -149,10 +150,12 @@ class StreamedFrames(Change):
 
     def _read(self, count: int) -> bytes:
         """Return the next bytes, at most `count`."""
+        stream, self._stream = self._stream, None  # after an error it is read from its beginning again
         try:
-            data: bytes = self._stream.read(count)
+            data: bytes = stream.read(count)
         except _zstandard().ZstdError as error:
             raise self.broken(error) from None
+        self._stream = stream
         if not data:
             raise self.broken(f"it ends at byte {self._at} of {self.nbytes}")
         self._at += len(data)
@@ -206,18 +209,21 @@ class PatchedFile(StoredFile):
     """All bytes of one tensor of a version, as if they lay in a file.
 
     Args:
-        base: where the tensor of the base lies.
+        base: where the tensor of the base lies. If that is a patched file, too, its changes are applied first.
         change: what is applied.
-        checksum: the adler32 of all bytes in hex digits, with which they are compared before the first part is given
-            away; "" if other digests prove them.
+        checksum: the adler32 of all bytes in hex digits, with which they are compared before the first read returns;
+            "" if other digests prove them.
     """
 
     def __init__(self, base: ByteRange, change: Change, checksum: str = "") -> None:
         self.path = change.stored.path
         self.size = change.nbytes
         self.is_remote = base.file.is_remote
-        self._base = base
-        self._change = change
+        self.base = base
+        self.changes: tuple[Change, ...] = (change,)
+        if isinstance(base.file, PatchedFile):  # a chain is applied in a loop, however long it is
+            self.base = base.file.base
+            self.changes = (*base.file.changes, change)
         self._checksum = checksum
         self._lock = threading.Lock()
 
@@ -225,15 +231,18 @@ class PatchedFile(StoredFile):
         """Read bytes of the base, and apply the change."""
         if self._checksum:
             with self._lock:
-                self._prove()
+                if self._checksum:
+                    self._prove()
         self._read(buffer, offset)
 
     def _read(self, buffer: memoryview, offset: int) -> None:
         import numpy as np
 
-        self._base.file.read_into(buffer, self._base.begin + offset)
+        self.base.file.read_into(buffer, self.base.begin + offset)
         if len(buffer):
-            self._change.apply(np.frombuffer(buffer, np.uint8), offset)
+            part = np.frombuffer(buffer, np.uint8)
+            for change in self.changes:
+                change.apply(part, offset)
 
     def _prove(self) -> None:
         """Compare the checksum of all bytes, once."""
@@ -243,38 +252,47 @@ class PatchedFile(StoredFile):
             part = memory[: min(WINDOW_BYTES, self.size - at)]
             self._read(part, at)
             found = zlib.adler32(part, found)
-        if self._checksum and int(self._checksum, 16) != found:
+        if f"{found:08x}" != self._checksum.lower():
+            name, expected = self.changes[-1].name, self._checksum
             text = "bytes differ from their checksum"
-            raise CorruptError(
-                text, name=self._change.name, path=self.path, expected=self._checksum, found=f"{found:08x}"
-            )
+            raise CorruptError(text, name=name, path=self.path, expected=expected, found=f"{found:08x}")
         self._checksum = ""
+
+    @property
+    def _files(self) -> list[StoredFile]:
+        """The files that are read."""
+        return [self.base.file, *(change.stored.file for change in self.changes)]
 
     def check_unchanged(self) -> None:
         """Raise ReplacedError if a file that is read may have changed."""
-        self._change.stored.file.check_unchanged()
-        self._base.file.check_unchanged()
+        for file in self._files:
+            file.check_unchanged()
 
     def check_current(self) -> None:
         """Raise ReplacedError if a file that is read may have changed, or another one has its name."""
-        self._change.stored.file.check_current()
-        self._base.file.check_current()
+        for file in self._files:
+            file.check_current()
 
     @property
     def version(self) -> list[str | int]:
         """A JSON value that changes whenever the bytes do."""
-        return [*self._change.stored.file.version, *self._base.file.version]
+        return [part for file in self._files for part in file.version]
 
     @property
     def local_identity(self) -> list[str | int]:
         """A JSON value that is equal on all ranks of one host that opened the same files."""
-        return [*self._change.stored.file.local_identity, *self._base.file.local_identity]
+        return [part for file in self._files for part in file.local_identity]
 
     @property
     def shared_identity(self) -> list[str | int] | None:
         """A JSON value that is equal on all hosts that opened the same files; None if each may have copies."""
-        change, base = self._change.stored.file.shared_identity, self._base.file.shared_identity
-        return None if change is None or base is None else [*change, *base]
+        identity: list[str | int] = []
+        for file in self._files:
+            of_file = file.shared_identity
+            if of_file is None:
+                return None
+            identity += of_file
+        return identity
 
 
 def _zstandard() -> Any:
@@ -300,8 +318,13 @@ def decompressed(data: bytes) -> bytes:
     return content
 
 
+def are_runs(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
+    """Whether each box is one run of its tensor's C order: then each has frames of its own."""
+    return all(begin_of_run(box, shape) is not None for box in boxes)
+
+
 def frame_boxes(boxes: Sequence[Box], shape: tuple[int, ...]) -> list[Box]:
     """Return the boxes whose windows are frames: those of a tensor if each is a run of it, else the whole tensor."""
-    if all(begin_of_run(box, shape) is not None for box in boxes):
+    if are_runs(boxes, shape):
         return [box for box in boxes if box.numel]
     return [full_box(shape)]

@@ -171,6 +171,7 @@ def plan_merge(
     *,
     basis: str = "",
     reductions: Mapping[str, str] | None = None,
+    sorts: bool = False,
 ) -> Plan:
     """Plan the merge of all holders' shards. Not collective.
 
@@ -181,6 +182,7 @@ def plan_merge(
         options: selection, names, dtypes and files.
         basis: everything else that the output bytes depend on, for the digest.
         reductions: "max" or "min" by the source name of each tensor whose copies are reduced.
+        sorts: plan the tensors in the order of their names, and not in that of the holders.
 
     Returns:
         The plan.
@@ -194,6 +196,8 @@ def plan_merge(
     options, reductions = options or ExportOptions(), reductions or {}
     with collector_paused():
         selected = _select(_by_name(rank_shards), options)
+        if sorts:
+            selected = dict(sorted(selected.items()))
         dtypes = _OutputDTypes(selected, options)
         aliases = {}
         for alias, name in _aliases(rank_shards, selected).items():

@@ -7,14 +7,14 @@
     <run id>/weight_v000012/    a version, published whole as any checkpoint
     <run id>/.leases/           who reads which version, and which versions are about to be removed
 
-**Leases.** A reader writes ``.leases/<nonce>.json`` with the number of a version, and then looks whether the version is
-retired. It touches the file again and again while it reads; a lease that has not been touched for `LEASE_S` is one of a
-reader that has ended. A reader that may not write here has no lease: `keep` alone protects what it reads.
+**Leases.** A reader (1) writes ``.leases/<nonce>.json`` with the number of a version, (2) looks whether the version is
+marked as retired. It touches the file again and again while it reads; a lease that has not been touched for `LEASE_S`
+is one of a reader that has ended. A reader that may not write here has no lease: `keep` alone protects what it reads.
 
-**Removal.** The trainer first writes ``.leases/retired-000007`` and looks for leases only after `GRACE_S`, as a client
-of NFS may see an old listing for so long. So either the reader has seen that the version is retired, and takes another
-one, or the trainer sees the lease, and the version stays until it ends. Only then is the directory removed, and the
-mark after it. Nothing waits: each publish goes on with what earlier ones, or those of an earlier run, have retired.
+**Removal.** The trainer (1) writes the mark ``.leases/retired-000007``, (2) lets `GRACE_S` pass, as a client of NFS may
+see an old listing for so long, (3) looks for leases. So either the reader sees the mark, and takes another version, or
+the trainer sees the lease, and the version stays until it ends. Then the directory is removed, and the mark after it.
+Nothing waits: each publish goes on with what earlier ones, or those of an earlier run, have retired.
 
 All ages are by the clock of the file server: the time of a file that was written just now, less that of the file.
 """
@@ -22,7 +22,9 @@ All ages are by the clock of the file server: the time of a file that was writte
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import logging
 import os
 import re
 import secrets
@@ -30,9 +32,16 @@ import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from statexchange.errors import InvalidArgumentError, NotFoundError, StateExchangeError, TargetExistsError
+from statexchange.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    StateExchangeError,
+    StorageError,
+    TargetExistsError,
+    UnsafeError,
+)
 from statexchange.storage import files, publish
-from statexchange.storage.atomic import invalidate_listings, new_nonce, write_new
+from statexchange.storage.atomic import invalidate_listings, new_nonce, remove_abandoned, write_new
 from statexchange.storage.location import directory_of, is_remote, resolve_path
 
 if TYPE_CHECKING:
@@ -44,6 +53,7 @@ __all__ = [
     "Lease",
     "begin_run",
     "check_is_current",
+    "clear_runs",
     "current_run",
     "list_runs",
     "list_versions",
@@ -63,6 +73,8 @@ _RUN = re.compile(r"([0-9]{6,12})-([0-9a-f]{16})")
 _VERSION = re.compile(r"weight_v([0-9]{6,12})")
 _LEASE = re.compile(r"[0-9a-f]{16}\.json")
 _RETIRED = re.compile(r"retired-([0-9]{6,12})")
+_ANY_VERSION = 10**12
+_log = logging.getLogger(__name__)
 _MODE, _DIRECTORY_MODE = 0o666, 0o777  # less the umask: these are published
 
 
@@ -78,16 +90,21 @@ def version_number(name: str) -> int | None:
 
 
 def versions_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path of a directory of versions that a caller gave.
+    """Return the absolute path of a directory of versions that a caller gave, which need not exist.
 
     Raises:
-        InvalidArgumentError: it is a URL.
+        InvalidArgumentError: it is a URL, a file or a version.
     """
     resolved = resolve_path(path, "a directory of versions")
     if is_remote(resolved):
-        text = f"versions go to a local or shared directory, and not yet to {resolved.partition('://')[0]}://"
+        text = f"a directory of versions must be a local or shared path, not {resolved.partition('://')[0]}://"
         raise InvalidArgumentError(text)
-    return directory_of(resolved)
+    found = directory_of(resolved)
+    if os.path.isfile(found):
+        raise InvalidArgumentError("a directory of versions is expected, and this is a file", path=found)
+    if version_number(os.path.basename(found)) is not None:
+        raise InvalidArgumentError("this is a version: give the directory of versions", path=found)
+    return found
 
 
 def _listed(path: str) -> list[str]:
@@ -115,8 +132,7 @@ def current_run(path: str) -> str | None:
 def begin_run(path: str) -> str:
     """Begin a run, and return its id. Root only.
 
-    Two trainers that begin at once have different ids, and one of them the greater name: `check_is_current` tells the
-    other.
+    Of two trainers that begin at once the run with the greater name wins, and `check_is_current` raises in the other.
     """
     run = secrets.token_hex(8)
     for below in (_RUNS, run, f"{run}/{_LEASES}"):
@@ -132,6 +148,9 @@ def begin_run(path: str) -> str:
 def check_is_current(path: str, run: str) -> None:
     """Raise TargetExistsError if another run has begun after this one. Root only."""
     current = current_run(path)
+    if current is None:
+        text = "the directory of versions was removed under this trainer: go on with a new Publisher"
+        raise NotFoundError(text, path=path)
     if current != run:
         text = f"another trainer has begun run {current} here after this run {run}: give each trainer a directory"
         raise TargetExistsError(text, path=path)
@@ -188,12 +207,18 @@ class Lease:
             with files.directory(f"{self._folder}/{_LEASES}") as dir_fd:
                 write_new(dir_fd, self._name, record, path=f"{self._folder}/{_LEASES}/{self._name}", mode=_MODE)
                 invalidate_listings(dir_fd, path=f"{self._folder}/{_LEASES}")
-        except StateExchangeError:  # a reader without permission to write: `keep` protects what it reads
+        except (NotFoundError, StorageError) as error:
+            # A reader without permission to write, or a directory of another program.
+            if isinstance(error, StorageError) and error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
             self._name = None
-        # After the lease is written: the trainer marks the version first, and looks for leases then.
-        if number not in list_versions(path, run):
+        try:
+            # After the lease is written: the trainer marks the version first, and looks for leases then.
+            if number not in list_versions(path, run):
+                raise NotFoundError(f"version {number} was retired: wait for a newer one", path=self._folder)
+        except BaseException:
             self.end()
-            raise NotFoundError(f"version {number} was retired: wait for a newer one", path=self._folder)
+            raise
         if self._name is not None:
             threading.Thread(target=self._renew, name="statexchange lease", daemon=True).start()
 
@@ -217,12 +242,16 @@ def _leased(folder: str, now: float) -> set[int]:
         if _LEASE.fullmatch(name) is None:
             continue
         lease = f"{folder}/{_LEASES}/{name}"
-        with contextlib.suppress(OSError):
-            if now - os.stat(lease).st_mtime > LEASE_S:
-                _remove(folder, name)
-                continue
+        if now - _mtime(lease, now) > LEASE_S:
+            _remove(folder, name)
+            continue
+        try:
             with open(lease, "rb") as file:
                 numbers.add(int(json.loads(file.read(4096))["version"]))
+        except FileNotFoundError:
+            continue
+        except (KeyError, OSError, TypeError, ValueError):
+            numbers.add(_ANY_VERSION)  # a lease that cannot be read is one of all versions, until it ends
     return numbers
 
 
@@ -274,20 +303,48 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
             continue
         now = _server_time(folder)
         leased = _leased(folder, now)
-        # Newest first, so that no delta is left without its base. One that is read may have all before it as its bases;
-        # those of a version that is not retired are not retired either.
+        # Newest first, so that no delta is left without its base. A version that is read may be based on any older
+        # one, so all older ones stay. The bases of a version that is not retired are not retired either.
         for number in sorted(retired, reverse=True):
             mark = retired[number]
-            is_read = any(reading >= number for reading in leased.intersection(retired))
+            is_read = any(reading >= number for reading in leased if reading in retired or reading == _ANY_VERSION)
             if is_read or now - _mtime(f"{folder}/{_LEASES}/{mark}", now) < grace_s:
                 continue
             version = f"{folder}/{version_name(number)}"
-            with contextlib.suppress(NotFoundError):
+            try:
                 publish.remove(version, manifest, check)
                 removed.append(version)
+            except NotFoundError:
+                pass
+            except UnsafeError as error:  # it has files that were not published: it stays, and is retired
+                _log.warning("a retired version is not removed: %s", error)
+                continue
             # Last: a publisher that is killed before it has removed all goes on with this version.
             _remove(folder, mark)
     return removed
+
+
+def clear_runs(path: str) -> None:
+    """Remove what killed processes left beside the versions, and earlier runs without a version. Root only."""
+    runs = list_runs(path)
+    for folder in (f"{path}/{_RUNS}", *(f"{path}/{run}{below}" for run in runs for below in ("", f"/{_LEASES}"))):
+        with contextlib.suppress(NotFoundError), files.directory(folder) as dir_fd:
+            remove_abandoned(dir_fd)
+    for run in runs[:-1]:
+        folder = f"{path}/{run}"
+        left = set(_listed(folder)) - {_LATEST, _LEASES}
+        if left or _listed(f"{folder}/{_LEASES}"):
+            continue
+        with files.directory(path) as dir_fd:
+            for name in (_LATEST, _LEASES):
+                if os.path.lexists(f"{folder}/{name}"):
+                    with files.directory(folder) as run_fd:
+                        files.remove_entry(name, f"{folder}/{name}", run_fd)
+            files.remove_directory(run, dir_fd, folder)
+        with files.directory(f"{path}/{_RUNS}") as dir_fd:
+            for name in _listed(f"{path}/{_RUNS}"):
+                if name.endswith(f"-{run}"):
+                    files.remove_file(name, f"{path}/{_RUNS}/{name}", dir_fd)
 
 
 def _remove(folder: str, name: str) -> None:
