@@ -268,7 +268,8 @@ def merge_checkpoint(
 def copy_source(opened: Source, path: str, on_progress: Callable[[int, int], None] | None = None) -> MergeReport:
     """Write all tensors of an opened source as a checkpoint, and close it; raise as `merge_checkpoint`.
 
-    Not collective. The result depends on the tensors alone, and not on the files in which they lay: it has the same bytes on all hosts.
+    Not collective. The result depends on the tensors alone, and not on the files in which they lay: so it has the same
+    bytes on all hosts.
     """
     call = CallOptions(section=ALL, on_progress=on_progress)
     # The ranks of a source without ranks are the numbers of its files.

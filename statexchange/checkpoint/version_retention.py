@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from statexchange.checkpoint.publication import ReplaceableFiles
 from statexchange.formats.huggingface import MANIFEST
-from statexchange.storage import versions
+from statexchange.storage import publish, versions
 from statexchange.storage.versions import GRACE_S
 
 __all__ = ["remove_old_versions"]
@@ -31,6 +31,8 @@ def remove_old_versions(path: str, run: str, bases: Mapping[int, int | None], ke
         # Only now: a reader may still need a version of the run before.
         for earlier in versions.list_runs(path)[:-1]:
             versions.retire(path, earlier, dict.fromkeys(versions.list_versions(path, earlier)), 0)
+    for of_run in versions.list_runs(path):  # what killed publishers have left
+        publish.clear_all(f"{path}/{of_run}", versions.VERSION_PREFIX, MANIFEST)
     removed = versions.sweep_retired(path, MANIFEST, ReplaceableFiles(), grace_s=GRACE_S)
     versions.clear_runs(path)
     return removed

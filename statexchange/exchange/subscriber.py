@@ -7,7 +7,6 @@ version alone, so that what is absent is never taken for unchanged, for full, or
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -20,18 +19,17 @@ from statexchange.exchange.load import load_checkpoint
 from statexchange.exchange.load_report import LoadReport
 from statexchange.exchange.save_schedule import whole_number
 from statexchange.exchange.version_cache import CachedVersion, VersionCache
-from statexchange.exchange.version_reading import NOT_YET, Search, Version, find_version, open_version
+from statexchange.exchange.version_reading import NOT_YET, Search, Version, find_version, leased, open_version
 from statexchange.formats.registry import open_checkpoint
 from statexchange.sharding.options import Convert, Rename
 from statexchange.state.describe import State
 from statexchange.storage.location import target_path
-from statexchange.storage.versions import Lease, version_name, versions_path
+from statexchange.storage.versions import version_name, versions_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
     from statexchange.formats.open_checkpoint import OpenCheckpoint
-    from statexchange.formats.source import Source
 
 __all__ = ["StagedVersion", "Subscriber", "Version"]
 
@@ -167,10 +165,8 @@ class Subscriber:
             return StallError(f"{text}: {reason}", path=self._path)
         last = find_version(self._path, None, None).version
         if last is None:
-            exists = os.path.isdir(self._path)
-            return StallError(
-                f"{text}: {'there is none' if exists else 'the directory does not exist'} yet", path=self._path
-            )
+            what = "there is none" if os.path.isdir(self._path) else "the directory does not exist"
+            return StallError(f"{text}: {what} yet", path=self._path)
         try:
             age_s = max(0.0, time.time() - os.stat(last.path).st_mtime)
         except OSError:  # removed just now
@@ -223,12 +219,7 @@ class Subscriber:
 
     def _staged(self, comm: Communicator, version: Version) -> CachedVersion:
         """Return a version from the cache of this host, which makes it unless it is there. Not collective."""
-        with contextlib.ExitStack() as leases:
-
-            def open_leased(copies: Mapping[str, str]) -> Source:
-                leases.callback(Lease(self._path, version.run, version.number).end)
-                return open_version(version, copies)
-
+        with leased(self._path, version) as open_leased:
             return self._cache.stage(version_name(version.number), version.key, open_leased, comm.progress)
 
     def close(self) -> None:

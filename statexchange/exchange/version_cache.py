@@ -24,6 +24,7 @@ from statexchange.errors import CorruptError, NotFoundError, StorageError
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage import files, publish
 from statexchange.storage.store import local_path
+from statexchange.storage.versions import VERSION_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -104,7 +105,7 @@ class VersionCache:
             try:
                 if not os.path.isdir(path):
                     # What killed readers of this host have left takes the room of a model.
-                    publish.clear_all(self.path, "weight_v", MANIFEST)
+                    publish.clear_all(self.path, VERSION_PREFIX, MANIFEST)
                     self._make(path, open_version, progress)
                 self._remove_unused(without=path)
             except BaseException:
@@ -115,14 +116,17 @@ class VersionCache:
     def _make(
         self, path: str, open_version: Callable[[Mapping[str, str]], Source], progress: Callable[[], object]
     ) -> None:
+        def on_progress(_done: int, _total: int) -> None:
+            progress()
+
         copies = self.copies()
         try:
-            copy_source(open_version(copies), path, lambda *_: progress())
+            copy_source(open_version(copies), path, on_progress)
         except CorruptError:
             if not copies:
                 raise
             # The copy on this host may be what is broken: once more, from the versions alone.
-            copy_source(open_version({}), path, lambda *_: progress())
+            copy_source(open_version({}), path, on_progress)
         except StorageError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise

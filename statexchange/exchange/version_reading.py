@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,12 +14,12 @@ from statexchange.formats import version as version_format
 from statexchange.formats.registry import open_with
 from statexchange.formats.version import manifest_digest
 from statexchange.storage.files import digest
-from statexchange.storage.versions import list_runs, list_versions, version_name
+from statexchange.storage.versions import Lease, list_runs, list_versions, version_name
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
 
-__all__ = ["NOT_YET", "Search", "Version", "find_version", "open_version"]
+__all__ = ["NOT_YET", "Search", "Version", "find_version", "leased", "open_version"]
 
 # What a reader may see of a version that is whole at the server: NFS shows new entries and sizes with delay.
 NOT_YET = (CorruptError, IncompleteError, NotFoundError, ReplacedError)
@@ -101,6 +102,21 @@ def open_version(version: Version, copies: Mapping[str, str] = MappingProxyType(
         return version_format.read(opened, copies=copies)
 
     return open_with(version.path, read, strict=True)
+
+
+@contextlib.contextmanager
+def leased(path: str, version: Version) -> Iterator[Callable[[Mapping[str, str]], Source]]:
+    """Yield a function that takes a lease of a version and opens it, given copies; the leases end with the block.
+
+    It raises NotFoundError if the version was retired.
+    """
+    with contextlib.ExitStack() as leases:
+
+        def open_leased(copies: Mapping[str, str]) -> Source:
+            leases.callback(Lease(path, version.run, version.number).end)
+            return open_version(version, copies)
+
+        yield open_leased
 
 
 def _key_of(source: Source) -> str:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 __all__ = [
     "GRACE_S",
     "LEASE_S",
+    "VERSION_PREFIX",
     "Lease",
     "begin_run",
     "check_is_current",
@@ -70,6 +71,7 @@ LEASE_S = 300.0
 _RENEW_S = 60.0
 _RUNS, _LEASES, _LATEST = "runs", ".leases", "latest"
 _RUN = re.compile(r"([0-9]{6,12})-([0-9a-f]{16})")
+VERSION_PREFIX = "weight_v"
 _VERSION = re.compile(r"weight_v([0-9]{6,12})")
 _LEASE = re.compile(r"[0-9a-f]{16}\.json")
 _RETIRED = re.compile(r"retired-([0-9]{6,12})")

@@ -292,7 +292,9 @@ def test_options_are_checked(tmp_path: Path, options: dict[str, Any], message: s
 
 def test_a_wait_without_a_version_says_how_old_the_last_one_is(tmp_path: Path) -> None:
     with sx.Subscriber(tmp_path / "updates") as subscriber:
-        with pytest.raises(StallError, match=r"no version was published within 0\.1 s: there is none yet"):
+        with pytest.raises(
+            StallError, match=r"no version was published within 0\.1 s: the directory does not exist yet"
+        ):
             subscriber.wait(timeout_s=0.1)
         sx.Publisher(tmp_path / "updates").publish({"w": torch.ones(3)}, 4)
         version = subscriber.wait(timeout_s=0)

@@ -1,4 +1,4 @@
-"""Publishers and subscribers of versions are killed at each of their storage calls: nothing wrong is read, nobody waits.
+"""Publishers and subscribers of versions are killed at each storage call: nothing wrong is read, and nobody waits.
 
 A publisher begins a run, publishes a full version, deltas and a full one, and removes old versions. A subscriber stages
 two versions. After each kill a reader finds a whole version with the bytes that were published under its number, and
