@@ -27,10 +27,11 @@ def remove_old_versions(path: str, run: str, bases: Mapping[int, int | None], ke
         StorageError: a version cannot be removed.
     """
     versions.retire(path, run, bases, keep)
-    if len(bases) >= keep:
-        # Only now: a reader may still need a version of the run before.
-        for earlier in versions.list_runs(path)[:-1]:
-            versions.retire(path, earlier, dict.fromkeys(versions.list_versions(path, earlier)), 0)
+    earlier_runs = versions.list_runs(path)[:-1]
+    if len(bases) < keep:
+        del earlier_runs[-1:]  # a reader may still have a version of the run before
+    for earlier in earlier_runs:
+        versions.retire(path, earlier, dict.fromkeys(versions.list_versions(path, earlier)), 0)
     for of_run in versions.list_runs(path):  # what killed publishers have left
         publish.clear_all(f"{path}/{of_run}", versions.VERSION_PREFIX, MANIFEST)
     removed = versions.sweep_retired(path, MANIFEST, ReplaceableFiles(), grace_s=GRACE_S)

@@ -93,6 +93,7 @@ class PublishedVersion:
         number: the version.
         state_digest: that of the description of this rank's state.
         plan: the plan by which the ranks have written a full version.
+        names: the names of its tensors in the version.
         boxes: what this rank has published; None if a publish has failed since.
         manifest: on root the digest of the version's manifest.
         tensors: on root the tensors of the plan.
@@ -107,6 +108,7 @@ class PublishedVersion:
     number: int
     state_digest: str
     plan: WritePlan
+    names: Sequence[str]
     boxes: list[PublishedBox] | None
     manifest: str
     tensors: tuple[TensorPlan, ...]

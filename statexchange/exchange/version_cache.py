@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 
 from statexchange.checkpoint.merge import copy_source
 from statexchange.checkpoint.publication import ReplaceableFiles
-from statexchange.errors import CorruptError, NotFoundError, StorageError
+from statexchange.errors import CorruptError, IncompleteError, NotFoundError, StateExchangeError, StorageError
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.storage import files, publish
 from statexchange.storage.store import local_path
@@ -36,6 +36,7 @@ __all__ = ["CachedVersion", "VersionCache"]
 _NAME = re.compile(r"weight_v[0-9]{6,12}-([0-9a-f]{32})")
 _LOCK, _USED = ".lock", ".used"
 _POLL_S = 0.1
+_CLOSE_S = 5.0  # for which a reader that closes waits for others, which may have passed over its version
 
 
 class CachedVersion:
@@ -92,6 +93,20 @@ class VersionCache:
         Raises:
             StateExchangeError: as `merge_checkpoint`.
         """
+        try:
+            return self._stage(name, key, open_version, progress)
+        except OSError as error:
+            if isinstance(error, StateExchangeError):
+                raise
+            raise StorageError.of(error, "use the cache of versions", path=self.path) from error
+
+    def _stage(
+        self,
+        name: str,
+        key: str,
+        open_version: Callable[[Mapping[str, str]], Source],
+        progress: Callable[[], object],
+    ) -> CachedVersion:
         files.make_path(self.path, 0o700)
         with files.private_directory(self.path):
             pass
@@ -122,7 +137,7 @@ class VersionCache:
         copies = self.copies()
         try:
             copy_source(open_version(copies), path, on_progress)
-        except CorruptError:
+        except (CorruptError, IncompleteError):
             if not copies:
                 raise
             # The copy on this host may be what is broken: once more, from the versions alone.
@@ -137,7 +152,7 @@ class VersionCache:
         """Remove what no reader uses from a cache in shared memory; nothing while another reader is staging."""
         if self._is_own and os.path.isdir(self.path):
             lock = self._lock()
-            with contextlib.suppress(Timeout), lock.acquire(timeout=0):
+            with contextlib.suppress(Timeout), lock.acquire(timeout=_CLOSE_S):
                 self._remove_unused()
 
     def _lock(self) -> FileLock:

@@ -31,7 +31,7 @@ from statexchange.state.describe import Description, LocalTensor
 from statexchange.storage.regions import windows
 from statexchange.tensors import ITEMSIZE, array_over, memory_of
 
-__all__ = ["Delta", "difference", "sampled_share"]
+__all__ = ["Delta", "compressor", "difference", "sampled_share"]
 
 _SAMPLES = 32
 _U8 = "U8"
@@ -42,9 +42,9 @@ def sampled_share(comm: Communicator, described: Description, plan: WritePlan, b
 
     Collective. The first windows of some boxes of each rank are looked at.
     """
-    compress = compressor()
     nbytes = compressed = 0
     with comm.phase("comparing a sample"):
+        compress = compressor()
         for published in boxes[:: 1 + len(boxes) // _SAMPLES]:
             tensor = plan.tensors[published.number]
             live = local_box(described, tensor.source, published.box_index)
@@ -71,7 +71,7 @@ class Delta:
     """The difference of all ranks, as this rank has it.
 
     Attributes:
-        described: the entries of which this rank has a part, as U8 tensors by the names that the tensors have on ranks.
+        described: the entries of which this rank has a part, as U8 tensors by their names in the version.
         boxes: this rank's boxes after the change.
         receipts: their digests, and those of copies that other ranks write.
         changed: the numbers of the tensors that have changed on any rank.
@@ -94,6 +94,7 @@ def difference(
     described: Description,
     plan: WritePlan,
     boxes: list[PublishedBox],
+    names: Sequence[str],
     *,
     most_nbytes: int,
     one_frame: bool,
@@ -107,6 +108,7 @@ def difference(
         described: this rank's tensors, of which the plan writes the same boxes as last time.
         plan: the plan.
         boxes: what this rank has published of it.
+        names: the names of its tensors in the version.
         most_nbytes: the largest size of all entries.
         one_frame: compress each entry as one frame, for readers that read no others.
     """
@@ -124,7 +126,7 @@ def difference(
         parts, sizes = _placed(comm, plan, compared, changed, joins, by_rank, one_frame=one_frame)
         tensors = {}
         for number, of_tensor in parts.items():
-            tensors[plan.tensors[number].source] = _entry(plan.tensors[number].source, sizes[number], of_tensor)
+            tensors[names[number]] = _entry(names[number], sizes[number], of_tensor)
     checksums = {}
     for number in changed:
         tensor = plan.tensors[number]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from statexchange.checkpoint.publication import Publication, VersionMarks, listed_boxes
-from statexchange.comm.communicator import Communicator, from_all
+from statexchange.comm.communicator import Communicator, from_all, from_root
 from statexchange.exchange.chosen_conversion import Conversion
 from statexchange.exchange.export import converted_description, export_described
 from statexchange.exchange.exporting import ExportRequest
 from statexchange.exchange.published import PublishedBox, PublishedVersion, digest_of_state, published_boxes
 from statexchange.exchange.receipts import Receipts, gather_provenance
-from statexchange.exchange.version_delta import Delta, difference, sampled_share
-from statexchange.formats.version import DELTA_SCHEMA, VERSION_KEY
+from statexchange.exchange.version_delta import Delta, compressor, difference, sampled_share
+from statexchange.formats.version import DELTA_SCHEMA, MANIFEST, VERSION_KEY
 from statexchange.sharding.plan import Plan
 from statexchange.sharding.write_plan import WritePlan
 from statexchange.state.describe import Description
@@ -92,6 +93,8 @@ def publish_version(
     last: PublishedVersion | None,
 ) -> tuple[PublishReport, PublishedVersion]:
     """Publish one version: a delta of the last one if that is smaller and possible, else a full one. Collective."""
+    with comm.phase("looking for what it needs"):
+        compressor()  # else the error that names what is not installed would come with the first delta
     path = f"{options.path}/{run}/{versions.version_name(number)}"
     described, left_options = converted_description(comm, described, conversion, request.options)
     request = replace(request, path=path, options=left_options)
@@ -110,6 +113,9 @@ def publish_version(
 def _may_be_delta(comm: Communicator, last: PublishedVersion, state_digest: str, options: VersionOptions) -> bool:
     """Whether the next version can be a delta: all ranks have the same tensors in the same boxes. Collective."""
     is_same = last.boxes is not None and last.state_digest == state_digest
+    if comm.rank == 0:
+        base = f"{options.path}/{last.run}/{versions.version_name(last.number)}"
+        is_same = is_same and os.path.exists(f"{base}/{MANIFEST}")  # nobody could read a delta without it
     if not all(from_all(comm, is_same, bool, "whether its state has the same tensors as before")):
         return False
     return last.chain_length + 1 < options.full_every and last.chain_nbytes <= last.full_nbytes // 2
@@ -126,7 +132,8 @@ def _difference(
     # From here on `boxes` are of both versions; if the delta is not published, the next version must be full.
     last.boxes = None
     most_nbytes = int(options.max_delta * last.full_nbytes) + _LEAST_NBYTES
-    return difference(comm, described, last.plan, boxes, most_nbytes=most_nbytes, one_frame=options.frames == "one")
+    is_one = options.frames == "one"
+    return difference(comm, described, last.plan, boxes, last.names, most_nbytes=most_nbytes, one_frame=is_one)
 
 
 def _publish_full(
@@ -149,7 +156,12 @@ def _publish_full(
     exported = export_described(described, None, replace(request, marks=marks, on_written=keep), comm, None)
     report, root = exported.report, exported.root
     (plan, boxes) = kept[0]
-    published = PublishedVersion(run, number, state_digest, plan, boxes, "", (), {})
+    names = [tensor.source for tensor in plan.tensors]
+    if request.options.rename:
+        if root is not None:
+            names = list(root.plan.tensors)
+        names = from_root(comm, names, list[str], "the names of the tensors")
+    published = PublishedVersion(run, number, state_digest, plan, names, boxes, "", (), {})
     published.full_nbytes = report.nbytes
     if root is not None:
         published.manifest = root.publication.manifest_digest
@@ -169,7 +181,7 @@ def _publish_delta(
     marks = None
     if comm.rank == 0:
         marks = _marks_of_delta(delta, provenance, number, last)
-    options = replace(request.options, include=(), exclude=(), layout=None, dtype=None)
+    options = replace(request.options, include=(), exclude=(), rename=(), layout=None, dtype=None)
     request = replace(request, options=options, marks=marks, model_files={})
     if delta.changed:
         exported = export_described(delta.described, None, request, comm, None)

@@ -25,6 +25,7 @@ whole new tensor in its file's metadata; one in blake3 is not checked, which a n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -33,6 +34,7 @@ from typing import Any, NamedTuple
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError, excerpt
 from statexchange.formats import huggingface
 from statexchange.formats.converted import with_one_box
+from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import INDEX
 from statexchange.formats.source import ShardFile, Source, SourceTensor, open_listed, parsing
 from statexchange.formats.version_frames import (
@@ -51,12 +53,13 @@ from statexchange.storage.tensorfile import Header, read_header
 from statexchange.storage.versions import version_name, version_number
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["DELTA_SCHEMA", "VERSION_INDEX", "VERSION_KEY", "manifest_digest", "matches", "read"]
+__all__ = ["DELTA_SCHEMA", "MANIFEST", "VERSION_INDEX", "VERSION_KEY", "manifest_digest", "matches", "read"]
 
 DELTA_SCHEMA = 3  # of a manifest whose directory is a delta
 VERSION_KEY = "version"
 VERSION_INDEX = f"model.safetensors{INDEX}"
 _MARK = b'{"schema":3,'  # the first bytes of a delta's manifest, whose first key is the schema
+_HEX = re.compile(r"[0-9a-fA-F]{1,64}")
 _KEYS = {"version", "base_version", "delta_encoding", "compression_format", "checksum_format"}
 _CHECKSUMS = ("adler32", "xxh3-128", "blake3")
 _MOST_DELTAS = 10_000
@@ -64,9 +67,9 @@ _MOST_DELTAS = 10_000
 
 def manifest_digest(store: Store) -> str:
     """Return the digest of the manifest of a version of ours; "" for anything else."""
-    if huggingface.MANIFEST not in store.listing:
+    if MANIFEST not in store.listing:
         return ""
-    file = store.open(huggingface.MANIFEST)
+    file = store.open(MANIFEST)
     record: Any = read_json(file)
     if not isinstance(record, dict) or VERSION_KEY not in record:
         return ""
@@ -78,9 +81,9 @@ def matches(opened: OpenedPath) -> bool:
     if opened.file is not None:
         return False
     store = opened.store
-    if _number_of(store) is not None and (huggingface.MANIFEST in store.files or _has_tensors(store)):
+    if _number_of(store) is not None and (MANIFEST in store.files or _has_tensors(store)):
         return True
-    return huggingface.MANIFEST in store.files and store.open(huggingface.MANIFEST).first_bytes(len(_MARK)) == _MARK
+    return MANIFEST in store.files and store.open(MANIFEST).first_bytes(len(_MARK)) == _MARK
 
 
 def _number_of(store: Store) -> int | None:
@@ -176,8 +179,8 @@ class _Delta:
 
 def _delta_of(store: Store) -> _Delta | None:
     """Return the delta in a directory; None if it is a full version."""
-    if huggingface.MANIFEST in store.files:
-        file = store.open(huggingface.MANIFEST)
+    if MANIFEST in store.files:
+        file = store.open(MANIFEST)
         record: Any = read_json(file)
         if not isinstance(record, dict) or record.get("schema") != DELTA_SCHEMA:
             return None
@@ -244,7 +247,7 @@ def _foreign(store: Store, metadata: Mapping[str, Any], weight_map: Mapping[str,
     changes = {}
     for name, file in weight_map.items():
         checksum = files[file][1].metadata.get(name)
-        if checksum is None:
+        if checksum is None or not _HEX.fullmatch(checksum):
             raise CorruptError("a changed tensor has no checksum", name=name, path=store.path_of(file))
         changes[name] = _Changed(checksum=(kind, checksum))
     return _Delta(files, number, base, "", changes, None, encoding)

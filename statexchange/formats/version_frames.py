@@ -252,7 +252,7 @@ class PatchedFile(StoredFile):
             part = memory[: min(WINDOW_BYTES, self.size - at)]
             self._read(part, at)
             found = zlib.adler32(part, found)
-        if f"{found:08x}" != self._checksum.lower():
+        if int(self._checksum, 16) != found:
             name, expected = self.changes[-1].name, self._checksum
             text = "bytes differ from their checksum"
             raise CorruptError(text, name=name, path=self.path, expected=expected, found=f"{found:08x}")

@@ -38,7 +38,6 @@ from statexchange.errors import (
     StateExchangeError,
     StorageError,
     TargetExistsError,
-    UnsafeError,
 )
 from statexchange.storage import files, publish
 from statexchange.storage.atomic import invalidate_listings, new_nonce, remove_abandoned, write_new
@@ -318,7 +317,7 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
                 removed.append(version)
             except NotFoundError:
                 pass
-            except UnsafeError as error:  # it has files that were not published: it stays, and is retired
+            except StateExchangeError as error:  # as if it has other files, too: it stays, and the others go
                 _log.warning("a retired version is not removed: %s", error)
                 continue
             # Last: a publisher that is killed before it has removed all goes on with this version.

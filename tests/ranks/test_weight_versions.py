@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,15 @@ from scripts import page_block, run_script, with_torchrun
 from shared_form import read_version
 
 import statexchange as sx
-from statexchange.errors import InvalidArgumentError, ReplicaError, StallError, TargetExistsError
+from statexchange.errors import (
+    InvalidArgumentError,
+    PeerError,
+    ReplicaError,
+    StallError,
+    TargetExistsError,
+    UnsupportedError,
+)
+from statexchange.exchange import version_publishing
 from statexchange.testing import run_ranks
 
 DIMS = {"rows": 0, "columns": 1, "middle": 1, "uneven": 0}
@@ -164,6 +173,62 @@ def test_names_dtype_and_selection_are_those_of_the_options(tmp_path: Path) -> N
     assert (report.kind, report.changed, report.num_tensors) == ("delta", 1, 2)
     expected = {"model.layers.0.w": state["layer.w"].bfloat16(), "model.layers.0.b": state["layer.b"].bfloat16()}
     check_version(run_of(tmp_path / "updates"), 2, expected)
+
+
+def test_a_rename_is_asked_once_for_each_full_version(tmp_path: Path) -> None:
+    asked = []
+
+    def rename(name: str) -> str:
+        asked.append(name)
+        return f"{name}.{len(asked)}"
+
+    weights = {"w": torch.zeros(50)}
+    with sx.Publisher(tmp_path / "updates", rename=rename) as publisher:
+        publisher.publish(weights, 1)
+        count = len(asked)
+        weights["w"][2] = 1.0
+        publisher.publish(weights, 2)
+    assert len(asked) == count
+    (name,) = sx.open_checkpoint(run_of(tmp_path / "updates") / "weight_v000001")
+    check_version(run_of(tmp_path / "updates"), 2, {name: weights["w"]})
+
+
+def test_a_layout_that_reduces_is_refused_before_anything_is_published(tmp_path: Path) -> None:
+    publisher = sx.Publisher(tmp_path / "updates", layout={"*": {"reduce": "max"}})
+    with pytest.raises(UnsupportedError, match="a version is not made of copies that are reduced"):
+        publisher.publish({"w": torch.zeros(50)}, 1)
+    assert list((tmp_path / "updates").glob("*/weight_v*")) == []
+
+
+def test_a_delta_is_not_published_on_a_base_that_is_gone(tmp_path: Path) -> None:
+    weights = {"w": torch.zeros(50)}
+    with sx.Publisher(tmp_path / "updates") as publisher:
+        publisher.publish(weights, 1)
+        shutil.rmtree(run_of(tmp_path / "updates") / "weight_v000001")
+        assert publisher.publish(weights, 2).kind == "full"
+
+
+def failing_after_writing(path: str) -> None:
+    """One rank fails when all has been written: there is no version, and its number is used again."""
+    comm = sx.get_communicator()
+    publisher = sx.Publisher(path)
+    weights = {"w": torch.zeros(50)}
+    kept = version_publishing.published_boxes
+    if comm.rank == 1:
+        version_publishing.published_boxes = lambda *_: (_ for _ in ()).throw(MemoryError("no memory"))
+    try:
+        with pytest.raises((MemoryError, PeerError), match="no memory"):
+            publisher.publish(weights, 1)
+    finally:
+        version_publishing.published_boxes = kept
+    comm.barrier()
+    assert list(Path(path).glob("*/weight_v*")) == []
+    assert publisher.publish(weights, 1).kind == "full"
+
+
+def test_a_failure_before_the_commit_leaves_no_version(tmp_path: Path) -> None:
+    run_ranks(failing_after_writing, 2, backend="gloo", args=(str(tmp_path / "updates"),))
+    assert len(list((tmp_path / "updates" / "runs").iterdir())) == 1
 
 
 def test_a_change_below_the_published_dtype_is_no_change(tmp_path: Path) -> None:

@@ -307,6 +307,55 @@ def test_13_half_of_a_file_is_waited_for(tmp_path: Path, kept_bytes: int) -> Non
     assert_equal(weights, published[2])
 
 
+def test_a_staged_version_has_the_same_bytes_on_every_host(tmp_path: Path) -> None:
+    """Ranks of one engine read the copies of their hosts, of which one may be new and another not."""
+    path = tmp_path / "updates"
+    publish(path, 4)
+    contents = []
+    for cache in ("warm", "cold"):
+        with sx.Subscriber(path, cache=tmp_path / cache) as subscriber:
+            for number in (3, 4) if cache == "warm" else (4,):
+                with subscriber.stage(subscriber.wait(version=number, timeout_s=0)) as staged:
+                    folder = Path(staged.directory())
+            contents.append({file.name: file.read_bytes() for file in folder.iterdir()})
+    assert contents[0] == contents[1]
+
+
+def test_a_run_that_has_only_begun_hides_no_version(tmp_path: Path) -> None:
+    published = publish(tmp_path / "updates", 2)
+    versions.begin_run(str(tmp_path / "updates"))
+    with sx.Subscriber(tmp_path / "updates") as subscriber:
+        number, weights = loaded(subscriber)
+    assert number == 2
+    assert_equal(weights, published[1])
+
+
+def test_files_of_others_in_an_old_version_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("statexchange.checkpoint.version_retention.GRACE_S", 0.0)
+    path = tmp_path / "updates"
+    weights = {"w": torch.zeros(50)}
+    with sx.Publisher(path, keep=1, full_every=1) as publisher:
+        publisher.publish(weights, 1)
+        (run_of(path) / "weight_v000001" / "notes.txt").write_text("mine")
+        for number in range(2, 6):
+            publisher.publish(weights, number)
+    assert (run_of(path) / "weight_v000001" / "notes.txt").read_text() == "mine"
+    assert sorted(version.name for version in run_of(path).glob("weight_v*")) == ["weight_v000001", "weight_v000005"]
+
+
+def test_what_cannot_be_removed_does_not_fail_a_publish(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "updates"
+    weights = {"w": torch.zeros(50)}
+    with sx.Publisher(path) as publisher:
+        publisher.publish(weights, 1)
+        (run_of(path) / ".leases" / "0123456789abcdef.json").write_text("{}")
+        (run_of(path) / "latest").unlink()
+        (run_of(path) / "latest").mkdir()
+        report = publisher.publish(weights, 2)
+    assert report.kind == "delta"
+    assert "version 2 is published, but not all old versions are removed" in caplog.text
+
+
 # Versions of other programs
 
 
