@@ -113,7 +113,7 @@ class Subscriber:
             >>> sx.Subscriber("nothing").wait(timeout_s=0)
             Traceback (most recent call last):
             ...
-            statexchange.errors.StallError: no version was published within 0 s ...
+            statexchange.errors.StallError: no version was published within 0 s: the directory does not exist yet [...]
         """
         with public_call("Subscriber.wait"):
             comm = as_communicator(self._comm)

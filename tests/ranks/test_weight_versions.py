@@ -195,7 +195,7 @@ def test_a_rename_is_asked_once_for_each_full_version(tmp_path: Path) -> None:
 
 def test_a_layout_that_reduces_is_refused_before_anything_is_published(tmp_path: Path) -> None:
     publisher = sx.Publisher(tmp_path / "updates", layout={"*": {"reduce": "max"}})
-    with pytest.raises(UnsupportedError, match="a version is not made of copies that are reduced"):
+    with pytest.raises(UnsupportedError, match="copies that are reduced"):
         publisher.publish({"w": torch.zeros(50)}, 1)
     assert list((tmp_path / "updates").glob("*/weight_v*")) == []
 
@@ -294,7 +294,7 @@ def differing_copies(path: str) -> list[str]:
     publisher = sx.Publisher(path)
     kinds = [publisher.publish(weights, 1).kind]
     weights["w"][3] += comm.rank
-    with pytest.raises(ReplicaError, match=r"ranks 0 and 1 hold different values"):
+    with pytest.raises(ReplicaError, match=r"hold different values"):
         publisher.publish(weights, 2)
     weights["w"][3] = 5.0
     kinds.append(publisher.publish(weights, 2).kind)
@@ -312,18 +312,16 @@ def test_versions_of_a_run_follow_one_another(tmp_path: Path) -> None:
     publisher = sx.Publisher(tmp_path / "updates")
     weights = {"w": torch.ones(3)}
     publisher.publish(weights, 5)
-    with pytest.raises(InvalidArgumentError, match="version 6 has not been published: publish it before version 7"):
+    with pytest.raises(InvalidArgumentError, match="version 6 has not been"):
         publisher.publish(weights, 7)
-    with pytest.raises(InvalidArgumentError, match="version must be a whole number"):
+    with pytest.raises(InvalidArgumentError, match="a whole number"):
         publisher.publish(weights, 1.5)  # type: ignore[call-overload]
     publisher.publish(weights, 6)
 
 
 def other_numbers(path: str) -> None:
     comm = sx.get_communicator()
-    with pytest.raises(
-        InvalidArgumentError, match="this rank publishes another version, or by other options, than rank 0"
-    ):
+    with pytest.raises(InvalidArgumentError, match="publishes another version"):
         sx.Publisher(path).publish({"w": torch.ones(3)}, 1 + comm.rank)
 
 
@@ -336,7 +334,7 @@ def test_a_second_trainer_ends_the_first(tmp_path: Path) -> None:
     first, second = sx.Publisher(tmp_path / "updates"), sx.Publisher(tmp_path / "updates")
     first.publish(weights, 1)
     second.publish(weights, 1)
-    with pytest.raises(TargetExistsError, match="another trainer has begun run"):
+    with pytest.raises(TargetExistsError, match="another trainer has begun"):
         first.publish(weights, 2)
     second.publish(weights, 2)
 
@@ -344,10 +342,10 @@ def test_a_second_trainer_ends_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"keep": 0}, "keep must be at least 1"),
-        ({"max_delta": 2}, "max_delta must be a number from 0 to 1"),
-        ({"frames": "few"}, "frames must be 'many' or 'one'"),
-        ({"path": "s3://bucket/updates"}, "must be a local or shared path, not s3://"),
+        ({"keep": 0}, "keep must be"),
+        ({"max_delta": 2}, "max_delta must be"),
+        ({"frames": "few"}, "frames must be"),
+        ({"path": "s3://bucket/updates"}, "not s3://"),
     ],
 )
 def test_options_are_checked(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -357,13 +355,11 @@ def test_options_are_checked(tmp_path: Path, options: dict[str, Any], message: s
 
 def test_a_wait_without_a_version_says_how_old_the_last_one_is(tmp_path: Path) -> None:
     with sx.Subscriber(tmp_path / "updates") as subscriber:
-        with pytest.raises(
-            StallError, match=r"no version was published within 0\.1 s: the directory does not exist yet"
-        ):
+        with pytest.raises(StallError, match="does not exist yet"):
             subscriber.wait(timeout_s=0.1)
         sx.Publisher(tmp_path / "updates").publish({"w": torch.ones(3)}, 4)
         version = subscriber.wait(timeout_s=0)
-        with pytest.raises(StallError, match=r"a version newer than 4 .* the last one, 4, is 0\.0 min old"):
+        with pytest.raises(StallError, match=r"is 0\.0 min old"):
             subscriber.wait(newer_than=version, timeout_s=0)
 
 

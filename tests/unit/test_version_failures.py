@@ -77,7 +77,7 @@ def test_1_a_delta_without_its_index_is_not_taken_for_a_full_version(tmp_path: P
             assert tensors["w"].read()[14] == 2.0
         return
     if hidden == "both":
-        with pytest.raises(IncompleteError, match=r"no model\.safetensors\.index\.json can be seen here"):
+        with pytest.raises(IncompleteError, match="can be seen here"):
             sx.open_checkpoint(delta)
         with sx.Subscriber(tmp_path / "updates") as subscriber:
             assert loaded(subscriber)[0] == 1
@@ -129,7 +129,7 @@ def test_3_a_data_file_that_is_not_visible_is_waited_for(tmp_path: Path) -> None
     delta = run_of(tmp_path / "updates") / "weight_v000003"
     (hidden,) = delta.glob("*.safetensors")
     moved = hidden.rename(tmp_path / "hidden")
-    with pytest.raises(IncompleteError, match="a file of this version is missing, or not yet visible on this host"):
+    with pytest.raises(IncompleteError, match="not yet visible"):
         sx.open_checkpoint(delta)
     with sx.Subscriber(tmp_path / "updates") as subscriber:
         number, weights = loaded(subscriber)
@@ -166,7 +166,7 @@ def test_5_staged_bytes_that_were_lost_are_not_loaded(tmp_path: Path) -> None:
         data = bytearray(file.read_bytes())
         data[-100] ^= 1
         file.write_bytes(data)
-        with pytest.raises(CorruptError, match="bytes differ from their digest"):
+        with pytest.raises(CorruptError, match="differ from their digest"):
             loaded(subscriber, version=1)
         # The next version is not made from what is broken.
         number, weights = loaded(subscriber)
@@ -178,7 +178,7 @@ def test_6_an_overwrite_of_4_gib_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     store, _ = open_local(str(tmp_path))
     stored = ByteRange(store.open("file"), 0, 1)
-    with pytest.raises(CorruptError, match="positions of 4 bytes do not reach the end"):
+    with pytest.raises(CorruptError, match="do not reach"):
         Overwritten(stored, 1 << 32, "w", 2)
 
 
@@ -191,7 +191,7 @@ def test_7_an_entry_that_two_files_have_is_refused(tmp_path: Path) -> None:
     shutil.copy(file, delta / "model-00001-of-00002.safetensors")
     index["weight_map"]["b"] = "model-00001-of-00002.safetensors"
     (delta / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(IncompleteError, match="the file and the list of its tensors disagree"):
+    with pytest.raises(IncompleteError, match="its tensors disagree"):
         sx.open_checkpoint(delta)
 
 
@@ -207,7 +207,7 @@ def test_8_a_version_that_is_read_is_not_removed(tmp_path: Path, monkeypatch: py
         for number in range(2, 6):
             publisher.publish(weights, number)
         assert sorted(path.glob("*/weight_v*"))[0].name == "weight_v000001"
-        with pytest.raises(NotFoundError, match="version 1 was retired"):
+        with pytest.raises(NotFoundError, match="was retired"):
             versions.Lease(str(path), run, 1)
         lease.end()
         publisher.publish(weights, 6)
@@ -235,7 +235,7 @@ def test_9_a_published_version_is_not_written_again(tmp_path: Path) -> None:
     other = run_of(tmp_path / "updates")
     shutil.rmtree(run / "weight_v000001")
     shutil.copytree(other / "weight_v000001", run / "weight_v000001")
-    with pytest.raises(CorruptError, match="this is not the version 1 on which version 2 is based"):
+    with pytest.raises(CorruptError, match="is not the version"):
         sx.open_checkpoint(run / "weight_v000002")
     with pytest.raises(TargetExistsError):
         sx.export_checkpoint({"w": torch.zeros(3)}, run / "weight_v000001")
@@ -258,12 +258,12 @@ def test_11_a_chain_without_its_base_is_healed_by_the_next_full_version(tmp_path
         for number in (1, 2):
             publisher.publish(weights, number)
         shutil.rmtree(run_of(path) / "weight_v000001")
-        with pytest.raises(IncompleteError, match="version 2 is based on version 1, which is not beside it"):
+        with pytest.raises(IncompleteError, match="is not beside it"):
             sx.open_checkpoint(run_of(path) / "weight_v000002")
         publisher.publish(weights, 3)
         with pytest.raises(
             StallError,
-            match=r"no version was published within 0 s: version 3 is not whole here: .* which is not beside it",
+            match="is not beside it",
         ):
             subscriber.wait(timeout_s=0)
         weights["b"] += 1
