@@ -272,9 +272,12 @@ def copy_source(opened: Source, path: str, on_progress: Callable[[int, int], Non
     bytes on all hosts.
     """
     call = CallOptions(section=ALL, on_progress=on_progress)
+    nbytes = sum(tensor.shard.nbytes for _, tensor in opened.shards())
+    # Files are written side by side: several also of a small model, and not too many of a large one.
+    options = ExportOptions(max_shard_size=max(_COPIED_SHARD_BYTES, nbytes // _MOST_COPIED_SHARDS))
     # The ranks of a source without ranks are the numbers of its files.
     files = tuple(replace(shard_file, rank=0) for shard_file in opened.files)
-    request = _Request(target_path(path), call, ExportOptions(), None, {}, time.perf_counter(), is_copy=True)
+    request = _Request(target_path(path), call, options, None, {}, time.perf_counter(), is_copy=True)
     return _merge(replace(opened, files=files), {}, request)
 
 
@@ -592,6 +595,7 @@ def _unwrapping(rules: Sequence[tuple[str, str]], rename: Rename) -> Rename:
     return lambda name: inner(renamed(name, rules))
 
 
+_COPIED_SHARD_BYTES, _MOST_COPIED_SHARDS = 64 << 20, 64
 _RECORD_VERSION = 2  # of what `_write_file` records of a file: an older one is not resumed
 
 

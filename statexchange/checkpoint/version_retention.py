@@ -1,39 +1,123 @@
-"""Remove old versions of weights, once no reader needs them."""
+"""Remove old versions of weights, once no reader needs them: after a publish, or by a command."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from statexchange.checkpoint.publication import ReplaceableFiles
-from statexchange.formats.huggingface import MANIFEST
+from statexchange.errors import NotFoundError
+from statexchange.formats.version import MANIFEST, delta_facts
 from statexchange.storage import publish, versions
+from statexchange.storage.location import open_path
 from statexchange.storage.versions import GRACE_S
 
-__all__ = ["remove_old_versions"]
+__all__ = ["PrunedVersion", "obsolete_versions", "prune_versions", "remove_old_versions"]
 
 
-def remove_old_versions(path: str, run: str, bases: Mapping[int, int | None], keep: int) -> list[str]:
-    """Retire old versions of a run and of those before it; remove what was retired before; return the removed paths.
+def obsolete_versions(path: str, run: str, bases: Mapping[int, int | None], keep: int) -> dict[str, list[int]]:
+    """Return by run the versions that need not stay and are not retired yet.
 
-    Not collective; root only.
+    Not collective.
 
     Args:
         path: the directory of versions.
         run: the current run.
         bases: for each of its versions the one that it is based on, None for a full one.
         keep: how many of the newest stay, and with them all that they are based on.
-
-    Raises:
-        StorageError: a version cannot be removed.
     """
-    versions.retire(path, run, bases, keep)
+    kept = versions.kept_versions(bases, keep)
+    of_run = [number for number in versions.list_versions(path, run) if number in bases and number not in kept]
     earlier_runs = versions.list_runs(path)[:-1]
     if len(bases) < keep:
         del earlier_runs[-1:]  # a reader may still have a version of the run before
-    for earlier in earlier_runs:
-        versions.retire(path, earlier, dict.fromkeys(versions.list_versions(path, earlier)), 0)
+    return {**{earlier: versions.list_versions(path, earlier) for earlier in earlier_runs}, run: of_run}
+
+
+def remove_old_versions(path: str, run: str, bases: Mapping[int, int | None], keep: int) -> None:
+    """Retire what need not stay, and remove what was retired before and nobody reads.
+
+    Not collective; root only. The arguments are those of `obsolete_versions`.
+
+    Raises:
+        StorageError: the directory cannot be read or written.
+    """
+    for of_run, numbers in obsolete_versions(path, run, bases, keep).items():
+        versions.retire(path, of_run, numbers)
     for of_run in versions.list_runs(path):  # what killed publishers have left
         publish.clear_all(f"{path}/{of_run}", versions.VERSION_PREFIX, MANIFEST)
-    removed = versions.sweep_retired(path, MANIFEST, ReplaceableFiles(), grace_s=GRACE_S)
+    versions.sweep_retired(path, MANIFEST, ReplaceableFiles(), grace_s=GRACE_S)
     versions.clear_runs(path)
-    return removed
+
+
+@dataclass(frozen=True, slots=True)
+class PrunedVersion:
+    """The outcome for one version.
+
+    Attributes:
+        run: the id of its run.
+        version: its number.
+        path: its directory.
+        nbytes: the bytes of its files.
+        action: "removed", "retired" (to be removed by a later call) or "kept"; with `dry_run` what would be done.
+    """
+
+    run: str
+    version: int
+    path: str
+    nbytes: int
+    action: Literal["removed", "retired", "kept"]
+
+
+def prune_versions(path: str, keep: int, *, dry_run: bool = False) -> list[PrunedVersion]:
+    """Retire the versions that need not stay, and remove what was retired at least a minute ago and nobody reads.
+
+    Not collective.
+
+    Args:
+        path: the directory of versions.
+        keep: how many of the newest of the current run stay, and with them all that they are based on.
+        dry_run: change nothing, and return what would be retired.
+
+    Raises:
+        NotFoundError: there are no versions of a `Publisher`.
+        StorageError: a version cannot be read or removed.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> with sx.Publisher("updates", full_every=1) as publisher:
+        ...     reports = [publisher.publish({"w": torch.zeros(9)}, number) for number in (1, 2, 3)]
+        >>> [(row.version, row.action) for row in prune_versions("updates", keep=2)]
+        [(1, 'retired'), (2, 'kept'), (3, 'kept')]
+    """
+    run = versions.current_run(path)
+    if run is None:
+        raise NotFoundError("there are no versions of a Publisher here", path=path)
+    bases: dict[int, int | None] = {}
+    for number in versions.list_versions(path, run):
+        with open_path(f"{path}/{run}/{versions.version_name(number)}") as opened:
+            facts = delta_facts(opened)
+        bases[number] = None if facts is None else facts[0]
+    before = versions.all_versions(path)
+    retired = obsolete_versions(path, run, bases, keep)
+    for of_run in before:
+        retired[of_run] = [*retired.get(of_run, ()), *versions.retired_versions(f"{path}/{of_run}")]
+    rows = []
+    for of_run, numbers in before.items():
+        for number in numbers:
+            folder = f"{path}/{of_run}/{versions.version_name(number)}"
+            action: Literal["retired", "kept"] = "retired" if number in retired[of_run] else "kept"
+            rows.append(PrunedVersion(of_run, number, folder, _nbytes(folder), action))
+    if dry_run:
+        return rows
+    remove_old_versions(path, run, bases, keep)
+    return [row if os.path.isdir(row.path) else replace(row, action="removed") for row in rows]
+
+
+def _nbytes(path: str) -> int:
+    """Return the bytes of the files in a version's directory."""
+    with open_path(path) as opened:
+        return sum(opened.store.open(name).size for name in opened.store.files)

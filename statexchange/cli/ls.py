@@ -1,4 +1,4 @@
-"""``statexchange ls``: the tensors of a checkpoint, or the saves of a job."""
+"""``statexchange ls``: the tensors of a checkpoint, the saves of a job, or the versions of weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from statexchange.cli.options import option
 from statexchange.cli.output import Output, Row, fields_of, worst_code
 from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError, did_you_mean, without_secrets
-from statexchange.units import format_ranks, format_shape, format_time
+from statexchange.units import format_number, format_ranks, format_shape, format_time
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from statexchange.report.rounds import RankRow
     from statexchange.report.saves import SaveRow, UnfinishedRow
     from statexchange.report.tensor_rows import TensorRow
+    from statexchange.report.versions import VersionRow
 
 _UNKNOWN = "?"
 _HEADER = ("NAME", "DTYPE", "SHAPE", "BYTES", "HELD-BY")
 _ROUNDS_HEADER = ("RUN", "ROUND", "RANK", "WRITTEN", "BYTES", "STATE")
 _SAVES_HEADER = ("STEP", "TIME", "BYTES", "RANKS", "METRICS", "STATE")
+_VERSIONS_HEADER = ("RUN", "VERSION", "TIME", "BYTES", "KIND", "STATE")
 
 
 @commands.command
@@ -38,9 +40,10 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
 
     Reads headers only. HELD-BY is the file, or the ranks that have a part.
 
-    Lists the saves if PATH is the directory of a job's saves. STATE is what
-    manifests, sizes and headers show; verify reads everything. Exits with 4 if a
-    save is broken, 5 if a file is missing; an unfinished save is no finding.
+    Lists the saves if PATH is the directory of a job's saves, and the versions if
+    it is a directory of weight versions. STATE is what manifests, sizes and headers
+    show; verify reads everything. Exits with 4 if one is broken, 5 if a file is
+    missing; an unfinished save is no finding.
 
     \b
     Examples:
@@ -50,7 +53,13 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
     from statexchange.formats.registry import holds_saves, open_source
     from statexchange.formats.source import abbreviated_list, abbreviated_reasons
     from statexchange.report.tensor_rows import known_bytes, tensor_rows
+    from statexchange.storage.versions import holds_versions
 
+    if holds_versions(path):
+        if include or picture is not None or rounds:
+            text = "--include, --svg and --rounds are not for a directory of versions: name one of them"
+            raise InvalidArgumentError(text, path=path)
+        return _list_versions(output, path)
     if rounds or holds_saves(path):
         if include or picture is not None:
             listed = "--rounds lists files: leave it out" if rounds else "this directory has saves: name one of them"
@@ -123,6 +132,28 @@ def _round_cells(output: Output, row: RankRow) -> tuple[str, ...]:
     written = "-" if row.written is None else format_time(row.written)
     state = f"{row.state}, committed" if row.is_committed else row.state
     return row.run, str(row.round), "-" if row.rank is None else str(row.rank), written, output.size(row.nbytes), state
+
+
+def _list_versions(output: Output, path: str) -> int:
+    from statexchange.report.versions import list_version_rows
+
+    rows = list_version_rows(path)
+    cells = [_version_cells(output, row) for row in rows]
+    output.table(_VERSIONS_HEADER, cells, right=("VERSION", "BYTES"), drop=("RUN", "TIME"), sentences=True)
+    problems = [problem for row in rows for problem in row.problems]
+    output.warn_of(problems)
+    records: list[Row] = [{**fields_of(row), "code": worst_code(row.problems)} for row in rows]
+    nbytes = sum(row.nbytes for row in rows)
+    data = {"path": without_secrets(path), "kind": "versions", "num_versions": len(rows), "nbytes": nbytes}
+    return output.finish(data, rows=("versions", records), problems=problems)
+
+
+def _version_cells(output: Output, row: VersionRow) -> tuple[str, ...]:
+    created = "-" if row.created is None else format_time(row.created)
+    kind = row.kind or _UNKNOWN
+    if row.base_version is not None:
+        kind = f"delta of {row.base_version}, {format_number(row.changed or 0, 'tensor')}"
+    return row.run or "-", str(row.version), created, output.size(row.nbytes), kind, row.state
 
 
 def _list_saves(output: Output, path: str) -> int:

@@ -1,4 +1,4 @@
-"""``statexchange prune``: remove the saves of a job that need not stay."""
+"""``statexchange prune``: remove the saves of a job, or the versions of weights, that need not stay."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import commands
-from statexchange.cli.output import Output
+from statexchange.cli.output import Output, fields_of
 from statexchange.cli.progress import Progress
+from statexchange.errors import without_secrets
 from statexchange.storage.steps import Retention, steps_text
 from statexchange.units import format_bytes, format_number
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from statexchange.checkpoint.prune import PruneReport, PruneRow
 
 _HEADER = ("STEP", "BYTES", "ACTION", "WHY")
+_VERSIONS_HEADER = ("RUN", "VERSION", "BYTES", "ACTION")
 
 
 def _parse_best(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, str] | None:
@@ -46,12 +48,16 @@ def command(
     best: tuple[str, str] | None,
     dry_run: bool,
 ) -> int:
-    """Remove the saves of a job at PATH, except the newest ones.
+    """Remove the saves of a job, or the weight versions, at PATH, except the newest.
 
     PATH is the directory in which Checkpoints saves. What killed processes left
     of unfinished saves is removed too. A broken save does not count as one of the
     newest, and is not removed; nor is a directory that has other files too. Each
     of these is a warning and sets the exit code.
+
+    Of a directory of versions, --keep counts those of the current run; what these
+    are based on stays, too. Others are retired, and removed by a later prune, or by
+    the trainer, a minute later and once no reader has them.
 
     \b
     Examples:
@@ -59,14 +65,37 @@ def command(
       statexchange prune saves --keep 2
     """
     from statexchange.checkpoint.prune import prune_saves
+    from statexchange.storage.versions import holds_versions
 
     commands.refuse_other_ranks()
+    if holds_versions(path):
+        if keep_every is not None or best is not None:
+            raise click.UsageError("--keep-every and --best are for saves, and PATH has versions")
+        return _prune_versions(output, path, keep, is_dry_run=dry_run)
     with Progress(output, "prune") as progress:
         report = prune_saves(path, Retention(keep, keep_every, best), dry_run=dry_run, on_progress=progress)
     output.warn_of(report.problems)
     _show(output, report)
     data = {"path": report.path, "dry_run": dry_run, "nbytes": report.nbytes}
     return output.finish(data, rows=("saves", report.rows), problems=report.problems)
+
+
+def _prune_versions(output: Output, path: str, keep: int, *, is_dry_run: bool) -> int:
+    from statexchange.checkpoint.version_retention import prune_versions
+
+    rows = prune_versions(path, keep, dry_run=is_dry_run)
+    cells = []
+    for row in rows:
+        action = "would be retired" if is_dry_run and row.action == "retired" else row.action
+        cells.append((row.run, str(row.version), output.size(row.nbytes), action))
+    output.table(_VERSIONS_HEADER, cells, right=_VERSIONS_HEADER[1:3])
+    nbytes = sum(row.nbytes for row in rows if row.action == "removed")
+    if output.human:
+        num_removed = format_number(sum(row.action == "removed" for row in rows), "version")
+        num_retired = sum(row.action == "retired" for row in rows)
+        output.message(f"removed {num_removed}, {format_bytes(nbytes)}; {num_retired:,} retired")
+    data = {"path": without_secrets(path), "dry_run": is_dry_run, "nbytes": nbytes}
+    return output.finish(data, rows=("versions", [fields_of(row) for row in rows]), problems=())
 
 
 def _show(output: Output, report: PruneReport) -> None:

@@ -1,4 +1,4 @@
-"""``statexchange verify``: read and check a whole checkpoint, or all saves of a job."""
+"""``statexchange verify``: read and check a whole checkpoint, all saves of a job, or all versions of weights."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
 
     Exits with 1 if copies of one region differ, or if --values finds something;
     4 if something is broken, 5 if something is missing. If PATH is the directory
-    of a job's saves, each save is checked, and the exit code is that of the most
-    severe finding.
+    of a job's saves, or of weight versions, each of them is checked, a version with
+    all that it is based on; the exit code is that of the most severe finding.
 
     \b
     Examples:
@@ -59,12 +59,17 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
     """
     from statexchange.formats.registry import holds_saves
     from statexchange.report.verify import verify
+    from statexchange.storage.versions import holds_versions
 
     if without and not values:
         raise click.UsageError("--without leaves out a check of --values: give --values, too")
     checks = [check for check in CHECKS if check not in without] if values else []
     if values and not checks:
         raise click.UsageError("--without leaves out every check of --values")
+    if holds_versions(path):
+        if against is not None:
+            raise click.UsageError("--against compares one checkpoint with a download, and PATH has versions")
+        return _verify_versions(output, path, checks)
     if holds_saves(path):
         if against is not None:
             raise click.UsageError("--against compares one checkpoint with a download, and PATH has saves of a job")
@@ -176,3 +181,29 @@ def _verify_saves(output: Output, path: str, checks: Sequence[Check]) -> int:
     output.line(f"{num_whole:,} of {len(records):,} saves are whole")
     data = {"path": without_secrets(path), "kind": "saves", "num_saves": len(records), "num_whole": num_whole}
     return output.finish(data, rows=("saves", records), problems=findings)
+
+
+def _verify_versions(output: Output, path: str, checks: Sequence[Check]) -> int:
+    from statexchange.report.versions import verify_versions
+
+    findings: list[StateExchangeError] = []
+    records: list[Row] = []
+    began = time.perf_counter()
+    with Progress(output, "verify") as progress:
+        for row, report in verify_versions(path, checks=checks, on_progress=progress):
+            now = time.perf_counter()
+            found = format_number(len(report.findings), "finding") if report.findings else "ok"
+            what = f"{row.run}/{row.version}" if row.run else str(row.version)
+            output.line(f"version {what}: {format_transfer(report.num_tensors, report.nbytes, now - began)}: {found}")
+            began = now
+            _show_findings(output, report.findings)
+            findings += report.findings
+            record: Row = {"run": row.run, "version": row.version, "path": row.path}
+            for key in ("num_tensors", "num_boxes", "nbytes"):
+                record[key] = getattr(report, key)
+            code, found_here = worst_code(report.findings), _records(report.findings)
+            records.append({**record, "code": code, "findings": found_here})
+    num_whole = sum(record["code"] in ("OK", "FINDINGS") for record in records)
+    output.line(f"{num_whole:,} of {len(records):,} versions are whole")
+    data = {"path": without_secrets(path), "kind": "versions", "num_versions": len(records), "num_whole": num_whole}
+    return output.finish(data, rows=("versions", records), problems=findings)

@@ -53,7 +53,16 @@ from statexchange.storage.tensorfile import Header, read_header
 from statexchange.storage.versions import version_name, version_number
 from statexchange.tensors import ITEMSIZE, itemsize_of
 
-__all__ = ["DELTA_SCHEMA", "MANIFEST", "VERSION_INDEX", "VERSION_KEY", "manifest_digest", "matches", "read"]
+__all__ = [
+    "DELTA_SCHEMA",
+    "MANIFEST",
+    "VERSION_INDEX",
+    "VERSION_KEY",
+    "delta_facts",
+    "manifest_digest",
+    "matches",
+    "read",
+]
 
 DELTA_SCHEMA = 3  # of a manifest whose directory is a delta
 VERSION_KEY = "version"
@@ -92,6 +101,16 @@ def _number_of(store: Store) -> int | None:
 
 def _has_tensors(store: Store) -> bool:
     return any(name.endswith((".safetensors", INDEX)) for name in store.files)
+
+
+def delta_facts(opened: OpenedPath) -> tuple[int, int] | None:
+    """Return the base of a delta and the number of tensors that it changes; None for a full version.
+
+    Raises:
+        IncompleteError, CorruptError, UnsupportedError: as `read`.
+    """
+    delta = _delta_of(opened.store)
+    return None if delta is None else (delta.base, len(delta.changes))
 
 
 def read(opened: OpenedPath, *, copies: Mapping[str, str] = MappingProxyType({})) -> Source:

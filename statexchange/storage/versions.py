@@ -29,7 +29,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from statexchange.errors import (
@@ -42,6 +42,7 @@ from statexchange.errors import (
 from statexchange.storage import files, publish
 from statexchange.storage.atomic import invalidate_listings, new_nonce, remove_abandoned, write_new
 from statexchange.storage.location import directory_of, is_remote, resolve_path
+from statexchange.storage.store import local_path
 
 if TYPE_CHECKING:
     from statexchange.storage.publish.build import ReplaceCheck
@@ -51,13 +52,17 @@ __all__ = [
     "LEASE_S",
     "VERSION_PREFIX",
     "Lease",
+    "all_versions",
     "begin_run",
     "check_is_current",
     "clear_runs",
     "current_run",
+    "holds_versions",
+    "kept_versions",
     "list_runs",
     "list_versions",
     "retire",
+    "retired_versions",
     "set_latest",
     "sweep_retired",
     "version_name",
@@ -161,8 +166,28 @@ def list_versions(path: str, run: str) -> list[int]:
     """Return the numbers of the versions of a run that are not retired, oldest first. Not collective."""
     folder = f"{path}/{run}"
     numbers = sorted(number for name in _listed(folder) if (number := version_number(name)) is not None)
-    retired = _retired(folder) if numbers else {}
+    retired = retired_versions(folder) if numbers else {}
     return [number for number in numbers if number not in retired]
+
+
+def all_versions(path: str) -> dict[str, list[int]]:
+    """Return the numbers of all versions of each run, retired ones too; the current run is last. Not collective.
+
+    A directory of another program has one run, "". {} for anything else, and for a URL.
+    """
+    if is_remote(path):
+        return {}
+    found = {}
+    path = local_path(path)
+    for run in list_runs(path) or [""]:
+        names = _listed(f"{path}/{run}") if os.path.isdir(f"{path}/{run}") else []
+        found[run] = sorted(number for name in names if (number := version_number(name)) is not None)
+    return found if found.get("", True) else {}
+
+
+def holds_versions(path: str | os.PathLike[str]) -> bool:
+    """Whether a local path is a directory of versions, ours or another program's. Not collective."""
+    return any(all_versions(os.fspath(path)).values())
 
 
 def set_latest(path: str, run: str, number: int) -> None:
@@ -177,8 +202,8 @@ def set_latest(path: str, run: str, number: int) -> None:
 # Leases and removal
 
 
-def _retired(folder: str) -> dict[int, str]:
-    """Return the names of the marks of retired versions by number."""
+def retired_versions(folder: str) -> dict[int, str]:
+    """Return the names of the marks of the retired versions of a run, by number. Not collective."""
     marks = {}
     for name in _listed(f"{folder}/{_LEASES}"):
         match = _RETIRED.fullmatch(name)
@@ -256,17 +281,10 @@ def _leased(folder: str, now: float) -> set[int]:
     return numbers
 
 
-def retire(path: str, run: str, bases: Mapping[int, int | None], keep: int) -> list[int]:
-    """Mark the versions of a run that are neither among the newest nor a base of these. Root only.
+def kept_versions(bases: Mapping[int, int | None], keep: int) -> set[int]:
+    """Return the newest `keep` versions and all that they are based on.
 
-    Args:
-        path: the directory of versions.
-        run: the run.
-        bases: by version the one that it is based on, None for a full one.
-        keep: how many of the newest stay.
-
-    Returns:
-        The versions that were marked.
+    `bases` has for each version the one that it is based on, None for a full one.
     """
     kept: set[int] = set()
     for newest in sorted(bases)[max(0, len(bases) - keep) :]:
@@ -274,17 +292,17 @@ def retire(path: str, run: str, bases: Mapping[int, int | None], keep: int) -> l
         while number is not None and number not in kept:
             kept.add(number)
             number = bases.get(number)
-    marked = []
-    folder = f"{path}/{run}"
-    for number in list_versions(path, run):
-        if number in kept or number not in bases:
-            continue
+    return kept
+
+
+def retire(path: str, run: str, numbers: Iterable[int]) -> None:
+    """Mark versions of a run as retired: no reader of ours begins to read them. Root only."""
+    folder = f"{path}/{run}/{_LEASES}"
+    for number in numbers:
         name = f"retired-{number:06d}"
-        with files.directory(f"{folder}/{_LEASES}") as dir_fd, contextlib.suppress(TargetExistsError):
-            write_new(dir_fd, name, b"", path=f"{folder}/{_LEASES}/{name}", mode=_MODE)
-            invalidate_listings(dir_fd, path=f"{folder}/{_LEASES}")
-        marked.append(number)
-    return marked
+        with files.directory(folder) as dir_fd, contextlib.suppress(TargetExistsError):
+            write_new(dir_fd, name, b"", path=f"{folder}/{name}", mode=_MODE)
+            invalidate_listings(dir_fd, path=folder)
 
 
 def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: float) -> list[str]:
@@ -299,7 +317,7 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
     removed: list[str] = []
     for run in list_runs(path):
         folder = f"{path}/{run}"
-        retired = _retired(folder)
+        retired = retired_versions(folder)
         if not retired:
             continue
         now = _server_time(folder)

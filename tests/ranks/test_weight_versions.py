@@ -12,6 +12,7 @@ import pytest
 import torch
 from scripts import page_block, run_script, with_torchrun
 from shared_form import read_version
+from sweeps import slow
 
 import statexchange as sx
 from statexchange.errors import (
@@ -99,13 +100,13 @@ def check_version(run: Path, number: int, state: dict[str, torch.Tensor], *, one
     with sx.open_checkpoint(run / f"weight_v{number:06d}") as version:
         assert set(version) == set(state)
         for name, tensor in state.items():
-            assert torch.equal(version[name].read(framework="pt"), tensor), (number, name)
+            assert torch.equal(bytes_of(version[name].read(framework="pt")), bytes_of(tensor)), (number, name)
     for name, raw in read_version(run, number, one_frame=one_frame).items():
-        assert np.array_equal(np.frombuffer(raw.data, np.uint8), bytes_of(state[name])), (number, name)
+        assert raw.data == bytes_of(state[name]).numpy().tobytes(), (number, name)
 
 
-def bytes_of(tensor: torch.Tensor) -> Any:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 @pytest.mark.parametrize("frames", ["many", "one"])
@@ -361,6 +362,49 @@ def test_a_wait_without_a_version_says_how_old_the_last_one_is(tmp_path: Path) -
         version = subscriber.wait(timeout_s=0)
         with pytest.raises(StallError, match=r"is 0\.0 min old"):
             subscriber.wait(newer_than=version, timeout_s=0)
+
+
+def publish_random(path: str, seed: int) -> None:
+    """Publish some versions of a random state by random options, and check each by both readers."""
+    comm = sx.get_communicator()
+    rng = np.random.default_rng(seed)
+    generator = torch.Generator().manual_seed(seed)
+    dtype = [torch.bfloat16, torch.float32, torch.float8_e4m3fn][int(rng.integers(3))]
+    state, dims = {}, {}
+    for index in range(int(rng.integers(1, 6))):
+        shape = [int(size) for size in rng.integers(0, 30, int(rng.integers(0, 4)))]
+        name = f"t{index}"
+        if shape and rng.random() < 0.7:
+            dims[name] = int(rng.integers(len(shape)))
+            shape[dims[name]] = max(shape[dims[name]], comm.world_size)
+        state[name] = torch.randn(shape, generator=generator).to(dtype)
+    frames: Any = ["many", "one"][int(rng.integers(2))]
+    options: dict[str, Any] = {"frames": frames, "full_every": int(rng.integers(1, 6)), "keep": int(rng.integers(1, 4))}
+    layout = {name: {"dim": dim} for name, dim in dims.items()}
+    with sx.Publisher(path, layout=layout or None, max_delta=1.0, **options) as publisher:
+        for number in range(int(rng.integers(2, 7))):
+            for tensor in state.values():
+                if tensor.numel() and rng.random() < 0.6:
+                    bits = tensor.view(torch.uint8) if tensor.ndim else tensor.reshape(1).view(torch.uint8)
+                    places = torch.randint(0, bits.numel(), (int(rng.integers(1, 9)),), generator=generator)
+                    bits.view(-1)[places] ^= 1
+            parts = {}
+            for name, tensor in state.items():
+                whole = tensor.clone()
+                if name in dims:
+                    whole = whole.tensor_split(comm.world_size, dims[name])[comm.rank].contiguous()
+                parts[name] = whole
+            publisher.publish(parts, number)
+            if comm.rank == 0:
+                check_version(run_of(path), number, state, one_frame=frames == "one")
+            comm.barrier()
+
+
+@pytest.mark.parametrize("first", [0, *(slow(first) for first in range(200, 1000, 200))])
+def test_random_chains_have_the_published_bytes(tmp_path: Path, first: int) -> None:
+    """A few by default, and all 1,000 under `slow`."""
+    for seed in range(first, first + (200 if first else 6)):
+        run_ranks(publish_random, 1 + seed % 4, args=(str(tmp_path / f"updates-{seed}"), seed))
 
 
 @pytest.mark.slow

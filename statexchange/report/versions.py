@@ -1,0 +1,128 @@
+"""List and check the versions of weights in a directory, as `Publisher` or another program publishes them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from statexchange.errors import IncompleteError, NotFoundError, StateExchangeError
+from statexchange.formats.registry import open_source
+from statexchange.formats.version import delta_facts
+from statexchange.report.verify import VerifyReport, verify
+from statexchange.storage.location import open_path
+from statexchange.storage.versions import all_versions, retired_versions, version_name
+
+if TYPE_CHECKING:
+    from statexchange.report.value_checks import Check
+
+__all__ = ["VersionRow", "list_version_rows", "verify_versions"]
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    """One version, judged by its manifest or index and by the headers of its files and of those that it is based on.
+
+    Attributes:
+        run: the id of the run that published it; "" in a directory of another program.
+        version: its number.
+        path: its directory.
+        kind: "full" or "delta"; None if that cannot be read, like the next two.
+        base_version: the version that a delta is based on.
+        changed: how many tensors a delta changes.
+        nbytes: the bytes of its files.
+        created: when it was published, in seconds since the epoch.
+        state: "whole", "retired" (about to be removed), "incomplete" or "broken".
+        problems: why it cannot be read.
+    """
+
+    run: str
+    version: int
+    path: str
+    kind: Literal["full", "delta"] | None
+    base_version: int | None
+    changed: int | None
+    nbytes: int
+    created: float | None
+    state: Literal["whole", "retired", "incomplete", "broken"]
+    problems: tuple[StateExchangeError, ...]
+
+
+def list_version_rows(path: str) -> list[VersionRow]:
+    """Return a row for each version of each run, the current run last.
+
+    Not collective. Reads manifests, indexes and headers. Problems are in the rows, not raised.
+
+    Example:
+        >>> import torch
+        >>> import statexchange as sx
+        >>> with sx.Publisher("updates") as publisher:
+        ...     reports = [publisher.publish({"w": torch.zeros(9)}, number) for number in (1, 2)]
+        >>> [(row.version, row.kind, row.base_version, row.changed, row.state) for row in list_version_rows("updates")]
+        [(1, 'full', None, None, 'whole'), (2, 'delta', 1, 0, 'whole')]
+    """
+    rows = []
+    for run, numbers in all_versions(path).items():
+        folder = os.path.join(path, run) if run else path
+        retired = retired_versions(folder)
+        for number in numbers:
+            row = _row(run, number, os.path.join(folder, version_name(number)), is_retired=number in retired)
+            if row is not None:
+                rows.append(row)
+    return rows
+
+
+def _row(run: str, number: int, path: str, *, is_retired: bool) -> VersionRow | None:
+    """Return the row of a version; None if it was removed meanwhile."""
+    kind: Literal["full", "delta"] | None = None
+    base: int | None = None
+    changed: int | None = None
+    problems: tuple[StateExchangeError, ...] = ()
+    try:
+        with open_path(path) as opened:
+            files = [opened.store.open(name) for name in opened.store.files]
+            try:
+                facts = delta_facts(opened)
+                kind = "full" if facts is None else "delta"
+                if facts is not None:
+                    base, changed = facts
+                open_source(path).close()
+            except StateExchangeError as error:
+                problems = (error,)
+    except NotFoundError:
+        return None
+    state: Literal["whole", "retired", "incomplete", "broken"] = "retired" if is_retired else "whole"
+    if problems:
+        state = "incomplete" if isinstance(problems[0], IncompleteError | NotFoundError) else "broken"
+    created = max((file.modified for file in files if file.modified is not None), default=None)
+    nbytes = sum(file.size for file in files)
+    return VersionRow(run, number, path, kind, base, changed, nbytes, created, state, problems)
+
+
+def verify_versions(
+    path: str,
+    *,
+    checks: Collection[Check] = (),
+    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
+) -> Iterator[tuple[VersionRow, VerifyReport]]:
+    """Read and check every version with all that it is based on, and yield its row and the result.
+
+    Not collective. Problems become findings, not exceptions. A version that is removed meanwhile is left out.
+
+    Args:
+        path: the directory of versions.
+        checks: the checks of values to make.
+        on_progress: called with (versions done, versions in total).
+    """
+    rows = list_version_rows(path)
+    for done, row in enumerate(rows):
+        on_progress(done, len(rows))
+        try:
+            report = verify(row.path, checks=checks)
+        except StateExchangeError as error:
+            if not os.path.isdir(row.path):
+                continue
+            report = VerifyReport(row.path, "version", 0, 0, 0, 0, (error,))
+        yield row, report
+    on_progress(len(rows), len(rows))
