@@ -195,6 +195,7 @@ def run_bench(bench: str, *arguments: str) -> str:
         slow("load.py", ["--megabytes", "16", "--rounds", "1"]),
         slow("saves.py", ["--megabytes", "16", "--rounds", "1"]),
         slow("memory_copy.py", ["--megabytes", "16", "--rounds", "1"]),
+        slow("versions.py", ["--megabytes", "16", "--rounds", "1"]),
         slow("gather.py", ["--megabytes", "16", "--rounds", "1"]),
         slow("collectives.py", ["--ranks", "2", "--largest", "1", "--rounds", "1"]),
         slow("training.py", ["--rounds", "1", "--quick"]),
