@@ -48,7 +48,7 @@ def command(
     best: tuple[str, str] | None,
     dry_run: bool,
 ) -> int:
-    """Remove the saves of a job, or the weight versions, at PATH, except the newest.
+    """Remove old saves of a job, or old weight versions, at PATH.
 
     PATH is the directory in which Checkpoints saves. What killed processes left
     of unfinished saves is removed too. A broken save does not count as one of the

@@ -187,7 +187,7 @@ def all_versions(path: str) -> dict[str, list[int]]:
 
 def holds_versions(path: str | os.PathLike[str]) -> bool:
     """Whether a local path is a directory of versions, ours or another program's. Not collective."""
-    return any(all_versions(os.fspath(path)).values())
+    return any(all_versions(resolve_path(path, "a directory of versions")).values())
 
 
 def set_latest(path: str, run: str, number: int) -> None:

@@ -22,6 +22,7 @@ BY_SCHEME = {"s3fs", "gcsfs"}
 TESTS_ONLY = {"pytest", "_pytest"}
 GIVEN_BY_THE_CALLER = {"peft"}  # imported only if the model is one of this package's
 TYPES_ONLY = {"typing_extensions", "_typeshed"}
+OF_THE_PACKAGE = ("torch", "mpi", "hf", "versions")  # extras whose packages it imports itself
 NEEDED_BY_TRANSFORMERS = {"accelerate"}  # for its Trainer
 
 
@@ -65,14 +66,18 @@ def imported() -> dict[str, set[str]]:
 
 def test_each_declared_dependency_is_imported() -> None:
     extras = declared()["optional-dependencies"]
-    wanted = names(declared()["dependencies"]) | names(extras["torch"]) | names(extras["mpi"]) | names(extras["hf"])
+    wanted = names(declared()["dependencies"])
+    for extra in OF_THE_PACKAGE:
+        wanted |= names(extras[extra])
     assert wanted - imported().keys() == NEEDED_BY_TRANSFORMERS
     assert names(extras["s3"]) | names(extras["gcs"]) == BY_SCHEME
 
 
 def test_each_imported_dependency_is_declared() -> None:
     extras = declared()["optional-dependencies"]
-    known = names(declared()["dependencies"]) | names(extras["torch"]) | names(extras["mpi"]) | names(extras["hf"])
+    known = names(declared()["dependencies"])
+    for extra in OF_THE_PACKAGE:
+        known |= names(extras[extra])
     assert imported().keys() - known - TESTS_ONLY - TYPES_ONLY - GIVEN_BY_THE_CALLER == set()
     for package in TESTS_ONLY & imported().keys():
         assert {path.partition("/")[0] for path in imported()[package]} == {"testing"}
