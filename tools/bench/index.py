@@ -195,7 +195,7 @@ def measure(num_tensors: int, world_size: int, *, takes_index_away: bool) -> Non
 
 def export(folder: str, num_tensors: int, world_size: int) -> dict[str, float]:
     """Export on root of so many ranks; return what was measured. The file has root's parts alone."""
-    from statexchange.exchange.export import _export
+    from statexchange.exchange.export import export_described
     from statexchange.exchange.exporting import ExportRequest
     from statexchange.sharding.options import CallOptions, ExportOptions
     from statexchange.state.describe import describe
@@ -210,7 +210,8 @@ def export(folder: str, num_tensors: int, world_size: int) -> dict[str, float]:
         began = time.perf_counter()
         with collector_paused():
             described = describe(state, options.new_layout(), 0, with_extra_state=False)
-        report = _export(described, None, ExportRequest(f"{folder}/{name}", options, call, {}), comm, None)
+        request = ExportRequest(f"{folder}/{name}", options, call, {})
+        report = export_described(described, None, request, comm, None).report
         seconds = time.perf_counter() - began
         described_s = seconds - sum(report.phases.values()) + report.phases["describe"]
         if not trips:
