@@ -7,6 +7,7 @@ its boxes.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -65,8 +66,7 @@ class PublishedBox:
     def sums_of(self, tensor: WriteTensor) -> tuple[int, int]:
         """Return what the box adds to both sums of its tensor's checksum."""
         if self.sums is None:
-            itemsize = ITEMSIZE[tensor.dtype]
-            total = int(np.prod(tensor.shape, dtype=np.int64)) * itemsize
+            itemsize, total = ITEMSIZE[tensor.dtype], _nbytes_of(tensor)
             first = second = 0
             for begin, part in box_runs(self.box, tensor.shape, itemsize, self.data.data):
                 checksum = zlib.adler32(part)
@@ -77,10 +77,10 @@ class PublishedBox:
         return self.sums
 
 
-def checksum_of(sums: Sequence[tuple[int, int]], nbytes: int) -> str:
+def checksum_of(tensor: WriteTensor, sums: Sequence[tuple[int, int]]) -> str:
     """Return the adler32 of a tensor from the sums of its boxes."""
     first = (1 + sum(first for first, _ in sums)) % _MODULUS
-    second = (nbytes + sum(second for _, second in sums)) % _MODULUS
+    second = (_nbytes_of(tensor) + sum(second for _, second in sums)) % _MODULUS
     return f"{second << 16 | first:08x}"
 
 
@@ -117,6 +117,10 @@ class PublishedVersion:
     full_nbytes: int = 0
     chain_nbytes: int = 0
     chain_length: int = 0
+
+
+def _nbytes_of(tensor: WriteTensor) -> int:
+    return math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]
 
 
 def digest_of_state(described: Description, options: ExportOptions) -> str:

@@ -128,11 +128,11 @@ def difference(
         tensors = {}
         for number, of_tensor in parts.items():
             tensors[names[number]] = _entry(names[number], sizes[number], of_tensor)
-    checksums = {}
-    for number in changed:
-        tensor = plan.tensors[number]
-        nbytes = int(np.prod(tensor.shape, dtype=np.int64)) * ITEMSIZE[tensor.dtype]
-        checksums[number] = checksum_of([sums for row in by_rank for sums in row.sums_of(number)], nbytes)
+    sums: dict[int, list[tuple[int, int]]] = {}
+    for rows_there in by_rank:
+        for number, first, second in zip(rows_there.numbers, rows_there.first, rows_there.second, strict=True):
+            sums.setdefault(number, []).append((first, second))
+    checksums = {number: checksum_of(plan.tensors[number], sums[number]) for number in changed}
     frames = _frames_on_root(comm, parts)
     total = sum(sizes.values())
     return Delta(Description(tensors), boxes, compared.receipts, changed, total, checksums, frames)
@@ -160,11 +160,6 @@ class _Rows:
     sizes: Sequence[int]
     first: Sequence[int]
     second: Sequence[int]
-
-    def sums_of(self, number: int) -> list[tuple[int, int]]:
-        """Return what the rank's boxes add to the sums of a tensor."""
-        rows = zip(self.numbers, self.first, self.second, strict=True)
-        return [(first, second) for of_tensor, first, second in rows if of_tensor == number]
 
 
 def _are_equal(new: NDArray[np.uint8], old: NDArray[np.uint8]) -> bool:
