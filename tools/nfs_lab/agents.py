@@ -151,7 +151,7 @@ class Agents:
         words = ["exec", "env", *(f"{key}={value}" for key, value in environment.items())]
         words += [self._python, "-m", "nfs_lab.guest.agent"]
         numbers = {host: self._lab.start(host, shlex.join([*words, host])) for host in hosts}
-        while len(self._parents) < len(hosts):
+        while not self._parents.keys() >= set(hosts):
             try:
                 name, _, connection = self._accept(timeout_s)
             except TimeoutError:

@@ -20,12 +20,13 @@ from collections.abc import Iterator, Sequence
 
 from nfs_lab.machine import MAX_WORKDIR, SEARCH_PATH, CannotRunError, prepare, run
 
-__all__ = ["CLIENTS", "DRIVER_ADDRESS", "HOSTS", "MOUNTS", "SERVER", "Lab", "LabError"]
+__all__ = ["CLIENTS", "DRIVER_ADDRESS", "HOSTS", "MOUNTS", "SERVER", "THIRD_CLIENT", "Lab", "LabError"]
 
 GUEST = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guest")
 DRIVER_ADDRESS = ("10.99.0.254", 7000)  # inside the namespace
 SERVER = "srv"
 CLIENTS = ("cA", "cB")
+THIRD_CLIENT = "cC"  # boots when a check needs it
 HOSTS = {"srv": 1, "cA": 2, "cB": 3, "cC": 4}  # name -> last number of its address, also the number of its tap device
 MEMORY = {"srv": "512M"}
 CLIENT_MEMORY = "2000M"
@@ -246,6 +247,13 @@ class Lab:
         if status:
             raise LabError(f"{command!r} on {host}: exit status {status}: {output[-600:]}")
         return output
+
+    def boot_third_client(self, skew_s: int) -> None:
+        """Boot the third client, again if it runs, with its clock `skew_s` ahead, and mount."""
+        self.kill(THIRD_CLIENT)
+        self.boot(THIRD_CLIENT, skew_s=skew_s)
+        self.wait_until_booted(THIRD_CLIENT)
+        self.mount([THIRD_CLIENT])
 
     def mount(self, hosts: Sequence[str], names: Sequence[str] = tuple(MOUNTS)) -> None:
         """Mount the `names` of `MOUNTS` at /run/m/<name> of each host."""

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from nfs_lab.agents import Agent, Agents, Reply
-from nfs_lab.lab import CLIENTS, Lab, LabError
+from nfs_lab.lab import CLIENTS, THIRD_CLIENT, Lab, LabError
 
 __all__ = ["CheckFailedError", "Session"]
+
+SKEW_S = 3600
 
 
 class CheckFailedError(Exception):
@@ -19,7 +21,8 @@ class CheckFailedError(Exception):
 class Session:
     """A lab that is up, with two agents on each client host.
 
-    `a`, `a2` run on the first host, `b`, `b2` on the second. With `long` races are repeated 100 times.
+    `a`, `a2` run on the first host, `b`, `b2` on the second; `third` boots one more. With `long` races are repeated
+    100 times.
     """
 
     def __init__(self, lab: Lab, python: str, source: str, *, long: bool) -> None:
@@ -29,6 +32,7 @@ class Session:
         self.b, self.b2 = (Agent(CLIENTS[1], name) for name in ("b", "b2"))
         self.ranks = (self.a, self.a2, self.b, self.b2)
         self._agents = Agents(lab, python, source)
+        self._third: Agent | None = None
         self._others: list[Agent] = []
         self._number = 0
         self._token = f"{int(time.time()):x}"
@@ -41,13 +45,13 @@ class Session:
 
     def restore(self) -> None:
         """Replace agents that died or hang, so that the failure of one check does not make the next one fail."""
-        self._agents.replace_dead(*self.ranks)
+        self._agents.replace_dead(*self.ranks, *([] if self._third is None else [self._third]))
         while self._others:
             self._others.pop().close()
 
     def close(self) -> None:
         """End the agents."""
-        for agent in (*self.ranks, *self._others):
+        for agent in (*self.ranks, *self._others, *([] if self._third is None else [self._third])):
             agent.close()
         self._agents.close()
 
@@ -57,6 +61,16 @@ class Session:
         self._agents.start(agent)
         self._others.append(agent)
         return agent
+
+    def third(self) -> Agent:
+        """Return an agent on a third host, whose clock is an hour ahead. The host boots at the first call."""
+        if self._third is None:
+            self.lab.boot_third_client(SKEW_S)
+            self._agents.start_parents(THIRD_CLIENT)
+            agent = Agent(THIRD_CLIENT, "c")
+            self._agents.start(agent)
+            self._third = agent
+        return self._third
 
     def unique(self) -> str:
         """Return a text that was not used before, which makes a name with it an unused one."""

@@ -106,7 +106,7 @@ def _launched(rank: int, world_size: int) -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-class _Errors:
+class Errors:
     """Errors of a loop, counted by text."""
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ def publish_tensors(path: str, tensors: dict[str, tuple[list[int], float]], over
 
 def publish_repeatedly(path: str, seconds: float, first_step: int, kib: int = 64) -> Values:
     """Publish with overwrite until time is over."""
-    end, step, errors = time.time() + seconds, first_step, _Errors()
+    end, step, errors = time.time() + seconds, first_step, Errors()
     done, last = 0, None
     while time.time() < end:
         try:
@@ -206,7 +206,7 @@ def _continues(end: float, stop: str) -> bool:
 
 
 def _read_until(end: float, reads_max: int, read_once: Callable[[], list[float]], stop: str = "") -> Values:
-    errors, reads, mixed, backwards, last = _Errors(), 0, [], 0, -1.0
+    errors, reads, mixed, backwards, last = Errors(), 0, [], 0, -1.0
     while reads < reads_max and _continues(end, stop):
         reads += 1
         try:
@@ -290,7 +290,7 @@ def save_at(path: str, step: int, at: float, jitter_s: float) -> None:
 
 def save_repeatedly(path: str, seconds: float, kib: int = 64) -> Values:
     """Save until time is over."""
-    end, step, errors = time.time() + seconds, 0, _Errors()
+    end, step, errors = time.time() + seconds, 0, Errors()
     while time.time() < end:
         step += 1
         try:

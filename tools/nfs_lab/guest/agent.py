@@ -15,7 +15,9 @@ import sys
 from typing import Any, TextIO
 
 import statexchange as sx
-from nfs_lab.guest import actions
+from nfs_lab.guest import actions, version_actions
+
+_MODULES = (actions, version_actions)
 
 
 def _connect(name: str) -> TextIO:
@@ -35,7 +37,8 @@ def _send(lines: TextIO, value: Any) -> None:
 
 def _answer(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"value": getattr(actions, name)(**arguments)}
+        module = next(module for module in _MODULES if hasattr(module, name))
+        return {"value": getattr(module, name)(**arguments)}
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (the driver gets it as the answer)
         number = getattr(error, "errno", None)
         named = isinstance(error, sx.StateExchangeError)
@@ -58,6 +61,7 @@ def main() -> None:
     """Import what actions use, then fork agents until the connection ends."""
     actions.limit_memory()
     actions.import_all()
+    version_actions.import_all()
     lines = _connect(sys.argv[1])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel collects agents that end
     for line in lines:
