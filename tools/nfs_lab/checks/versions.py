@@ -136,8 +136,7 @@ def versions_stay_under_leases(session: Session, mount: str) -> str:
             f" {result['late']} refused"
         )
     time.sleep(GRACE_S + 1)
-    publish = {"path": path, "grace_s": GRACE_S}
-    session.value(publisher.call("publish_versions", **publish))
+    session.value(publisher.call("publish_versions", path=path, grace_s=GRACE_S))
     last = count + 1
     kept = {f"weight_v{number:06d}" for number in range(last - last % 2 - 1, last + 1)}
     versions = {name for name in _on_server(session, mount, path) if re.fullmatch(r"weight_v\d{6}", name)}
