@@ -24,8 +24,8 @@ PAUSE_S = 0.3  # of a publisher after each version
 GRACE_S = 5.0
 LEASE_S = 300.0  # storage/versions.py: a lease that is not touched for so long has ended
 USER = 1000
-# What a run's directory has on the server: versions, leases, marks, `latest`, and locks, which stay.
-_EXPECTED = re.compile(r"|\.leases|latest|\.leases/retired-(\d{6})|weight_v(\d{6})(/[^/.][^/]*)?|\.weight_v\d{6}\.lock")
+# What a run's directory has on the server once no reader has a lease: versions, marks of retired ones, `latest`.
+_EXPECTED = re.compile(r"|\.leases|latest|\.leases/retired-\d{6}|weight_v\d{6}(/[^/.][^/]*)?")
 
 Records = dict[str, dict[str, Any]]
 
