@@ -24,7 +24,7 @@ from statexchange.formats.registry import open_checkpoint
 from statexchange.sharding.options import Convert, Rename
 from statexchange.state.describe import State
 from statexchange.storage.location import target_path
-from statexchange.storage.versions import version_name, versions_path
+from statexchange.storage.versions import server_time, version_name, versions_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -168,7 +168,7 @@ class Subscriber:
             what = "there is none" if os.path.isdir(self._path) else "the directory does not exist"
             return StallError(f"{text}: {what} yet", path=self._path)
         try:
-            age_s = max(0.0, time.time() - os.stat(last.path).st_mtime)
+            age_s = max(0.0, server_time(os.path.dirname(last.path)) - os.stat(last.path).st_mtime)
         except OSError:  # removed just now
             return StallError(text, path=self._path)
         return StallError(f"{text}: the last one, {last.number}, is {age_s / 60:.1f} min old", path=last.path)

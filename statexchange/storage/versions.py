@@ -29,6 +29,7 @@ import os
 import re
 import secrets
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,7 @@ __all__ = [
     "list_versions",
     "retire",
     "retired_versions",
+    "server_time",
     "set_latest",
     "sweep_retired",
     "version_name",
@@ -320,7 +322,7 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
         retired = retired_versions(folder)
         if not retired:
             continue
-        now = _server_time(folder)
+        now = server_time(f"{folder}/{_LEASES}")
         leased = _leased(folder, now)
         # Newest first, so that no delta is left without its base. A version that is read may be based on any older
         # one, so all older ones stay. The bases of a version that is not retired are not retired either.
@@ -372,16 +374,16 @@ def _remove(folder: str, name: str) -> None:
         files.remove_file(name, f"{folder}/{_LEASES}/{name}", dir_fd)
 
 
-def _server_time(folder: str) -> float:
-    """Return the present time by the clock of the file server."""
-    name = f"{new_nonce()}.time"
-    with files.directory(f"{folder}/{_LEASES}") as dir_fd:
-        path = f"{folder}/{_LEASES}/{name}"
-        os.close(files.create_file(name, dir_fd, path))
-        try:
-            return os.stat(name, dir_fd=dir_fd).st_mtime
-        finally:
-            os.unlink(name, dir_fd=dir_fd)
+def server_time(path: str) -> float:
+    """Return the present time by the clock of the file server of a version, a run or its leases; it is touched.
+
+    Not collective. Without permission to write, this host's clock counts.
+    """
+    try:
+        os.utime(path)
+        return os.stat(path).st_mtime
+    except OSError:
+        return time.time()
 
 
 def _mtime(path: str, missing: float) -> float:
