@@ -24,6 +24,7 @@ from statexchange.errors import (
     IncompleteError,
     InvalidArgumentError,
     StateExchangeError,
+    UnsupportedError,
     excerpt,
 )
 from statexchange.formats.box_digests import PLACED_SCHEMA, BoxDigests, PlacedBoxes
@@ -482,9 +483,14 @@ def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str
     Raises:
         CorruptError: a file name is not plain, or has another suffix.
         IncompleteError: the index lists no tensors.
+        UnsupportedError: it is that of a delta.
     """
     path = store.path_of(index)
     raw = read_json(store.open(index))
+    metadata = raw.get("metadata") if isinstance(raw, dict) else None
+    if isinstance(metadata, dict) and "delta_encoding" in metadata:
+        text = "the index is that of a delta of weights: give the directory weight_v... that it lay in, beside its base"
+        raise UnsupportedError(text, path=path)
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict):
         raise CorruptError("the index has no weight_map", path=path)

@@ -423,3 +423,28 @@ def test_a_delta_under_another_name_is_known_by_its_manifest(tmp_path: Path) -> 
     os.rename(run / "weight_v000002", run / "newest")
     with sx.open_checkpoint(run / "newest") as tensors:
         assert tensors["w"].read()[14] == 2.0
+
+
+def test_a_delta_of_others_under_another_name_is_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(8)
+    writer, tensors = SharedFormWriter(tmp_path), random_tensors(rng, 4)
+    writer.write_full(1, tensors)
+    delta = writer.write_delta(2, 1, tensors, changed(rng, tensors, 0.1))
+    delta.rename(tmp_path / "newest")
+    with pytest.raises(UnsupportedError, match="a delta of weights"):
+        sx.open_checkpoint(tmp_path / "newest")
+
+
+@pytest.mark.parametrize(("key", "value"), [("frame_nbytes", 1), ("frame_nbytes", 1 << 40), ("base", 2), ("base", -1)])
+def test_a_manifest_that_cannot_be_right_is_refused(tmp_path: Path, key: str, value: int) -> None:
+    weights = {"w": torch.zeros(2 << 20)}
+    with sx.Publisher(tmp_path / "updates") as publisher:
+        publisher.publish(weights, 1)
+        weights["w"][5] = 1.0
+        publisher.publish(weights, 2)
+    manifest = run_of(tmp_path / "updates") / "weight_v000002" / "statexchange.json"
+    record = json.loads(manifest.read_text())
+    record["version"][key] = value
+    manifest.write_text(json.dumps(record, separators=(",", ":")))
+    with pytest.raises((CorruptError, IncompleteError)):
+        sx.open_checkpoint(manifest.parent)
