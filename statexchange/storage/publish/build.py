@@ -6,7 +6,8 @@ A build goes through the states *open* (files are created, written and recorded)
 guarantees:
 
 1. The target's name appears only when all files are complete and durable.
-2. Of several concurrent publishers exactly one succeeds; the others get TargetExistsError.
+2. Of several concurrent publishers exactly one succeeds; the others get TargetExistsError. In an object store, one of
+   another host that overwrites may wait until the first has ended, and then replace what that has published.
 3. Only a directory that the publisher has checked is replaced.
 4. A file is removed only if a record proves that a statexchange publisher made it.
 5. The next publisher to the same name cleans up after one that was killed.
