@@ -25,7 +25,13 @@ from statexchange.exchange.chosen_conversion import Conversion, chosen_conversio
 from statexchange.exchange.exporting import ExportRequest
 from statexchange.exchange.pretrained import model_files
 from statexchange.exchange.save_schedule import whole_number
-from statexchange.exchange.version_publishing import PublishedVersion, PublishReport, VersionOptions, publish_version
+from statexchange.exchange.version_publishing import (
+    PublishedVersion,
+    PublishReport,
+    VersionOptions,
+    check_installed,
+    publish_version,
+)
 from statexchange.sharding.options import CallOptions, Cast, Convert, ExportOptions, Rename, Replicas
 from statexchange.state.describe import Description, State, describe
 from statexchange.storage.versions import begin_run, check_is_current, set_latest, versions_path
@@ -235,6 +241,7 @@ class Publisher:
                     text = "this rank publishes another version, or by other options, than rank 0"
                     raise InvalidArgumentError(text, rank=rank, expected=given[0], found=of_rank)
         with comm.phase("beginning a version"):
+            check_installed()
             if comm.rank == 0:
                 self._run = self._run or begin_run(self.path)
                 check_is_current(self.path, self._run)

@@ -22,7 +22,7 @@ from statexchange.state.describe import Description
 from statexchange.storage import versions
 from statexchange.storage.files import WINDOW_BYTES, digest
 
-__all__ = ["PublishReport", "PublishedVersion", "VersionOptions", "publish_version"]
+__all__ = ["PublishReport", "PublishedVersion", "VersionOptions", "check_installed", "publish_version"]
 
 _LEAST_NBYTES = 1 << 16  # a delta of a small model may be as large, as each frame has a header
 
@@ -82,6 +82,11 @@ class VersionOptions:
     frames: Literal["many", "one"]
 
 
+def check_installed() -> None:
+    """Raise MissingExtraError if deltas cannot be made here: else that would come with the first one."""
+    compressor()
+
+
 def publish_version(
     comm: Communicator,
     described: Description,
@@ -93,8 +98,6 @@ def publish_version(
     last: PublishedVersion | None,
 ) -> tuple[PublishReport, PublishedVersion]:
     """Publish one version: a delta of the last one if that is smaller and possible, else a full one. Collective."""
-    with comm.phase("looking for what it needs"):
-        compressor()  # else the error that names what is not installed would come with the first delta
     path = f"{options.path}/{run}/{versions.version_name(number)}"
     described, left_options = converted_description(comm, described, conversion, request.options)
     request = replace(request, path=path, options=left_options)
