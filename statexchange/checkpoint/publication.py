@@ -63,7 +63,7 @@ FORMAT_METADATA = {"format": "pt"}  # as safetensors.torch.save_file writes
 
 @dataclass(frozen=True)
 class VersionMarks:
-    """What makes a checkpoint a version of weights (formats/version.py).
+    """The marks that make a checkpoint a version of weights (formats/version.py).
 
     Attributes:
         index: metadata of the index, which a version always has; of a full one also its size is in it.

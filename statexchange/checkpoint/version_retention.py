@@ -98,7 +98,7 @@ def prune_versions(path: str, keep: int, *, dry_run: bool = False) -> list[Prune
         raise NotFoundError("there are no versions of a Publisher here", path=path)
     bases: dict[int, int | None] = {}
     for number in versions.list_versions(path, run):
-        with open_path(f"{path}/{run}/{versions.version_name(number)}") as opened:
+        with open_path(versions.version_path(path, run, number)) as opened:
             facts = delta_facts(opened)
         bases[number] = None if facts is None else facts[0]
     before = versions.all_versions(path)
@@ -108,7 +108,7 @@ def prune_versions(path: str, keep: int, *, dry_run: bool = False) -> list[Prune
     rows = []
     for of_run, numbers in before.items():
         for number in numbers:
-            folder = f"{path}/{of_run}/{versions.version_name(number)}"
+            folder = versions.version_path(path, of_run, number)
             action: Literal["retired", "kept"] = "retired" if number in retired[of_run] else "kept"
             rows.append(PrunedVersion(of_run, number, folder, _nbytes(folder), action))
     if dry_run:

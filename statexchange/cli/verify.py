@@ -190,15 +190,15 @@ def _verify_versions(output: Output, path: str, checks: Sequence[Check]) -> int:
     records: list[Row] = []
     began = time.perf_counter()
     with Progress(output, "verify") as progress:
-        for row, report in verify_versions(path, checks=checks, on_progress=progress):
+        for run, number, report in verify_versions(path, checks=checks, on_progress=progress):
             now = time.perf_counter()
             found = format_number(len(report.findings), "finding") if report.findings else "ok"
-            what = f"{row.run}/{row.version}" if row.run else str(row.version)
+            what = f"{run}/{number}" if run else str(number)
             output.line(f"version {what}: {format_transfer(report.num_tensors, report.nbytes, now - began)}: {found}")
             began = now
             _show_findings(output, report.findings)
             findings += report.findings
-            record: Row = {"run": row.run, "version": row.version, "path": row.path}
+            record: Row = {"run": run, "version": number, "path": report.path}
             for key in ("num_tensors", "num_boxes", "nbytes"):
                 record[key] = getattr(report, key)
             code, found_here = worst_code(report.findings), _records(report.findings)

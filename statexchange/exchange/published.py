@@ -1,4 +1,4 @@
-"""What a run has published last, as each rank remembers it to take the next difference.
+"""The record of what a run has published last, which each rank keeps to take the next difference.
 
 **Checksum.** adler32 of bytes d at positions i of n is ``(b << 16) | a`` with ``a = 1 + sum(d)`` and ``b = n +
 sum((n - i) * d)``, modulo 65521 (RFC 1950). Both sums are over any set of runs in any order, so each rank adds those of
@@ -86,7 +86,7 @@ def checksum_of(tensor: WriteTensor, sums: Sequence[tuple[int, int]]) -> str:
 
 @dataclass(slots=True)
 class PublishedVersion:
-    """What a run has published last, as this rank knows it.
+    """The version that a run has published last, as this rank knows it.
 
     Attributes:
         run: the id of the run.

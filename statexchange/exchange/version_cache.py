@@ -93,40 +93,37 @@ class VersionCache:
         Raises:
             StateExchangeError: as `merge_checkpoint`.
         """
+        path = f"{self.path}/{name}-{key}"
+        with self._storage_errors():
+            files.make_path(self.path, 0o700)
+            with files.private_directory(self.path):
+                pass
+            cached = CachedVersion(path)
+            if os.path.isdir(path):  # and it stays, as it is in use now
+                return cached
+            cached.close()
+            with self._locked(progress):
+                cached = CachedVersion(path)
+                try:
+                    if not os.path.isdir(path):
+                        # What killed readers of this host have left takes the room of a model.
+                        publish.clear_all(self.path, VERSION_PREFIX, MANIFEST)
+                        self._make(path, open_version, progress)
+                    self._remove_unused(without=path)
+                except BaseException:
+                    cached.close()
+                    raise
+        return cached
+
+    @contextlib.contextmanager
+    def _storage_errors(self) -> Iterator[None]:
+        """Raise StorageError for what the system refuses in the cache itself."""
         try:
-            return self._stage(name, key, open_version, progress)
+            yield
         except OSError as error:
             if isinstance(error, StateExchangeError):
                 raise
             raise StorageError.of(error, "use the cache of versions", path=self.path) from error
-
-    def _stage(
-        self,
-        name: str,
-        key: str,
-        open_version: Callable[[Mapping[str, str]], Source],
-        progress: Callable[[], object],
-    ) -> CachedVersion:
-        files.make_path(self.path, 0o700)
-        with files.private_directory(self.path):
-            pass
-        path = f"{self.path}/{name}-{key}"
-        cached = CachedVersion(path)
-        if os.path.isdir(path):  # and it stays, as it is in use now
-            return cached
-        cached.close()
-        with self._locked(progress):
-            cached = CachedVersion(path)
-            try:
-                if not os.path.isdir(path):
-                    # What killed readers of this host have left takes the room of a model.
-                    publish.clear_all(self.path, VERSION_PREFIX, MANIFEST)
-                    self._make(path, open_version, progress)
-                self._remove_unused(without=path)
-            except BaseException:
-                cached.close()
-                raise
-        return cached
 
     def _make(
         self, path: str, open_version: Callable[[Mapping[str, str]], Source], progress: Callable[[], object]

@@ -1,4 +1,4 @@
-"""What has changed since the last version, on each rank: compared, compressed, and placed in the entries of a delta.
+"""The difference from the last version, on each rank: compared, compressed, and placed in the entries of a delta.
 
 Each rank keeps the bytes that it has published (published.py), and takes its own difference; nobody gathers a tensor.
 A box that is one run of its tensor is compressed where it lies, a frame for each window. Ranks exchange the sizes of
@@ -45,11 +45,11 @@ def sampled_share(comm: Communicator, described: Description, plan: WritePlan, b
     """
     nbytes = compressed = 0
     with comm.phase("comparing a sample"):
-        compress = compressor()
+        compress, staging = compressor(), Staging()
         for published in boxes[:: 1 + len(boxes) // _SAMPLES]:
             tensor = plan.tensors[published.number]
             live = local_box(described, tensor.source, published.box_index)
-            for _, part in Staging().parts(live, tensor.dtype):
+            for _, part in staging.parts(live, tensor.dtype):
                 changed = np.bitwise_xor(np.frombuffer(part, np.uint8), published.data[: len(part)])
                 nbytes += len(part)
                 compressed += len(compress(changed))

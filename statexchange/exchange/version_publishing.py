@@ -98,7 +98,7 @@ def publish_version(
     last: PublishedVersion | None,
 ) -> tuple[PublishReport, PublishedVersion]:
     """Publish one version: a delta of the last one if that is smaller and possible, else a full one. Collective."""
-    path = f"{options.path}/{run}/{versions.version_name(number)}"
+    path = versions.version_path(options.path, run, number)
     described, left_options = converted_description(comm, described, conversion, request.options)
     request = replace(request, path=path, options=left_options)
     state_digest = digest_of_state(described, left_options)
@@ -117,7 +117,7 @@ def _may_be_delta(comm: Communicator, last: PublishedVersion, state_digest: str,
     """Whether the next version can be a delta: all ranks have the same tensors in the same boxes. Collective."""
     is_same = last.boxes is not None and last.state_digest == state_digest
     if comm.rank == 0:
-        base = f"{options.path}/{last.run}/{versions.version_name(last.number)}"
+        base = versions.version_path(options.path, last.run, last.number)
         is_same = is_same and os.path.exists(f"{base}/{MANIFEST}")  # nobody could read a delta without it
     if not all(from_all(comm, is_same, bool, "whether its state has the same tensors as before")):
         return False

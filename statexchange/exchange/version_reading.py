@@ -14,7 +14,7 @@ from statexchange.formats import version as version_format
 from statexchange.formats.registry import open_with
 from statexchange.formats.version import manifest_digest
 from statexchange.storage.files import digest
-from statexchange.storage.versions import Lease, list_runs, list_versions, version_name
+from statexchange.storage.versions import Lease, list_runs, list_versions, version_path
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
@@ -73,7 +73,7 @@ def find_version(path: str, newer_than: Version | None, number: int | None) -> S
         for candidate in reversed(numbers):
             if newer_than is not None and newer_than.run == run and candidate <= newer_than.number:
                 break
-            found = Version(_path_of(path, run, candidate), run, candidate)
+            found = Version(version_path(path, run, candidate), run, candidate)
             try:
                 with open_version(found) as source:
                     return Search(Version(found.path, run, candidate, _key_of(source)), reason)
@@ -83,10 +83,6 @@ def find_version(path: str, newer_than: Version | None, number: int | None) -> S
         if numbers or number is not None or (newer_than is not None and newer_than.run == run):
             break
     return Search(None, reason)
-
-
-def _path_of(path: str, run: str, number: int) -> str:
-    return "/".join(filter(None, (path, run, version_name(number))))
 
 
 def open_version(version: Version, copies: Mapping[str, str] = MappingProxyType({})) -> Source:

@@ -43,7 +43,7 @@ _MOST_OVERWRITTEN = 1 << 32  # bytes of a tensor, whose positions are 4 bytes
 
 
 class Change(ABC):
-    """What a delta has of one tensor: `stored`, the entry of its file. Thread-safe."""
+    """The change of one tensor in a delta: `stored` is the entry of its file. Thread-safe."""
 
     def __init__(self, stored: ByteRange, nbytes: int, name: str) -> None:
         self.stored = stored

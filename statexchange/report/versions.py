@@ -12,7 +12,7 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.version import delta_facts
 from statexchange.report.verify import VerifyReport, verify
 from statexchange.storage.location import open_path
-from statexchange.storage.versions import all_versions, retired_versions, version_name
+from statexchange.storage.versions import all_versions, retired_versions, version_path
 
 if TYPE_CHECKING:
     from statexchange.report.value_checks import Check
@@ -64,10 +64,9 @@ def list_version_rows(path: str) -> list[VersionRow]:
     """
     rows = []
     for run, numbers in all_versions(path).items():
-        folder = os.path.join(path, run) if run else path
-        retired = retired_versions(folder)
+        retired = retired_versions(os.path.join(path, run))
         for number in numbers:
-            row = _row(run, number, os.path.join(folder, version_name(number)), is_retired=number in retired)
+            row = _row(run, number, version_path(path, run, number), is_retired=number in retired)
             if row is not None:
                 rows.append(row)
     return rows
@@ -105,8 +104,8 @@ def verify_versions(
     *,
     checks: Collection[Check] = (),
     on_progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> Iterator[tuple[VersionRow, VerifyReport]]:
-    """Read and check every version with all that it is based on, and yield its row and the result.
+) -> Iterator[tuple[str, int, VerifyReport]]:
+    """Read and check every version with all that it is based on, and yield its run, its number and the result.
 
     Not collective. Problems become findings, not exceptions. A version that is removed meanwhile is left out.
 
@@ -115,14 +114,15 @@ def verify_versions(
         checks: the checks of values to make.
         on_progress: called with (versions done, versions in total).
     """
-    rows = list_version_rows(path)
-    for done, row in enumerate(rows):
-        on_progress(done, len(rows))
+    listed = [(run, number) for run, numbers in all_versions(path).items() for number in numbers]
+    for done, (run, number) in enumerate(listed):
+        on_progress(done, len(listed))
+        folder = version_path(path, run, number)
         try:
-            report = verify(row.path, checks=checks)
+            report = verify(folder, checks=checks)
         except StateExchangeError as error:
-            if not os.path.isdir(row.path):
+            if not os.path.isdir(folder):
                 continue
-            report = VerifyReport(row.path, "version", 0, 0, 0, 0, (error,))
-        yield row, report
-    on_progress(len(rows), len(rows))
+            report = VerifyReport(folder, "version", 0, 0, 0, 0, (error,))
+        yield run, number, report
+    on_progress(len(listed), len(listed))

@@ -69,6 +69,7 @@ __all__ = [
     "sweep_retired",
     "version_name",
     "version_number",
+    "version_path",
     "versions_path",
 ]
 
@@ -95,6 +96,11 @@ def version_number(name: str) -> int | None:
     """Return the number of a version's directory; None for any other name."""
     match = _VERSION.fullmatch(name)
     return int(match[1]) if match is not None and version_name(int(match[1])) == name else None
+
+
+def version_path(path: str, run: str, number: int) -> str:
+    """Return the path of a version; the one run of another program's directory is "", and lies in it."""
+    return "/".join(filter(None, (path, run, version_name(number))))
 
 
 def versions_path(path: str | os.PathLike[str]) -> str:
@@ -331,7 +337,7 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
             is_read = any(reading >= number for reading in leased if reading in retired or reading == _ANY_VERSION)
             if is_read or now - _mtime(f"{folder}/{_LEASES}/{mark}", now) < grace_s:
                 continue
-            version = f"{folder}/{version_name(number)}"
+            version = version_path(path, run, number)
             try:
                 publish.remove(version, manifest, check)
                 removed.append(version)
