@@ -263,6 +263,14 @@ class Publication:
         self.outputs.append(output)
         return output
 
+    def share(self) -> str:
+        """Return the key with which other processes put files into the directory, as `Build.share`."""
+        return self._build.share()
+
+    def add_all(self, versions: Mapping[str, str]) -> None:
+        """Take over files that other processes have put there, as `Build.add_all`."""
+        self._build.add_all(versions)
+
     def record(self, name: str, metadata: object) -> None:
         """Record that an output file is finished, with JSON metadata, for a publisher that resumes after a kill."""
         self._build.record(name, metadata)

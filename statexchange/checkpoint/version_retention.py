@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from statexchange.checkpoint.publication import ReplaceableFiles
 from statexchange.errors import NotFoundError
-from statexchange.formats.version import MANIFEST, delta_facts
+from statexchange.formats.version import MANIFEST, delta_facts, is_unfinished
 from statexchange.storage import publish, versions
 from statexchange.storage.location import open_path
 from statexchange.storage.versions import GRACE_S
@@ -47,7 +46,8 @@ def remove_old_versions(path: str, run: str, bases: Mapping[int, int | None], ke
     for of_run, numbers in obsolete_versions(path, run, bases, keep).items():
         versions.retire(path, of_run, numbers)
     for of_run in versions.list_runs(path):  # what killed publishers have left
-        publish.clear_all(f"{path}/{of_run}", versions.VERSION_PREFIX, MANIFEST)
+        whole = [versions.version_name(number) for number in bases] if of_run == run else []
+        publish.clear_all(f"{path}/{of_run}", versions.VERSION_PREFIX, MANIFEST, whole)
     versions.sweep_retired(path, MANIFEST, ReplaceableFiles(), grace_s=GRACE_S)
     versions.clear_runs(path)
 
@@ -99,8 +99,9 @@ def prune_versions(path: str, keep: int, *, dry_run: bool = False) -> list[Prune
     bases: dict[int, int | None] = {}
     for number in versions.list_versions(path, run):
         with open_path(versions.version_path(path, run, number)) as opened:
-            facts = delta_facts(opened)
-        bases[number] = None if facts is None else facts[0]
+            if not is_unfinished(opened.store):
+                facts = delta_facts(opened)
+                bases[number] = None if facts is None else facts[0]
     before = versions.all_versions(path)
     retired = obsolete_versions(path, run, bases, keep)
     for of_run in before:
@@ -114,7 +115,8 @@ def prune_versions(path: str, keep: int, *, dry_run: bool = False) -> list[Prune
     if dry_run:
         return rows
     remove_old_versions(path, run, bases, keep)
-    return [row if os.path.isdir(row.path) else replace(row, action="removed") for row in rows]
+    left = versions.all_versions(path)
+    return [row if row.version in left.get(row.run, ()) else replace(row, action="removed") for row in rows]
 
 
 def _nbytes(path: str) -> int:

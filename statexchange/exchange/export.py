@@ -20,6 +20,7 @@ from statexchange.exchange.converting import convert_live
 from statexchange.exchange.exporting import Clock, Exported, ExportReport, ExportRequest, agree_on_plan, publish
 from statexchange.exchange.pretrained import adapter_state, is_adapter_model, model_files, tokenizer_files
 from statexchange.exchange.rank_metadata import RankMetadata, agreed_names
+from statexchange.exchange.uploading import open_upload
 from statexchange.exchange.writing import write_boxes, writing_nodes
 from statexchange.sharding.options import (
     ADAPTER_PATTERN,
@@ -32,7 +33,7 @@ from statexchange.sharding.options import (
     Replicas,
 )
 from statexchange.state.describe import Description, State, describe
-from statexchange.storage.location import target_path
+from statexchange.storage.location import is_remote, target_path
 from statexchange.tensors import collector_paused
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ def export_checkpoint(
 
     Collective; blocks until the directory is published. It appears when it is whole and durable, or not at all. A
     failure on any rank is raised on all ranks. No rank holds more than its own shard. Only root's host must see `path`:
-    the bytes of other hosts are sent there, unless they see it too and write their own.
+    the bytes of other hosts are sent there, unless they see it too and write their own. At a URL every host uploads
+    the files that it writes, from temporary files in its TMPDIR, which needs room for its share of the tensors.
 
     For a model of transformers, its config.json (with the written dtype) and generation_config.json are written too, so
     that `from_pretrained(path)` loads the directory. For a PEFT model, only the active adapter and its
@@ -117,8 +119,9 @@ def export_checkpoint(
             carry their sharding (the latter also their keys, and the padding of a vocabulary); a plain tensor counts as
             a replica unless `layout` has a rule for its name. Extra state of modules is left out, and the report's
             `notes` name it.
-        path: a local directory. Root's `path`, `files_from` and `overwrite` are used; pass the same on all ranks. All
-            other options must be equal on all ranks, except the rules of a layout.
+        path: a local directory, or an fsspec URL such as ``s3://bucket/merged``. Root's `path`, `files_from` and
+            `overwrite` are used; pass the same on all ranks. All other options must be equal on all ranks, except the
+            rules of a layout.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: sharding rules by name pattern: torch's ``Shard(dim)`` or ``Replicate()``, ``{"dim": 0}``, keywords of
             transformers' `model.tp_plan`, or any rule of `statexchange.sharding.rules`. With ``{"reduce": "max"}`` the
@@ -146,7 +149,8 @@ def export_checkpoint(
         files_from: a directory whose small files (config, tokenizer) are copied, or files, or a mapping of names to
             texts; they take precedence over the files of the model and the tokenizer.
         tokenizer: a tokenizer or processor of transformers, whose files are written too. Root's is used.
-        overwrite: replace what is at `path`; else an existing target is a TargetExistsError.
+        overwrite: replace what is at `path`; else an existing target is a TargetExistsError. At a URL, where nothing is
+            replaced in one step, it is removed first.
         background: export a snapshot in a thread, and return a Future.
         stall_timeout_s: limit of the time in which no rank moves a byte, in seconds; the total time is not limited.
             A rank that does not call at all is waited for until the communicator's `timeout_s`.
@@ -195,7 +199,7 @@ def export_checkpoint(
         if tokenizer is not None and is_root:
             own_files |= tokenizer_files(tokenizer)
         # Now: in the background the program may change its working directory before root opens the target.
-        request = ExportRequest(target_path(path, local=True), options, call, own_files)
+        request = ExportRequest(target_path(path), options, call, own_files)
         # A new layout each time: it remembers which patterns have matched a name.
         with collector_paused():
             described = describe(tensors, options.new_layout(), communicator.rank, with_extra_state=False)
@@ -225,15 +229,21 @@ def export_described(
             metadata = RankMetadata.of(described, request.options.texts())
             plan, root = agree_on_plan(comm, metadata, request, options, clock, building)
         headers, nbytes = ([], 0) if root is None else (root.headers, root.plan.nbytes)
-        # Which hosts see the directory is known only now that it exists.
-        nodes = writing_nodes(comm, plan)
-        receipts = write_boxes(comm, described, plan, nodes, headers, request.call)
+        if is_remote(plan.files[0].path):
+            upload = open_upload(comm, plan, request.path, root, building)
+            nodes = upload.nodes
+            receipts = write_boxes(comm, described, upload.plan, nodes, headers, request.call)
+            uploaded = upload.run(comm, request.call)
+        else:
+            # Which hosts see the directory is known only now that it exists.
+            nodes, uploaded = writing_nodes(comm, plan), None
+            receipts = write_boxes(comm, described, plan, nodes, headers, request.call)
         clock.lap("write", nbytes)
         if request.on_written is not None:
             with comm.phase("copying what it has written"):
                 request.on_written(plan, receipts)
         with collector_paused():
-            report = publish(comm, root, plan, receipts, nodes, request, clock)
+            report = publish(comm, root, plan, receipts, nodes, uploaded, request, clock)
             return Exported(report, root)
 
 

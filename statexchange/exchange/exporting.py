@@ -140,6 +140,12 @@ class RootExport:
         """The first bytes of each file."""
         return [output.header for output in self.publication.outputs]
 
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each file."""
+        pairs = zip(self.plan.files, self.publication.outputs, strict=True)
+        return [len(output.header) + file.data_nbytes for file, output in pairs]
+
     def write_plan(self) -> WritePlan:
         """Return the plan by which each rank writes its part."""
         outputs = [(len(output.header), output.is_reserved) for output in self.publication.outputs]
@@ -297,6 +303,7 @@ def publish(
     write_plan: WritePlan,
     receipts: Receipts,
     nodes: Sequence[int],
+    uploaded: Mapping[str, str] | None,
     request: ExportRequest,
     clock: Clock,
 ) -> ExportReport:
@@ -308,6 +315,7 @@ def publish(
         write_plan: the plan by which all ranks have written.
         receipts: those of this rank.
         nodes: the host that has written each file.
+        uploaded: on root the versions of the files that were uploaded; None for a directory.
         request: the arguments of the call.
         clock: the time that has passed.
     """
@@ -316,9 +324,12 @@ def publish(
         tensors = [] if root is None else list(root.plan.tensors.values())
         provenance = gather_provenance(comm, write_plan, receipts, tensors)
         if root is not None:
-            for output, node in zip(root.publication.outputs, nodes, strict=True):
-                # The file was reserved without its header: a file that a crash leaves behind is no valid one.
-                output.finish(writes_header=node == comm.node_rank)
+            if uploaded is not None:
+                root.publication.add_all(uploaded)
+            else:
+                for output, node in zip(root.publication.outputs, nodes, strict=True):
+                    # The file was reserved without its header: a file that a crash leaves behind is no valid one.
+                    output.finish(writes_header=node == comm.node_rank)
             # Only after the comparison: from here on readers see the checkpoint.
             small_files = root.publication.commit(provenance)
             notes = root.notes + _notes_on_written(root, provenance, request)
@@ -349,8 +360,8 @@ def _report(
 ) -> ExportReport:
     plan = root.plan
     files = [*small_files]
-    for file, output in zip(plan.files, root.publication.outputs, strict=True):
-        files.append((file.name, len(output.header) + file.data_nbytes))
+    for file, nbytes in zip(plan.files, root.sizes, strict=True):
+        files.append((file.name, nbytes))
     return ExportReport(
         root.publication.path,
         tuple(sorted(files)),

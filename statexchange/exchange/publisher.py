@@ -61,7 +61,8 @@ class Publisher:
     number its versions from any number on.
 
     Args:
-        path: a directory that trainer and readers see; the first publish makes it.
+        path: a directory that trainer and readers see, which the first publish makes, or an fsspec URL such as
+            ``s3://bucket/updates``. To a URL every host uploads what it writes, as in `export_checkpoint`.
         keep: how many of the newest versions stay, and with them all that they are based on. An older one is removed by
             a later publish, at least 60 s after it was retired, and not while a reader has a lease of it.
         full_every: at least each so many versions is full.
@@ -82,7 +83,7 @@ class Publisher:
         stall_timeout_s: limit of the time in which no rank moves a byte, in seconds.
 
     Raises:
-        InvalidArgumentError: an argument is not accepted; `path` is a URL.
+        InvalidArgumentError: an argument is not accepted.
 
     Example:
         >>> import torch

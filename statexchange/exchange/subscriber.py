@@ -23,8 +23,8 @@ from statexchange.exchange.version_reading import NOT_YET, Search, Version, find
 from statexchange.formats.registry import open_checkpoint
 from statexchange.sharding.options import Convert, Rename
 from statexchange.state.describe import State
-from statexchange.storage.location import target_path
-from statexchange.storage.versions import server_time, version_name, versions_path
+from statexchange.storage.location import is_remote, target_path
+from statexchange.storage.versions import version_age, version_name, versions_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,14 +47,14 @@ class Subscriber:
     are made from their full version each time.
 
     Args:
-        path: the directory of versions; of another program, that of its run.
+        path: the directory of versions or its fsspec URL; of another program, that of its run.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         cache: a local directory for staged versions, of which the newest stays after `close`. By default one in shared
             memory (/dev/shm), from which `close` removes what no other reader uses; after a kill the newest version
             stays there until a reader of the same directory closes.
 
     Raises:
-        InvalidArgumentError: an argument is not accepted; `path` is a URL.
+        InvalidArgumentError: an argument is not accepted.
 
     Example:
         >>> import torch
@@ -165,11 +165,11 @@ class Subscriber:
             return StallError(f"{text}: {reason}", path=self._path)
         last = find_version(self._path, None, None).version
         if last is None:
-            what = "there is none" if os.path.isdir(self._path) else "the directory does not exist"
+            exists = is_remote(self._path) or os.path.isdir(self._path)
+            what = "there is none" if exists else "the directory does not exist"
             return StallError(f"{text}: {what} yet", path=self._path)
-        try:
-            age_s = max(0.0, server_time(os.path.dirname(last.path)) - os.stat(last.path).st_mtime)
-        except OSError:  # removed just now
+        age_s = version_age(self._path, last.run, last.number)
+        if age_s is None:  # removed just now
             return StallError(text, path=self._path)
         return StallError(f"{text}: the last one, {last.number}, is {age_s / 60:.1f} min old", path=last.path)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from statexchange.exchange.exporting import ExportRequest
 from statexchange.exchange.published import PublishedBox, PublishedVersion, digest_of_state, published_boxes
 from statexchange.exchange.receipts import Receipts, gather_provenance
 from statexchange.exchange.version_delta import Delta, compressor, difference, sampled_share
-from statexchange.formats.version import DELTA_SCHEMA, MANIFEST, VERSION_KEY
+from statexchange.formats.version import DELTA_SCHEMA, VERSION_KEY
 from statexchange.sharding.plan import Plan
 from statexchange.sharding.write_plan import WritePlan
 from statexchange.state.describe import Description
@@ -117,8 +116,8 @@ def _may_be_delta(comm: Communicator, last: PublishedVersion, state_digest: str,
     """Whether the next version can be a delta: all ranks have the same tensors in the same boxes. Collective."""
     is_same = last.boxes is not None and last.state_digest == state_digest
     if comm.rank == 0:
-        base = versions.version_path(options.path, last.run, last.number)
-        is_same = is_same and os.path.exists(f"{base}/{MANIFEST}")  # nobody could read a delta without it
+        # Nobody could read a delta without it.
+        is_same = is_same and last.number in versions.list_versions(options.path, last.run)
     if not all(from_all(comm, is_same, bool, "whether its state has the same tensors as before")):
         return False
     return last.chain_length + 1 < options.full_every and last.chain_nbytes <= last.full_nbytes // 2

@@ -274,7 +274,7 @@ class _Files:
     def write(self, item: _WriteItem, box: Box, data: memoryview) -> None:
         """Write a part of an item's box."""
         tensor, file = item.tensor, self._files[item.tensor.file]
-        fd = self._fd(tensor.file, file.path)
+        fd = self._fd(tensor.file, file)
         write_box(fd, tensor.begin, tensor.shape, tensor.dtype, box, data, file.path, reserved=file.is_reserved)
         self._dirty += len(data)
         if self._dirty > _SYNC_EVERY_BYTES:
@@ -283,7 +283,7 @@ class _Files:
     def write_run(self, item: _WriteItem, begin: int, data: memoryview) -> bytes:
         """Write the bytes of a box that is one run from element `begin` of its tensor on; return their digest."""
         tensor, file = item.tensor, self._files[item.tensor.file]
-        fd = self._fd(tensor.file, file.path)
+        fd = self._fd(tensor.file, file)
         in_file = tensor.begin + begin * ITEMSIZE[tensor.dtype]
         hasher = xxhash.xxh3_128()
         for at in range(0, len(data), files.WINDOW_BYTES):
@@ -299,8 +299,8 @@ class _Files:
 
     def write_header(self, number: int, header: bytes) -> None:
         """Write the first bytes of a file."""
-        path = self._files[number].path
-        files.pwrite_all(self._fd(number, path), header, 0, path)
+        file = self._files[number]
+        files.pwrite_all(self._fd(number, file), header, 0, file.path)
 
     def count(self, nbytes: int) -> None:
         """Count bytes that this rank has written or sent, and report progress."""
@@ -316,24 +316,26 @@ class _Files:
             self._unreported = 0
             self._comm.progress()
 
-    def _fd(self, number: int, path: str) -> int:
+    def _fd(self, number: int, file: WriteFile) -> int:
         """Return the descriptor of a file; close the least recently used ones beyond a limit."""
         fd = self._fds.pop(number, -1)
         if fd < 0:
             while len(self._fds) >= _MAX_OPEN:
                 self._close(next(iter(self._fds)))
-            fd = files.open_for_writing(path)
+            fd = files.open_for_writing(file.path, follow=file.is_unnamed)
         self._fds[number] = fd
         return fd
 
     def _close(self, number: int) -> None:
-        fd, path = self._fds.pop(number), self._files[number].path
-        with files.closing(fd, path):
-            files.sync_file(fd, path)
+        fd, file = self._fds.pop(number), self._files[number]
+        with files.closing(fd, file.path):
+            if not file.is_unnamed:  # nobody reads it after a power cut
+                files.sync_file(fd, file.path)
 
     def _sync(self) -> None:
         for number, fd in self._fds.items():
-            files.sync_file(fd, self._files[number].path)
+            if not self._files[number].is_unnamed:
+                files.sync_file(fd, self._files[number].path)
         self._dirty = 0
 
     def __exit__(self, kind: object, *exception: object) -> None:

@@ -48,6 +48,7 @@ from statexchange.formats.version_frames import (
 from statexchange.sharding.shards import Box, Shard, full_box, shape_from_json
 from statexchange.storage.files import WINDOW_BYTES, digest
 from statexchange.storage.location import MAX_MANIFEST_BYTES, OpenedPath, open_path, read_json
+from statexchange.storage.publish.claim import CLAIM_NAME, claim_of
 from statexchange.storage.store import ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import Header, read_header
 from statexchange.storage.versions import version_name, version_number
@@ -59,6 +60,7 @@ __all__ = [
     "VERSION_INDEX",
     "VERSION_KEY",
     "delta_facts",
+    "is_unfinished",
     "manifest_digest",
     "matches",
     "read",
@@ -101,6 +103,11 @@ def _number_of(store: Store) -> int | None:
 
 def _has_tensors(store: Store) -> bool:
     return any(name.endswith((".safetensors", INDEX)) for name in store.files)
+
+
+def is_unfinished(store: Store) -> bool:
+    """Whether a version in an object store has no manifest, but a claim: it is being published or removed."""
+    return MANIFEST not in store.listing and CLAIM_NAME in store.listing
 
 
 def delta_facts(opened: OpenedPath) -> tuple[int, int] | None:
@@ -205,6 +212,9 @@ def _delta_of(store: Store) -> _Delta | None:
             return None
         with parsing("broken manifest", path=file.path):
             return _published(store, record)
+    if is_unfinished(store):
+        text = f"{claim_of(store)}: this version is not complete, or is being removed"
+        raise IncompleteError(text, path=store.path)
     if VERSION_INDEX in store.files:
         index: Any = read_json(store.open(VERSION_INDEX))
         metadata = index.get("metadata") if isinstance(index, dict) else None

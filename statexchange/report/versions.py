@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -64,7 +63,7 @@ def list_version_rows(path: str) -> list[VersionRow]:
     """
     rows = []
     for run, numbers in all_versions(path).items():
-        retired = retired_versions(os.path.join(path, run))
+        retired = retired_versions(f"{path}/{run}")
         for number in numbers:
             row = _row(run, number, version_path(path, run, number), is_retired=number in retired)
             if row is not None:
@@ -121,7 +120,7 @@ def verify_versions(
         try:
             report = verify(folder, checks=checks)
         except StateExchangeError as error:
-            if not os.path.isdir(folder):
+            if number not in all_versions(path).get(run, ()):
                 continue
             report = VerifyReport(folder, "version", 0, 0, 0, 0, (error,))
         yield run, number, report

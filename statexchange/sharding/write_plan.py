@@ -17,10 +17,17 @@ __all__ = ["BoxReduction", "WriteFile", "WritePlan", "WriteTensor", "assign_host
 
 @dataclass(frozen=True, slots=True)
 class WriteFile:
-    """An output file. `is_reserved`: disk space for all its bytes is reserved."""
+    """An output file.
+
+    Attributes:
+        path: where it is written.
+        is_reserved: whether disk space for all its bytes is reserved.
+        is_unnamed: whether it has no name, and the path leads to another process's descriptor of it.
+    """
 
     path: str
     is_reserved: bool
+    is_unnamed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -413,11 +413,11 @@ def create_file(name: str, dir_fd: int, path: str, mode: int = 0o666) -> int:
         raise StorageError.of(error, "create", path=path) from error
 
 
-def open_for_writing(path: str) -> int:
-    """Return a descriptor for writing in place to a file that exists."""
+def open_for_writing(path: str, *, follow: bool = False) -> int:
+    """Return a descriptor for writing in place to a file that exists; with `follow`, also through a link to it."""
     audit("open", path)
     try:
-        return os.open(path, os.O_RDWR | _NOFOLLOW | _CLOEXEC | _BINARY)
+        return os.open(path, os.O_RDWR | (0 if follow else _NOFOLLOW) | _CLOEXEC | _BINARY)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise StorageError(

@@ -17,6 +17,9 @@ the trainer sees the lease, and the version stays until it ends. Then the direct
 Nothing waits: each publish goes on with what earlier ones, or those of an earlier run, have retired.
 
 All ages are by the clock of the file server: the time of a file that was written just now, less that of the file.
+
+In an object store runs, leases and marks are objects. A version has its final name while it is published or removed:
+a claim and no manifest say that it is not whole (storage/publish/object_build.py).
 """
 
 from __future__ import annotations
@@ -40,10 +43,10 @@ from statexchange.errors import (
     StorageError,
     TargetExistsError,
 )
-from statexchange.storage import files, publish
-from statexchange.storage.atomic import invalidate_listings, new_nonce, remove_abandoned, write_new
-from statexchange.storage.location import directory_of, is_remote, resolve_path
-from statexchange.storage.store import local_path
+from statexchange.storage import publish
+from statexchange.storage.atomic import new_nonce
+from statexchange.storage.location import directory_of, open_path, resolve_path
+from statexchange.storage.records import names_in, read_record, records_at
 
 if TYPE_CHECKING:
     from statexchange.storage.publish.build import ReplaceCheck
@@ -67,6 +70,7 @@ __all__ = [
     "server_time",
     "set_latest",
     "sweep_retired",
+    "version_age",
     "version_name",
     "version_number",
     "version_path",
@@ -84,7 +88,6 @@ _LEASE = re.compile(r"[0-9a-f]{16}\.json")
 _RETIRED = re.compile(r"retired-([0-9]{6,12})")
 _ANY_VERSION = 10**12
 _log = logging.getLogger(__name__)
-_MODE, _DIRECTORY_MODE = 0o666, 0o777  # less the umask: these are published
 
 
 def version_name(number: int) -> str:
@@ -104,16 +107,12 @@ def version_path(path: str, run: str, number: int) -> str:
 
 
 def versions_path(path: str | os.PathLike[str]) -> str:
-    """Return the absolute path of a directory of versions that a caller gave, which need not exist.
+    """Return the absolute path or the URL of a directory of versions that a caller gave, which need not exist.
 
     Raises:
-        InvalidArgumentError: it is a URL, a file or a version.
+        InvalidArgumentError: it is a file or a version.
     """
-    resolved = resolve_path(path, "a directory of versions")
-    if is_remote(resolved):
-        text = f"a directory of versions must be a local or shared path, not {resolved.partition('://')[0]}://"
-        raise InvalidArgumentError(text)
-    found = directory_of(resolved)
+    found = directory_of(resolve_path(path, "a directory of versions"))
     if os.path.isfile(found):
         raise InvalidArgumentError("a directory of versions is expected, and this is a file", path=found)
     if version_number(os.path.basename(found)) is not None:
@@ -121,20 +120,19 @@ def versions_path(path: str | os.PathLike[str]) -> str:
     return found
 
 
-def _listed(path: str) -> list[str]:
-    """Return the names in a directory as the server has them now; [] if it does not exist."""
-    try:
-        # Opened anew, so that a client of NFS asks the server for the directory's attributes.
-        with files.directory(path) as dir_fd:
-            return files.list_names(dir_fd, path)
-    except NotFoundError:
-        return []
+def _runs(path: str) -> dict[str, str]:
+    """Return the names of the records of the runs by the ids of the runs, the current one last."""
+    runs = []
+    for name in names_in(f"{path}/{_RUNS}"):
+        match = _RUN.fullmatch(name)
+        if match is not None:
+            runs.append((int(match[1]), match[2], name))
+    return {run: name for _, run, name in sorted(runs)}
 
 
 def list_runs(path: str) -> list[str]:
     """Return the ids of the runs in a directory of versions, the current one last. Not collective."""
-    runs = sorted((int(match[1]), match[2]) for name in _listed(f"{path}/{_RUNS}") if (match := _RUN.fullmatch(name)))
-    return [run for _, run in runs]
+    return list(_runs(path))
 
 
 def current_run(path: str) -> str | None:
@@ -150,12 +148,9 @@ def begin_run(path: str) -> str:
     """
     run = secrets.token_hex(8)
     for below in (_RUNS, run, f"{run}/{_LEASES}"):
-        files.make_path(f"{path}/{below}", _DIRECTORY_MODE)
-    numbers = [int(match[1]) for name in _listed(f"{path}/{_RUNS}") if (match := _RUN.fullmatch(name))]
-    name = f"{max(numbers, default=0) + 1:06d}-{run}"
-    with files.directory(f"{path}/{_RUNS}") as dir_fd:
-        write_new(dir_fd, name, b"", path=f"{path}/{_RUNS}/{name}", mode=_MODE)
-        invalidate_listings(dir_fd, path=f"{path}/{_RUNS}")
+        records_at(f"{path}/{below}").make()
+    last = [0, *(int(name.partition("-")[0]) for name in _runs(path).values())][-1]
+    records_at(f"{path}/{_RUNS}").create(f"{last + 1:06d}-{run}")
     return run
 
 
@@ -172,39 +167,36 @@ def check_is_current(path: str, run: str) -> None:
 
 def list_versions(path: str, run: str) -> list[int]:
     """Return the numbers of the versions of a run that are not retired, oldest first. Not collective."""
-    folder = f"{path}/{run}"
-    numbers = sorted(number for name in _listed(folder) if (number := version_number(name)) is not None)
-    retired = retired_versions(folder) if numbers else {}
+    numbers = _numbers(f"{path}/{run}")
+    retired = retired_versions(f"{path}/{run}") if numbers else {}
     return [number for number in numbers if number not in retired]
+
+
+def _numbers(folder: str) -> list[int]:
+    """Return the numbers of all versions of a run."""
+    return sorted(number for name in names_in(folder) if (number := version_number(name)) is not None)
 
 
 def all_versions(path: str) -> dict[str, list[int]]:
     """Return the numbers of all versions of each run, retired ones too; the current run is last. Not collective.
 
-    A directory of another program has one run, "". {} for anything else, and for a URL.
+    A directory of another program has one run, "". {} for anything else.
     """
-    if is_remote(path):
-        return {}
-    found = {}
-    path = local_path(path)
-    for run in list_runs(path) or [""]:
-        names = _listed(f"{path}/{run}") if os.path.isdir(f"{path}/{run}") else []
-        found[run] = sorted(number for name in names if (number := version_number(name)) is not None)
-    return found if found.get("", True) else {}
+    names = names_in(path)
+    if _RUNS in names:
+        return {run: _numbers(f"{path}/{run}") for run in list_runs(path)}
+    numbers = sorted(number for name in names if (number := version_number(name)) is not None)
+    return {"": numbers} if numbers else {}
 
 
 def holds_versions(path: str | os.PathLike[str]) -> bool:
-    """Whether a local path is a directory of versions, ours or another program's. Not collective."""
+    """Whether a path is a directory of versions, ours or another program's. Not collective."""
     return any(all_versions(resolve_path(path, "a directory of versions")).values())
 
 
 def set_latest(path: str, run: str, number: int) -> None:
     """Let ``latest`` name a version. Root only; after the version has been published."""
-    folder = f"{path}/{run}"
-    with files.directory(folder) as dir_fd:
-        text = f"{run}/{version_name(number)}".encode()
-        write_new(dir_fd, _LATEST, text, path=f"{folder}/{_LATEST}", mode=_MODE, overwrite=True)
-        invalidate_listings(dir_fd, path=folder)
+    records_at(f"{path}/{run}").replace(_LATEST, f"{run}/{version_name(number)}".encode())
 
 
 # Leases and removal
@@ -213,7 +205,7 @@ def set_latest(path: str, run: str, number: int) -> None:
 def retired_versions(folder: str) -> dict[int, str]:
     """Return the names of the marks of the retired versions of a run, by number. Not collective."""
     marks = {}
-    for name in _listed(f"{folder}/{_LEASES}"):
+    for name in names_in(f"{folder}/{_LEASES}"):
         match = _RETIRED.fullmatch(name)
         if match is not None:
             marks[int(match[1])] = name
@@ -233,58 +225,64 @@ class Lease:
     """
 
     def __init__(self, path: str, run: str, number: int) -> None:
-        self._folder = f"{path}/{run}"
-        self._name: str | None = f"{new_nonce()}.json"
+        self._records = records_at(f"{path}/{run}/{_LEASES}")
+        self._name = f"{new_nonce()}.json"
+        self._data = json.dumps({"version": number}).encode()
+        self._lock = threading.Lock()
         self._ended = threading.Event()
-        record = json.dumps({"version": number}).encode()
-        try:
-            with files.directory(f"{self._folder}/{_LEASES}") as dir_fd:
-                write_new(dir_fd, self._name, record, path=f"{self._folder}/{_LEASES}/{self._name}", mode=_MODE)
-                invalidate_listings(dir_fd, path=f"{self._folder}/{_LEASES}")
-        except (NotFoundError, StorageError) as error:
-            # A reader without permission to write, or a directory of another program.
-            if isinstance(error, StorageError) and error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
-            self._name = None
+        self._is_held = self._created() if run else False  # "" is the run of another program's directory
         try:
             # After the lease is written: the trainer marks the version first, and looks for leases then.
             if number not in list_versions(path, run):
-                raise NotFoundError(f"version {number} was retired: wait for a newer one", path=self._folder)
+                raise NotFoundError(f"version {number} was retired: wait for a newer one", path=f"{path}/{run}")
         except BaseException:
             self.end()
             raise
-        if self._name is not None:
+        if self._is_held:
             threading.Thread(target=self._renew, name="statexchange lease", daemon=True).start()
+
+    def _created(self) -> bool:
+        """Write the lease; return False if this reader has no permission to write, or if the run is gone."""
+        try:
+            self._records.create(self._name, self._data)
+        except NotFoundError:
+            return False
+        except StorageError as error:
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+                raise
+            return False
+        return True
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEW_S):
-            with contextlib.suppress(OSError):
-                os.utime(f"{self._folder}/{_LEASES}/{self._name}")
+            # Not while it is removed: an object that is touched then would be there again.
+            with self._lock, contextlib.suppress(OSError):
+                if not self._ended.is_set():
+                    self._records.touch(self._name, self._data)
 
     def end(self) -> None:
         """Give the lease back."""
         self._ended.set()
-        if self._name is not None:
-            with contextlib.suppress(StateExchangeError):
-                _remove(self._folder, self._name)
+        if self._is_held:
+            with self._lock, contextlib.suppress(StateExchangeError):
+                self._records.remove(self._name)
 
 
 def _leased(folder: str, now: float) -> set[int]:
     """Return the versions of which a reader has a lease; remove the leases of readers that have ended."""
     numbers = set()
-    for name in _listed(f"{folder}/{_LEASES}"):
+    for name in names_in(folder):
         if _LEASE.fullmatch(name) is None:
             continue
-        lease = f"{folder}/{_LEASES}/{name}"
-        if now - _mtime(lease, now) > LEASE_S:
-            _remove(folder, name)
-            continue
         try:
-            with open(lease, "rb") as file:
-                numbers.add(int(json.loads(file.read(4096))["version"]))
-        except FileNotFoundError:
+            data, modified = read_record(folder, name)
+            if now - (modified or now) > LEASE_S:
+                records_at(folder).remove(name)
+                continue
+            numbers.add(int(json.loads(data)["version"]))
+        except NotFoundError:
             continue
-        except (KeyError, OSError, TypeError, ValueError):
+        except (KeyError, StateExchangeError, TypeError, ValueError):
             numbers.add(_ANY_VERSION)  # a lease that cannot be read is one of all versions, until it ends
     return numbers
 
@@ -307,10 +305,8 @@ def retire(path: str, run: str, numbers: Iterable[int]) -> None:
     """Mark versions of a run as retired: no reader of ours begins to read them. Root only."""
     folder = f"{path}/{run}/{_LEASES}"
     for number in numbers:
-        name = f"retired-{number:06d}"
-        with files.directory(folder) as dir_fd, contextlib.suppress(TargetExistsError):
-            write_new(dir_fd, name, b"", path=f"{folder}/{name}", mode=_MODE)
-            invalidate_listings(dir_fd, path=folder)
+        with contextlib.suppress(TargetExistsError):
+            records_at(folder).create(f"retired-{number:06d}")
 
 
 def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: float) -> list[str]:
@@ -324,22 +320,22 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
     """
     removed: list[str] = []
     for run in list_runs(path):
-        folder = f"{path}/{run}"
-        retired = retired_versions(folder)
+        folder = f"{path}/{run}/{_LEASES}"
+        retired = retired_versions(f"{path}/{run}")
         if not retired:
             continue
-        now = server_time(f"{folder}/{_LEASES}")
+        now = server_time(path)
         leased = _leased(folder, now)
         # Newest first, so that no delta is left without its base. A version that is read may be based on any older
         # one, so all older ones stay. The bases of a version that is not retired are not retired either.
         for number in sorted(retired, reverse=True):
             mark = retired[number]
             is_read = any(reading >= number for reading in leased if reading in retired or reading == _ANY_VERSION)
-            if is_read or now - _mtime(f"{folder}/{_LEASES}/{mark}", now) < grace_s:
+            if is_read or now - (_time_of(folder, mark) or now) < grace_s:
                 continue
             version = version_path(path, run, number)
             try:
-                publish.remove(version, manifest, check)
+                publish.remove(version, manifest, check, waits=False)
                 removed.append(version)
             except NotFoundError:
                 pass
@@ -347,53 +343,47 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
                 _log.warning("a retired version is not removed: %s", error)
                 continue
             # Last: a publisher that is killed before it has removed all goes on with this version.
-            _remove(folder, mark)
+            records_at(folder).remove(mark)
     return removed
 
 
 def clear_runs(path: str) -> None:
     """Remove what killed processes left beside the versions, and earlier runs without a version. Root only."""
-    runs = list_runs(path)
-    for folder in (f"{path}/{_RUNS}", *(f"{path}/{run}{below}" for run in runs for below in ("", f"/{_LEASES}"))):
-        with contextlib.suppress(NotFoundError), files.directory(folder) as dir_fd:
-            remove_abandoned(dir_fd)
-    for run in runs[:-1]:
-        folder = f"{path}/{run}"
-        left = set(_listed(folder)) - {_LATEST, _LEASES}
-        if left or _listed(f"{folder}/{_LEASES}"):
+    runs = _runs(path)
+    records_at(f"{path}/{_RUNS}").clear()
+    for run in runs:
+        records_at(f"{path}/{run}").clear()
+        records_at(f"{path}/{run}/{_LEASES}").clear()
+    for run in list(runs)[:-1]:
+        names = set(names_in(f"{path}/{run}"))
+        if names - {_LATEST, _LEASES} or names_in(f"{path}/{run}/{_LEASES}"):
             continue
-        with files.directory(path) as dir_fd:
-            for name in (_LATEST, _LEASES):
-                if os.path.lexists(f"{folder}/{name}"):
-                    with files.directory(folder) as run_fd:
-                        files.remove_entry(name, f"{folder}/{name}", run_fd)
-            files.remove_directory(run, dir_fd, folder)
-        with files.directory(f"{path}/{_RUNS}") as dir_fd:
-            for name in _listed(f"{path}/{_RUNS}"):
-                if name.endswith(f"-{run}"):
-                    files.remove_file(name, f"{path}/{_RUNS}/{name}", dir_fd)
-
-
-def _remove(folder: str, name: str) -> None:
-    """Remove a lease or a mark, unless another process has removed it."""
-    with files.directory(f"{folder}/{_LEASES}") as dir_fd, contextlib.suppress(NotFoundError):
-        files.remove_file(name, f"{folder}/{_LEASES}/{name}", dir_fd)
+        # The run's record last: what is killed before goes on.
+        records_at(f"{path}/{run}/{_LEASES}").end()
+        records_at(f"{path}/{run}").remove(_LATEST)
+        records_at(f"{path}/{run}").end()
+        records_at(f"{path}/{_RUNS}").remove(runs[run])
 
 
 def server_time(path: str) -> float:
-    """Return the present time by the clock of the file server of a version, a run or its leases; it is touched.
+    """Return the present time by the clock of the file server of a directory of versions, which is written to.
 
-    Not collective. Without permission to write, this host's clock counts.
+    Not collective. Without permission to write, or in a directory of another program, this host's clock counts.
     """
-    try:
-        os.utime(path)
-        return os.stat(path).st_mtime
-    except OSError:
-        return time.time()
+    return records_at(f"{path}/{_RUNS}").now() if list_runs(path) else time.time()
 
 
-def _mtime(path: str, missing: float) -> float:
+def version_age(path: str, run: str, number: int) -> float | None:
+    """Return how many seconds ago a version was published; None if that cannot be seen. Not collective."""
+    with contextlib.suppress(StateExchangeError), open_path(version_path(path, run, number)) as opened:
+        times = [opened.store.open(name).modified for name in opened.store.files]
+        return max(0.0, server_time(path) - max(time for time in times if time is not None)) if times else None
+    return None
+
+
+def _time_of(folder: str, name: str) -> float | None:
+    """Return when a mark was written; None if it is gone, or its store does not say."""
     try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return missing
+        return read_record(folder, name)[1]
+    except NotFoundError:
+        return None

@@ -30,8 +30,9 @@ from statexchange.storage.publish.build import WrittenFile
 from statexchange.storage.tensorfile import write_tensor_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+    from statexchange.storage.files import Buffer
     from statexchange.storage.publish.build import Build, OwnCheck, ReplaceCheck, UnfinishedBuild
     from statexchange.storage.tensorfile import ShardData
 
@@ -46,6 +47,7 @@ __all__ = [
     "remove",
     "unfinished",
     "unfinished_names",
+    "upload_into_build",
     "write_into_build",
 ]
 
@@ -149,6 +151,34 @@ def write_into_build(
         )
         invalidate_listings(dir_fd, path=folder)  # before the publisher on another host looks for the file
     return WrittenFile("", folder, content)
+
+
+def upload_into_build(
+    url: str,
+    key: str,
+    names: tuple[str, str],
+    parts: Iterable[Buffer],
+    nbytes: int,
+) -> str:
+    """Put a whole file into a build at a URL that another process has opened, from begin to end.
+
+    Args:
+        url: the URL.
+        key: what `Build.share` has returned there.
+        names: the name of the file, and that of the file that `commit` writes.
+        parts: its bytes in order.
+        nbytes: how many they are.
+
+    Returns:
+        The version of the object, for `Build.add_all`.
+
+    Raises:
+        NotFoundError: this process does not see the build.
+        TargetExistsError: another publisher has taken over, or the build was abandoned.
+    """
+    from statexchange.storage.publish.object_build import ObjectMember
+
+    return ObjectMember(url, key, names[1]).upload(names[0], parts, nbytes)
 
 
 def can_link(path: str) -> bool:
@@ -321,8 +351,11 @@ def clear(path: str, manifest: str, is_own: OwnCheck, *, waits: bool) -> str | N
     return None
 
 
-def clear_all(path: str, prefix: str, manifest: str) -> None:
-    """Remove the remains of killed builds of directories in `path` whose names begin with `prefix`, as `clear` does."""
-    for name in unfinished_names(path, ()):
+def clear_all(path: str, prefix: str, manifest: str, without: Collection[str] = ()) -> None:
+    """Remove the remains of killed builds of directories in `path` whose names begin with `prefix`, as `clear` does.
+
+    Those in `without` are known to be whole.
+    """
+    for name in unfinished_names(path, without):
         if name.startswith(prefix):
             clear(os.path.join(path, name), manifest, lambda _, __: False, waits=False)

@@ -75,7 +75,7 @@ from statexchange.storage.publish.objects import Objects, conditional, etag_of
 from statexchange.storage.tensorfile import DigestedTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from statexchange.storage.files import Buffer
     from statexchange.storage.publish.build import OwnCheck, ReplaceCheck
@@ -637,6 +637,19 @@ class ObjectMember(_ObjectWriter):
         finally:
             output.close()
         return WrittenFile(self._version_of(name), self.folder, content)
+
+    def upload(self, name: str, parts: Iterable[Buffer], nbytes: int) -> str:
+        """Upload a file of `nbytes` bytes from begin to end; return its version."""
+        output = ObjectFile(self, self._objects, name, nbytes, b"")
+        try:
+            at = 0
+            for part in parts:
+                output.write(part, at)
+                at += memoryview(part).nbytes
+            output.finish()
+        finally:
+            output.close()
+        return self._version_of(name)
 
     def copy(self, name: str, source: str, identity: Sequence[str | int], progress: Callable[[], object]) -> str | None:
         """Have the store copy an object of this size and version; return the new version.

@@ -1,0 +1,169 @@
+"""Small files of a directory, or small objects below a URL, which several hosts write and read: runs, leases, marks.
+
+Readers open the directory anew for each look: then a client of NFS asks the server for its attributes, and an object
+store is consistent anyway. Writers create exclusively, or replace the whole file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from abc import ABC, abstractmethod
+
+from statexchange.errors import NotFoundError
+from statexchange.storage import files
+from statexchange.storage.atomic import invalidate_listings, remove_abandoned, write_new
+from statexchange.storage.location import is_remote, open_path
+
+__all__ = ["Records", "names_in", "read_record", "records_at"]
+
+_MOST_BYTES = 4096
+_MODE, _DIRECTORY_MODE = 0o666, 0o777  # less the umask: these are published
+_CLOCK = "clock"  # an object that is put to learn the server's time
+
+
+def names_in(path: str) -> list[str]:
+    """Return the names in a directory as the server has them now; [] for anything else."""
+    try:
+        with open_path(path) as opened:
+            return [] if opened.file is not None else list(opened.store.listing)
+    except NotFoundError:
+        return []
+
+
+def read_record(path: str, name: str) -> tuple[bytes, float | None]:
+    """Return the content of a file in a directory, and when it was written; None if the store does not say.
+
+    Raises:
+        NotFoundError: there is none.
+        ReplacedError: it is being replaced.
+    """
+    with open_path(path) as opened:
+        file = opened.store.open(name)
+        return file.read_all(_MOST_BYTES), file.modified
+
+
+class Records(ABC):
+    """The small files of one directory."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    @abstractmethod
+    def make(self) -> None:
+        """Make the directory and its parents."""
+
+    @abstractmethod
+    def create(self, name: str, data: bytes = b"") -> None:
+        """Write a file; raise TargetExistsError if the name exists, NotFoundError if the directory does not."""
+
+    @abstractmethod
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a file, whether the name exists or not."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file, which may be absent."""
+
+    @abstractmethod
+    def touch(self, name: str, data: bytes) -> None:
+        """Make a file, which has this content, as new as the present time."""
+
+    @abstractmethod
+    def now(self) -> float:
+        """Return the present time by the clock by which files here are dated; without permission to write, this host's.
+
+        The directory is written to.
+        """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Remove what killed writers have left under temporary names."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Remove the directory, which has no file; it may be absent."""
+
+
+def records_at(path: str) -> Records:
+    """Return the small files of a local directory or of the objects below a URL; nothing is looked at."""
+    return _ObjectRecords(path) if is_remote(path) else _FileRecords(path)
+
+
+class _FileRecords(Records):
+    def make(self) -> None:
+        files.make_path(self.path, _DIRECTORY_MODE)
+
+    def create(self, name: str, data: bytes = b"") -> None:
+        self._write(name, data, overwrite=False)
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._write(name, data, overwrite=True)
+
+    def _write(self, name: str, data: bytes, *, overwrite: bool) -> None:
+        with files.directory(self.path) as dir_fd:
+            write_new(dir_fd, name, data, path=f"{self.path}/{name}", mode=_MODE, overwrite=overwrite)
+            invalidate_listings(dir_fd, path=self.path)
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(NotFoundError), files.directory(self.path) as dir_fd:
+            files.remove_file(name, f"{self.path}/{name}", dir_fd)
+
+    def touch(self, name: str, data: bytes) -> None:  # noqa: ARG002 (its time alone changes)
+        os.utime(f"{self.path}/{name}")
+
+    def now(self) -> float:
+        try:
+            os.utime(self.path)
+            return os.stat(self.path).st_mtime
+        except OSError:
+            return time.time()
+
+    def clear(self) -> None:
+        with contextlib.suppress(NotFoundError), files.directory(self.path) as dir_fd:
+            remove_abandoned(dir_fd)
+
+    def end(self) -> None:
+        parent, name = os.path.split(self.path)
+        with contextlib.suppress(NotFoundError), files.directory(parent) as dir_fd:
+            files.remove_directory(name, dir_fd, self.path)
+
+
+class _ObjectRecords(Records):
+    def __init__(self, path: str) -> None:
+        from statexchange.storage.publish.objects import Objects  # imports fsspec
+
+        super().__init__(path)
+        self._objects = Objects(path)
+
+    def make(self) -> None:
+        """Do nothing: a store has no directories."""
+
+    def create(self, name: str, data: bytes = b"") -> None:
+        self._objects.create(name, data)
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._objects.replace(name, data)
+
+    def remove(self, name: str) -> None:
+        version = self._objects.version(name)
+        if version is not None:
+            self._objects.remove(name, version)
+
+    def touch(self, name: str, data: bytes) -> None:
+        self.replace(name, data)
+
+    def now(self) -> float:
+        try:
+            self.replace(_CLOCK, b"")
+        except OSError:
+            return time.time()
+        modified = self._objects.store().open(_CLOCK).modified
+        return time.time() if modified is None else modified
+
+    def clear(self) -> None:
+        """Do nothing: an object appears whole."""
+
+    def end(self) -> None:
+        """Do nothing: a store has no directories."""
