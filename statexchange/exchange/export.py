@@ -20,8 +20,7 @@ from statexchange.exchange.converting import convert_live
 from statexchange.exchange.exporting import Clock, Exported, ExportReport, ExportRequest, agree_on_plan, publish
 from statexchange.exchange.pretrained import adapter_state, is_adapter_model, model_files, tokenizer_files
 from statexchange.exchange.rank_metadata import RankMetadata, agreed_names
-from statexchange.exchange.uploading import open_upload
-from statexchange.exchange.writing import write_boxes, writing_nodes
+from statexchange.exchange.writing import write_files
 from statexchange.sharding.options import (
     ADAPTER_PATTERN,
     CallOptions,
@@ -33,7 +32,7 @@ from statexchange.sharding.options import (
     Replicas,
 )
 from statexchange.state.describe import Description, State, describe
-from statexchange.storage.location import is_remote, target_path
+from statexchange.storage.location import target_path
 from statexchange.tensors import collector_paused
 
 if TYPE_CHECKING:
@@ -228,22 +227,13 @@ def export_described(
             # The options as they were given: a conversion has applied its patterns, which must be equal on all ranks.
             metadata = RankMetadata.of(described, request.options.texts())
             plan, root = agree_on_plan(comm, metadata, request, options, clock, building)
-        headers, nbytes = ([], 0) if root is None else (root.headers, root.plan.nbytes)
-        if is_remote(plan.files[0].path):
-            upload = open_upload(comm, plan, request.path, root, building)
-            nodes = upload.nodes
-            receipts = write_boxes(comm, described, upload.plan, nodes, headers, request.call)
-            uploaded = upload.run(comm, request.call)
-        else:
-            # Which hosts see the directory is known only now that it exists.
-            nodes, uploaded = writing_nodes(comm, plan), None
-            receipts = write_boxes(comm, described, plan, nodes, headers, request.call)
-        clock.lap("write", nbytes)
+        written = write_files(comm, described, plan, root, request, building)
+        clock.lap("write", 0 if root is None else root.plan.nbytes)
         if request.on_written is not None:
             with comm.phase("copying what it has written"):
-                request.on_written(plan, receipts)
+                request.on_written(plan, written.receipts)
         with collector_paused():
-            report = publish(comm, root, plan, receipts, nodes, uploaded, request, clock)
+            report = publish(comm, root, plan, written, request, clock)
             return Exported(report, root)
 
 

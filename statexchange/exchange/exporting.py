@@ -38,7 +38,7 @@ from statexchange.sharding.shards import LongTuple
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor
 from statexchange.units import format_shares, format_transfer
 
-__all__ = ["Clock", "ExportReport", "ExportRequest", "Exported", "RootExport", "agree_on_plan", "publish"]
+__all__ = ["Clock", "ExportReport", "ExportRequest", "Exported", "RootExport", "Written", "agree_on_plan", "publish"]
 
 _MOST_KEPT = 8  # ranks with different metadata, of which a plan is kept for the next export
 
@@ -140,16 +140,24 @@ class RootExport:
         """The first bytes of each file."""
         return [output.header for output in self.publication.outputs]
 
-    @property
-    def sizes(self) -> list[int]:
-        """The bytes of each file."""
-        pairs = zip(self.plan.files, self.publication.outputs, strict=True)
-        return [len(output.header) + file.data_nbytes for file, output in pairs]
-
     def write_plan(self) -> WritePlan:
         """Return the plan by which each rank writes its part."""
         outputs = [(len(output.header), output.is_reserved) for output in self.publication.outputs]
         return _write_plan(LongTuple([self.plan]), tuple(outputs), compares=self.options.replicas == "equal")
+
+
+class Written(NamedTuple):
+    """What the ranks have written.
+
+    Attributes:
+        receipts: those of this rank.
+        nodes: the host that has written each file.
+        uploaded: on root the versions of the objects, by name; None for a directory.
+    """
+
+    receipts: Receipts
+    nodes: Sequence[int]
+    uploaded: Mapping[str, str] | None
 
 
 class Exported(NamedTuple):
@@ -301,9 +309,7 @@ def publish(
     comm: Communicator,
     root: RootExport | None,
     write_plan: WritePlan,
-    receipts: Receipts,
-    nodes: Sequence[int],
-    uploaded: Mapping[str, str] | None,
+    written: Written,
     request: ExportRequest,
     clock: Clock,
 ) -> ExportReport:
@@ -313,21 +319,19 @@ def publish(
         comm: the communicator.
         root: on root the export, with the directory under construction.
         write_plan: the plan by which all ranks have written.
-        receipts: those of this rank.
-        nodes: the host that has written each file.
-        uploaded: on root the versions of the files that were uploaded; None for a directory.
+        written: what the ranks have written.
         request: the arguments of the call.
         clock: the time that has passed.
     """
     report: ExportReport | None = None
     with comm.phase("publishing", timeout_s=request.call.stall_timeout_s):
         tensors = [] if root is None else list(root.plan.tensors.values())
-        provenance = gather_provenance(comm, write_plan, receipts, tensors)
+        provenance = gather_provenance(comm, write_plan, written.receipts, tensors)
         if root is not None:
-            if uploaded is not None:
-                root.publication.add_all(uploaded)
+            if written.uploaded is not None:
+                root.publication.add_all(written.uploaded)
             else:
-                for output, node in zip(root.publication.outputs, nodes, strict=True):
+                for output, node in zip(root.publication.outputs, written.nodes, strict=True):
                     # The file was reserved without its header: a file that a crash leaves behind is no valid one.
                     output.finish(writes_header=node == comm.node_rank)
             # Only after the comparison: from here on readers see the checkpoint.
@@ -360,8 +364,8 @@ def _report(
 ) -> ExportReport:
     plan = root.plan
     files = [*small_files]
-    for file, nbytes in zip(plan.files, root.sizes, strict=True):
-        files.append((file.name, nbytes))
+    for file, output in zip(plan.files, root.publication.outputs, strict=True):
+        files.append((file.name, len(output.header) + file.data_nbytes))
     return ExportReport(
         root.publication.path,
         tuple(sorted(files)),

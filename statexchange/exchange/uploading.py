@@ -33,9 +33,10 @@ _PART_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """A file without a name: its path through /proc, its size, and its identity."""
+    """A file without a name: its path through /proc, the directory in which it is, its size, and its identity."""
 
     path: str
+    folder: str
     nbytes: int
     identity: Sequence[int]
 
@@ -54,35 +55,50 @@ class Upload:
     """The upload of the files of one export.
 
     Attributes:
-        plan: the plan with the paths under which this rank writes.
+        plan: the plan with the paths under which the ranks of this host write.
         nodes: for each file the number of the host that writes it.
     """
 
-    def __init__(
-        self, target: _Target, names: Sequence[str], plan: WritePlan, nodes: Sequence[int], sizes: Mapping[int, int]
-    ) -> None:
-        self.plan, self.nodes = plan, nodes
+    def __init__(self, target: _Target, plan: WritePlan, nodes: Sequence[int], made: Mapping[int, _Scratch]) -> None:
+        self.nodes = nodes
         self._target = target
-        self._names = names
-        self._sizes = sizes
+        self._names = [os.path.basename(file.path) for file in plan.files]
+        self._made = made
+        paths = []
+        for number in range(len(nodes)):
+            paths.append(WriteFile(made[number].path if number in made else "", False, True))
+        self.plan = replace(plan, files=tuple(paths))
 
     def run(self, comm: Communicator, call: CallOptions) -> dict[str, str]:
-        """Upload the files that this host has written, each by one rank; return on root their versions. Collective."""
+        """Upload each file by one rank of the host that has written it; return on root their versions. Collective."""
         versions: dict[str, str] = {}
-        with comm.phase("uploading", timeout_s=call.stall_timeout_s), _advised():
+        with comm.phase("uploading", timeout_s=call.stall_timeout_s):
             turn = comm.nodes[: comm.rank].count(comm.node_rank)
-            for number in list(self._sizes)[turn :: comm.nodes.count(comm.node_rank)]:
-                name, path = self._names[number], self.plan.files[number].path
-                fd = files.open_for_writing(path, follow=True)
-                with files.closing(fd, path):
-                    parts = _parts(fd, self._sizes[number], path, comm.progress)
-                    names = name, MANIFEST
-                    target = self._target
-                    versions[name] = upload_into_build(target.url, target.key, names, parts, self._sizes[number])
+            for number in list(self._made)[turn :: comm.nodes.count(comm.node_rank)]:
+                versions[self._names[number]] = self._put(number, comm.progress)
         of_all: dict[str, str] = {}
         for rank, data in enumerate(to_root(comm, encoded(versions, dict[str, str]), "the uploaded files")):
             of_all |= decode(data, dict[str, str], "the uploaded files", rank)
         return of_all
+
+    def _put(self, number: int, progress: Callable[[], object]) -> str:
+        """Upload a file; return its version."""
+        scratch, target = self._made[number], self._target
+        fd = files.open_for_writing(scratch.path, follow=True)
+        with files.closing(fd, scratch.path):
+            parts = _parts(fd, scratch.nbytes, scratch.path, progress)
+            return upload_into_build(target.url, target.key, (self._names[number], MANIFEST), parts, scratch.nbytes)
+
+    @contextlib.contextmanager
+    def naming_folder(self) -> Iterator[None]:
+        """Name the temporary directory in an error of a file there, which has no name."""
+        try:
+            yield
+        except StorageError as error:
+            if not str(error.path).startswith("/proc/"):
+                raise
+            folder = next((scratch.folder for scratch in self._made.values()), None)
+            raise error.located(path=folder, advice="TMPDIR names another directory") from error
 
 
 def open_upload(
@@ -103,11 +119,12 @@ def open_upload(
     """
     here = _Target(url, "", (), ())
     if root is not None:
-        here = _Target(url, root.publication.share(), root.headers, root.sizes)
+        sizes = [len(header) + file.data_nbytes for header, file in zip(root.headers, root.plan.files, strict=True)]
+        here = _Target(url, root.publication.share(), root.headers, sizes)
     sent = from_root(comm, here, _Target, "the target")
     nodes = assign_hosts(plan, comm.nodes, [True] * comm.world_size)
     made: dict[int, _Scratch] = {}
-    with comm.phase("making temporary files"), _advised():
+    with comm.phase("making temporary files"):
         if comm.local_rank == 0:
             for number, node in enumerate(nodes):
                 if node == comm.node_rank:
@@ -117,22 +134,24 @@ def open_upload(
     with comm.phase("looking for temporary files"):
         for scratch in seen.values():
             _check_seen(scratch, comm)
-    paths = [WriteFile(seen[number].path if number in seen else "", False, True) for number in range(len(nodes))]
-    names = [os.path.basename(file.path) for file in plan.files]
-    sizes = {number: scratch.nbytes for number, scratch in seen.items()}
-    return Upload(sent, names, replace(plan, files=tuple(paths)), nodes, sizes)
+    return Upload(sent, plan, nodes, seen)
 
 
 def _made(header: bytes, nbytes: int, building: contextlib.ExitStack) -> _Scratch:
     """Make a file that begins with a header."""
     if sys.platform != "linux":
         raise UnsupportedError("an export to a URL needs Linux's /proc: export to a directory, and copy that")
-    made = tempfile.TemporaryFile(prefix="statexchange-", buffering=0)  # noqa: SIM115 (`building` closes it)
-    fd = building.enter_context(made).fileno()
+    folder = tempfile.gettempdir()
+    try:
+        made = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (`building` closes it)
+        fd = building.enter_context(made).fileno()
+        os.truncate(fd, nbytes)
+    except OSError as error:
+        advice = "TMPDIR names another directory"
+        raise StorageError.of(error, "make a temporary file", path=folder).located(advice=advice) from error
     path = f"/proc/{os.getpid()}/fd/{fd}"
-    os.truncate(fd, nbytes)
     files.pwrite_all(fd, header, 0, path)
-    return _Scratch(path, nbytes, _identity(os.fstat(fd)))
+    return _Scratch(path, folder, nbytes, _identity(os.fstat(fd)))
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int]:
@@ -160,18 +179,3 @@ def _parts(fd: int, nbytes: int, path: str, progress: Callable[[], object]) -> I
         files.pread_into(fd, part, at, path)
         progress()
         yield part
-
-
-@contextlib.contextmanager
-def _advised() -> Iterator[None]:
-    """Name the temporary directory in an error of a file that has no name."""
-    try:
-        yield
-    except OSError as error:
-        if isinstance(error, StorageError):
-            if not str(error.path).startswith("/proc/"):
-                raise
-            raise error.located(path=tempfile.gettempdir(), advice="TMPDIR names another directory") from error
-        if not isinstance(error, FileNotFoundError | FileExistsError):
-            raise StorageError.of(error, "make a temporary file", path=tempfile.gettempdir()) from error
-        raise

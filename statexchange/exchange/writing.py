@@ -23,11 +23,12 @@ import numpy as np
 import xxhash
 
 from statexchange.comm.communicator import Communicator, from_all, from_root
+from statexchange.exchange.exporting import ExportRequest, RootExport, Written
 from statexchange.exchange.rank_metadata import local_box
 from statexchange.exchange.receipts import Receipts, compares_copies
 from statexchange.exchange.reducing import reduce_copies
 from statexchange.exchange.staging import Staging
-from statexchange.sharding.options import CallOptions
+from statexchange.exchange.uploading import open_upload
 from statexchange.sharding.pieces import pieces_of_rank, pieces_written_by
 from statexchange.sharding.shards import Box, begin_of_run
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor, assign_hosts
@@ -39,7 +40,7 @@ from statexchange.tensors import ITEMSIZE, run_bytes
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["write_boxes", "writing_nodes"]
+__all__ = ["write_files"]
 
 _SYNC_EVERY_BYTES = 256 << 20
 _MESSAGE_BYTES = 8 << 20
@@ -70,23 +71,46 @@ class _WriteItem:
         return math.prod(self.box.shape) * ITEMSIZE[self.tensor.dtype]
 
 
-def writing_nodes(comm: Communicator, plan: WritePlan) -> list[int]:
-    """Return for each file the number of the host that writes it. Collective."""
-    if not any(comm.nodes):  # one host, of number 0
-        return [0] * len(plan.files)
-    # The directory has a random name, so that no NFS client can have looked the file up before, and remember that it
-    # was absent.
-    sees = from_all(comm, os.path.lexists(plan.files[0].path), bool, "whether it sees the directory")
-    return assign_hosts(plan, comm.nodes, sees)
+def write_files(
+    comm: Communicator,
+    described: Description,
+    plan: WritePlan,
+    root: RootExport | None,
+    request: ExportRequest,
+    building: contextlib.ExitStack,
+) -> Written:
+    """Write all ranks' boxes into the files of a plan, in a directory or at a URL. Collective.
+
+    Args:
+        comm: the communicator.
+        described: this rank's tensors.
+        plan: the plan, equal on all ranks.
+        root: on root the export, with the directory under construction.
+        request: the arguments of the call.
+        building: at its end temporary files are gone.
+    """
+    headers = [] if root is None else root.headers
+    if "://" in plan.files[0].path:  # a URL: a local path is absolute, and has no empty part
+        upload = open_upload(comm, plan, request.path, root, building)
+        with upload.naming_folder():
+            receipts = _write_boxes(comm, described, upload.plan, upload.nodes, headers, request)
+            return Written(receipts, upload.nodes, upload.run(comm, request.call))
+    nodes = [0] * len(plan.files)
+    if any(comm.nodes):  # several hosts
+        # The directory has a random name, so that no NFS client can have looked the file up before, and remember that
+        # it was absent.
+        sees = from_all(comm, os.path.lexists(plan.files[0].path), bool, "whether it sees the directory")
+        nodes = assign_hosts(plan, comm.nodes, sees)
+    return Written(_write_boxes(comm, described, plan, nodes, headers, request), nodes, None)
 
 
-def write_boxes(
+def _write_boxes(
     comm: Communicator,
     described: Description,
     plan: WritePlan,
     nodes: Sequence[int],
     headers: Sequence[bytes],
-    options: CallOptions,
+    request: ExportRequest,
 ) -> Receipts:
     """Write all ranks' boxes, and the headers of files that are written on another host than root's. Collective.
 
@@ -94,22 +118,24 @@ def write_boxes(
         comm: the communicator.
         described: this rank's tensors.
         plan: the plan, equal on all ranks.
-        nodes: the result of `writing_nodes`.
+        nodes: for each file the number of the host that writes it.
         headers: on root the headers of all files; ignored elsewhere.
-        options: its `on_progress` is called with the bytes that this rank has written or sent, and the total.
+        request: the arguments of the call. `on_progress` is called with the bytes that this rank has written or sent,
+            and the total.
 
     Returns:
         The receipts of this rank.
     """
+    call = request.call
     if any(map(attrgetter("reduce"), plan.tensors)):
-        with comm.phase("reducing copies", timeout_s=options.stall_timeout_s):
+        with comm.phase("reducing copies", timeout_s=call.stall_timeout_s):
             described = reduce_copies(comm, described, plan.reductions())
-    with comm.phase("writing", timeout_s=options.stall_timeout_s):
+    with comm.phase("writing", timeout_s=call.stall_timeout_s):
         writing = _Writing(comm, described, plan, nodes)
         remote_headers: Sequence[bytes] = ()
         if writing.is_shared:
             remote_headers = from_root(comm, headers, list[bytes], "the headers")
-        with _Files(plan.files, comm, writing.total, options.on_progress) as opened:
+        with _Files(plan.files, comm, writing.total, call.on_progress) as opened:
             for number, header in enumerate(remote_headers):
                 if nodes[number] != comm.nodes[0] and comm.rank == writing.first_of(nodes[number]):
                     opened.write_header(number, header)
