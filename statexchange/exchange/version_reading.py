@@ -14,6 +14,7 @@ from statexchange.formats import version as version_format
 from statexchange.formats.registry import open_with
 from statexchange.formats.version import manifest_digest
 from statexchange.storage.files import digest
+from statexchange.storage.location import open_path
 from statexchange.storage.versions import Lease, list_runs, list_versions, version_path
 
 if TYPE_CHECKING:
@@ -80,9 +81,19 @@ def find_version(path: str, newer_than: Version | None, number: int | None) -> S
             except NOT_YET as error:
                 reason = reason or f"version {candidate} is not whole here: {error}"
         # A run that has only begun has no version yet: that of the run before it still counts.
-        if numbers or number is not None or (newer_than is not None and newer_than.run == run):
+        is_followed = newer_than is not None and newer_than.run == run
+        if number is not None or is_followed or any(_has_been_published(path, run, number) for number in numbers):
             break
     return Search(None, reason)
+
+
+def _has_been_published(path: str, run: str, number: int) -> bool:
+    """Whether a version that is listed is no unfinished one, as an object store lists them, too."""
+    try:
+        with open_path(version_path(path, run, number)) as opened:
+            return not version_format.is_unfinished(opened.store)
+    except NotFoundError:
+        return False
 
 
 def open_version(version: Version, copies: Mapping[str, str] = MappingProxyType({})) -> Source:

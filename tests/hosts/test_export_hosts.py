@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from equality import assert_same, load_directory
+from publishing import use_object_stores
 from safetensors.torch import load_file
 from sweeps import slow
 from two_hosts import report, two_hosts
 
 import statexchange as sx
 from statexchange.report.verify import verify
+from statexchange.storage.publish import object_build
 
 
 def whole() -> dict[str, torch.Tensor]:
@@ -79,6 +81,42 @@ def test_export_to_a_directory_that_only_roots_host_sees(counts: tuple[int, int]
     for rank, (_, files, _, tensors) in enumerate(found):
         assert bool(files) == (rank < counts[0])
         assert tensors == 5
+
+
+def exports_and_publishes(folder: str) -> Any:
+    """Export to an object store, and publish versions there; return the files that this rank has uploaded."""
+    use_object_stores()
+    comm = sx.init("auto", timeout_s=20.0)
+    uploaded = []
+    upload = object_build.ObjectMember.upload
+
+    def recorded(self: Any, name: str, *rest: Any) -> str:
+        uploaded.append(name)
+        return upload(self, name, *rest)
+
+    object_build.ObjectMember.upload = recorded  # type: ignore[method-assign]
+    state = parts(comm.rank, comm.world_size)
+    sx.export_checkpoint(state, f"disk://{folder}/out", layout=LAYOUT, max_shard_size=500_000)
+    if comm.rank == 0:
+        check(f"{folder}/out")  # the directory in which this store has its objects
+    with sx.Publisher(f"disk://{folder}/updates", layout=LAYOUT) as publisher:
+        for number in (1, 2):
+            state["same"][0] = number
+            kind = publisher.publish(state, number).kind
+    subscriber = sx.Subscriber(f"disk://{folder}/updates", cache="/dev/shm/cache")
+    with subscriber.stage(subscriber.wait()) as staged:
+        staged.load_into(state, layout=LAYOUT)
+    sx.shutdown()
+    return [kind, int(state["same"][0]), len(uploaded)]
+
+
+def test_each_host_uploads_what_it_has_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", "/dev/shm")  # which a host does not share with the other
+    with two_hosts(1, 2, fully=True) as hosts:
+        found = hosts.run(exports_and_publishes, str(tmp_path))
+    assert [one[:2] for one in found] == [["delta", 2]] * 3
+    assert found[0][2], "the first host uploads"
+    assert found[1][2] + found[2][2], "the second host uploads"
 
 
 def reduces_and_renumbers(out: str) -> dict[str, list[float]]:
