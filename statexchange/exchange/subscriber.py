@@ -43,8 +43,7 @@ class Subscriber:
     touches no file and communicates with no rank.
 
     Staged versions lie in a cache that all readers of a host share. It needs room for two whole models: the staged
-    version stays until the next one is complete, which is made from it and from one delta. Versions of other programs
-    are made from their full version each time.
+    version stays until the next one is complete, which is made from it and from one delta.
 
     Args:
         path: the directory of versions or its fsspec URL; of another program, that of its run.

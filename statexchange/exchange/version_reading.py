@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -12,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError
 from statexchange.formats import version as version_format
 from statexchange.formats.registry import open_with
-from statexchange.formats.version import manifest_digest
-from statexchange.storage.files import digest
+from statexchange.formats.version import chain_keys
 from statexchange.storage.location import open_path
 from statexchange.storage.versions import Lease, list_runs, list_versions, version_path
 
@@ -77,7 +75,7 @@ def find_version(path: str, newer_than: Version | None, number: int | None) -> S
             found = Version(version_path(path, run, candidate), run, candidate)
             try:
                 with open_version(found) as source:
-                    return Search(Version(found.path, run, candidate, _key_of(source)), reason)
+                    return Search(Version(found.path, run, candidate, chain_keys(source.opened)[0]), reason)
             except NOT_YET as error:
                 reason = reason or f"version {candidate} is not whole here: {error}"
         # A run that has only begun has no version yet: that of the run before it still counts.
@@ -124,12 +122,3 @@ def leased(path: str, version: Version) -> Iterator[Callable[[Mapping[str, str]]
             return open_version(version, copies)
 
         yield open_leased
-
-
-def _key_of(source: Source) -> str:
-    """Return the digest of the manifest of a version; of that of another program, one of its files."""
-    own = manifest_digest(source.opened.store)
-    if own:
-        return own
-    versions = [shard_file.file.version for shard_file in source.files]
-    return digest(json.dumps(versions).encode())

@@ -25,6 +25,8 @@ whole new tensor in its file's metadata; one in blake3 is not checked, which a n
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -59,6 +61,7 @@ __all__ = [
     "MANIFEST",
     "VERSION_INDEX",
     "VERSION_KEY",
+    "chain_keys",
     "delta_facts",
     "is_unfinished",
     "manifest_digest",
@@ -85,6 +88,36 @@ def manifest_digest(store: Store) -> str:
     if not isinstance(record, dict) or VERSION_KEY not in record:
         return ""
     return digest(file.read_all(MAX_MANIFEST_BYTES))
+
+
+def chain_keys(opened: OpenedPath) -> list[str]:
+    """Return digests that differ from those of all other versions, of a version and of each that it is based on.
+
+    Ours is that of the manifest, which is the last one, as it covers its base. That of another program is one of what
+    its files are (`StoredFile.version`) and of the digest of its base.
+    """
+    identities: list[str] = []
+    with contextlib.ExitStack() as opened_bases:
+        at = opened
+        while True:
+            own = manifest_digest(at.store)
+            identities.append(
+                own or digest(json.dumps([at.store.open(name).version for name in at.store.files]).encode())
+            )
+            delta = None if own else _delta_of(at.store)
+            if delta is None:
+                break
+            if len(identities) > _MOST_DELTAS:
+                raise _too_long(opened)
+            at = opened_bases.enter_context(_open_base(at, delta))
+    keys = [identities.pop()]
+    while identities:
+        keys.append(digest((identities.pop() + keys[-1]).encode()))
+    return keys[::-1]
+
+
+def _too_long(opened: OpenedPath) -> CorruptError:
+    return CorruptError(f"more than {_MOST_DELTAS:,} deltas follow one another", path=opened.path)
 
 
 def matches(opened: OpenedPath) -> bool:
@@ -123,9 +156,10 @@ def delta_facts(opened: OpenedPath) -> tuple[int, int] | None:
 def read(opened: OpenedPath, *, copies: Mapping[str, str] = MappingProxyType({})) -> Source:
     """Return a version with all tensors of the model, each as its newest change has it.
 
-    `copies` are paths of checkpoints with the tensors of versions, by the digests of the versions' manifests: a base is
+    `copies` are paths of checkpoints with the tensors of versions, by the first of the `chain_keys` of each: a base is
     read there, if it has a copy.
     """
+    keys = chain_keys(opened) if copies else []
     deltas: list[tuple[OpenedPath, _Delta]] = []
     at = opened
     try:
@@ -135,10 +169,11 @@ def read(opened: OpenedPath, *, copies: Mapping[str, str] = MappingProxyType({})
                 source = huggingface.read(at)
                 break
             if len(deltas) == _MOST_DELTAS:
-                raise CorruptError(f"more than {_MOST_DELTAS:,} deltas follow one another", path=opened.path)
+                raise _too_long(opened)
             deltas.append((at, delta))
-            if delta.base_manifest in copies:
-                at = open_path(copies[delta.base_manifest])
+            key = delta.base_manifest or (keys[len(deltas)] if keys else "")
+            if key in copies:
+                at = open_path(copies[key])
                 source = huggingface.read(at)
                 break
             at = _open_base(at, delta)

@@ -381,6 +381,27 @@ def test_versions_of_others_are_read(tmp_path: Path, encoding: Any, checksum: An
                     assert np.ascontiguousarray(found[name].read()).tobytes() == raw.data, (number, name)
 
 
+def test_versions_of_others_are_staged_from_the_last_one(tmp_path: Path) -> None:
+    rng = np.random.default_rng(7)
+    writer, tensors = SharedFormWriter(tmp_path), random_tensors(rng, 6)
+    full = writer.write_full(1, tensors)
+    with sx.Subscriber(tmp_path) as subscriber:
+        subscriber.stage(subscriber.wait(timeout_s=0)).close()
+        (file,) = full.glob("*.safetensors")
+        stat = file.stat()
+        with file.open("r+b") as opened:  # what is not read again may be broken
+            opened.seek(8 + int.from_bytes(opened.read(8), "little"))
+            opened.write(bytes(stat.st_size - opened.tell()))
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        for number in (2, 3):
+            new = changed(rng, tensors, 0.1)
+            writer.write_delta(number, number - 1, tensors, new)
+            tensors = new
+            with subscriber.stage(subscriber.wait(timeout_s=0)) as staged, staged.tensors() as found:
+                for name, raw in tensors.items():
+                    assert np.ascontiguousarray(found[name].read()).tobytes() == raw.data, (number, name)
+
+
 @pytest.mark.parametrize("what", ["checksum", "frame", "encoding", "number", "key", "shape"])
 def test_what_others_have_broken_is_named(tmp_path: Path, what: str) -> None:
     rng = np.random.default_rng(6)
