@@ -7,7 +7,8 @@ delta and a delta without a change; staging a delta from the staged version befo
 The peers, written from the description of the form: all rows are gathered on rank 0, which takes the difference,
 compresses it (zstd level 1), and writes it with the checksums; a reader applies it in place to a mapped checkpoint, and
 compares the checksums; and `full_state_dict` with `save_file` and `load_file`. All run warm and interleaved in one job;
-medians and their ratios. The table ends with the bytes of a delta as a share of those of the weights.
+medians and their ratios. A publish in the background is timed until it returns. The table ends with the bytes of a
+delta as a share of those of the weights.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ CHANGE = "the change itself"
 DELTA, PEER = "publish a delta", "peer: gather, difference, write"
 STAGE, APPLY = "stage a delta", "peer: apply a delta in place"
 FULL, SAVE_FILE = "publish a full version", "peer: full_state_dict, save_file"
+STALL, REST = "publish a delta in the background, until it returns", "the rest of it"
 NOTHING, LOAD = "publish without a change", "load_into from the staged version"
 LOAD_FILE = "peer: load_file, copy the rows"
 
@@ -147,11 +149,13 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[
     options: dict[str, Any] = {"layout": {"*": {"dim": 0}}, "keep": 1}
     full = sx.Publisher(f"{folder}/full", full_every=1, **options)
     deltas = sx.Publisher(f"{folder}/deltas", full_every=10**6, **options)
+    background = sx.Publisher(f"{folder}/background", full_every=10**6, **options)
     subscriber = sx.Subscriber(f"{folder}/deltas", cache=f"{folder}/cache")
     peer = Peer(folder, weights)
-    numbers = {"full": 0, "delta": 0}
+    numbers = {"full": 0, "delta": 0, "background": 0}
     shares: list[float] = []
     staged: list[Any] = []
+    running: list[Any] = []
     deltas.publish(weights, 0)
     staged.append(subscriber.stage(subscriber.wait()))
 
@@ -170,6 +174,10 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[
         report = deltas.publish(weights, numbers["delta"])
         if report.changed:
             shares.append(report.nbytes / report.total_nbytes)
+
+    def publish_in_background() -> None:
+        numbers["background"] += 1
+        running.append(background.publish(weights, numbers["background"], background=True))
 
     def stage() -> None:
         staged.append(subscriber.stage(subscriber.wait()))
@@ -190,6 +198,8 @@ def rank_main(megabytes: int, folder: str, rounds: int) -> dict[str, list[tuple[
         STAGE: stage,
         LOAD: lambda: staged[0].load_into(live, layout={"*": {"dim": 0}}),
         NOTHING: publish_delta,
+        STALL: publish_in_background,
+        REST: lambda: running.pop().result(),
         PEER: peer.publish,
         APPLY: peer.apply,
         LOAD_FILE: lambda: peer.load(copies),
