@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
 
 __all__ = ["DiffReport", "TensorDiff", "diff_paths"]
+
+_PART_BYTES, _PART_NAMES = 16 << 20, 256  # of both sides; the tensors that one thread compares in a row
 
 Status = Literal["equal", "values", "dtype", "shape", "only in a", "only in b"]
 
@@ -234,13 +236,28 @@ class _Comparison:
     def run(self) -> tuple[TensorDiff, ...]:
         """Compare all tensors."""
         with ThreadPoolExecutor(self._call.threads or os.cpu_count() or 1) as pool:
-            futures = [pool.submit(self._compare, name) for name in self._names]
+            futures = [pool.submit(self._compare_all, names) for names in self._parts()]
             try:
-                return tuple(future.result() for future in futures)
+                return tuple(result for future in futures for result in future.result())
             except BaseException:
                 for future in futures:
                     future.cancel()
                 raise
+
+    def _parts(self) -> Iterator[list[str]]:
+        """Yield the names in parts, of one large tensor or of many small ones: a future costs what those take."""
+        names: list[str] = []
+        nbytes = 0
+        for name in self._names:
+            names.append(name)
+            nbytes += sum(side.tensors[name].nbytes for side in (self._a, self._b) if name in side.tensors)
+            if nbytes >= _PART_BYTES or len(names) == _PART_NAMES:
+                yield names
+                names, nbytes = [], 0
+        yield names
+
+    def _compare_all(self, names: Sequence[str]) -> list[TensorDiff]:
+        return [self._compare(name) for name in names]
 
     def _compare(self, name: str) -> TensorDiff:
         a, b = self._a.tensors.get(name), self._b.tensors.get(name)
