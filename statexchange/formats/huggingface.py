@@ -53,6 +53,7 @@ from statexchange.sharding.shards import (
     Box,
     Shard,
     begin_of_run,
+    full_box,
     is_inside,
     shape_from_json,
     sizes_from_json,
@@ -147,7 +148,8 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
         notes += stale
     problems += _contradicted(published, shard_files)
     try:
-        shard_files = _whole(shard_files)
+        if parts or _occur_twice(shard_files):
+            shard_files = _whole(shard_files)
     except StateExchangeError as error:
         problems.append(error)
     metadata, differing = merged_metadata(texts)
@@ -305,9 +307,9 @@ def shard_file_of(
     """
     tensors = {}
     for name, entry in header.entries.items():
-        box = Box(parts.get(name, (0,) * len(entry.shape)), entry.shape)
+        box = Box(parts[name], entry.shape) if name in parts else full_box(entry.shape)
         try:
-            shard = Shard(name, entry.dtype, box.ends, (box,))
+            shard = Shard(name, entry.dtype, box.ends if name in parts else entry.shape, (box,))
         except ValueError as error:
             raise CorruptError(str(error), name=name, path=file.path) from None
         stored = ByteRange(file, entry.begin, entry.nbytes)
@@ -352,6 +354,12 @@ def _offsets_of_parts(header: Header, file: StoredFile) -> dict[str, tuple[int, 
             if name in parts and len(parts[name]) != len(entry.shape):
                 raise ValueError(f"{excerpt(name)} differs from its offsets in the number of dims")
     return parts
+
+
+def _occur_twice(shard_files: Sequence[ShardFile]) -> bool:
+    """Whether a name occurs in two files."""
+    total = sum(len(shard_file.tensors) for shard_file in shard_files)
+    return len(set().union(*(shard_file.tensors for shard_file in shard_files))) < total
 
 
 def _whole(shard_files: list[ShardFile]) -> list[ShardFile]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.tensors import ITEMSIZE, element_shape
@@ -16,8 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["TensorRow", "known_bytes", "tensor_rows"]
 
 
-@dataclass(frozen=True, slots=True)
-class TensorRow:
+class TensorRow(NamedTuple):
     """One tensor of a checkpoint.
 
     Attributes:
@@ -46,24 +43,31 @@ class TensorRow:
 
 def tensor_rows(source: Source) -> list[TensorRow]:
     """Return a row for each tensor of a source, in its order. Not collective."""
-    files: dict[str, list[ShardFile]] = {}
-    shards: dict[str, Shard] = {}  # the last one of each tensor
-    num_boxes: Counter[str] = Counter()
+    first: dict[str, tuple[ShardFile, Shard]] = {}
+    more: dict[str, list[tuple[ShardFile, Shard]]] = {}  # of tensors of which several files have a part
     for shard_file, tensor in source.shards():
-        shard = shards[tensor.shard.name] = tensor.shard
-        files.setdefault(shard.name, []).append(shard_file)
-        num_boxes[shard.name] += len(shard.boxes)
+        part = shard_file, tensor.shard
+        if tensor.shard.name not in first:
+            first[tensor.shard.name] = part
+        else:
+            more.setdefault(tensor.shard.name, []).append(part)
+    names_of = {shard_file.path: shard_file.name for shard_file in source.files}
     rows: dict[str, TensorRow] = {}
-    for name, holders in files.items():
-        shard = shards[name]
+    for name, (shard_file, shard) in first.items():
+        holders: tuple[int, ...] = (shard_file.rank,)
+        last, num_boxes = shard, len(shard.boxes)
+        if name in more:
+            last = more[name][-1][1]
+            holders += tuple([other.rank for other, _ in more[name]])
+            num_boxes += sum([len(other.boxes) for _, other in more[name]])
         rows[name] = TensorRow(
             name,
-            shard.dtype,
-            element_shape(shard.dtype, shard.global_shape),
-            full_box(shard.global_shape).numel * ITEMSIZE[shard.dtype],
-            tuple(shard_file.rank for shard_file in holders),
-            num_boxes[name],
-            holders[0].path.rpartition("/")[2],
+            last.dtype,
+            element_shape(last.dtype, last.global_shape),
+            full_box(last.global_shape).numel * ITEMSIZE[last.dtype],
+            holders,
+            num_boxes,
+            names_of[shard_file.path],
         )
     for unreadable in source.unreadable:
         if unreadable.name not in rows:

@@ -399,6 +399,7 @@ def _with_objects(parsed: object, path: str, max_depth: int) -> object:
     # Level by level, not by recursion: the text may be nested as deeply as the decoder allows.
     for _ in range(max_depth + 1):
         below: list[dict[object, object] | list[object]] = []
+        has_flat = False
         for container in level:
             entries = container.items() if type(container) is dict else enumerate(container)
             for key, value in entries:
@@ -409,11 +410,17 @@ def _with_objects(parsed: object, path: str, max_depth: int) -> object:
                     container[key] = unique  # type: ignore[call-overload]
                     below.append(unique)
                 elif type(value) is list:
-                    below.append(value)
-        if not below:
+                    if _PLAIN.issuperset(map(type, value)):  # as shapes: most lists
+                        has_flat = True
+                    else:
+                        below.append(value)
+        if not below and not has_flat:
             return root[0]
         level = below
     raise CorruptError(f"refused: it is nested more than {max_depth} levels deep", path=path)
+
+
+_PLAIN = {str, int, float, bool, type(None)}  # the types of JSON values that contain no others
 
 
 def _refuse_constant(name: str) -> object:

@@ -103,8 +103,7 @@ _DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor in a file, at bytes `begin` to `end` of the file.
 
     The shape of a packed dtype is in groups (tensors.py), or in elements if `is_supported` is False.
