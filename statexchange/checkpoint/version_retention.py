@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from statexchange.checkpoint.publication import ReplaceableFiles
-from statexchange.errors import NotFoundError
+from statexchange.errors import NotFoundError, without_secrets
 from statexchange.formats.version import MANIFEST, delta_facts, is_unfinished
 from statexchange.storage import publish, versions
-from statexchange.storage.location import open_path
+from statexchange.storage.location import directory_of, open_path
 from statexchange.storage.versions import GRACE_S
 
 __all__ = ["PrunedVersion", "obsolete_versions", "prune_versions", "remove_old_versions"]
@@ -93,12 +94,14 @@ def prune_versions(path: str, keep: int, *, dry_run: bool = False) -> list[Prune
         >>> [(row.version, row.action) for row in prune_versions("updates", keep=2)]
         [(1, 'retired'), (2, 'kept'), (3, 'kept')]
     """
+    path = directory_of(path)
     run = versions.current_run(path)
     if run is None:
         raise NotFoundError("there are no versions of a Publisher here", path=path)
     bases: dict[int, int | None] = {}
     for number in versions.list_versions(path, run):
-        with open_path(versions.version_path(path, run, number)) as opened:
+        # A trainer may remove it meanwhile.
+        with suppress(NotFoundError), open_path(versions.version_path(path, run, number)) as opened:
             if not is_unfinished(opened.store):
                 facts = delta_facts(opened)
                 bases[number] = None if facts is None else facts[0]
@@ -111,7 +114,8 @@ def prune_versions(path: str, keep: int, *, dry_run: bool = False) -> list[Prune
         for number in numbers:
             folder = versions.version_path(path, of_run, number)
             action: Literal["retired", "kept"] = "retired" if number in retired[of_run] else "kept"
-            rows.append(PrunedVersion(of_run, number, folder, _nbytes(folder), action))
+            with suppress(NotFoundError):
+                rows.append(PrunedVersion(of_run, number, without_secrets(folder), _nbytes(folder), action))
     if dry_run:
         return rows
     remove_old_versions(path, run, bases, keep)

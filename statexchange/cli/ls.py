@@ -88,7 +88,7 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
         "others": dict(source.others),
         "picture": None if picture is None else picture.path,
     }
-    return output.finish(data, rows=("tensors", rows), problems=source.problems)
+    return output.finish(data, rows=("tensors", [row._asdict() for row in rows]), problems=source.problems)
 
 
 def _draw_supply(source: Source, rows: list[TensorRow], picture: PictureFile) -> None:

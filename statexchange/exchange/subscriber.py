@@ -148,7 +148,7 @@ class Subscriber:
         with comm.phase("looking for the version on this host"):
             if comm.local_rank == 0 and comm.rank != 0:
                 try:
-                    open_version(version).close()
+                    open_version(self._path, version).close()
                 except NOT_YET:
                     is_seen = False
         return all(from_all(comm, is_seen, bool, "whether it sees the version"))

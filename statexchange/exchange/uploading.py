@@ -10,6 +10,7 @@ The objects belong to root's build, whose claim keeps others away, and which com
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import tempfile
@@ -40,6 +41,11 @@ class _Scratch:
     nbytes: int
     identity: Sequence[int]
 
+    @property
+    def write_file(self) -> WriteFile:
+        """This as a file of a plan."""
+        return WriteFile(self.path, False, tuple(self.identity))
+
 
 @dataclass(frozen=True, slots=True)
 class _Target:
@@ -66,7 +72,8 @@ class Upload:
         self._made = made
         paths = []
         for number in range(len(nodes)):
-            paths.append(WriteFile(made[number].path if number in made else "", False, True))
+            scratch = made.get(number)
+            paths.append(WriteFile("", False) if scratch is None else scratch.write_file)
         self.plan = replace(plan, files=tuple(paths))
 
     def run(self, comm: Communicator, call: CallOptions) -> dict[str, str]:
@@ -84,7 +91,7 @@ class Upload:
     def _put(self, number: int, progress: Callable[[], object]) -> str:
         """Upload a file; return its version."""
         scratch, target = self._made[number], self._target
-        fd = files.open_for_writing(scratch.path, follow=True)
+        fd = files.open_for_writing(scratch.path, scratch.identity)
         with files.closing(fd, scratch.path):
             parts = _parts(fd, scratch.nbytes, scratch.path, progress)
             return upload_into_build(target.url, target.key, (self._names[number], MANIFEST), parts, scratch.nbytes)
@@ -141,13 +148,16 @@ def _made(header: bytes, nbytes: int, building: contextlib.ExitStack) -> _Scratc
     """Make a file that begins with a header."""
     if sys.platform != "linux":
         raise UnsupportedError("an export to a URL needs Linux's /proc: export to a directory, and copy that")
-    folder = tempfile.gettempdir()
+    folder = os.environ.get("TMPDIR", "/tmp")  # noqa: S108 (for messages)
     try:
+        folder = tempfile.gettempdir()
         made = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (`building` closes it)
         fd = building.enter_context(made).fileno()
         os.truncate(fd, nbytes)
     except OSError as error:
         advice = "TMPDIR names another directory"
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            advice = "raise the limit (ulimit -n), or make fewer files (max_shard_size)"
         raise StorageError.of(error, "make a temporary file", path=folder).located(advice=advice) from error
     path = f"/proc/{os.getpid()}/fd/{fd}"
     files.pwrite_all(fd, header, 0, path)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError
+from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, without_secrets
 from statexchange.formats import version as version_format
 from statexchange.formats.registry import open_with
 from statexchange.formats.version import chain_keys
@@ -64,24 +64,23 @@ def find_version(path: str, newer_than: Version | None, number: int | None) -> S
     reason = ""
     for run in reversed(list_runs(path) or [""]):
         numbers = list_versions(path, run)
-        if number is not None and numbers:
-            if number < numbers[0]:
-                text = f"version {number} is not kept: the oldest of this run is {numbers[0]}"
-                raise NotFoundError(text, path=path)
-            numbers = [number] if number in numbers else []
-        for candidate in reversed(numbers):
+        for candidate in reversed(numbers if number is None else [number] if number in numbers else []):
             if newer_than is not None and newer_than.run == run and candidate <= newer_than.number:
                 break
-            found = Version(version_path(path, run, candidate), run, candidate)
+            found = Version(without_secrets(version_path(path, run, candidate)), run, candidate)
             try:
-                with open_version(found) as source:
+                with open_version(path, found) as source:
                     return Search(Version(found.path, run, candidate, chain_keys(source.opened)[0]), reason)
             except NOT_YET as error:
                 reason = reason or f"version {candidate} is not whole here: {error}"
-        # A run that has only begun has no version yet: that of the run before it still counts.
-        is_followed = newer_than is not None and newer_than.run == run
-        if number is not None or is_followed or any(_has_been_published(path, run, number) for number in numbers):
+        if newer_than is not None and newer_than.run == run:
             break
+        oldest = next((listed for listed in numbers if _has_been_published(path, run, listed)), None)
+        if oldest is None:  # a run that has only begun has no version yet: those of the run before it still count
+            continue
+        if number is not None and number < oldest:
+            raise NotFoundError(f"version {number} is not kept: the oldest of this run is {oldest}", path=path)
+        break
     return Search(None, reason)
 
 
@@ -94,8 +93,8 @@ def _has_been_published(path: str, run: str, number: int) -> bool:
         return False
 
 
-def open_version(version: Version, copies: Mapping[str, str] = MappingProxyType({})) -> Source:
-    """Open a version; bases of which there are `copies`, as `version.read` has them, are read there.
+def open_version(path: str, version: Version, copies: Mapping[str, str] = MappingProxyType({})) -> Source:
+    """Open a version in the directory `path`; a base of which there is a copy, as `version.read` has it, is read there.
 
     Not collective.
 
@@ -106,7 +105,7 @@ def open_version(version: Version, copies: Mapping[str, str] = MappingProxyType(
     def read(opened: Any, *, section: object) -> Source:  # noqa: ARG001 (a version has no sections)
         return version_format.read(opened, copies=copies)
 
-    return open_with(version.path, read, strict=True)
+    return open_with(version_path(path, version.run, version.number), read, strict=True)
 
 
 @contextlib.contextmanager
@@ -119,6 +118,6 @@ def leased(path: str, version: Version) -> Iterator[Callable[[Mapping[str, str]]
 
         def open_leased(copies: Mapping[str, str]) -> Source:
             leases.callback(Lease(path, version.run, version.number).end)
-            return open_version(version, copies)
+            return open_version(path, version, copies)
 
         yield open_leased

@@ -348,19 +348,19 @@ class _Files:
         if fd < 0:
             while len(self._fds) >= _MAX_OPEN:
                 self._close(next(iter(self._fds)))
-            fd = files.open_for_writing(file.path, follow=file.is_unnamed)
+            fd = files.open_for_writing(file.path, file.unnamed)
         self._fds[number] = fd
         return fd
 
     def _close(self, number: int) -> None:
         fd, file = self._fds.pop(number), self._files[number]
         with files.closing(fd, file.path):
-            if not file.is_unnamed:  # nobody reads it after a power cut
+            if not file.unnamed:  # nobody reads it after a power cut
                 files.sync_file(fd, file.path)
 
     def _sync(self) -> None:
         for number, fd in self._fds.items():
-            if not self._files[number].is_unnamed:
+            if not self._files[number].unnamed:
                 files.sync_file(fd, self._files[number].path)
         self._dirty = 0
 

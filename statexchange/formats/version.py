@@ -139,8 +139,11 @@ def _has_tensors(store: Store) -> bool:
 
 
 def is_unfinished(store: Store) -> bool:
-    """Whether a version in an object store has no manifest, but a claim: it is being published or removed."""
-    return MANIFEST not in store.listing and CLAIM_NAME in store.listing
+    """Whether a version in an object store is being published or removed: it has no manifest, but a claim, or nothing.
+
+    A store that has directories, as HDFS, keeps that of a removed version.
+    """
+    return not store.listing or (MANIFEST not in store.listing and CLAIM_NAME in store.listing)
 
 
 def delta_facts(opened: OpenedPath) -> tuple[int, int] | None:
@@ -248,7 +251,7 @@ def _delta_of(store: Store) -> _Delta | None:
         with parsing("broken manifest", path=file.path):
             return _published(store, record)
     if is_unfinished(store):
-        text = f"{claim_of(store)}: this version is not complete, or is being removed"
+        text = f"{claim_of(store) or 'it has no file'}: this version is not complete, or is being removed"
         raise IncompleteError(text, path=store.path)
     if VERSION_INDEX in store.files:
         index: Any = read_json(store.open(VERSION_INDEX))
@@ -339,7 +342,7 @@ def _open_base(opened: OpenedPath, delta: _Delta) -> OpenedPath:
     """Open the version that a delta is based on, which lies beside it."""
     if not 0 <= delta.base < delta.number:
         raise CorruptError(f"version {delta.number} cannot be based on version {delta.base}", path=opened.path)
-    path = f"{opened.path.rstrip('/').rpartition('/')[0]}/{version_name(delta.base)}"
+    path = f"{opened.store.address.rstrip('/').rpartition('/')[0]}/{version_name(delta.base)}"
     try:
         base = open_path(path)
     except NotFoundError:

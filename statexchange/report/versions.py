@@ -6,11 +6,11 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from statexchange.errors import IncompleteError, NotFoundError, StateExchangeError
+from statexchange.errors import IncompleteError, NotFoundError, StateExchangeError, without_secrets
 from statexchange.formats.registry import open_source
 from statexchange.formats.version import delta_facts
 from statexchange.report.verify import VerifyReport, verify
-from statexchange.storage.location import open_path
+from statexchange.storage.location import directory_of, open_path
 from statexchange.storage.versions import all_versions, retired_versions, version_path
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def list_version_rows(path: str) -> list[VersionRow]:
         [(1, 'full', None, None, 'whole'), (2, 'delta', 1, 0, 'whole')]
     """
     rows = []
+    path = directory_of(path)
     for run, numbers in all_versions(path).items():
         retired = retired_versions(f"{path}/{run}")
         for number in numbers:
@@ -72,13 +73,15 @@ def list_version_rows(path: str) -> list[VersionRow]:
 
 
 def _row(run: str, number: int, path: str, *, is_retired: bool) -> VersionRow | None:
-    """Return the row of a version; None if it was removed meanwhile."""
+    """Return the row of a version; None if it was removed meanwhile, or has no file."""
     kind: Literal["full", "delta"] | None = None
     base: int | None = None
     changed: int | None = None
     problems: tuple[StateExchangeError, ...] = ()
     try:
         with open_path(path) as opened:
+            if not opened.store.listing:
+                return None
             files = [opened.store.open(name) for name in opened.store.files]
             try:
                 facts = delta_facts(opened)
@@ -95,7 +98,7 @@ def _row(run: str, number: int, path: str, *, is_retired: bool) -> VersionRow | 
         state = "incomplete" if isinstance(problems[0], IncompleteError | NotFoundError) else "broken"
     created = max((file.modified for file in files if file.modified is not None), default=None)
     nbytes = sum(file.size for file in files)
-    return VersionRow(run, number, path, kind, base, changed, nbytes, created, state, problems)
+    return VersionRow(run, number, without_secrets(path), kind, base, changed, nbytes, created, state, problems)
 
 
 def verify_versions(
@@ -113,6 +116,7 @@ def verify_versions(
         checks: the checks of values to make.
         on_progress: called with (versions done, versions in total).
     """
+    path = directory_of(path)
     listed = [(run, number) for run, numbers in all_versions(path).items() for number in numbers]
     for done, (run, number) in enumerate(listed):
         on_progress(done, len(listed))

@@ -22,12 +22,13 @@ class WriteFile:
     Attributes:
         path: where it is written.
         is_reserved: whether disk space for all its bytes is reserved.
-        is_unnamed: whether it has no name, and the path leads to another process's descriptor of it.
+        unnamed: the device and inode of a file without a name, to which the path leads through another process's
+            descriptor; () for any other.
     """
 
     path: str
     is_reserved: bool
-    is_unnamed: bool = False
+    unnamed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

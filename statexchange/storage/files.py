@@ -413,11 +413,14 @@ def create_file(name: str, dir_fd: int, path: str, mode: int = 0o666) -> int:
         raise StorageError.of(error, "create", path=path) from error
 
 
-def open_for_writing(path: str, *, follow: bool = False) -> int:
-    """Return a descriptor for writing in place to a file that exists; with `follow`, also through a link to it."""
+def open_for_writing(path: str, unnamed: Sequence[int] = ()) -> int:
+    """Return a descriptor for writing in place to a file that exists.
+
+    With `unnamed`, the device and inode of a file, the path is a link in /proc to another process's descriptor of it.
+    """
     audit("open", path)
     try:
-        return os.open(path, os.O_RDWR | (0 if follow else _NOFOLLOW) | _CLOEXEC | _BINARY)
+        fd = os.open(path, os.O_RDWR | (0 if unnamed else _NOFOLLOW) | _CLOEXEC | _BINARY)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise StorageError(
@@ -426,6 +429,11 @@ def open_for_writing(path: str, *, follow: bool = False) -> int:
                 path=path,
             ) from error
         raise StorageError.of(error, "open for writing", path=path) from error
+    if unnamed and (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != tuple(unnamed):
+        # The process has closed it, and uses the number for another file, which must not be written.
+        os.close(fd)
+        raise ReplacedError("the rank that has made this temporary file has left the call", path=path)
+    return fd
 
 
 def pread_into(fd: int, buffer: memoryview, offset: int, path: str) -> None:

@@ -309,6 +309,11 @@ class FsspecStore(Store):
         self._infos: dict[str, Mapping[str, Any]] = {}
         self._opened: dict[str, FsspecFile] = {}
 
+    @property
+    def address(self) -> str:
+        """Its URL with user and query."""
+        return self._url
+
     def add(self, name: str, file: FsspecFile) -> None:
         """Make `open(name)` return this file, whose URL may have a query after the name."""
         self._opened[name] = file

@@ -288,6 +288,11 @@ class FilteredStore(Store):
         self._store = store
         self._is_listed = is_listed
 
+    @property
+    def address(self) -> str:
+        """That of the store."""
+        return self._store.address
+
     @cached_property
     def listing(self) -> Mapping[str, EntryKind]:
         """The kind of each entry that is listed."""

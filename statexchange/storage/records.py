@@ -16,7 +16,7 @@ from statexchange.storage import files
 from statexchange.storage.atomic import invalidate_listings, remove_abandoned, write_new
 from statexchange.storage.location import is_remote, open_path
 
-__all__ = ["Records", "names_in", "read_record", "records_at"]
+__all__ = ["Records", "names_in", "records_at"]
 
 _MOST_BYTES = 4096
 _MODE, _DIRECTORY_MODE = 0o666, 0o777  # less the umask: these are published
@@ -28,20 +28,13 @@ def names_in(path: str) -> list[str]:
     try:
         with open_path(path) as opened:
             return [] if opened.file is not None else list(opened.store.listing)
-    except NotFoundError:
+    except NotFoundError as error:
+        if is_remote(path):
+            from statexchange.storage.fsspec_store import is_missing_bucket
+
+            if is_missing_bucket(error):
+                raise
         return []
-
-
-def read_record(path: str, name: str) -> tuple[bytes, float | None]:
-    """Return the content of a file in a directory, and when it was written; None if the store does not say.
-
-    Raises:
-        NotFoundError: there is none.
-        ReplacedError: it is being replaced.
-    """
-    with open_path(path) as opened:
-        file = opened.store.open(name)
-        return file.read_all(_MOST_BYTES), file.modified
 
 
 class Records(ABC):
@@ -69,6 +62,20 @@ class Records(ABC):
     @abstractmethod
     def touch(self, name: str, data: bytes) -> None:
         """Make a file, which has this content, as new as the present time."""
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a file; raise NotFoundError if there is none, ReplacedError while it is replaced."""
+        with open_path(self.path) as opened:
+            return opened.store.read_small(name, _MOST_BYTES)
+
+    @abstractmethod
+    def modified(self, name: str) -> float | None:
+        """Return when a file was written; None if it is gone, or if the store does not say."""
+
+    def age(self, name: str, now: float) -> float:
+        """Return how many seconds ago a file was written; 0 if it is gone, or if the store does not say."""
+        modified = self.modified(name)
+        return 0.0 if modified is None else now - modified
 
     @abstractmethod
     def now(self) -> float:
@@ -113,6 +120,11 @@ class _FileRecords(Records):
     def touch(self, name: str, data: bytes) -> None:  # noqa: ARG002 (its time alone changes)
         os.utime(f"{self.path}/{name}")
 
+    def modified(self, name: str) -> float | None:
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(f"{self.path}/{name}").st_mtime
+        return None
+
     def now(self) -> float:
         try:
             os.utime(self.path)
@@ -154,13 +166,17 @@ class _ObjectRecords(Records):
     def touch(self, name: str, data: bytes) -> None:
         self.replace(name, data)
 
+    def modified(self, name: str) -> float | None:
+        with contextlib.suppress(NotFoundError):
+            return self._objects.store().open(name).modified
+        return None
+
     def now(self) -> float:
         try:
             self.replace(_CLOCK, b"")
         except OSError:
             return time.time()
-        modified = self._objects.store().open(_CLOCK).modified
-        return time.time() if modified is None else modified
+        return self.modified(_CLOCK) or time.time()
 
     def clear(self) -> None:
         """Do nothing: an object appears whole."""

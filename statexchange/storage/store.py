@@ -260,6 +260,11 @@ class Store(ABC):
         return Budget(self.path)
 
     @property
+    def address(self) -> str:
+        """The path or URL by which it is opened, with what may grant access: not for messages."""
+        return self.path
+
+    @property
     @abstractmethod
     def listing(self) -> Mapping[str, EntryKind]:
         """The kind of each entry by name, sorted. The directory is read once, at the first use."""

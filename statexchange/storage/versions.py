@@ -42,11 +42,12 @@ from statexchange.errors import (
     StateExchangeError,
     StorageError,
     TargetExistsError,
+    UnsupportedError,
 )
 from statexchange.storage import publish
 from statexchange.storage.atomic import new_nonce
-from statexchange.storage.location import directory_of, open_path, resolve_path
-from statexchange.storage.records import names_in, read_record, records_at
+from statexchange.storage.location import directory_of, is_remote, open_path, resolve_path
+from statexchange.storage.records import names_in, records_at
 
 if TYPE_CHECKING:
     from statexchange.storage.publish.build import ReplaceCheck
@@ -182,10 +183,11 @@ def all_versions(path: str) -> dict[str, list[int]]:
 
     A directory of another program has one run, "". {} for anything else.
     """
-    names = names_in(path)
-    if _RUNS in names:
-        return {run: _numbers(f"{path}/{run}") for run in list_runs(path)}
-    numbers = sorted(number for name in names if (number := version_number(name)) is not None)
+    path = directory_of(path)
+    runs = list_runs(path) if _RUNS in names_in(path) else []
+    if runs:
+        return {run: _numbers(f"{path}/{run}") for run in runs}
+    numbers = _numbers(path)
     return {"": numbers} if numbers else {}
 
 
@@ -225,7 +227,7 @@ class Lease:
     """
 
     def __init__(self, path: str, run: str, number: int) -> None:
-        self._records = records_at(f"{path}/{run}/{_LEASES}")
+        self._folder = f"{path}/{run}/{_LEASES}"
         self._name = f"{new_nonce()}.json"
         self._data = json.dumps({"version": number}).encode()
         self._lock = threading.Lock()
@@ -244,12 +246,14 @@ class Lease:
     def _created(self) -> bool:
         """Write the lease; return False if this reader has no permission to write, or if the run is gone."""
         try:
-            self._records.create(self._name, self._data)
-        except NotFoundError:
+            records_at(self._folder).create(self._name, self._data)
+        except (NotFoundError, UnsupportedError):
             return False
         except StorageError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            # Not all clients of object stores say why a request was refused.
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) and not is_remote(self._folder):
                 raise
+            _log.warning("this version may be removed while it is read, as no lease can be written: %s", error)
             return False
         return True
 
@@ -258,28 +262,27 @@ class Lease:
             # Not while it is removed: an object that is touched then would be there again.
             with self._lock, contextlib.suppress(OSError):
                 if not self._ended.is_set():
-                    self._records.touch(self._name, self._data)
+                    records_at(self._folder).touch(self._name, self._data)
 
     def end(self) -> None:
         """Give the lease back."""
         self._ended.set()
         if self._is_held:
             with self._lock, contextlib.suppress(StateExchangeError):
-                self._records.remove(self._name)
+                records_at(self._folder).remove(self._name)
 
 
 def _leased(folder: str, now: float) -> set[int]:
     """Return the versions of which a reader has a lease; remove the leases of readers that have ended."""
-    numbers = set()
+    records, numbers = records_at(folder), set()
     for name in names_in(folder):
         if _LEASE.fullmatch(name) is None:
             continue
         try:
-            data, modified = read_record(folder, name)
-            if now - (modified or now) > LEASE_S:
-                records_at(folder).remove(name)
+            if records.age(name, now) > LEASE_S:
+                records.remove(name)
                 continue
-            numbers.add(int(json.loads(data)["version"]))
+            numbers.add(int(json.loads(records.read(name))["version"]))
         except NotFoundError:
             continue
         except (KeyError, StateExchangeError, TypeError, ValueError):
@@ -331,7 +334,7 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
         for number in sorted(retired, reverse=True):
             mark = retired[number]
             is_read = any(reading >= number for reading in leased if reading in retired or reading == _ANY_VERSION)
-            if is_read or now - (_time_of(folder, mark) or now) < grace_s:
+            if is_read or records_at(folder).age(mark, now) < grace_s:
                 continue
             version = version_path(path, run, number)
             try:
@@ -377,13 +380,6 @@ def version_age(path: str, run: str, number: int) -> float | None:
     """Return how many seconds ago a version was published; None if that cannot be seen. Not collective."""
     with contextlib.suppress(StateExchangeError), open_path(version_path(path, run, number)) as opened:
         times = [opened.store.open(name).modified for name in opened.store.files]
-        return max(0.0, server_time(path) - max(time for time in times if time is not None)) if times else None
+        last = max((time for time in times if time is not None), default=None)
+        return None if last is None else max(0.0, server_time(path) - last)
     return None
-
-
-def _time_of(folder: str, name: str) -> float | None:
-    """Return when a mark was written; None if it is gone, or its store does not say."""
-    try:
-        return read_record(folder, name)[1]
-    except NotFoundError:
-        return None

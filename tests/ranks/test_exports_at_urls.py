@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,42 @@ def test_a_file_of_an_upload_is_read_by_others(s3: str, tmp_path: Path) -> None:
     sx.export_checkpoint(whole(), f"{s3}/out")
     fsspec.filesystem("s3").get(f"{s3}/out/model.safetensors", str(tmp_path / "got.safetensors"))
     assert_same(load_file(tmp_path / "got.safetensors"), whole())
+
+
+def leaves_while_another_writes(folder: str) -> int:
+    """Rank 0 leaves the call while rank 1 writes; return how many files that rank 0 opens then are overwritten."""
+    comm = sx.get_communicator()
+    use_object_stores()
+    left, written = Path(folder, "left"), []
+
+    def progress(done: int, total: int) -> None:
+        written.append(done)
+        if comm.rank == 0:
+            raise KeyboardInterrupt
+        deadline = time.monotonic() + 60
+        while not left.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    state = {f"w{number}": torch.full((1, 1000), 1.0) for number in range(40)}
+    with pytest.raises((KeyboardInterrupt, sx.errors.StateExchangeError)):
+        sx.export_checkpoint(
+            state, f"disk://{folder}/out", layout={"*": {"dim": 0}}, max_shard_size=8000, on_progress=progress
+        )
+    if comm.rank:
+        return len(written)
+    files = [open(f"{folder}/own-{number}", "w+b") for number in range(60)]  # noqa: SIM115 (closed below)
+    for file in files:
+        file.write(b"P" * 20_000)
+        file.flush()
+    left.touch()
+    time.sleep(1.0)
+    for file in files:
+        file.close()
+    return sum(Path(file.name).read_bytes() != b"P" * 20_000 for file in files)
+
+
+def test_a_rank_that_leaves_early_has_no_other_file_overwritten(tmp_path: Path) -> None:
+    outcomes = run_ranks(
+        leaves_while_another_writes, 2, backend="threads", args=(str(tmp_path),), allow_failure=True, timeout_s=120
+    )
+    assert outcomes[0].value == 0, str(outcomes)

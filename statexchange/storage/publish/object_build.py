@@ -93,6 +93,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 REMOVAL = "removal"
+_MOST_ABSENT = 100  # times that a claim could not be created and was not there
 _ATTEMPTS = 5  # to put or remove an object whose name a publisher without the claim keeps creating
 
 
@@ -372,13 +373,19 @@ class ObjectBuild(_ObjectWriter, Build):
         Without `waits`, raise TargetExistsError at once if it is unknown whether the other publisher has ended.
         """
         watched: str | None = None  # the version of another publisher's claim, while it is watched
+        num_absent = 0
         while True:
             with contextlib.suppress(TargetExistsError):
                 audit("claim", self._objects.path_of(CLAIM_NAME))
                 self._objects.create(CLAIM_NAME, self._claim.to_bytes())
             present = self._objects.read_claim()
-            if present is None:
-                continue  # it was removed between the two calls
+            if present is None:  # it was removed between the two calls
+                num_absent += 1
+                if num_absent == _MOST_ABSENT:
+                    text = "no claim can be put here, and there is none: an object may be in the place of a directory"
+                    raise TargetExistsError(text, path=self.path)
+                continue
+            num_absent = 0
             other, version = present
             if other.nonce == self._claim.nonce:
                 self._claim_version, self._renewed = version, time.monotonic()
