@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from statexchange.checkpoint.version_retention import remove_old_versions
 from statexchange.comm.communicator import CommLike, Communicator, from_all, from_root
 from statexchange.comm.defaults import as_communicator, public_call
-from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt
+from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt, without_secrets
 from statexchange.exchange.background import raise_unreported, run_in_background, wait_for_end
 from statexchange.exchange.chosen_conversion import Conversion, chosen_conversion
 from statexchange.exchange.exporting import ExportRequest
@@ -255,7 +255,8 @@ class Publisher:
             if comm.rank == 0:
                 self._finish(published)
         seconds = time.perf_counter() - began
-        return replace(report, seconds=seconds, stall_s=stall_s if is_background else seconds)
+        stall_s = stall_s if is_background else seconds
+        return replace(report, path=without_secrets(report.path), seconds=seconds, stall_s=stall_s)
 
     def _finish(self, published: PublishedVersion) -> None:
         """Let ``latest`` name the version, and remove old ones. Root only."""

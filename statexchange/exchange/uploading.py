@@ -148,7 +148,7 @@ def _made(header: bytes, nbytes: int, building: contextlib.ExitStack) -> _Scratc
     """Make a file that begins with a header."""
     if sys.platform != "linux":
         raise UnsupportedError("an export to a URL needs Linux's /proc: export to a directory, and copy that")
-    folder = os.environ.get("TMPDIR", "/tmp")  # noqa: S108 (for messages)
+    folder = ""
     try:
         folder = tempfile.gettempdir()
         made = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (`building` closes it)
@@ -158,7 +158,7 @@ def _made(header: bytes, nbytes: int, building: contextlib.ExitStack) -> _Scratc
         advice = "TMPDIR names another directory"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             advice = "raise the limit (ulimit -n), or make fewer files (max_shard_size)"
-        raise StorageError.of(error, "make a temporary file", path=folder).located(advice=advice) from error
+        raise StorageError.of(error, "make a temporary file", path=folder or None).located(advice=advice) from error
     path = f"/proc/{os.getpid()}/fd/{fd}"
     files.pwrite_all(fd, header, 0, path)
     return _Scratch(path, folder, nbytes, _identity(os.fstat(fd)))

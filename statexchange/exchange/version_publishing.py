@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from statexchange.checkpoint.publication import Publication, VersionMarks, listed_boxes
 from statexchange.comm.communicator import Communicator, from_all, from_root
-from statexchange.errors import without_secrets
 from statexchange.exchange.chosen_conversion import Conversion
 from statexchange.exchange.export import converted_description, export_described
 from statexchange.exchange.exporting import ExportRequest
@@ -195,7 +194,7 @@ def _publish_delta(
     published.chain_nbytes += delta.nbytes
     published.bases = {**last.bases, number: last.number}
     sizes = (len(delta.changed), len(last.plan.tensors), delta.nbytes, last.full_nbytes)
-    return PublishReport(without_secrets(request.path), number, last.number, "delta", *sizes), published
+    return PublishReport(request.path, number, last.number, "delta", *sizes), published
 
 
 def _marks_of_delta(delta: Delta, provenance: Mapping[str, Any], number: int, last: PublishedVersion) -> VersionMarks:
