@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from statexchange.checkpoint.publication import ReplaceableFiles
-from statexchange.errors import NotFoundError, without_secrets
+from statexchange.errors import NotFoundError, ReplacedError, without_secrets
 from statexchange.formats.version import MANIFEST, delta_facts, is_unfinished
 from statexchange.storage import publish, versions
 from statexchange.storage.location import directory_of, open_path
@@ -47,7 +47,8 @@ def remove_old_versions(path: str, run: str, bases: Mapping[int, int | None], ke
     for of_run, numbers in obsolete_versions(path, run, bases, keep).items():
         versions.retire(path, of_run, numbers)
     for of_run in versions.list_runs(path):  # what killed publishers have left
-        whole = [versions.version_name(number) for number in bases] if of_run == run else []
+        kept = versions.kept_versions(bases, keep) if of_run == run else ()
+        whole = [versions.version_name(number) for number in kept]
         publish.clear_all(f"{path}/{of_run}", versions.VERSION_PREFIX, MANIFEST, whole)
     versions.sweep_retired(path, MANIFEST, ReplaceableFiles(), grace_s=GRACE_S)
     versions.clear_runs(path)
@@ -101,7 +102,7 @@ def prune_versions(path: str, keep: int, *, dry_run: bool = False) -> list[Prune
     bases: dict[int, int | None] = {}
     for number in versions.list_versions(path, run):
         # A trainer may remove it meanwhile.
-        with suppress(NotFoundError), open_path(versions.version_path(path, run, number)) as opened:
+        with suppress(NotFoundError, ReplacedError), open_path(versions.version_path(path, run, number)) as opened:
             if not is_unfinished(opened.store):
                 facts = delta_facts(opened)
                 bases[number] = None if facts is None else facts[0]
@@ -114,7 +115,7 @@ def prune_versions(path: str, keep: int, *, dry_run: bool = False) -> list[Prune
         for number in numbers:
             folder = versions.version_path(path, of_run, number)
             action: Literal["retired", "kept"] = "retired" if number in retired[of_run] else "kept"
-            with suppress(NotFoundError):
+            with suppress(NotFoundError, ReplacedError):
                 rows.append(PrunedVersion(of_run, number, without_secrets(folder), _nbytes(folder), action))
     if dry_run:
         return rows

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from statexchange import settings
 from statexchange.cli.failures import report_failure
 from statexchange.cli.output import FORMATS
 from statexchange.errors import UnsafeError, without_secrets
+from statexchange.tensors import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -115,17 +115,12 @@ def command(function: Callable[..., int]) -> click.Command:
     """Return a click command for a function that takes the Output first and returns the exit code."""
 
     @functools.wraps(function)
-    def run(output: Output, *arguments: Any, **options: Any) -> int:
-        # Tens of objects for each tensor live until the end. The garbage collector would visit them again and again,
-        # for half of the time. But clients of object stores leave garbage in cycles that holds the bytes of a request.
-        was_enabled = gc.isenabled()
-        if "://" not in str((arguments, options)):
-            gc.disable()
-        try:
-            return function(output, *arguments, **options)
-        finally:
-            if was_enabled:
-                gc.enable()
+    def run(output: Output, **options: Any) -> int:
+        # Tens of objects for each tensor live until the end, and the collector takes half of the time. But clients of
+        # object stores leave garbage in cycles that holds the bytes of a request: not with a URL among the arguments.
+        pause = nullcontext() if "://" in str(options) else collector_paused()
+        with pause:
+            return function(output, **options)
 
     return click.command()(common_options(click.pass_obj(run)))
 

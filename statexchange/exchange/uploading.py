@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator, from_all, from_root, to_root
-from statexchange.errors import StorageError, UnsupportedError
+from statexchange.errors import IncompleteError, StorageError, UnsupportedError
 from statexchange.exchange.exporting import RootExport
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.messages import decode, encoded
@@ -34,17 +34,10 @@ _PART_BYTES = 8 << 20
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """A file without a name: its path through /proc, the directory in which it is, its size, and its identity."""
+    """A file without a name, as it is written, and its size."""
 
-    path: str
-    folder: str
+    file: WriteFile
     nbytes: int
-    identity: Sequence[int]
-
-    @property
-    def write_file(self) -> WriteFile:
-        """This as a file of a plan."""
-        return WriteFile(self.path, False, tuple(self.identity))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,51 +54,47 @@ class Upload:
     """The upload of the files of one export.
 
     Attributes:
-        plan: the plan with the paths under which the ranks of this host write.
+        plan: the plan with the files that the ranks of this host write.
         nodes: for each file the number of the host that writes it.
     """
 
-    def __init__(self, target: _Target, plan: WritePlan, nodes: Sequence[int], made: Mapping[int, _Scratch]) -> None:
+    def __init__(
+        self, target: _Target, plan: WritePlan, nodes: Sequence[int], scratch_files: Mapping[int, _Scratch]
+    ) -> None:
         self.nodes = nodes
         self._target = target
         self._names = [os.path.basename(file.path) for file in plan.files]
-        self._made = made
-        paths = []
-        for number in range(len(nodes)):
-            scratch = made.get(number)
-            paths.append(WriteFile("", False) if scratch is None else scratch.write_file)
-        self.plan = replace(plan, files=tuple(paths))
+        self._scratch_files = scratch_files
+        written = list(plan.files)
+        for number, scratch in scratch_files.items():
+            written[number] = scratch.file
+        self.plan = replace(plan, files=tuple(written))
 
     def run(self, comm: Communicator, call: CallOptions) -> dict[str, str]:
         """Upload each file by one rank of the host that has written it; return on root their versions. Collective."""
         versions: dict[str, str] = {}
         with comm.phase("uploading", timeout_s=call.stall_timeout_s):
             turn = comm.nodes[: comm.rank].count(comm.node_rank)
-            for number in list(self._made)[turn :: comm.nodes.count(comm.node_rank)]:
+            for number in list(self._scratch_files)[turn :: comm.nodes.count(comm.node_rank)]:
                 versions[self._names[number]] = self._put(number, comm.progress)
-        of_all: dict[str, str] = {}
-        for rank, data in enumerate(to_root(comm, encoded(versions, dict[str, str]), "the uploaded files")):
-            of_all |= decode(data, dict[str, str], "the uploaded files", rank)
-        return of_all
+        by_rank = to_root(comm, encoded(versions, dict[str, str]), "the uploaded files")
+        versions_by_name: dict[str, str] = {}
+        with comm.phase("collecting what was uploaded"):
+            for rank, data in enumerate(by_rank):
+                versions_by_name |= decode(data, dict[str, str], "the uploaded files", rank)
+            if comm.rank == 0 and versions_by_name.keys() != set(self._names):
+                name = min(set(self._names) - versions_by_name.keys())
+                raise IncompleteError("no rank has uploaded this file", path=f"{self._target.url}/{name}")
+        return versions_by_name
 
     def _put(self, number: int, progress: Callable[[], object]) -> str:
         """Upload a file; return its version."""
-        scratch, target = self._made[number], self._target
-        fd = files.open_for_writing(scratch.path, scratch.identity)
-        with files.closing(fd, scratch.path):
-            parts = _parts(fd, scratch.nbytes, scratch.path, progress)
+        scratch, target = self._scratch_files[number], self._target
+        file = scratch.file
+        fd = files.open_for_writing(file.path, file.link, file.identity)
+        with files.closing(fd, file.path):
+            parts = _parts(fd, scratch.nbytes, file.path, progress)
             return upload_into_build(target.url, target.key, (self._names[number], MANIFEST), parts, scratch.nbytes)
-
-    @contextlib.contextmanager
-    def naming_folder(self) -> Iterator[None]:
-        """Name the temporary directory in an error of a file there, which has no name."""
-        try:
-            yield
-        except StorageError as error:
-            if not str(error.path).startswith("/proc/"):
-                raise
-            folder = next((scratch.folder for scratch in self._made.values()), None)
-            raise error.located(path=folder, advice="TMPDIR names another directory") from error
 
 
 def open_upload(
@@ -124,62 +113,58 @@ def open_upload(
         root: on root the export, with the directory under construction.
         building: at its end the files are gone.
     """
-    here = _Target(url, "", (), ())
-    if root is not None:
-        sizes = [len(header) + file.data_nbytes for header, file in zip(root.headers, root.plan.files, strict=True)]
-        here = _Target(url, root.publication.share(), root.headers, sizes)
-    sent = from_root(comm, here, _Target, "the target")
+    target = _Target(url, "", (), ())
+    with comm.phase("opening the target"):
+        if root is not None:
+            sizes = [len(header) + file.data_nbytes for header, file in zip(root.headers, root.plan.files, strict=True)]
+            target = _Target(url, root.publication.share(), root.headers, sizes)
+    target = from_root(comm, target, _Target, "the target")
     nodes = assign_hosts(plan, comm.nodes, [True] * comm.world_size)
-    made: dict[int, _Scratch] = {}
+    maker = comm.nodes.index(comm.node_rank)  # the first rank of this host
+    scratch_files: dict[int, _Scratch] = {}
     with comm.phase("making temporary files"):
-        if comm.local_rank == 0:
+        if comm.rank == maker:
             for number, node in enumerate(nodes):
                 if node == comm.node_rank:
-                    made[number] = _made(sent.headers[number], sent.sizes[number], building)
-    by_rank = from_all(comm, made, dict[int, _Scratch], "its temporary files")
-    seen = by_rank[comm.nodes.index(comm.node_rank)]
+                    name = os.path.basename(plan.files[number].path)
+                    scratch_files[number] = _make(name, target.headers[number], target.sizes[number], building)
+    scratch_files = from_all(comm, scratch_files, dict[int, _Scratch], "its temporary files")[maker]
     with comm.phase("looking for temporary files"):
-        for scratch in seen.values():
-            _check_seen(scratch, comm)
-    return Upload(sent, plan, nodes, seen)
+        for scratch in scratch_files.values():
+            _check_seen(scratch.file, comm.rank, maker)
+    return Upload(target, plan, nodes, scratch_files)
 
 
-def _made(header: bytes, nbytes: int, building: contextlib.ExitStack) -> _Scratch:
-    """Make a file that begins with a header."""
+def _make(name: str, header: bytes, nbytes: int, building: contextlib.ExitStack) -> _Scratch:
+    """Make a file without a name that begins with a header; `name` is that of its object."""
     if sys.platform != "linux":
         raise UnsupportedError("an export to a URL needs Linux's /proc: export to a directory, and copy that")
     folder = ""
     try:
         folder = tempfile.gettempdir()
-        made = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (`building` closes it)
-        fd = building.enter_context(made).fileno()
+        opened = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (`building` closes it)
+        fd = building.enter_context(opened).fileno()
         os.truncate(fd, nbytes)
     except OSError as error:
-        advice = "TMPDIR names another directory"
+        advice = "set TMPDIR to another directory"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             advice = "raise the limit (ulimit -n), or make fewer files (max_shard_size)"
         raise StorageError.of(error, "make a temporary file", path=folder or None).located(advice=advice) from error
-    path = f"/proc/{os.getpid()}/fd/{fd}"
+    path = f"{folder}, set by TMPDIR, for {name}"
     files.pwrite_all(fd, header, 0, path)
-    return _Scratch(path, folder, nbytes, _identity(os.fstat(fd)))
+    stat = os.fstat(fd)
+    return _Scratch(WriteFile(path, False, f"/proc/{os.getpid()}/fd/{fd}", (stat.st_dev, stat.st_ino)), nbytes)
 
 
-def _identity(stat: os.stat_result) -> tuple[int, int]:
-    return stat.st_dev, stat.st_ino
-
-
-def _check_seen(scratch: _Scratch, comm: Communicator) -> None:
-    """Raise UnsupportedError unless this rank sees the file of another rank of its host."""
+def _check_seen(file: WriteFile, rank: int, maker: int) -> None:
+    """Raise UnsupportedError unless this rank sees a file that another rank of its host has made."""
     try:
-        is_seen = _identity(os.stat(scratch.path)) == tuple(scratch.identity)
+        stat = os.stat(file.link)
     except OSError:
-        is_seen = False
-    if not is_seen:
-        first = comm.nodes.index(comm.node_rank)
-        text = (
-            f"this rank cannot open the files of rank {first} on the same host: run both as one user in one container"
-        )
-        raise UnsupportedError(text, rank=comm.rank, path=scratch.path)
+        stat = None
+    if stat is None or (stat.st_dev, stat.st_ino) != file.identity:
+        text = f"this rank cannot open the files of rank {maker} on its host: run both as one user in one container"
+        raise UnsupportedError(text, rank=rank, path=file.link)
 
 
 def _parts(fd: int, nbytes: int, path: str, progress: Callable[[], object]) -> Iterator[memoryview]:

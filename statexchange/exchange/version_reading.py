@@ -64,7 +64,10 @@ def find_version(path: str, newer_than: Version | None, number: int | None) -> S
     reason = ""
     for run in reversed(list_runs(path) or [""]):
         numbers = list_versions(path, run)
-        for candidate in reversed(numbers if number is None else [number] if number in numbers else []):
+        candidates = numbers
+        if number is not None:
+            candidates = [number] if number in numbers else []
+        for candidate in reversed(candidates):
             if newer_than is not None and newer_than.run == run and candidate <= newer_than.number:
                 break
             found = Version(without_secrets(version_path(path, run, candidate)), run, candidate)
@@ -85,7 +88,7 @@ def find_version(path: str, newer_than: Version | None, number: int | None) -> S
 
 
 def _has_been_published(path: str, run: str, number: int) -> bool:
-    """Whether a version that is listed is no unfinished one, as an object store lists them, too."""
+    """Whether a listed version is or was whole; an object store lists unfinished ones, too."""
     try:
         with open_path(version_path(path, run, number)) as opened:
             return not version_format.is_unfinished(opened.store)

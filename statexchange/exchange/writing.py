@@ -89,18 +89,17 @@ def write_files(
         request: the arguments of the call.
         building: at its end temporary files are gone.
     """
-    headers = [] if root is None else root.headers
     if "://" in plan.files[0].path:  # a URL: a local path is absolute, and has no empty part
         upload = open_upload(comm, plan, request.path, root, building)
-        with upload.naming_folder():
-            receipts = _write_boxes(comm, described, upload.plan, upload.nodes, headers, request)
-            return Written(receipts, upload.nodes, upload.run(comm, request.call))
+        receipts = _write_boxes(comm, described, upload.plan, upload.nodes, [], request)
+        return Written(receipts, upload.nodes, upload.run(comm, request.call))
     nodes = [0] * len(plan.files)
     if any(comm.nodes):  # several hosts
         # The directory has a random name, so that no NFS client can have looked the file up before, and remember that
         # it was absent.
         sees = from_all(comm, os.path.lexists(plan.files[0].path), bool, "whether it sees the directory")
         nodes = assign_hosts(plan, comm.nodes, sees)
+    headers = [] if root is None else root.headers
     return Written(_write_boxes(comm, described, plan, nodes, headers, request), nodes, None)
 
 
@@ -119,7 +118,7 @@ def _write_boxes(
         described: this rank's tensors.
         plan: the plan, equal on all ranks.
         nodes: for each file the number of the host that writes it.
-        headers: on root the headers of all files; ignored elsewhere.
+        headers: on root the headers of all files, or none if the files have them; ignored elsewhere.
         request: the arguments of the call. `on_progress` is called with the bytes that this rank has written or sent,
             and the total.
 
@@ -348,19 +347,19 @@ class _Files:
         if fd < 0:
             while len(self._fds) >= _MAX_OPEN:
                 self._close(next(iter(self._fds)))
-            fd = files.open_for_writing(file.path, file.unnamed)
+            fd = files.open_for_writing(file.path, file.link, file.identity)
         self._fds[number] = fd
         return fd
 
     def _close(self, number: int) -> None:
         fd, file = self._fds.pop(number), self._files[number]
         with files.closing(fd, file.path):
-            if not file.unnamed:  # nobody reads it after a power cut
+            if not file.link:  # nobody reads a file without a name after a power cut
                 files.sync_file(fd, file.path)
 
     def _sync(self) -> None:
         for number, fd in self._fds.items():
-            if not self._files[number].unnamed:
+            if not self._files[number].link:
                 files.sync_file(fd, self._files[number].path)
         self._dirty = 0
 

@@ -148,7 +148,7 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
         notes += stale
     problems += _contradicted(published, shard_files)
     try:
-        if parts or _occur_twice(shard_files):
+        if parts or _has_repeated_names(shard_files):
             shard_files = _whole(shard_files)
     except StateExchangeError as error:
         problems.append(error)
@@ -356,7 +356,7 @@ def _offsets_of_parts(header: Header, file: StoredFile) -> dict[str, tuple[int, 
     return parts
 
 
-def _occur_twice(shard_files: Sequence[ShardFile]) -> bool:
+def _has_repeated_names(shard_files: Sequence[ShardFile]) -> bool:
     """Whether a name occurs in two files."""
     total = sum(len(shard_file.tensors) for shard_file in shard_files)
     return len(set().union(*(shard_file.tensors for shard_file in shard_files))) < total

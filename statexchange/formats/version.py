@@ -91,20 +91,22 @@ def manifest_digest(store: Store) -> str:
 
 
 def chain_keys(opened: OpenedPath) -> list[str]:
-    """Return digests that differ from those of all other versions, of a version and of each that it is based on.
+    """Return a key for a version and for each of its bases, newest first. No two versions share a key.
 
-    Ours is that of the manifest, which is the last one, as it covers its base. That of another program is one of what
-    its files are (`StoredFile.version`) and of the digest of its base.
+    That of one of our versions is the digest of its manifest, which covers its bases, so that the list ends there. That
+    of another program's version is a digest of what its files are (`StoredFile.version`) and of the next key.
     """
     identities: list[str] = []
     with contextlib.ExitStack() as opened_bases:
         at = opened
         while True:
-            own = manifest_digest(at.store)
-            identities.append(
-                own or digest(json.dumps([at.store.open(name).version for name in at.store.files]).encode())
-            )
-            delta = None if own else _delta_of(at.store)
+            key = manifest_digest(at.store)
+            if not key:
+                files = [at.store.open(name).version for name in at.store.files]
+                identities.append(digest(json.dumps(files).encode()))
+            else:
+                identities.append(key)
+            delta = None if key else _delta_of(at.store)
             if delta is None:
                 break
             if len(identities) > _MOST_DELTAS:
@@ -139,7 +141,7 @@ def _has_tensors(store: Store) -> bool:
 
 
 def is_unfinished(store: Store) -> bool:
-    """Whether a version in an object store is being published or removed: it has no manifest, but a claim, or nothing.
+    """Whether a version has a claim and no manifest, or no file at all: it is being published or removed.
 
     A store that has directories, as HDFS, keeps that of a removed version.
     """

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["DiffReport", "TensorDiff", "diff_paths"]
 
-_PART_BYTES, _PART_NAMES = 16 << 20, 256  # of both sides; the tensors that one thread compares in a row
+_PART_BYTES = 16 << 20  # of both sides: what one thread compares in a row,
+_PART_NAMES = 256  # or so many small tensors
 
 Status = Literal["equal", "values", "dtype", "shape", "only in a", "only in b"]
 
@@ -245,7 +246,7 @@ class _Comparison:
                 raise
 
     def _parts(self) -> Iterator[list[str]]:
-        """Yield the names in parts, of one large tensor or of many small ones: a future costs what those take."""
+        """Yield the names in parts: to submit a task takes as long as to compare a few small tensors."""
         names: list[str] = []
         nbytes = 0
         for name in self._names:
@@ -254,7 +255,8 @@ class _Comparison:
             if nbytes >= _PART_BYTES or len(names) == _PART_NAMES:
                 yield names
                 names, nbytes = [], 0
-        yield names
+        if names:
+            yield names
 
     def _compare_all(self, names: Sequence[str]) -> list[TensorDiff]:
         return [self._compare(name) for name in names]

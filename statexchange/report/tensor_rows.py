@@ -51,10 +51,10 @@ def tensor_rows(source: Source) -> list[TensorRow]:
             first[tensor.shard.name] = part
         else:
             more.setdefault(tensor.shard.name, []).append(part)
-    names_of = {shard_file.path: shard_file.name for shard_file in source.files}
     rows: dict[str, TensorRow] = {}
     for name, (shard_file, shard) in first.items():
         holders: tuple[int, ...] = (shard_file.rank,)
+        # The shape of the last part, as by the ends of its parts a tensor's shape is known.
         last, num_boxes = shard, len(shard.boxes)
         if name in more:
             last = more[name][-1][1]
@@ -67,7 +67,7 @@ def tensor_rows(source: Source) -> list[TensorRow]:
             full_box(last.global_shape).numel * ITEMSIZE[last.dtype],
             holders,
             num_boxes,
-            names_of[shard_file.path],
+            shard_file.name,
         )
     for unreadable in source.unreadable:
         if unreadable.name not in rows:

@@ -126,6 +126,6 @@ def verify_versions(
         except StateExchangeError as error:
             if number not in all_versions(path).get(run, ()):
                 continue
-            report = VerifyReport(folder, "version", 0, 0, 0, 0, (error,))
+            report = VerifyReport(without_secrets(folder), "version", 0, 0, 0, 0, (error,))
         yield run, number, report
     on_progress(len(listed), len(listed))

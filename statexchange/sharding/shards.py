@@ -117,7 +117,6 @@ def shape_from_json(raw: object) -> tuple[int, ...]:
 
 
 @functools.lru_cache(1024)  # a model has many tensors of few shapes
-@functools.lru_cache(1024)  # a model has many tensors of few shapes
 def numel_of(shape: tuple[int, ...]) -> int:
     """Return the number of elements of a whole tensor; raise ValueError as `shape_from_json` does."""
     numel = 1

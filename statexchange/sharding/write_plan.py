@@ -20,15 +20,16 @@ class WriteFile:
     """An output file.
 
     Attributes:
-        path: where it is written.
+        path: where it is written; of a file without a name, what messages call it.
         is_reserved: whether disk space for all its bytes is reserved.
-        unnamed: the device and inode of a file without a name, to which the path leads through another process's
-            descriptor; () for any other.
+        link: of a file without a name the path, through /proc, of another process's descriptor; "" for any other.
+        identity: the device and inode of that file.
     """
 
     path: str
     is_reserved: bool
-    unnamed: tuple[int, ...] = ()
+    link: str = ""
+    identity: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

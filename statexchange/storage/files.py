@@ -413,14 +413,19 @@ def create_file(name: str, dir_fd: int, path: str, mode: int = 0o666) -> int:
         raise StorageError.of(error, "create", path=path) from error
 
 
-def open_for_writing(path: str, unnamed: Sequence[int] = ()) -> int:
-    """Return a descriptor for writing in place to a file that exists.
+def open_for_writing(path: str, link: str = "", identity: Sequence[int] = ()) -> int:
+    """Return a descriptor for reading and writing in place a file that exists.
 
-    With `unnamed`, the device and inode of a file, the path is a link in /proc to another process's descriptor of it.
+    With `link` it is that of a file without a name, which another process has opened: `link` leads through /proc to its
+    descriptor, `identity` is the device and inode, and `path` is for messages.
+
+    Raises:
+        ReplacedError: the other process has closed the file.
+        StorageError: it cannot be opened.
     """
     audit("open", path)
     try:
-        fd = os.open(path, os.O_RDWR | (0 if unnamed else _NOFOLLOW) | _CLOEXEC | _BINARY)
+        fd = os.open(link or path, os.O_RDWR | (0 if link else _NOFOLLOW) | _CLOEXEC | _BINARY)
     except OSError as error:
         if error.errno in (errno.EMFILE, errno.ENFILE):
             raise StorageError(
@@ -429,8 +434,8 @@ def open_for_writing(path: str, unnamed: Sequence[int] = ()) -> int:
                 path=path,
             ) from error
         raise StorageError.of(error, "open for writing", path=path) from error
-    if unnamed and (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != tuple(unnamed):
-        # The process has closed it, and uses the number for another file, which must not be written.
+    # The number of a descriptor that was closed is soon that of another file, which must not be written.
+    if link and (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != tuple(identity):
         os.close(fd)
         raise ReplacedError("the rank that has made this temporary file has left the call", path=path)
     return fd

@@ -415,7 +415,7 @@ def _with_objects(parsed: object, path: str, max_depth: int) -> object:
                     container[key] = unique  # type: ignore[call-overload]
                     below.append(unique)
                 elif type(value) is list:
-                    if _PLAIN.issuperset(map(type, value)):  # as shapes: most lists
+                    if _PLAIN.issuperset(map(type, value)):  # as most are: not visited, but it counts as a level
                         has_flat = True
                     else:
                         below.append(value)

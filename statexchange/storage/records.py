@@ -11,7 +11,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 
-from statexchange.errors import NotFoundError
+from statexchange.errors import NotFoundError, StorageError
 from statexchange.storage import files
 from statexchange.storage.atomic import invalidate_listings, remove_abandoned, write_new
 from statexchange.storage.location import is_remote, open_path
@@ -61,7 +61,7 @@ class Records(ABC):
 
     @abstractmethod
     def touch(self, name: str, data: bytes) -> None:
-        """Make a file, which has this content, as new as the present time."""
+        """Make a file, which has this content, as new as the present time; an object that is absent is put again."""
 
     def read(self, name: str) -> bytes:
         """Return the content of a file; raise NotFoundError if there is none, ReplacedError while it is replaced."""
@@ -118,12 +118,20 @@ class _FileRecords(Records):
             files.remove_file(name, f"{self.path}/{name}", dir_fd)
 
     def touch(self, name: str, data: bytes) -> None:  # noqa: ARG002 (its time alone changes)
-        os.utime(f"{self.path}/{name}")
+        path = f"{self.path}/{name}"
+        try:
+            os.utime(path)
+        except OSError as error:
+            raise StorageError.of(error, "touch", path=path) from error
 
     def modified(self, name: str) -> float | None:
-        with contextlib.suppress(FileNotFoundError):
-            return os.stat(f"{self.path}/{name}").st_mtime
-        return None
+        path = f"{self.path}/{name}"
+        try:
+            return os.stat(path).st_mtime
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError.of(error, "look up", path=path) from error
 
     def now(self) -> float:
         try:

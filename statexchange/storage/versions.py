@@ -3,6 +3,7 @@
 ::
 
     runs/000002-<run id>        one for each start of the trainer; the greatest is the current run
+    runs/clock                  in an object store: put to learn the store's time
     <run id>/latest             "<run id>/weight_v000012", for readers of others; ours never read it
     <run id>/weight_v000012/    a version, published whole as any checkpoint
     <run id>/.leases/           who reads which version, and which versions are about to be removed
@@ -46,7 +47,7 @@ from statexchange.errors import (
 )
 from statexchange.storage import publish
 from statexchange.storage.atomic import new_nonce
-from statexchange.storage.location import directory_of, is_remote, open_path, resolve_path
+from statexchange.storage.location import directory_of, open_path, resolve_path
 from statexchange.storage.records import names_in, records_at
 
 if TYPE_CHECKING:
@@ -150,13 +151,13 @@ def begin_run(path: str) -> str:
     run = secrets.token_hex(8)
     for below in (_RUNS, run, f"{run}/{_LEASES}"):
         records_at(f"{path}/{below}").make()
-    last = [0, *(int(name.partition("-")[0]) for name in _runs(path).values())][-1]
-    records_at(f"{path}/{_RUNS}").create(f"{last + 1:06d}-{run}")
+    last = max((int(name.partition("-")[0]) for name in _runs(path).values()), default=0)
+    records_at(f"{path}/{_RUNS}").replace(f"{last + 1:06d}-{run}", b"")
     return run
 
 
 def check_is_current(path: str, run: str) -> None:
-    """Raise TargetExistsError if another run has begun after this one. Root only."""
+    """Raise TargetExistsError if another run has begun after this one, NotFoundError if there is none. Root only."""
     current = current_run(path)
     if current is None:
         text = "the directory of versions was removed under this trainer: go on with a new Publisher"
@@ -246,12 +247,13 @@ class Lease:
     def _created(self) -> bool:
         """Write the lease; return False if this reader has no permission to write, or if the run is gone."""
         try:
-            records_at(self._folder).create(self._name, self._data)
+            # Replaced, though its name is random: a client that repeats a request would find that the name exists.
+            records_at(self._folder).replace(self._name, self._data)
         except (NotFoundError, UnsupportedError):
             return False
         except StorageError as error:
             # Not all clients of object stores say why a request was refused.
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) and not is_remote(self._folder):
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, None):
                 raise
             _log.warning("this version may be removed while it is read, as no lease can be written: %s", error)
             return False
@@ -312,8 +314,8 @@ def retire(path: str, run: str, numbers: Iterable[int]) -> None:
             records_at(folder).create(f"retired-{number:06d}")
 
 
-def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: float) -> list[str]:
-    """Remove the retired versions of all runs that no reader has leased; return their paths. Root only.
+def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: float) -> None:
+    """Remove the retired versions of all runs that no reader has leased, and the leases that have ended. Root only.
 
     Args:
         path: the directory of versions.
@@ -321,33 +323,31 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
         check: returns the files of a version, as for `publish.remove`.
         grace_s: how long a version has been retired before the leases are looked at.
     """
-    removed: list[str] = []
     for run in list_runs(path):
         folder = f"{path}/{run}/{_LEASES}"
-        retired = retired_versions(f"{path}/{run}")
-        if not retired:
+        if not names_in(folder):
             continue
+        retired = retired_versions(f"{path}/{run}")
         now = server_time(path)
         leased = _leased(folder, now)
+        last_read = max((number for number in leased if number in retired or number == _ANY_VERSION), default=-1)
         # Newest first, so that no delta is left without its base. A version that is read may be based on any older
         # one, so all older ones stay. The bases of a version that is not retired are not retired either.
         for number in sorted(retired, reverse=True):
             mark = retired[number]
-            is_read = any(reading >= number for reading in leased if reading in retired or reading == _ANY_VERSION)
-            if is_read or records_at(folder).age(mark, now) < grace_s:
+            if number <= last_read or records_at(folder).age(mark, now) < grace_s:
                 continue
             version = version_path(path, run, number)
             try:
                 publish.remove(version, manifest, check, waits=False)
-                removed.append(version)
             except NotFoundError:
-                pass
+                if names_in(version):  # objects that a removal has left, which `clear_all` of a later sweep removes
+                    continue
             except StateExchangeError as error:  # as if it has other files, too: it stays, and the others go
                 _log.warning("a retired version is not removed: %s", error)
                 continue
             # Last: a publisher that is killed before it has removed all goes on with this version.
             records_at(folder).remove(mark)
-    return removed
 
 
 def clear_runs(path: str) -> None:
@@ -380,6 +380,6 @@ def version_age(path: str, run: str, number: int) -> float | None:
     """Return how many seconds ago a version was published; None if that cannot be seen. Not collective."""
     with contextlib.suppress(StateExchangeError), open_path(version_path(path, run, number)) as opened:
         times = [opened.store.open(name).modified for name in opened.store.files]
-        last = max((time for time in times if time is not None), default=None)
+        last = max((seconds for seconds in times if seconds is not None), default=None)
         return None if last is None else max(0.0, server_time(path) - last)
     return None
