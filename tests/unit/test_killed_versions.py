@@ -70,6 +70,11 @@ class Trips:
         """Run a job; return its storage calls, or None if it was killed."""
         return self._jobs.run(how, self.path(name), self.cache(name), value, COUNT, kill_at=kill_at)
 
+    def kill(self, how: str, number: int, value: float) -> None:
+        """Kill a job at a storage call; a few jobs make one or two fewer, as S3 dates its objects by the second."""
+        calls = self.run(how, number, value, kill_at=number)
+        assert calls is None or number > len(calls)
+
     def numbers(self, how: str) -> list[int]:
         """Return the numbers of the storage calls, of a job after a publisher, at which to kill it."""
         assert self.run("publish", "first", 1.0) is not None
@@ -122,7 +127,7 @@ def test_a_killed_publisher_leaves_whole_versions(trips: Trips) -> None:
     seen = set()
     for number in trips.numbers("publish"):
         assert trips.run("publish", number, 1.0) is not None
-        assert trips.run("publish", number, 2.0, kill_at=number) is None
+        trips.kill("publish", number, 2.0)
         value, newest = trips.newest(number)
         assert (value, newest) == (1.0, COUNT) or value == 2.0, number
         seen.add((value, newest))
@@ -139,7 +144,7 @@ def test_a_killed_publisher_leaves_whole_versions(trips: Trips) -> None:
 def test_a_killed_subscriber_leaves_a_cache_that_others_use(trips: Trips) -> None:
     for number in trips.numbers("subscribe"):
         assert trips.run("publish", number, 1.0) is not None
-        assert trips.run("subscribe", number, 0.0, kill_at=number) is None
+        trips.kill("subscribe", number, 0.0)
         assert trips.newest(number) == (1.0, COUNT), number
         assert trips.run("subscribe", number, 0.0) is not None, number
         assert trips.run("publish", number, 2.0) is not None, number
