@@ -19,7 +19,15 @@ from statexchange.exchange.load import load_checkpoint
 from statexchange.exchange.load_report import LoadReport
 from statexchange.exchange.save_schedule import whole_number
 from statexchange.exchange.version_cache import CachedVersion, VersionCache
-from statexchange.exchange.version_reading import NOT_YET, Search, Version, find_version, leased, open_version
+from statexchange.exchange.version_reading import (
+    NOT_YET,
+    LeasedVersion,
+    Search,
+    Version,
+    find_version,
+    leased,
+    open_version,
+)
 from statexchange.formats.registry import open_checkpoint
 from statexchange.sharding.options import Convert, Rename
 from statexchange.state.describe import State
@@ -43,14 +51,17 @@ class Subscriber:
     touches no file and communicates with no rank.
 
     Staged versions lie in a cache that all readers of a host share. It needs room for two whole models: the staged
-    version stays until the next one is complete, which is made from it and from one delta.
+    version stays until the next one is complete, which is made from it and from one delta. Where that is too much, as
+    for an engine over many hosts, ``cache=False`` reads versions where they lie: each rank only what its own boxes
+    need. Then `stage` checks that the version can be opened, and `load_into` reads it with all that it is based on, so
+    that a broken byte is found while the state changes.
 
     Args:
         path: the directory of versions or its fsspec URL; of another program, that of its run.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         cache: a local directory for staged versions, of which the newest stays after `close`. By default one in shared
             memory (/dev/shm), from which `close` removes what no other reader uses; after a kill the newest version
-            stays there until a reader of the same directory closes.
+            stays there until a reader of the same directory closes. False for none.
 
     Raises:
         InvalidArgumentError: an argument is not accepted.
@@ -74,10 +85,12 @@ class Subscriber:
         path: str | os.PathLike[str],
         *,
         comm: CommLike | None = None,
-        cache: str | os.PathLike[str] | None = None,
+        cache: str | os.PathLike[str] | Literal[False] | None = None,
     ) -> None:
         self._path = versions_path(path)
-        self._cache = VersionCache(None if cache is None else target_path(cache, local=True), self._path)
+        self._cache: VersionCache | None = None
+        if cache is not False:
+            self._cache = VersionCache(None if cache is None else target_path(cache, local=True), self._path)
         self._comm = comm
 
     @property
@@ -201,7 +214,7 @@ class Subscriber:
         """
         with public_call("Subscriber.stage"):
             comm = as_communicator(self._comm)
-            cached: CachedVersion | None = None
+            cached: CachedVersion | LeasedVersion | None = None
             try:
                 with comm.phase("staging a version"):
                     if not isinstance(version, Version):
@@ -216,8 +229,10 @@ class Subscriber:
                 raise
         return StagedVersion(version, cached, comm)
 
-    def _staged(self, comm: Communicator, version: Version) -> CachedVersion:
+    def _staged(self, comm: Communicator, version: Version) -> CachedVersion | LeasedVersion:
         """Return a version from the cache of this host, which makes it unless it is there. Not collective."""
+        if self._cache is None:
+            return LeasedVersion(self._path, version)
         with leased(self._path, version) as open_leased:
             return self._cache.stage(version_name(version.number), version.key, open_leased, comm.progress)
 
@@ -228,7 +243,8 @@ class Subscriber:
             >>> import statexchange as sx
             >>> sx.Subscriber("updates").close()
         """
-        self._cache.close()
+        if self._cache is not None:
+            self._cache.close()
 
     def __enter__(self) -> Self:
         return self
@@ -238,13 +254,13 @@ class Subscriber:
 
 
 class StagedVersion:
-    """A version that lies whole and checked on this host, until the end of a with block.
+    """A version that lies whole and checked on this host, or is kept where it lies, until the end of a with block.
 
     Attributes:
         version: the version.
     """
 
-    def __init__(self, version: Version, cached: CachedVersion, comm: Communicator) -> None:
+    def __init__(self, version: Version, cached: CachedVersion | LeasedVersion, comm: Communicator) -> None:
         self.version = version
         self._cached = cached
         self._comm = comm
@@ -277,7 +293,7 @@ class StagedVersion:
         """
         return load_checkpoint(
             state,
-            self.directory(),
+            self._open_path(),
             comm=self._comm,
             layout=layout,
             rename=rename,
@@ -299,7 +315,7 @@ class StagedVersion:
             ...     list(staged.tensors())
             ['w']
         """
-        return open_checkpoint(self.directory())
+        return open_checkpoint(self._open_path())
 
     def directory(self) -> str:
         """Return the path of the version as a Hugging Face directory, for engines that load one. Not collective.
@@ -315,6 +331,14 @@ class StagedVersion:
             ...     sorted(os.listdir(staged.directory()))
             ['model.safetensors', 'statexchange.json']
         """
+        path = self._open_path()
+        if not self._cached.is_checkpoint:
+            text = "a delta that is not staged is no Hugging Face directory: give the Subscriber a cache"
+            raise InvalidArgumentError(text, path=path)
+        return path
+
+    def _open_path(self) -> str:
+        """Return the path of what is loaded; raise InvalidArgumentError after the end of the block."""
         if self._is_closed:
             raise InvalidArgumentError("this staged version has ended: use it inside its with block")
         return self._cached.path

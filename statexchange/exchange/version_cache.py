@@ -42,6 +42,8 @@ _CLOSE_S = 5.0  # for which a reader that closes waits for others, which may hav
 class CachedVersion:
     """A staged version that is in use, until `close`."""
 
+    is_checkpoint = True  # its path is a Hugging Face directory
+
     def __init__(self, path: str) -> None:
         self.path = path
         self._fd = os.open(f"{path}{_USED}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -163,6 +163,47 @@ def follow(path: str, last: int) -> list[int]:
     return numbers
 
 
+def read_where_it_lies(path: str) -> list[int]:
+    """Load the newest version without a cache; return the bytes of this rank's parts and those that it has read."""
+    comm = sx.get_communicator()
+    parts = part_of(
+        {name: torch.zeros_like(tensor) for name, tensor in newest_of(3).items()}, comm.rank, comm.world_size
+    )
+    with sx.Subscriber(path, cache=False) as subscriber:
+        version = subscriber.wait(timeout_s=60)
+        with subscriber.stage(version) as staged:
+            report = staged.load_into(parts, layout=LAYOUT)
+            if version.number > 1:
+                with pytest.raises(InvalidArgumentError, match="no Hugging Face directory"):
+                    staged.directory()
+            else:
+                assert staged.directory().endswith("weight_v000001")
+    for name, tensor in part_of(newest_of(version.number), comm.rank, comm.world_size).items():
+        assert torch.equal(bytes_of(parts[name]), bytes_of(tensor)), name
+    return [sum(part.nbytes for part in parts.values()), report.nbytes]
+
+
+def newest_of(number: int) -> dict[str, torch.Tensor]:
+    """Return the state that is published as a version."""
+    state, generator = whole_state(11, torch.bfloat16), torch.Generator().manual_seed(11)
+    for _ in range(number):
+        changed_state(state, generator)
+    return state
+
+
+@pytest.mark.parametrize("at", ["directory", slow("s3")])
+@pytest.mark.parametrize("count", [1, 3])
+def test_without_a_cache_each_rank_reads_its_own_boxes(
+    at: str, count: int, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = str(tmp_path / "updates") if at == "directory" else f"{request.getfixturevalue('s3')}/updates"
+    with sx.Publisher(path) as publisher:
+        for number in range(1, count + 1):
+            publisher.publish(newest_of(number), number)
+    for of_parts, read in run_ranks(read_where_it_lies, 2, backend="gloo", args=(path,)):
+        assert read <= of_parts  # at a URL copies are read by one rank of a host
+
+
 def test_names_dtype_and_selection_are_those_of_the_options(tmp_path: Path) -> None:
     state = {"layer.w": torch.randn(50, 3), "layer.b": torch.randn(50), "head.w": torch.randn(4)}
     rename = [("^layer\\.", "model.layers.0.")]

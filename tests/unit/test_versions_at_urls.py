@@ -16,7 +16,7 @@ from publishing import names_at, use_object_stores
 import statexchange as sx
 from statexchange.checkpoint import version_retention
 from statexchange.checkpoint.version_retention import prune_versions
-from statexchange.errors import NotFoundError, StallError, TargetExistsError
+from statexchange.errors import InvalidArgumentError, NotFoundError, StallError, TargetExistsError
 from statexchange.processes import Owner
 from statexchange.report.versions import list_version_rows
 from statexchange.storage import versions
@@ -67,6 +67,26 @@ def test_a_version_that_is_read_is_not_removed(store: Any, monkeypatch: pytest.M
     lease.end()
     assert [row.action for row in prune_versions(URL, keep=1)] == ["removed", "kept"]
     assert run not in versions.list_runs(URL)
+
+
+@pytest.mark.parametrize("place", ["directory", "store"])
+def test_a_version_without_a_cache_stays_while_it_is_in_use(
+    store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setattr(version_retention, "GRACE_S", 0.0)
+    url = URL if place == "store" else str(tmp_path / "updates")
+    run = publish(url, 2)
+    subscriber = sx.Subscriber(url, cache=False)
+    with subscriber.stage(subscriber.wait(timeout_s=0)) as staged:
+        publish(url, 3, keep=1, full_every=1)
+        assert versions.all_versions(url)[run] == [1, 2]
+        with staged.tensors() as tensors:
+            assert tensors["w"].read().max() == 2.0
+    with pytest.raises(InvalidArgumentError, match="has ended"):
+        staged.tensors()
+    prune_versions(url, keep=1)
+    assert run not in versions.list_runs(url)
+    subscriber.close()
 
 
 def test_a_run_whose_first_version_is_unfinished_hides_no_version(store: Any) -> None:
