@@ -117,6 +117,18 @@ def test_each_version_has_the_published_bytes(tmp_path: Path, world_size: int, f
     assert kinds == [["full", *["delta"] * 4, "full", *["delta"] * 2]] * world_size
 
 
+def test_a_reader_of_the_form_reads_50_versions_of_several_files(tmp_path: Path) -> None:
+    state, generator = whole_state(50, torch.bfloat16), torch.Generator().manual_seed(50)
+    with sx.Publisher(tmp_path / "updates", keep=50, max_shard_size=1500) as publisher:
+        for number in range(50):
+            publisher.publish(state, number)
+            check_version(run_of(tmp_path / "updates"), number, state)
+            changed_state(state, generator)
+    run = run_of(tmp_path / "updates")
+    assert len(list(run.glob("weight_v*"))) == 50
+    assert len(list((run / "weight_v000000").glob("*.safetensors"))) > 2
+
+
 def test_a_version_in_the_background_is_of_the_time_of_the_call(tmp_path: Path) -> None:
     assert run_ranks(publish_and_read, 2, args=(str(tmp_path / "updates"), 7, "float32", "many", True))
 

@@ -1,4 +1,4 @@
-"""Publishers and subscribers of versions are killed at each storage call: nothing wrong is read, and nobody waits.
+"""Publishers, subscribers and prunes of versions are killed at each storage call: nothing wrong is read, nobody waits.
 
 A publisher begins a run, publishes a full version, deltas and a full one, and removes old versions. A subscriber stages
 two versions. After each kill a reader finds a whole version with the bytes that were published under its number, and
@@ -39,8 +39,12 @@ def weights(value, number):
     return state
 
 def work(how, path, cache, value, count):
-    if how == "publish":
-        with sx.Publisher(path, keep=2, full_every=3) as publisher:
+    if how == "prune":
+        version_retention.prune_versions(path, keep=1)
+        return
+    if how in ("publish", "keep"):
+        options = {"keep": 2, "full_every": 3} if how == "publish" else {"keep": count, "full_every": 2}
+        with sx.Publisher(path, **options) as publisher:
             for number in range(1, count + 1):
                 publisher.publish(weights(value, number), number)
         return
@@ -75,9 +79,9 @@ class Trips:
         calls = self.run(how, number, value, kill_at=number)
         assert calls is None or number > len(calls)
 
-    def numbers(self, how: str) -> list[int]:
+    def numbers(self, how: str, before: str = "publish") -> list[int]:
         """Return the numbers of the storage calls, of a job after a publisher, at which to kill it."""
-        assert self.run("publish", "first", 1.0) is not None
+        assert self.run(before, "first", 1.0) is not None
         calls = self.run(how, "first", 2.0)
         assert calls is not None
         print(f"{how}, {self._base.partition('://')[0]}: {len(calls)} calls")
@@ -147,5 +151,18 @@ def test_a_killed_subscriber_leaves_a_cache_that_others_use(trips: Trips) -> Non
         trips.kill("subscribe", number, 0.0)
         assert trips.newest(number) == (1.0, COUNT), number
         assert trips.run("subscribe", number, 0.0) is not None, number
+        assert trips.run("publish", number, 2.0) is not None, number
+        assert trips.newest(number) == (2.0, COUNT), number
+
+
+@pytest.mark.timeout(7200)
+def test_a_killed_prune_leaves_whole_versions(trips: Trips) -> None:
+    for number in trips.numbers("prune", before="keep"):
+        assert trips.run("keep", number, 1.0) is not None
+        trips.kill("prune", number, 0.0)
+        assert trips.newest(number) == (1.0, COUNT), number
+        assert trips.run("prune", number, 0.0) is not None, number
+        run = versions.current_run(trips.path(number))
+        assert trips.left(number) == ({f"{run}/{versions.version_name(COUNT)}"}, []), number
         assert trips.run("publish", number, 2.0) is not None, number
         assert trips.newest(number) == (2.0, COUNT), number
