@@ -110,12 +110,11 @@ class Trips:
         return whole, ["/".join(part) for part in parts if part[-1].startswith(".")]
 
 
-SWEEPS = [("directory", 24), ("disk", 24), slow(("directory", 1)), slow(("disk", 4)), slow(("s3", 24))]
+SWEEPS = [("directory", 24), ("disk", 24), slow(("directory", 4)), slow(("disk", 4)), slow(("s3", 24))]
+EACH = [pytest.param((store, 1), marks=pytest.mark.long) for store in ("directory", "disk", "s3")]
 
 
-@pytest.fixture(
-    params=[*SWEEPS, pytest.param(("s3", 1), marks=pytest.mark.long)], ids=lambda param: f"{param[0]}-{param[1]}"
-)
+@pytest.fixture(params=[*SWEEPS, *EACH], ids=lambda param: f"{param[0]}-{param[1]}")
 def trips(request: pytest.FixtureRequest, sweep_path: Path) -> Iterator[Trips]:
     """Return the trips of a sweep: at which store, and at each of how many calls a job is killed."""
     use_object_stores()
