@@ -147,7 +147,7 @@ class RootExport:
 
 
 class Written(NamedTuple):
-    """What the ranks have written.
+    """The result of writing the files of an export.
 
     Attributes:
         receipts: those of this rank.

@@ -49,7 +49,7 @@ from statexchange.formats.version_frames import (
 )
 from statexchange.sharding.shards import Box, Shard, full_box, shape_from_json
 from statexchange.storage.files import WINDOW_BYTES, digest
-from statexchange.storage.location import MAX_MANIFEST_BYTES, OpenedPath, open_path, read_json
+from statexchange.storage.location import MAX_MANIFEST_BYTES, OpenedPath, open_path, parse_json, read_json
 from statexchange.storage.publish.claim import CLAIM_NAME, claim_of
 from statexchange.storage.store import ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import Header, read_header
@@ -84,10 +84,11 @@ def manifest_digest(store: Store) -> str:
     if MANIFEST not in store.listing:
         return ""
     file = store.open(MANIFEST)
-    record: Any = read_json(file)
+    data = file.read_all(MAX_MANIFEST_BYTES)
+    record: Any = parse_json(data, file.path, file.budget)
     if not isinstance(record, dict) or VERSION_KEY not in record:
         return ""
-    return digest(file.read_all(MAX_MANIFEST_BYTES))
+    return digest(data)
 
 
 def chain_keys(opened: OpenedPath) -> list[str]:
@@ -164,7 +165,7 @@ def read(opened: OpenedPath, *, copies: Mapping[str, str] = MappingProxyType({})
     `copies` are paths of checkpoints with the tensors of versions, by the first of the `chain_keys` of each: a base is
     read there, if it has a copy.
     """
-    keys = chain_keys(opened) if copies else []
+    keys: list[str] = []
     deltas: list[tuple[OpenedPath, _Delta]] = []
     at = opened
     try:
@@ -176,7 +177,10 @@ def read(opened: OpenedPath, *, copies: Mapping[str, str] = MappingProxyType({})
             if len(deltas) == _MOST_DELTAS:
                 raise _too_long(opened)
             deltas.append((at, delta))
-            key = delta.base_manifest or (keys[len(deltas)] if keys else "")
+            key = delta.base_manifest
+            if copies and not key:  # another program's: only the whole chain says what its base is
+                keys = keys or chain_keys(opened)
+                key = keys[len(deltas)]
             if key in copies:
                 at = open_path(copies[key])
                 source = huggingface.read(at)

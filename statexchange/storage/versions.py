@@ -48,7 +48,7 @@ from statexchange.errors import (
 from statexchange.storage import publish
 from statexchange.storage.atomic import new_nonce
 from statexchange.storage.location import directory_of, open_path, resolve_path
-from statexchange.storage.records import names_in, records_at
+from statexchange.storage.records import Records, names_in, records_at
 
 if TYPE_CHECKING:
     from statexchange.storage.publish.build import ReplaceCheck
@@ -169,14 +169,14 @@ def check_is_current(path: str, run: str) -> None:
 
 def list_versions(path: str, run: str) -> list[int]:
     """Return the numbers of the versions of a run that are not retired, oldest first. Not collective."""
-    numbers = _numbers(f"{path}/{run}")
+    numbers = _numbers(names_in(f"{path}/{run}"))
     retired = retired_versions(f"{path}/{run}") if numbers else {}
     return [number for number in numbers if number not in retired]
 
 
-def _numbers(folder: str) -> list[int]:
-    """Return the numbers of all versions of a run."""
-    return sorted(number for name in names_in(folder) if (number := version_number(name)) is not None)
+def _numbers(names: Iterable[str]) -> list[int]:
+    """Return the numbers of the versions among the names in a run."""
+    return sorted(number for name in names if (number := version_number(name)) is not None)
 
 
 def all_versions(path: str) -> dict[str, list[int]]:
@@ -185,10 +185,11 @@ def all_versions(path: str) -> dict[str, list[int]]:
     A directory of another program has one run, "". {} for anything else.
     """
     path = directory_of(path)
-    runs = list_runs(path) if _RUNS in names_in(path) else []
+    names = names_in(path)
+    runs = list_runs(path) if _RUNS in names else []
     if runs:
-        return {run: _numbers(f"{path}/{run}") for run in runs}
-    numbers = _numbers(path)
+        return {run: _numbers(names_in(f"{path}/{run}")) for run in runs}
+    numbers = _numbers(names)
     return {"": numbers} if numbers else {}
 
 
@@ -207,8 +208,13 @@ def set_latest(path: str, run: str, number: int) -> None:
 
 def retired_versions(folder: str) -> dict[int, str]:
     """Return the names of the marks of the retired versions of a run, by number. Not collective."""
+    return _marks(names_in(f"{folder}/{_LEASES}"))
+
+
+def _marks(names: Iterable[str]) -> dict[int, str]:
+    """Return the names of marks among those of leases and marks, by the numbers of the versions."""
     marks = {}
-    for name in names_in(f"{folder}/{_LEASES}"):
+    for name in names:
         match = _RETIRED.fullmatch(name)
         if match is not None:
             marks[int(match[1])] = name
@@ -274,10 +280,10 @@ class Lease:
                 records_at(self._folder).remove(self._name)
 
 
-def _leased(folder: str, now: float) -> set[int]:
+def _leased(records: Records, names: Iterable[str], now: float) -> set[int]:
     """Return the versions of which a reader has a lease; remove the leases of readers that have ended."""
-    records, numbers = records_at(folder), set()
-    for name in names_in(folder):
+    numbers = set()
+    for name in names:
         if _LEASE.fullmatch(name) is None:
             continue
         try:
@@ -325,17 +331,18 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
     """
     for run in list_runs(path):
         folder = f"{path}/{run}/{_LEASES}"
-        if not names_in(folder):
+        names = names_in(folder)  # once: who writes a lease after this finds the marks that count
+        if not names:
             continue
-        retired = retired_versions(f"{path}/{run}")
+        records, retired = records_at(folder), _marks(names)
         now = server_time(path)
-        leased = _leased(folder, now)
+        leased = _leased(records, names, now)
         last_read = max((number for number in leased if number in retired or number == _ANY_VERSION), default=-1)
         # Newest first, so that no delta is left without its base. A version that is read may be based on any older
         # one, so all older ones stay. The bases of a version that is not retired are not retired either.
         for number in sorted(retired, reverse=True):
             mark = retired[number]
-            if number <= last_read or records_at(folder).age(mark, now) < grace_s:
+            if number <= last_read or records.age(mark, now) < grace_s:
                 continue
             version = version_path(path, run, number)
             try:
@@ -347,7 +354,7 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
                 _log.warning("a retired version is not removed: %s", error)
                 continue
             # Last: a publisher that is killed before it has removed all goes on with this version.
-            records_at(folder).remove(mark)
+            records.remove(mark)
 
 
 def clear_runs(path: str) -> None:
