@@ -303,7 +303,10 @@ def notes_on_adapters(plan: Plan, files: Collection[str], source: Source) -> tup
 
 def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:
     """Return a note if a built-in conversion to names of transformers has a rule for the name of every tensor."""
-    conversion = conversion_of(list(plan.tensors))
+    names = list(plan.tensors)
+    if not any(".layers." in f".{name}" for name in names):  # built-in conversions are of models with layers
+        return ()
+    conversion = conversion_of(names)
     if conversion is None:
         return ()
     option = f'convert="{conversion}" (--convert {conversion})'

@@ -7,7 +7,9 @@ publish all together (checkpoint/publication.py).
 
 from __future__ import annotations
 
+import bisect
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -258,7 +260,8 @@ def merge_checkpoint(
     if threads == 0:
         raise InvalidArgumentError("threads must be a number from 1 on, not 0")
     options = ExportOptions.of({**arguments, "layout": _read_layout(layout)})
-    request = _Request(target_path(path), call, options, *read_conversion(options), began)
+    conversion, numbers = read_conversion(options) if options.converts else (None, {})
+    request = _Request(target_path(path), call, options, conversion, numbers, began)
     try:
         return _merge(*_open(source, call, options), request)
     except ReplacedError:
@@ -647,8 +650,22 @@ def check_replicas(source: Source, plan: Plan, options: ExportOptions) -> None:
                 check_tied(shard_file, alias, name)
 
 
+@dataclass(slots=True)
+class _OpenFile:
+    """An output file that is being written: its parts that are not done, and the boxes of the tensors that are."""
+
+    plan: FilePlan
+    output: OutputFile
+    num_left: int
+    provenance: dict[str, Provenance]
+
+
 class _FileWriter:
-    """Writes the output files of a proved plan, each by a thread, window by window."""
+    """Writes the output files of a proved plan with several threads, window by window.
+
+    A thread writes one file, or a part of one: a run of its tensors. Two threads that write one file take turns at its
+    inode's lock, but one reads and hashes while the other writes.
+    """
 
     def __init__(self, source: Source, plan: Plan, publication: Publication, call: CallOptions) -> None:
         self._source = source
@@ -662,19 +679,27 @@ class _FileWriter:
     def write(self) -> dict[str, Provenance]:
         """Write all files that a killed merge has not finished; return the provenance of each box by tensor name."""
         provenance: dict[str, Provenance] = {}
-        files = []
-        for file in self._plan.files:
-            if file.name in self._publication.finished:
-                # What `_write_file` recorded.
-                for tensor, record in zip(file.tensors, self._publication.finished[file.name], strict=True):
+        plans = []
+        for plan in self._plan.files:
+            if plan.name in self._publication.finished:
+                # What `_write_part` recorded.
+                for tensor, record in zip(plan.tensors, self._publication.finished[plan.name], strict=True):
                     ranks, digests, num_overflows = record
                     provenance[tensor.name] = Provenance(ranks, bytes.fromhex(digests), num_overflows)
-                self._count(file.data_nbytes)
+                self._count(plan.data_nbytes)
             else:
-                files.append(file)
-        with ThreadPoolExecutor(max(1, min(self._call.threads or os.cpu_count() or 1, len(files)))) as pool:
-            outputs = list(pool.map(self._publication.create, files))  # a full disk is found before anything is written
-            futures = [pool.submit(self._write_file, *pair) for pair in zip(files, outputs, strict=True)]
+                plans.append(plan)
+        threads = self._call.threads or os.cpu_count() or 1
+        with ThreadPoolExecutor(threads) as pool:
+            outputs = list(pool.map(self._publication.create, plans))  # a full disk is found before anything is written
+            futures = []
+            for number, (plan, output) in enumerate(zip(plans, outputs, strict=True)):
+                # The files that are left over when each thread has written equally many are divided.
+                num_last = len(plans) % threads
+                is_divided = number >= len(plans) - num_last and not output.is_sequential
+                parts = _parts(plan, -(-threads // num_last) if is_divided else 1)
+                file = _OpenFile(plan, output, len(parts), {})
+                futures += [pool.submit(self._write_part, file, part) for part in parts]
             try:
                 for future in as_completed(futures):
                     provenance |= future.result()
@@ -683,17 +708,22 @@ class _FileWriter:
                 raise
         return provenance
 
-    def _write_file(self, plan: FilePlan, output: OutputFile) -> dict[str, Provenance]:
+    def _write_part(self, file: _OpenFile, tensors: Sequence[TensorPlan]) -> dict[str, Provenance]:
+        """Write some tensors of a file, and finish the file if these are the last; return the boxes of all if so."""
         memory = memoryview(bytearray(MEMORY_BYTES))
-        provenance = {}
+        for tensor in tensors:
+            file.provenance[tensor.name] = self._write_tensor(tensor, file.output, memory)
+        with self._lock:
+            file.num_left -= 1
+            if file.num_left:
+                return {}
+        file.output.finish()
         record = []
-        for tensor in plan.tensors:
-            boxes = self._write_tensor(tensor, output, memory)
-            provenance[tensor.name] = boxes
-            record.append([boxes.ranks, boxes.digests.hex(), boxes.num_overflows])
-        output.finish()
-        self._publication.record(plan.name, record)
-        return provenance
+        for tensor in file.plan.tensors:
+            ranks, digests, num_overflows = file.provenance[tensor.name]
+            record.append([ranks, digests.hex(), num_overflows])
+        self._publication.record(file.plan.name, record)
+        return file.provenance
 
     def _write_tensor(self, tensor: TensorPlan, output: OutputFile, memory: memoryview) -> Provenance:
         reader = TensorReader(self._source, tensor)
@@ -705,10 +735,25 @@ class _FileWriter:
             output.write(data, at)
             at += len(data)
         ranks = [self._source.files[piece.holder].rank for piece in tensor.pieces]
-        return Provenance(ranks, bytes.fromhex("".join(reader.digests())), sum(reader.num_overflows()))
+        return Provenance(ranks, bytes.fromhex("".join(reader.digests())), reader.num_overflows())
 
     def _count(self, nbytes: int) -> None:
         with self._lock:
             self._done += nbytes
             if self._call.on_progress is not None:
                 self._call.on_progress(self._done, self._total)
+
+
+_LEAST_PART_BYTES = 4 << 20  # of a file that several threads write: less is not worth a thread
+
+
+def _parts(file: FilePlan, count: int) -> list[Sequence[TensorPlan]]:
+    """Divide the tensors of a file into at most `count` runs of about equally many bytes."""
+    count = max(1, min(count, file.data_nbytes // _LEAST_PART_BYTES))
+    begins = [tensor.begin for tensor in file.tensors]
+    cuts = [bisect.bisect_left(begins, file.data_nbytes * number // count) for number in range(count)]
+    parts = []
+    for first, end in itertools.pairwise([*cuts, len(begins)]):
+        if first < end or count == 1:
+            parts.append(file.tensors[first:end])
+    return parts

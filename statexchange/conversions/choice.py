@@ -43,9 +43,7 @@ def choose_conversion(convert: Convert, read: Callable[[str], object]) -> Conver
 
 
 def conversion_of(names: Collection[str]) -> str | None:
-    """Return the built-in conversion that has a rule for each name of a model with layers; None if there is none."""
-    if not any(".layers." in f".{name}" for name in names):
-        return None
+    """Return the built-in conversion that has a rule for each name of a model; None if there is none."""
     for known in BUILTIN:
         conversion = _built_in(known)
         # Most models have names of other families: their first name shows it.

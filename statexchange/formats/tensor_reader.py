@@ -6,7 +6,6 @@ Values may be cast to another floating dtype on the way, or several copies be re
 from __future__ import annotations
 
 from collections import deque
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -42,26 +41,29 @@ class TensorReader:
         self._source = source
         self._tensor = tensor
         self._always_digest = always_digest
-        self._readers = [self._reader(piece) for piece in tensor.pieces]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element in the widest dtype that is read or returned."""
-        widest = max((ITEMSIZE[self._dtype_of(piece.holder)] for piece in self._tensor.pieces), default=0)
-        return max(widest, ITEMSIZE[self._tensor.dtype])
+        self._readers: list[BoxReader | _ConvertingReader] = []
+        self.itemsize = ITEMSIZE[tensor.dtype]  # bytes of an element in the widest dtype that is read or returned
+        for piece in tensor.pieces:
+            dtype = source.files[piece.holder].tensors[tensor.source].shard.dtype
+            self.itemsize = max(self.itemsize, ITEMSIZE[dtype])
+            self._readers.append(self._reader(piece, dtype))
 
     def windows(self, memory: memoryview, itemsize: int | None = None) -> Iterator[tuple[Box, memoryview]]:
         """Yield each window of the tensor and its bytes, which lie in `memory` until the next window.
 
         Args:
             memory: MEMORY_BYTES of memory.
-            itemsize: the `itemsize` property or more, for windows equal to those of another reader.
+            itemsize: the `itemsize` attribute or more, for windows equal to those of another reader.
         """
-        tensor = self._tensor
+        bounce = memory[WINDOW_BYTES:]
+        nbytes = ITEMSIZE[self._tensor.dtype]
         waiting = deque(self._readers)
-        for window in windows(tensor.shape, itemsize or self.itemsize) if tensor.nbytes else ():
-            data = memory[: window.numel * ITEMSIZE[tensor.dtype]]
-            self._fill(data, window, waiting, memory[WINDOW_BYTES:])
+        for window in windows(self._tensor.shape, itemsize or self.itemsize):
+            data = memory[: window.numel * nbytes]
+            if len(self._readers) == 1:
+                self._readers[0].copy_into(data, window, bounce)
+            else:
+                _fill(data, window, waiting, bounce)
             yield window, data
 
     def digests(self) -> list[str]:
@@ -73,46 +75,51 @@ class TensorReader:
         self.check()
         return [reader.hexdigest() for reader in self._readers]
 
-    def num_overflows(self) -> list[int]:
-        """Return for each piece the number of finite elements that became infinite as they were cast."""
-        return [reader.num_overflows if isinstance(reader, _ConvertingReader) else 0 for reader in self._readers]
+    def num_overflows(self) -> int:
+        """Return the number of finite elements that became infinite as they were cast."""
+        return sum([reader.num_overflows for reader in self._readers if isinstance(reader, _ConvertingReader)])
 
     def check(self) -> None:
         """Raise CorruptError if the bytes of a box differ from its digest in the source, after the last window."""
+        name = self._tensor.source
         for piece, reader in zip(self._tensor.pieces, self._readers, strict=True):
-            holders = [piece.holder, *(holder for holder, _ in piece.replicas)]
-            readers = reader.readers if isinstance(reader, _ConvertingReader) else [reader]
-            for holder, box_reader in zip(holders, readers, strict=False):
-                box_reader.digest.check(self._tensor.source, self._source.files[holder].rank)
+            if isinstance(reader, BoxReader):
+                reader.digest.check(name, self._source.files[piece.holder].rank)
+                continue
+            for (holder, _), box_reader in zip(_copies(piece), reader.readers, strict=False):
+                box_reader.digest.check(name, self._source.files[holder].rank)
 
-    def _fill(
-        self, data: memoryview, window: Box, waiting: deque[BoxReader | _ConvertingReader], bounce: memoryview
-    ) -> None:
-        """Fill one window from the readers, which are in the order of their first elements; drop finished readers."""
-        last = tuple(end - 1 for end in window.ends)
-        for reader in takewhile(lambda reader: reader.box.offsets <= last, waiting):
-            reader.copy_into(data, window, bounce)
-        while waiting and not waiting[0].bytes_left:
-            waiting.popleft()
-
-    def _dtype_of(self, holder: int) -> str:
-        """Return the dtype of a holder's shard in the source."""
-        return self._source.files[holder].tensors[self._tensor.source].shard.dtype
-
-    def _reader(self, piece: Piece) -> BoxReader | _ConvertingReader:
-        tensor, dtype = self._tensor, self._dtype_of(piece.holder)
+    def _reader(self, piece: Piece, dtype: str) -> BoxReader | _ConvertingReader:
+        """Return the reader of a piece whose box has this dtype in the source."""
+        tensor = self._tensor
         if dtype == tensor.dtype and tensor.reduce is None:
-            return self._box_reader(piece, piece.holder, piece.box_index)
-        copies = [(piece.holder, piece.box_index), *(piece.replicas if tensor.reduce is not None else ())]
-        readers = [self._box_reader(piece, *copy) for copy in copies]
+            return self._box_reader(piece.box, piece.holder, piece.box_index, READ_AHEAD_BYTES // len(tensor.pieces))
+        copies = _copies(piece) if tensor.reduce is not None else [(piece.holder, piece.box_index)]
+        ahead = READ_AHEAD_BYTES // (len(tensor.pieces) * len(copies))
+        readers = [self._box_reader(piece.box, *copy, ahead) for copy in copies]
         return _ConvertingReader(readers, dtype, tensor.dtype, tensor.reduce, xxhash.xxh3_128())
 
-    def _box_reader(self, piece: Piece, holder: int, box_index: int) -> BoxReader:
-        byte_range = self._source.files[holder].tensors[self._tensor.source].byte_ranges[box_index]
-        copies = 1 + len(piece.replicas) if self._tensor.reduce is not None else 1
-        ahead = READ_AHEAD_BYTES // (len(self._tensor.pieces) * copies)
-        dtype = self._dtype_of(holder)
-        return BoxReader(byte_range, piece.box, dtype, ahead, always_digest=self._always_digest)
+    def _box_reader(self, box: Box, holder: int, box_index: int, ahead_bytes: int) -> BoxReader:
+        stored = self._source.files[holder].tensors[self._tensor.source]
+        return BoxReader(
+            stored.byte_ranges[box_index], box, stored.shard.dtype, ahead_bytes, always_digest=self._always_digest
+        )
+
+
+def _copies(piece: Piece) -> list[tuple[int, int]]:
+    """Return holder and box index of each copy of a piece."""
+    return [(piece.holder, piece.box_index), *piece.replicas]
+
+
+def _fill(data: memoryview, window: Box, waiting: deque[BoxReader | _ConvertingReader], bounce: memoryview) -> None:
+    """Fill one window from the readers, which are in the order of their first elements; drop finished readers."""
+    last = tuple(end - 1 for end in window.ends)
+    for reader in waiting:
+        if reader.box.offsets > last:
+            break
+        reader.copy_into(data, window, bounce)
+    while waiting and not waiting[0].bytes_left:
+        waiting.popleft()
 
 
 _REDUCE = {"max": np.maximum, "min": np.minimum}
@@ -151,11 +158,11 @@ class _ConvertingReader:
         """Bytes that are not yet read from the source."""
         return self.readers[0].bytes_left
 
-    def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
+    def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> None:
         """Fill the window's bytes like BoxReader.copy_into; `bounce` must hold three windows in the wider dtype."""
         part = intersect(self.box, window)
         if part is None:
-            return 0
+            return
         nbytes, third = part.numel * ITEMSIZE[self._source_dtype], len(bounce) // 3
         values: Any = None
         for reader in self.readers:
@@ -173,7 +180,6 @@ class _ConvertingReader:
         output = np.ascontiguousarray(output)
         self._hasher.update(output.reshape(-1).view(np.uint8))
         array_over(buffer, self._output_dtype, window.shape)[slices_within(part, window)] = output.reshape(part.shape)
-        return part.numel * ITEMSIZE[self._output_dtype]
 
     def hexdigest(self) -> str:
         """Return the digest of all converted bytes."""

@@ -208,7 +208,9 @@ def _option(
         text: returns the value as ranks compare it; None: ranks may differ, or compare it elsewhere.
         shown: how a command shows the option, as click's keyword arguments.
     """
-    return field(default=default, metadata={"check": check, "text": text, "shown": shown})
+    # Checked once: calls have many options, and most are not given.
+    normal = default if check is None else check("", default)
+    return field(default=default, metadata={"check": check, "normal": normal, "text": text, "shown": shown})
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +223,12 @@ class Options:
 
     def __post_init__(self) -> None:
         for option in fields(self):
-            check = option.metadata["check"]
-            if check is not None:
-                # The record is frozen for all others: only what was checked is in it.
-                object.__setattr__(self, option.name, check(option.name, getattr(self, option.name)))
+            check, value = option.metadata["check"], getattr(self, option.name)
+            if check is None:
+                continue
+            normal = option.metadata["normal"] if value is option.default else check(option.name, value)
+            # The record is frozen for all others: only what was checked is in it.
+            object.__setattr__(self, option.name, normal)
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Self:

@@ -153,9 +153,11 @@ def wrapper_rules(names: Collection[str]) -> list[tuple[str, str]]:
         [('(?<![^.])(?:_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)\\\\.', ''), ('^module\\\\.', '')]
     """
     rules = []
-    clean = list(map(without_wrappers, names))
-    if clean != [*names]:
-        rules.append((_PARTS, ""))
+    clean = names
+    if find_wrapper("\n".join(names)) is not None:
+        clean = list(map(without_wrappers, names))
+        if clean != [*names]:
+            rules.append((_PARTS, ""))
     # What the first and the last name in sorted order begin with, all do.
     first, last = min(clean, default=""), max(clean, default="")
     shortest = min(map(len, clean), default=0)

@@ -114,14 +114,14 @@ class TensorPlan(NamedTuple):
         return math.prod(self.shape) * ITEMSIZE[self.dtype]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FilePlan:
     """One output file, with its tensors in the order of their bytes."""
 
     name: str
     tensors: tuple[TensorPlan, ...]
 
-    @property
+    @functools.cached_property
     def data_nbytes(self) -> int:
         """Bytes of the data section."""
         if not self.tensors:
@@ -130,7 +130,7 @@ class FilePlan:
         return last.begin + last.nbytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Plan:
     """Everything that a merge or export will write.
 
@@ -144,7 +144,7 @@ class Plan:
     aliases: Mapping[str, str]
     digest: str
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
         return sum(file.data_nbytes for file in self.files)
@@ -157,10 +157,10 @@ class Plan:
     @property
     def num_tensors(self) -> int:
         """Number of output tensors."""
-        return sum(len(file.tensors) for file in self.files)
+        return len(self.tensors)
 
-    @property
-    def tensors(self) -> dict[str, TensorPlan]:
+    @functools.cached_property
+    def tensors(self) -> Mapping[str, TensorPlan]:
         """The output tensors by name."""
         return {tensor.name: tensor for file in self.files for tensor in file.tensors}
 

@@ -400,6 +400,8 @@ class BoxDigest:
         """Add the bytes of the next window, which is in the tensor's coordinates."""
         if self._hasher is not None:
             self._hasher.update(data)
+        if not self._waiting:
+            return
         last = tuple(end - 1 for end in window.ends)
         while self._waiting and self._waiting[0][0] <= last:
             number = self._waiting[0][1]
@@ -496,33 +498,39 @@ class BoxReader:
         """Return the digest of all bytes read."""
         return self.digest.hexdigest()
 
-    def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> int:
-        """Copy this box's part of `window` into `buffer`, the window's bytes, and return the number of bytes.
+    def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> None:
+        """Copy this box's part of `window` into `buffer`, the window's bytes.
 
         Windows must come in C order. `bounce` is scratch memory, as large as the window.
         """
         part = intersect(self.box, window)
         if part is None:
-            return 0
+            return
+        if part == window:  # nearly always: a window that lies in this box alone
+            self._read(buffer, part)
+            return
         itemsize = ITEMSIZE[self._dtype]
         nbytes = part.numel * itemsize
         inside = to_local(part, window)
-        is_contiguous = c_contiguous(inside, window.shape)
-        begin = linear_offset(inside, window.shape) * itemsize if is_contiguous else 0
-        target = (buffer if is_contiguous else bounce)[begin : begin + nbytes]
-        self.bytes_left -= nbytes
-        self._read(target)
-        self.digest.update(part, target)
-        if not is_contiguous:
-            _assign(buffer, self._dtype, window, part, elements(target, self._dtype, part.shape))
-        return nbytes
+        if c_contiguous(inside, window.shape):
+            begin = linear_offset(inside, window.shape) * itemsize
+            self._read(buffer[begin : begin + nbytes], part)
+        else:
+            self._read(bounce[:nbytes], part)
+            _assign(buffer, self._dtype, window, part, elements(bounce[:nbytes], self._dtype, part.shape))
 
-    def _read(self, target: memoryview) -> None:
-        """Read the next bytes of the box. Its parts of successive windows follow one another."""
+    def _read(self, target: memoryview, part: Box) -> None:
+        """Read and digest the next bytes of the box, which are those of `part`."""
+        self.bytes_left -= len(target)
         if self._strided is None:
             self._file.read_into(target, self._at)
             self._at += len(target)
-            return
+        else:
+            self._read_strided(target)
+        self.digest.update(part, target)
+
+    def _read_strided(self, target: memoryview) -> None:
+        assert self._strided is not None
         while target:
             if not self._ahead:
                 _, self._ahead = next(self._strided)

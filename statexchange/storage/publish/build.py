@@ -125,15 +125,17 @@ class OutputFile(ABC):
         path: the path of the file during the build.
         header: the first bytes of the file.
         is_reserved: whether disk space for all its bytes is reserved.
+        is_sequential: whether it must be written by one thread, in order, starting after `header`.
     """
 
     path: str
     header: bytes
     is_reserved: bool = False
+    is_sequential: bool = False
 
     @abstractmethod
     def write(self, data: Buffer, at: int) -> None:
-        """Write `data` at byte `at`; into an object store in order, starting after `header`."""
+        """Write `data` at byte `at`. Thread-safe, unless the file is sequential."""
 
     @abstractmethod
     def finish(self, *, writes_header: bool = True) -> None:

@@ -49,6 +49,7 @@ import logging
 import os
 import re
 import stat
+import threading
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -253,11 +254,13 @@ class DirectoryFile(OutputFile):
         self.header = header
         self.is_reserved = is_reserved
         self._fd = -1
+        self._opening = threading.Lock()
 
     def _opened(self) -> int:
-        if self._fd < 0:
-            self._fd = files.open_for_writing(self.path)
-        return self._fd
+        with self._opening:  # the first writes of several threads may come at once
+            if self._fd < 0:
+                self._fd = files.open_for_writing(self.path)
+            return self._fd
 
     def write(self, data: files.Buffer, at: int) -> None:
         """Write `data` at byte `at`."""

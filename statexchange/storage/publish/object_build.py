@@ -100,6 +100,8 @@ _ATTEMPTS = 5  # to put or remove an object whose name a publisher without the c
 class ObjectFile(OutputFile):
     """A file that an `_ObjectWriter` uploads from begin to end."""
 
+    is_sequential = True
+
     def __init__(self, writer: _ObjectWriter, objects: Objects, name: str, nbytes: int, header: bytes) -> None:
         self.path = objects.path_of(name)
         self.header = header
