@@ -1,4 +1,4 @@
-"""Shared parts of commands: decorators for common options and several PATHs, options, and the check of ranks."""
+"""The list of commands, and what they share: common options, several PATHs, and the check of ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,28 @@ if TYPE_CHECKING:
     from statexchange.cli.output import Output
 
 __all__ = [
+    "COMMANDS",
     "command",
     "common_options",
     "each_path",
     "refuse_other_ranks",
     "requested_format",
 ]
+
+# Each command is a module of this package, which is imported when the command runs; the sentence is what `--help` says
+# of it, and the first one of its own help. Tests of all commands go by this list.
+COMMANDS = {
+    "info": "Summarize the checkpoint at PATH: tensors, dtypes, bytes, ranks.",
+    "ls": "List the tensors at PATH with dtypes, global shapes and bytes.",
+    "show": "Show the configs at PATH, or the tensor NAME with its values.",
+    "scan": "List the checkpoints below directories; say which are whole.",
+    "diff": "Compare the checkpoints A and B: names, shapes, dtypes and values.",
+    "verify": "Check everything at PATH: digests, completeness, equal copies.",
+    "merge": "Merge the shards at SOURCE into one checkpoint directory PATH.",
+    "seal": "Add a manifest with digests to the checkpoint at PATH.",
+    "prune": "Remove old saves of a job, or old weight versions, at PATH.",
+    "demo": "Train a small model, kill it half-way, resume, export and load.",
+}
 
 
 def _set_format(context: click.Context, parameter: click.Parameter, value: str | bool | None) -> None:
