@@ -20,6 +20,7 @@ __all__ = [
     "detect_launch",
     "gloo_interface",
     "has_agent_store",
+    "limit_blas_threads",
     "no_color",
     "restart_grace_s",
 ]
@@ -205,6 +206,14 @@ def restart_grace_s() -> float | None:
 def gloo_interface() -> str | None:
     """Return the first network interface in GLOO_SOCKET_IFNAME; None if it is not set."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip() or None
+
+
+def limit_blas_threads() -> None:
+    """Let numpy start without the threads of OpenBLAS, which spin for 50 to 100 ms, unless OPENBLAS_NUM_THREADS is set.
+
+    For a process that multiplies no matrices. Call it before the first import of numpy.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def no_color() -> bool:

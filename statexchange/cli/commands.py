@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from contextlib import contextmanager, nullcontext
+import gc
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from statexchange import settings
 from statexchange.cli.failures import report_failure
 from statexchange.cli.output import FORMATS
 from statexchange.errors import UnsafeError, without_secrets
-from statexchange.tensors import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -132,11 +132,11 @@ def command(function: Callable[..., int]) -> click.Command:
 
     @functools.wraps(function)
     def run(output: Output, **options: Any) -> int:
-        # Tens of objects for each tensor live until the end, and the collector takes half of the time. But clients of
-        # object stores leave garbage in cycles that holds the bytes of a request: not with a URL among the arguments.
-        pause = nullcontext() if "://" in str(options) else collector_paused()
-        with pause:
-            return function(output, **options)
+        # Clients of object stores leave garbage in cycles that holds the bytes of a request, so that with a URL among
+        # the arguments the collector has to run, which the start of the program has disabled.
+        if "://" in str(options):
+            gc.enable()
+        return function(output, **options)
 
     return click.command()(common_options(click.pass_obj(run)))
 

@@ -87,6 +87,27 @@ def test_info_and_ls_import_neither_torch_nor_numpy(workspace: Path, command: st
     assert (done.returncode, done.stderr) == (0, "\n")
 
 
+IN_THE_END = """
+import atexit, gc, os, sys
+atexit.register(lambda: print(os.environ["OPENBLAS_NUM_THREADS"], gc.isenabled(), file=sys.stderr))
+from statexchange.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("place", "collects"), [("{}", False), ("file://{}", True)])
+def test_a_command_has_no_blas_threads_and_collects_garbage_only_with_a_url(
+    workspace: Path, place: str, collects: bool
+) -> None:
+    run = [sys.executable, "-c", IN_THE_END, "info", place.format(workspace)]
+    for more in ({}, {"OPENBLAS_NUM_THREADS": "3"}):
+        environment = command_environment(**more)
+        if not more:
+            environment.pop("OPENBLAS_NUM_THREADS", None)
+        done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=60)
+        assert (done.returncode, done.stderr) == (0, f"{more.get('OPENBLAS_NUM_THREADS', 1)} {collects}\n")
+
+
 def test_info_answers_before_torch_could_have_been_imported(workspace: Path) -> None:
     def seconds(*command: str) -> float:
         """Return the processor time of a program."""
