@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import numbers
 import os
@@ -117,8 +116,14 @@ def _port_of_step() -> int:
     if reserved:
         return int(reserved[0])
     job, step = _number("SLURM_JOB_ID", 0), _number("SLURM_STEP_ID", 0)
-    digest = hashlib.blake2b(f"{job}.{step}".encode(), digest_size=8).digest()
+    digest = _digest(f"{job}.{step}".encode(), 8)
     return _FIRST_PORT + int.from_bytes(digest, "little") % _PORTS
+
+
+def _digest(data: bytes, nbytes: int) -> bytes:
+    import hashlib  # loads OpenSSL, which most commands do not need
+
+    return hashlib.blake2b(data, digest_size=nbytes).digest()
 
 
 def _file_name(text: str) -> str:
@@ -126,7 +131,7 @@ def _file_name(text: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", text):
         return text
     plain = re.sub(r"[^A-Za-z0-9_-]", "-", text)[:80]
-    digest = hashlib.blake2b(os.fsencode(text), digest_size=6).hexdigest()
+    digest = _digest(os.fsencode(text), 6).hex()
     return f"{plain.lstrip('-') or 'job'}-{digest}"
 
 
