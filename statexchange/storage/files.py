@@ -111,7 +111,7 @@ def hidden_prefix(name: str) -> str:
     max_bytes = NAME_MAX - 1 - _MAX_ENDING
     if len(encoded) <= max_bytes:
         return f".{name}"
-    import hashlib  # loads OpenSSL
+    import hashlib  # late, as it loads OpenSSL
 
     end = "-" + hashlib.blake2b(encoded, digest_size=8).hexdigest()
     return f".{encoded[: max_bytes - len(end)].decode('utf-8', 'ignore')}{end}"

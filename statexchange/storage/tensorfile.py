@@ -15,8 +15,8 @@ from __future__ import annotations
 import functools
 import json
 import math
-import re
 import os
+import re
 import struct
 from collections.abc import Mapping  # ranks send manifests, so that their hints are read at run time
 from dataclasses import dataclass, field
