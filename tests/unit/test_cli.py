@@ -74,17 +74,26 @@ def workspace(tmp_path: Path, files: list[Path]) -> Path:
 
 
 @pytest.mark.parametrize("command", ["info", "ls"])
-def test_info_and_ls_import_neither_torch_nor_numpy(workspace: Path, command: str) -> None:
+def test_info_and_ls_import_nothing_slow(workspace: Path, command: str) -> None:
     program = (
         "import sys\nfrom statexchange.cli.main import main\n"
         f"try: main([{command!r}, {os.fspath(workspace)!r}])\n"
         "except SystemExit as ended: assert not ended.code\n"
-        "print(*{'torch', 'numpy', 'rich'} & set(sys.modules), file=sys.stderr)"
+        "print(*{'torch', 'numpy', 'filelock', 'hashlib', 'statexchange.conversions.plan'} & set(sys.modules), "
+        "file=sys.stderr)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=command_environment(), timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "\n")
+
+
+def test_help_imports_no_command() -> None:
+    program = "import sys\nfrom statexchange.cli.main import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=command_environment())
+    modules = done.stdout.split()
+    assert "statexchange.cli.main" in modules
+    assert {f"statexchange.cli.{name}" for name in COMMANDS} & set(modules) == set()
 
 
 IN_THE_END = """
