@@ -1,6 +1,7 @@
 """``statexchange`` and ``python -m statexchange``: the command line."""
 
 import contextlib
+import gc
 import signal
 import sys
 import threading
@@ -30,9 +31,14 @@ def _interrupt_again(ignored: "sys.UnraisableHookArgs") -> None:
 def main() -> None:
     """Run the command line; also an interrupt during its imports exits with code 130."""
     sys.unraisablehook = _interrupt_again
+    # What modules make lives until the end, and so do tens of objects for each tensor: the collector would take half of
+    # the time of a command.
+    gc.disable()
     try:
         from statexchange.cli.main import main as run
+        from statexchange.settings import limit_blas_threads
 
+        limit_blas_threads()
         run()
     except SystemExit as ended:
         code: object = ended.code
@@ -46,6 +52,7 @@ def main() -> None:
             sys.stderr.write("error: interrupted\n")
     # All output is flushed: an interrupt from here on would only print a traceback from the interpreter's shutdown.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gc.freeze()  # the interpreter looks for cycles once more before it ends, among all objects that are left
     # Python notes an interrupt that was raised in code that is a string, as dataclasses compile it, and then ends a
     # program of `python -m` by the signal, whatever its exit code. The next such code removes the note.
     exec("")  # noqa: S102 (no code)

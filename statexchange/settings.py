@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import numbers
 import os
@@ -20,6 +19,7 @@ __all__ = [
     "detect_launch",
     "gloo_interface",
     "has_agent_store",
+    "limit_blas_threads",
     "no_color",
     "restart_grace_s",
 ]
@@ -116,8 +116,14 @@ def _port_of_step() -> int:
     if reserved:
         return int(reserved[0])
     job, step = _number("SLURM_JOB_ID", 0), _number("SLURM_STEP_ID", 0)
-    digest = hashlib.blake2b(f"{job}.{step}".encode(), digest_size=8).digest()
+    digest = _digest(f"{job}.{step}".encode(), 8)
     return _FIRST_PORT + int.from_bytes(digest, "little") % _PORTS
+
+
+def _digest(data: bytes, nbytes: int) -> bytes:
+    import hashlib  # loads OpenSSL, which most commands do not need
+
+    return hashlib.blake2b(data, digest_size=nbytes).digest()
 
 
 def _file_name(text: str) -> str:
@@ -125,7 +131,7 @@ def _file_name(text: str) -> str:
     if re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}", text):
         return text
     plain = re.sub(r"[^A-Za-z0-9_-]", "-", text)[:80]
-    digest = hashlib.blake2b(os.fsencode(text), digest_size=6).hexdigest()
+    digest = _digest(os.fsencode(text), 6).hex()
     return f"{plain.lstrip('-') or 'job'}-{digest}"
 
 
@@ -205,6 +211,14 @@ def restart_grace_s() -> float | None:
 def gloo_interface() -> str | None:
     """Return the first network interface in GLOO_SOCKET_IFNAME; None if it is not set."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip() or None
+
+
+def limit_blas_threads() -> None:
+    """Let numpy start without the threads of OpenBLAS, which spin for 50 to 100 ms, unless OPENBLAS_NUM_THREADS is set.
+
+    For a process that multiplies no matrices. Call it before the first import of numpy.
+    """
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 def no_color() -> bool:

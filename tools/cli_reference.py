@@ -10,9 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
-
-from statexchange.cli.main import cli
+from statexchange.cli.commands import COMMANDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 HEAD = """# Command line
@@ -35,5 +33,4 @@ def section(*words: str) -> str:
 
 
 if __name__ == "__main__":
-    names = cli.list_commands(click.Context(cli))
-    PAGE.write_text(HEAD + section() + "".join(section(name) for name in names), encoding="utf-8")
+    PAGE.write_text(HEAD + section() + "".join(section(name) for name in COMMANDS), encoding="utf-8")

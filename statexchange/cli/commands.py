@@ -1,9 +1,10 @@
-"""Shared parts of commands: decorators for common options and several PATHs, options, and the check of ranks."""
+"""The list of commands, and what they share: common options, several PATHs, and the check of ranks."""
 
 from __future__ import annotations
 
 import functools
-from contextlib import contextmanager, nullcontext
+import gc
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from statexchange import settings
 from statexchange.cli.failures import report_failure
 from statexchange.cli.output import FORMATS
 from statexchange.errors import UnsafeError, without_secrets
-from statexchange.tensors import collector_paused
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +21,28 @@ if TYPE_CHECKING:
     from statexchange.cli.output import Output
 
 __all__ = [
+    "COMMANDS",
     "command",
     "common_options",
     "each_path",
     "refuse_other_ranks",
     "requested_format",
 ]
+
+# Each command is a module of this package, which is imported when the command runs; the sentence is what `--help` says
+# of it, and the first one of its own help. Tests of all commands go by this list.
+COMMANDS = {
+    "info": "Summarize the checkpoint at PATH: tensors, dtypes, bytes, ranks.",
+    "ls": "List the tensors at PATH with dtypes, global shapes and bytes.",
+    "show": "Show the configs at PATH, or the tensor NAME with its values.",
+    "scan": "List the checkpoints below directories; say which are whole.",
+    "diff": "Compare the checkpoints A and B: names, shapes, dtypes and values.",
+    "verify": "Check everything at PATH: digests, completeness, equal copies.",
+    "merge": "Merge the shards at SOURCE into one checkpoint directory PATH.",
+    "seal": "Add a manifest with digests to the checkpoint at PATH.",
+    "prune": "Remove old saves of a job, or old weight versions, at PATH.",
+    "demo": "Train a small model, kill it half-way, resume, export and load.",
+}
 
 
 def _set_format(context: click.Context, parameter: click.Parameter, value: str | bool | None) -> None:
@@ -116,11 +132,11 @@ def command(function: Callable[..., int]) -> click.Command:
 
     @functools.wraps(function)
     def run(output: Output, **options: Any) -> int:
-        # Tens of objects for each tensor live until the end, and the collector takes half of the time. But clients of
-        # object stores leave garbage in cycles that holds the bytes of a request: not with a URL among the arguments.
-        pause = nullcontext() if "://" in str(options) else collector_paused()
-        with pause:
-            return function(output, **options)
+        # Clients of object stores leave garbage in cycles that holds the bytes of a request, so that with a URL among
+        # the arguments the collector has to run, which the start of the program has disabled.
+        if "://" in str(options):
+            gc.enable()
+        return function(output, **options)
 
     return click.command()(common_options(click.pass_obj(run)))
 

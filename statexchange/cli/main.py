@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from statexchange import __version__
-from statexchange.cli.commands import common_options, requested_format
+from statexchange.cli.commands import COMMANDS, common_options, requested_format
 from statexchange.cli.failures import report_failure
 from statexchange.cli.output import EXIT_CODES, Output
 from statexchange.errors import did_you_mean
@@ -21,27 +21,30 @@ if TYPE_CHECKING:
 
 __all__ = ["cli", "main"]
 
-_COMMANDS = ("info", "ls", "show", "scan", "diff", "verify", "merge", "seal", "prune", "demo")
-
 
 class _Commands(click.Group):
     """A group whose commands are imported on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 (click's signature)
-        return list(_COMMANDS)
+        return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in _COMMANDS:
+        if cmd_name not in COMMANDS:
             return None
         found: click.Command = import_module(f"statexchange.cli.{cmd_name}").command
         found.name = cmd_name
         return found
 
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        """Write the commands without importing their modules, as click would."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args[0][:1] != "-" and args[0] not in _COMMANDS:
-            raise click.UsageError(f"No such command {args[0]!r}{did_you_mean(args[0], _COMMANDS)}", ctx)
+        if args[0][:1] != "-" and args[0] not in COMMANDS:
+            raise click.UsageError(f"No such command {args[0]!r}{did_you_mean(args[0], COMMANDS)}", ctx)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> int:

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-import shutil
 import stat
 import sys
 from typing import TYPE_CHECKING, Any, TextIO
@@ -102,6 +101,8 @@ class Output:
     @property
     def width(self) -> int:
         """Columns of the terminal; 80 if there is none."""
+        import shutil  # loads three compression libraries
+
         return shutil.get_terminal_size().columns
 
     def bar(self, length: int) -> str:
@@ -274,8 +275,7 @@ class Output:
         """Show `text` in place of the last live text; "" clears the line. Return False without a terminal."""
         if self.quiet or not sys.stderr.isatty():
             return False
-        width = shutil.get_terminal_size().columns - 1
-        self._write(sys.stderr, f"\r{printable(text)[:width]}\x1b[K", end="")
+        self._write(sys.stderr, f"\r{printable(text)[: self.width - 1]}\x1b[K", end="")
         return True
 
     def close(self) -> bool:

@@ -14,10 +14,10 @@ from statexchange.conversions.operations import Planned
 from statexchange.conversions.patches import Dim, Patch, identity
 from statexchange.conversions.rules import ConversionRules, Rule
 from statexchange.errors import IncompleteError, InvalidArgumentError, UnsafeError, UnsupportedError
-from statexchange.sharding.shards import Box, full_box
+from statexchange.sharding.shards import Box, TensorInfo, full_box
 from statexchange.tensors import PACKED
 
-__all__ = ["ConversionPlan", "Fill", "InputFills", "TensorInfo", "plan_conversion", "unknown_names"]
+__all__ = ["ConversionPlan", "Fill", "InputFills", "plan_conversion", "unknown_names"]
 
 _SHOWN = 5
 _MAX_STACKED = 1 << 20
@@ -25,14 +25,6 @@ _MAX_STACKED = 1 << 20
 _LEAST_UNSTACKED = 1 << 16
 _MANY_FILLS = 16
 _TIED = "tie_word_embeddings"
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """The dtype and shape of a whole tensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,11 @@ from functools import cached_property, lru_cache
 from typing import Protocol
 
 from statexchange.comm.communicator import Communicator, from_all
-from statexchange.conversions.plan import TensorInfo
 from statexchange.errors import CorruptError, InvalidArgumentError, MismatchError
 from statexchange.messages import decode, encoded
 from statexchange.sharding.rules import REDUCTIONS, Layout, Part, place_parts, renumber_names
 from statexchange.sharding.sharding_spec import ShardingSpec
-from statexchange.sharding.shards import LongTuple, Shard, shape_from_json
+from statexchange.sharding.shards import LongTuple, Shard, TensorInfo, shape_from_json
 from statexchange.state.describe import Description, MeshLayout
 from statexchange.storage.files import digest
 from statexchange.tensors import TensorLike, itemsize_of

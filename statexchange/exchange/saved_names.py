@@ -18,13 +18,13 @@ from typing import Any
 
 from statexchange.comm.communicator import Communicator
 from statexchange.conversions.patches import Dim, Patch
-from statexchange.conversions.plan import ConversionPlan, Fill, TensorInfo
+from statexchange.conversions.plan import ConversionPlan, Fill
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
 from statexchange.exchange.pretrained import is_adapter_model, pretrained_model, with_own_classes
 from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.messages import decode, encoded
 from statexchange.sharding.options import ExportOptions, LoadOptions
-from statexchange.sharding.shards import Box, c_strides, full_box
+from statexchange.sharding.shards import Box, TensorInfo, c_strides, full_box
 from statexchange.state.describe import Description
 from statexchange.state.tree import walk
 from statexchange.state.units import is_module

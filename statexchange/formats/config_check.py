@@ -11,11 +11,11 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from statexchange.conversions.plan import TensorInfo
 from statexchange.errors import CorruptError, ReplacedError, StateExchangeError, excerpt
 from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG
 from statexchange.formats.sections import sections_of
 from statexchange.sharding.options import FLOATS
+from statexchange.sharding.shards import TensorInfo
 from statexchange.storage.location import parse_json
 from statexchange.storage.store import Budget
 from statexchange.units import format_number

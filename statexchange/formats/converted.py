@@ -14,13 +14,13 @@ from statexchange.conversions.choice import check_numbers, choose_conversion
 from statexchange.conversions.config_facts import ModelTensors
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.conversions.patches import Patch
-from statexchange.conversions.plan import ConversionPlan, InputFills, TensorInfo, plan_conversion
+from statexchange.conversions.plan import ConversionPlan, InputFills, plan_conversion
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import CorruptError, StateExchangeError
 from statexchange.formats.model_files import CONFIG
 from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.options import Selection
-from statexchange.sharding.shards import Box, Shard, begin_of_run, c_strides, full_box
+from statexchange.sharding.shards import Box, Shard, TensorInfo, begin_of_run, c_strides, full_box
 from statexchange.storage.location import parse_json, read_option_file
 from statexchange.storage.store import Budget, ByteRange, ListedDigests, StoredFile
 from statexchange.tensors import ITEMSIZE

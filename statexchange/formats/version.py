@@ -35,7 +35,6 @@ from typing import Any, NamedTuple
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError, excerpt
 from statexchange.formats import huggingface
-from statexchange.formats.converted import with_one_box
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import INDEX
 from statexchange.formats.source import ShardFile, Source, SourceTensor, open_listed, parsing
@@ -411,6 +410,8 @@ def _patched(delta: _Delta, change: _Changed, stored: ByteRange, base: SourceTen
     if found != (shard.dtype, shard.global_shape):
         text = "the dtype or shape differs from the base"
         raise CorruptError(text, name=shard.name, path=stored.path, expected=base.shard, found=found)
+    from statexchange.formats.converted import with_one_box  # late: most commands read no deltas
+
     whole = with_one_box(base)
     if len(whole.byte_ranges) != 1 or whole.byte_ranges[0].strides is not None:
         raise UnsupportedError("the base is no checkpoint of whole tensors", name=shard.name, path=stored.path)

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from fractions import Fraction
 from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar, get_args
 
@@ -143,6 +142,8 @@ def _state_dtype(_option: str, value: object) -> object:
 def _num_bytes(option: str, size: object) -> int:
     """Return a size in bytes, given as int, or as text with KB, MB, GB, TB (powers of 1000) or KiB ... (of 1024)."""
     if isinstance(size, str) and (match := _SIZE.fullmatch(size)):
+        from fractions import Fraction
+
         number, unit, binary = match.groups()
         base = 1024 if binary else 1000
         exponent = "KMGT".index(unit.upper()) + 1 if unit else 0

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-import hashlib
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -581,6 +580,8 @@ def _corner_sum(box: Box) -> int:
 
 
 def _random(text: str) -> int:
+    import hashlib  # late, as it loads OpenSSL
+
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
 
 
@@ -791,6 +792,8 @@ def _digest(files: tuple[FilePlan, ...], aliases: Mapping[str, str], basis: str)
         tensors = [[tensor.name, tensor.source, tensor.dtype, tensor.shape, tensor.begin] for tensor in file.tensors]
         described.append([file.name, tensors])
     text = json.dumps([described, sorted(aliases.items()), *([basis] if basis else [])], separators=(",", ":"))
+    import hashlib
+
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "LongTuple",
     "Piece",
     "Shard",
+    "TensorInfo",
     "begin_of_run",
     "boxes_of_run",
     "boxes_of_runs",
@@ -238,6 +239,14 @@ def _box_outside(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Box | None:
         if box != whole and not is_inside(box, shape):
             return box
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """The dtype and shape of a whole tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

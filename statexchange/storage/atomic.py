@@ -28,11 +28,9 @@ listings; `invalidate_lookups` and `invalidate_listings` explain the remedies.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import os
 import re
-import secrets
 import time
 from collections.abc import Iterator, Sequence
 
@@ -80,7 +78,7 @@ _NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.E
 
 def new_nonce() -> str:
     """Return 64 random bits as 16 hex digits."""
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()
 
 
 def is_temporary(name: str) -> bool:
@@ -338,6 +336,8 @@ def _rename(source: str, target: str, dir_fd: int) -> int:
 
 def _renameat2(source: str, target: str, flags: int, dir_fd: int) -> int:
     """Call renameat2(2) and return its errno, or 0; ENOSYS if this system lacks it."""
+    import ctypes
+
     call = libc("renameat2")
     if call is None:
         return errno.ENOSYS

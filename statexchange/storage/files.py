@@ -8,15 +8,12 @@ name that was absent once would stay absent until the directory's cached attribu
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import functools
-import hashlib
 import io
 import logging
 import os
 import re
-import secrets
 import stat
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -114,6 +111,8 @@ def hidden_prefix(name: str) -> str:
     max_bytes = NAME_MAX - 1 - _MAX_ENDING
     if len(encoded) <= max_bytes:
         return f".{name}"
+    import hashlib  # late, as it loads OpenSSL
+
     end = "-" + hashlib.blake2b(encoded, digest_size=8).hexdigest()
     return f".{encoded[: max_bytes - len(end)].decode('utf-8', 'ignore')}{end}"
 
@@ -342,7 +341,7 @@ def private_directory(path: str) -> Iterator[int]:
 
 def _owner_of_new(dir_fd: int, path: str) -> int | None:
     """Return the uid that a new file of this process gets in a directory; None if it may not make one."""
-    name = f".probe-{secrets.token_hex(8)}"
+    name = f".probe-{os.urandom(8).hex()}"
     try:
         fd = create_file(name, dir_fd, path)
     except StorageError:
@@ -585,6 +584,8 @@ def check_room(fd: int, nbytes: int, path: str) -> None:
 
 def _fallocate(fd: int, begin: int, nbytes: int) -> int:
     """Return the errno of fallocate(2), or 0. Where it is unsupported, `os.posix_fallocate` would write every block."""
+    import ctypes
+
     call = libc("fallocate")
     if call is None:
         return errno.ENOSYS
@@ -597,6 +598,8 @@ def _fallocate(fd: int, begin: int, nbytes: int) -> int:
 
 def libc(name: str) -> Callable[..., int] | None:
     """Return a function of Linux's C library that Python has no wrapper for; None elsewhere."""
+    import ctypes  # late: commands that only read do not need it
+
     return getattr(ctypes.CDLL(None, use_errno=True), name, None) if sys.platform.startswith("linux") else None
 
 

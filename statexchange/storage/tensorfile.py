@@ -15,8 +15,8 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
 import re
-import secrets
 import struct
 from collections.abc import Mapping  # ranks send manifests, so that their hints are read at run time
 from dataclasses import dataclass, field
@@ -470,7 +470,7 @@ def _tensor_text(shards: LongTuple[Shard]) -> _TensorText:
 
     Before them it has what changes with each save, see `_RankHeader`; after them "format" and torch's sharding keys.
     """
-    no_digest = secrets.token_hex(16)  # random, so that no name and no value contains it
+    no_digest = os.urandom(16).hex()  # random, so that no name and no value contains it
     entries, tensors, torch_sharding, nbytes = [], {}, {}, 0
     with collector_paused():
         for shard in shards:

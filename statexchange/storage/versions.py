@@ -31,7 +31,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -148,7 +147,7 @@ def begin_run(path: str) -> str:
 
     Of two trainers that begin at once the run with the greater name wins, and `check_is_current` raises in the other.
     """
-    run = secrets.token_hex(8)
+    run = os.urandom(8).hex()
     for below in (_RUNS, run, f"{run}/{_LEASES}"):
         records_at(f"{path}/{below}").make()
     last = max((int(name.partition("-")[0]) for name in _runs(path).values()), default=0)

@@ -24,6 +24,7 @@ from workspaces import commit_round, filled
 import statexchange
 from statexchange import demo
 from statexchange.cli import progress as progress_module
+from statexchange.cli.commands import COMMANDS
 from statexchange.cli.main import cli
 from statexchange.cli.output import EXIT_CODES, Output, most_severe
 from statexchange.cli.progress import Progress
@@ -73,17 +74,47 @@ def workspace(tmp_path: Path, files: list[Path]) -> Path:
 
 
 @pytest.mark.parametrize("command", ["info", "ls"])
-def test_info_and_ls_import_neither_torch_nor_numpy(workspace: Path, command: str) -> None:
+def test_info_and_ls_import_nothing_slow(workspace: Path, command: str) -> None:
     program = (
         "import sys\nfrom statexchange.cli.main import main\n"
         f"try: main([{command!r}, {os.fspath(workspace)!r}])\n"
         "except SystemExit as ended: assert not ended.code\n"
-        "print(*{'torch', 'numpy', 'rich'} & set(sys.modules), file=sys.stderr)"
+        "print(*{'torch', 'numpy', 'filelock', 'hashlib', 'statexchange.conversions.plan'} & set(sys.modules), "
+        "file=sys.stderr)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=command_environment(), timeout=60
     )
     assert (done.returncode, done.stderr) == (0, "\n")
+
+
+def test_help_imports_no_command() -> None:
+    program = "import sys\nfrom statexchange.cli.main import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=command_environment())
+    modules = done.stdout.split()
+    assert "statexchange.cli.main" in modules
+    assert {f"statexchange.cli.{name}" for name in COMMANDS} & set(modules) == set()
+
+
+IN_THE_END = """
+import atexit, gc, os, sys
+atexit.register(lambda: print(os.environ["OPENBLAS_NUM_THREADS"], gc.isenabled(), file=sys.stderr))
+from statexchange.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("place", "collects"), [("{}", False), ("file://{}", True)])
+def test_a_command_has_no_blas_threads_and_collects_garbage_only_with_a_url(
+    workspace: Path, place: str, collects: bool
+) -> None:
+    run = [sys.executable, "-c", IN_THE_END, "info", place.format(workspace)]
+    for more in ({}, {"OPENBLAS_NUM_THREADS": "3"}):
+        environment = command_environment(**more)
+        if not more:
+            environment.pop("OPENBLAS_NUM_THREADS", None)
+        done = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=60)
+        assert (done.returncode, done.stderr) == (0, f"{more.get('OPENBLAS_NUM_THREADS', 1)} {collects}\n")
 
 
 def test_info_answers_before_torch_could_have_been_imported(workspace: Path) -> None:
@@ -334,7 +365,7 @@ def test_help_lists_every_command(call: CommandLine) -> None:
     code, out, err = call("--help")
     assert (code, err) == (0, "")
     names = [line.split()[0] for line in out[out.index("Commands:") :].splitlines()[1:]]
-    assert names == cli.list_commands(cli.make_context("statexchange", ["info", "x"], obj=Output()))
+    assert names == list(COMMANDS)
     assert call("merge", "-h")[0] == 0
     assert statexchange.__version__ in call("--version")[1]
 
@@ -904,7 +935,7 @@ def test_demo_reports_a_difference(call: CommandLine, faked: dict[str, tuple[str
 
 def test_every_command_has_a_help_text_and_takes_format_and_json() -> None:
     context = cli.make_context("statexchange", ["info", "x"], obj=Output())
-    for name in cli.list_commands(context):
+    for name in COMMANDS:
         command = cli.get_command(context, name)
         assert command is not None
         assert {"format", "json"} <= {parameter.name for parameter in command.params}

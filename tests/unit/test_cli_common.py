@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import pytest
 from archives import unpack
+from command_lines import COMMAND_LINES
 from commands import CommandLine, command_environment
 from scripts import warm_program
 from stored import DATA, flip_bit, write_raw
@@ -26,7 +26,7 @@ from sweeps import slow
 from warm_python import warm_python
 
 import statexchange as sx
-from statexchange.cli.main import cli
+from statexchange.cli.commands import COMMANDS
 from statexchange.cli.output import Output
 from statexchange.errors import did_you_mean
 
@@ -146,34 +146,14 @@ def test_data_and_messages_of_several_paths_are_in_order_in_one_file(made: Path)
 
 # Quiet and verbose
 
-COMMANDS = [
-    ["info", "whole"],
-    ["ls", "whole"],
-    ["show", "whole", "norm.weight"],
-    ["scan", "."],
-    ["diff", "whole", "other"],
-    ["verify", "whole"],
-    ["merge", "whole", "out", "--dry-run"],
-    ["seal", "bare", "--dry-run"],
-    ["prune", "saves", "--keep", "1", "--dry-run"],
-    pytest.param(["demo", "--ranks", "1", "--steps", "2"], marks=[pytest.mark.slow, pytest.mark.timeout(600)]),
-]
+SHARED = [lines.shared.split() for name, lines in COMMAND_LINES.items() if name != "demo"]  # which varies
+DEMO = COMMAND_LINES["demo"].shared.split()
 SLOW = pytest.mark.slow
 # Marks of the forms of a command, text and JSON: of each third command one form is tried by default.
 SOME_FORMS = [([], [SLOW]), *[([SLOW], [SLOW])] * 2, ([SLOW], []), *[([SLOW], [SLOW])] * 2]
-REPEATABLE = COMMANDS[:-1]  # the demo prints other numbers and texts each time
 
 
-def arguments_of(command: Any) -> list[str]:
-    """Return the arguments of an entry of `COMMANDS`."""
-    return command if isinstance(command, list) else command.values[0]
-
-
-def test_each_command_has_a_command_line_in_these_tests() -> None:
-    assert [arguments_of(command)[0] for command in COMMANDS] == commands()
-
-
-@pytest.mark.parametrize("command", REPEATABLE, ids=lambda command: command[0])
+@pytest.mark.parametrize("command", SHARED, ids=lambda command: command[0])
 def test_quiet_writes_no_messages_but_the_same_data_and_exit_code(
     call: CommandLine, made: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +179,7 @@ def test_quiet_keeps_errors_with_their_hints_and_warnings_in_json(
     assert "no digest is known" in call.json("verify", bare, "-q", stderr="")[1]["warnings"][0]
 
 
-@pytest.mark.parametrize("command", REPEATABLE, ids=lambda command: command[0])
+@pytest.mark.parametrize("command", SHARED, ids=lambda command: command[0])
 def test_verbose_logs_with_times_on_stderr(
     call: CommandLine, made: Path, command: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -410,16 +390,12 @@ def test_a_checkpoint_of_any_kind_is_read(tmp_path: Path) -> None:
 # Help
 
 
-def commands() -> list[str]:
-    return cli.list_commands(click.Context(cli))
-
-
 def test_the_first_sentence_of_each_command_fits_in_the_help(
     call: CommandLine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     listed = call("--help")[1].partition("Commands:\n")[2].splitlines()
-    assert [line.split()[0] for line in listed] == commands()
+    assert [line.split()[0] for line in listed] == list(COMMANDS)
     assert [line for line in listed if not line.endswith(".") or line.endswith("...")] == []
 
 
@@ -439,7 +415,7 @@ def test_the_examples_in_the_help_run(call: CommandLine, tmp_path: Path, monkeyp
         saves.save(state, step)
     Path("bare").mkdir()
     Path("bare/model.safetensors").write_bytes(Path("model/model.safetensors").read_bytes())
-    for command in commands():
+    for command in COMMANDS:
         found = examples(call, command)
         assert found, command
         for line in found if command != "demo" else []:  # test_demo_runs_and_prints_json runs the demo
@@ -453,7 +429,7 @@ def test_the_examples_in_the_help_run(call: CommandLine, tmp_path: Path, monkeyp
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_lists_commands_and_options(shell: str) -> None:
     run = [warm_python("commands"), "-c", "from statexchange.__main__ import main; main()"]
-    for words, expected in (("statexchange ", commands()), ("statexchange info --tr", ["--tree"])):
+    for words, expected in (("statexchange ", COMMANDS), ("statexchange info --tr", ["--tree"])):
         # fish gives the word that is being typed in COMP_CWORD, the others its number.
         typed = words.split(" ")[-1] if shell == "fish" else str(len(words.split(" ")) - 1)
         more = {"_STATEXCHANGE_COMPLETE": f"{shell}_complete", "COMP_WORDS": words, "COMP_CWORD": typed}
@@ -610,10 +586,12 @@ def test_an_interrupt_in_code_that_is_a_string_exits_with_130(made: Path, module
 @pytest.mark.parametrize(
     ("command", "form"),
     [
-        pytest.param(arguments_of(command), form, marks=[*getattr(command, "marks", ()), *marks])
-        for number, command in enumerate(COMMANDS)
-        for form, marks in zip(([], ["--json"]), SOME_FORMS[number % 6], strict=True)
-        if arguments_of(command)[0] != "demo" or not form  # it takes many seconds
+        *(
+            pytest.param(command, form, marks=marks)
+            for number, command in enumerate(SHARED)
+            for form, marks in zip(([], ["--json"]), SOME_FORMS[number % 6], strict=True)
+        ),
+        pytest.param(DEMO, [], marks=[SLOW, pytest.mark.timeout(600)]),
     ],
     ids=lambda words: words[0] if words else "text",
 )

@@ -13,15 +13,14 @@ import subprocess
 import termios
 from pathlib import Path
 
-import click
 import numpy as np
 import pytest
+from command_lines import COMMAND_LINES
 from commands import command_environment
 from sweeps import by_default
 from warm_python import warm_python
 
 import statexchange as sx
-from statexchange.cli.main import cli
 
 RUN = """
 import sys, threading, time
@@ -57,28 +56,8 @@ fsspec.register_implementation("slow", Slow)
 from statexchange.cli.main import main
 main(sys.argv[1:])
 """
-OF_BYTES = r"\S+ [kM]?B of \S+ MB \(\d+%\)  \S+ [kM]B/s  \S+ (s|min \d\d s) left"
-LONG = {
-    "scan": (["scan", "slow://{root}"], r"\d+ directories, \d+ checkpoints  "),
-    "show": (["show", "slow://{root}/a", "w"], OF_BYTES),
-    "diff": (["diff", "slow://{root}/a", "slow://{root}/b"], OF_BYTES),
-    "verify": (["verify", "slow://{root}/a"], OF_BYTES),
-    "verify --values": (["verify", "slow://{root}/bare-terminal", "--values"], OF_BYTES),
-    "verify saves": (["verify", "slow://{root}/saves"], OF_BYTES),
-    "merge": (["merge", "slow://{root}/a", "{root}/out-{case}"], OF_BYTES),
-    "seal": (["seal", "slow://{root}/bare-{case}"], OF_BYTES),
-}
+LONG = [(name, line) for lines in COMMAND_LINES.values() for name, line in lines.progress.items()]
 CASES = ("terminal", "quiet", "log", "pipe")
-SHORT = {
-    "info": "reads headers",
-    "ls": "reads headers",
-    "demo": "shows each step: test_demo_on_a_terminal_is_one_live_line",
-    "prune": "removes files, which are not read",
-}
-
-
-def test_each_command_has_a_progress_test_or_a_reason_to_have_none() -> None:
-    assert {name.split()[0] for name in LONG} | set(SHORT) == set(cli.list_commands(click.Context(cli)))
 
 
 @pytest.fixture(scope="module")
@@ -159,19 +138,19 @@ def screen(written: str) -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", by_default(LONG, 3, 6))
-def test_progress_is_shown_on_a_terminal_and_in_a_log_and_nowhere_else(name: str, root: Path) -> None:
-    arguments, pattern = LONG[name]
+@pytest.mark.parametrize(("name", "line"), by_default(LONG, 3, 6))
+def test_progress_is_shown_on_a_terminal_and_in_a_log_and_nowhere_else(name: str, line: str, root: Path) -> None:
+    arguments = line.split()
     runs = {case: Run(arguments, root, case) for case in CASES}
     written = {case: run.end() for case, run in runs.items()}
     assert {run.process.returncode for run in runs.values()} == {1 if name == "diff" else 0}, written
-    line = rf"{arguments[0]}  {pattern}"
-    shown = re.findall(rf"\r{line}[^\r]*\x1b\[K", written["terminal"])
+    pattern = rf"{arguments[0]}  {COMMAND_LINES[arguments[0]].shown}"
+    shown = re.findall(rf"\r{pattern}[^\r]*\x1b\[K", written["terminal"])
     assert shown, written["terminal"]
     assert written["terminal"].count("\r" + arguments[0]) == len(shown)
-    assert not re.search(line, screen(written["terminal"]))
+    assert not re.search(pattern, screen(written["terminal"]))
     assert written["quiet"] == ""
-    assert any(re.match(line, text) for text in written["log"].splitlines())
+    assert any(re.match(pattern, text) for text in written["log"].splitlines())
     assert not set("\r\x1b") & set(written["log"])
-    assert not re.search(line, written["pipe"])
+    assert not re.search(pattern, written["pipe"])
     assert screen(written["terminal"]).split() == written["pipe"].split()
