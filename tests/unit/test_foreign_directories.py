@@ -267,7 +267,7 @@ def test_verls_steps_are_named_if_the_newest_is_missing(tmp_path: Path, call: Co
     (path / "latest_checkpointed_iteration.txt").write_text("9")
     for arguments in (["info", path], ["verify", path], ["merge", path, tmp_path / "out"]):
         code, printed = run(call, *arguments)
-        expected = "names global_step_9, which is missing; there are: global_step_1. To read one of these, give its"
+        expected = "names global_step_9, which is missing; give the directory of another"
         assert (code, expected in printed) == (5, True), printed
     assert run(call, "scan", path)[0] == 1
 
