@@ -58,9 +58,9 @@ from statexchange.formats.converted import (
     read_conversion,
 )
 from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG, are_of_ranks
-from statexchange.formats.registry import open_source, open_with, read_opened, read_section
+from statexchange.formats.registry import open_source, open_with, read_opened
 from statexchange.formats.replicas import check_tensor_copies, check_tied
-from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, section_of
+from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, section_of, select_section
 from statexchange.formats.source import Section, SectionName, Source, Weights, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.sharding.options import (
@@ -527,7 +527,7 @@ def _open(path: str | os.PathLike[str], call: CallOptions, options: ExportOption
 def _read_plain(opened: OpenedPath, *, section: str | None, weights: Weights | None) -> Source:
     """Read each file of a directory of plain safetensors files as one rank's; read anything else by its own format."""
     if weights is None and rank_files.matches(opened):
-        return read_section(rank_files.read, opened, section=section)
+        return select_section(rank_files.read(opened), section)
     return read_opened(opened, section=section, weights=weights)
 
 

@@ -160,6 +160,7 @@ def select_section(source: Source, section: str | None) -> Source:
 
     Raises:
         InvalidArgumentError: the source does not have the section.
+        StateExchangeError: it does not have it, and something is missing or broken.
     """
     if section in (ALL, MODEL_OF_PARTS):
         return source
@@ -169,7 +170,8 @@ def select_section(source: Source, section: str | None) -> Source:
     name = section or "model"
     wanted = next((candidate for candidate in sections if candidate.name == name), None)
     if wanted is None:
-        raise no_section(source, name)
+        # The section may be in what is missing.
+        raise source.problems[0] if source.problems else no_section(source, name)
     rest = [repr(unread.name) for unread in sections if unread != wanted]
     if section is None and not rest and not wanted.prefix:
         return source
