@@ -12,6 +12,7 @@ exception: they say which step is the newest, and which of its directories has t
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -27,7 +28,7 @@ from statexchange.formats.model_files import (
     is_weights,
     unread_weights,
 )
-from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, section_note, sections_of, select_section
+from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, section_note, section_of, sections_of
 from statexchange.formats.source import (
     Part,
     Section,
@@ -66,9 +67,18 @@ class _Row(NamedTuple):
     """
 
     section: SectionName | None
-    pattern: re.Pattern[str]
-    reader: Literal["dcp", "huggingface", "torch_file"]
-    keys: tuple[str, ...]
+    pattern: str
+    reader: Literal["dcp", "huggingface", "torch_file"] = "torch_file"
+    keys: tuple[str, ...] = ()
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether the names are those of directories."""
+        return self.pattern.endswith("/")
+
+    def has(self, group: str) -> bool:
+        """Whether the pattern has a group of this name."""
+        return f"(?P<{group}>" in self.pattern
 
 
 class _Framework(NamedTuple):
@@ -83,18 +93,9 @@ class _Framework(NamedTuple):
     """
 
     kind: SourceKind
-    mark: re.Pattern[str]
+    mark: str
     rows: tuple[_Row, ...]
     small_files: str | None = ""
-
-
-def _row(
-    section: SectionName | None,
-    pattern: str,
-    reader: Literal["dcp", "huggingface", "torch_file"] = "torch_file",
-    *keys: str,
-) -> _Row:
-    return _Row(section, re.compile(pattern), reader, keys)
 
 
 _TRAINER_STATE, _MAX_STATE_BYTES = "trainer_state.json", 64 << 10
@@ -103,16 +104,16 @@ _INDEX = r"(-[0-9]{5}-of-[0-9]{5})?"
 # accelerate writes FSDP's states: sharded as DCP, full as one file, local as one file a rank. A model comes before an
 # adapter, as in model_files.py.
 _ACCELERATE = (
-    _row("model", rf"(?P<of>model(_[0-9]+)?){_INDEX}\.safetensors(\.index\.json)?", "huggingface"),
-    _row("model", rf"(?P<of>adapter_model){_INDEX}\.safetensors(\.index\.json)?", "huggingface"),
-    _row("model", r"pytorch_model_fsdp_[0-9]+/", "dcp", "model"),
-    _row("model", r"pytorch_model_fsdp(_[0-9]+)?\.bin"),
-    _row("model", r"pytorch_model_fsdp(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin"),
-    _row("model", rf"(?P<of>pytorch_model(_[0-9]+)?){_INDEX}\.bin(\.index\.json)?"),
-    _row("model", rf"(?P<of>adapter_model){_INDEX}\.bin(\.index\.json)?"),
-    _row("optimizer", r"optimizer_[0-9]+/", "dcp", "optimizer"),
-    _row("optimizer", r"optimizer(_[0-9]+)?\.(pt|bin)"),
-    _row("optimizer", r"optimizer(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin"),
+    _Row("model", rf"(?P<of>model(_[0-9]+)?){_INDEX}\.safetensors(\.index\.json)?", "huggingface"),
+    _Row("model", rf"(?P<of>adapter_model){_INDEX}\.safetensors(\.index\.json)?", "huggingface"),
+    _Row("model", r"pytorch_model_fsdp_[0-9]+/", "dcp", ("model",)),
+    _Row("model", r"pytorch_model_fsdp(_[0-9]+)?\.bin"),
+    _Row("model", r"pytorch_model_fsdp(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin"),
+    _Row("model", rf"(?P<of>pytorch_model(_[0-9]+)?){_INDEX}\.bin(\.index\.json)?"),
+    _Row("model", rf"(?P<of>adapter_model){_INDEX}\.bin(\.index\.json)?"),
+    _Row("optimizer", r"optimizer_[0-9]+/", "dcp", ("optimizer",)),
+    _Row("optimizer", r"optimizer(_[0-9]+)?\.(pt|bin)"),
+    _Row("optimizer", r"optimizer(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin"),
 )
 _WORLD = r"_world_size_(?P<ranks>[0-9]{1,9})_rank_(?P<rank>[0-9]{1,9})\.pt"
 _VERL_FILES = "huggingface"
@@ -120,48 +121,48 @@ _FRAMEWORKS = (
     _Framework(
         "trainer",
         # Trainer writes its state last: a directory of this name that has only the other files is unfinished.
-        re.compile(rf"{re.escape(_TRAINER_STATE)}|checkpoint-[0-9]{{1,18}}/(training_args\.bin|optimizer\.pt)"),
+        rf"{re.escape(_TRAINER_STATE)}|checkpoint-[0-9]{{1,18}}/(training_args\.bin|optimizer\.pt)",
         (
             *_ACCELERATE,
-            _row("scheduler", r"scheduler\.pt"),
-            _row("rng", r"rng_state(_(?P<rank>[0-9]{1,9}))?\.pth"),
-            _row("other", r"training_args\.bin|scaler\.pt"),
+            _Row("scheduler", r"scheduler\.pt"),
+            _Row("rng", r"rng_state(_(?P<rank>[0-9]{1,9}))?\.pth"),
+            _Row("other", r"training_args\.bin|scaler\.pt"),
         ),
     ),
     _Framework(
         "accelerate",
-        re.compile(r"random_states_[0-9]+\.pkl|pytorch_model_fsdp.*|optimizer_0"),
+        r"random_states_[0-9]+\.pkl|pytorch_model_fsdp.*|optimizer_0",
         (
             *_ACCELERATE,
-            _row("scheduler", r"scheduler(_[0-9]+)?\.bin"),
-            _row("rng", r"random_states_(?P<rank>[0-9]{1,9})\.pkl"),
-            _row("other", r"scaler\.pt|(dl_state_dict|sampler)(_[0-9]+)?\.bin|custom_checkpoint_[0-9]+\.pkl"),
+            _Row("scheduler", r"scheduler(_[0-9]+)?\.bin"),
+            _Row("rng", r"random_states_(?P<rank>[0-9]{1,9})\.pkl"),
+            _Row("other", r"scaler\.pt|(dl_state_dict|sampler)(_[0-9]+)?\.bin|custom_checkpoint_[0-9]+\.pkl"),
         ),
     ),
     _Framework(
         "verl",
-        re.compile(r"(model|optim)_world_size_[^/]*"),
+        r"(model|optim)_world_size_[^/]*",
         (
-            _row("model", rf"(?P<of>model){_WORLD}"),
-            _row("model", f"{_VERL_FILES}/", "huggingface"),
-            _row("optimizer", rf"(?P<of>optim){_WORLD}"),
-            _row("other", rf"extra_state{_WORLD}"),
+            _Row("model", rf"(?P<of>model){_WORLD}"),
+            _Row("model", f"{_VERL_FILES}/", "huggingface"),
+            _Row("optimizer", rf"(?P<of>optim){_WORLD}"),
+            _Row("other", rf"extra_state{_WORLD}"),
         ),
         _VERL_FILES,
     ),
     _Framework(
         "lightning",
-        re.compile(r"meta\.pt"),
-        (_row(None, r"\.metadata", "dcp", "state_dict", "model"), _row("other", r"meta\.pt")),
+        r"meta\.pt",
+        (_Row(None, r"\.metadata", "dcp", ("state_dict", "model")), _Row("other", r"meta\.pt")),
         None,
     ),
     _Framework(
         "torch_checkpointing",
-        re.compile(r"metadata\.pkl"),
+        r"metadata\.pkl",
         (
-            _row("model", r"(?P<of>model)_(?P<rank>[0-9]{1,9})\.pt"),
-            _row("optimizer", r"(?P<of>optim|optimizer)_(?P<rank>[0-9]{1,9})\.pt"),
-            _row("other", r"(?!(model|optim|optimizer)_[0-9])[^/]+_[0-9]+\.pt"),
+            _Row("model", r"(?P<of>model)_(?P<rank>[0-9]{1,9})\.pt"),
+            _Row("optimizer", r"(?P<of>optim|optimizer)_(?P<rank>[0-9]{1,9})\.pt"),
+            _Row("other", r"(?!(model|optim|optimizer)_[0-9])[^/]+_[0-9]+\.pt"),
         ),
         None,
     ),
@@ -238,7 +239,7 @@ def _framework_of(store: Store) -> _Framework | None:
         return None
     marks = [*names, *(f"{_name_of(store)}/{name}" for name in names)]
     for framework in _FRAMEWORKS:
-        if any(map(framework.mark.fullmatch, marks)):
+        if any(re.fullmatch(framework.mark, mark) for mark in marks):
             sections = {part.row.section for part in _parts_of(framework, store)}
             if not sections.isdisjoint(("model", "optimizer", None)):
                 return framework
@@ -261,12 +262,11 @@ def _parts_of(framework: _Framework, store: Store) -> list[_StoredPart]:
     """Return the parts that a directory has."""
     parts: dict[SectionName | None, list[_StoredPart]] = {}
     for row in framework.rows:
-        is_directory = row.pattern.pattern.endswith("/")
         names: dict[str, list[str]] = {}
-        for name in store.directories if is_directory else store.non_directories:
-            match = row.pattern.fullmatch(f"{name}/" if is_directory else name)
+        for name in store.directories if row.is_directory else store.non_directories:
+            match = re.fullmatch(row.pattern, f"{name}/" if row.is_directory else name)
             if match is not None and not _has_only_small_files(row, store, name):
-                key = match["of"] or "" if "of" in row.pattern.groupindex else name
+                key = match["of"] or "" if row.has("of") else name
                 names.setdefault(key, []).append(name)
         if names and row.section not in parts:
             parts[row.section] = [_StoredPart(row, tuple(of_part)) for of_part in names.values()]
@@ -275,7 +275,7 @@ def _parts_of(framework: _Framework, store: Store) -> list[_StoredPart]:
 
 def _has_only_small_files(row: _Row, store: Store, name: str) -> bool:
     """Whether this is a directory of verl for weights that has config and tokenizer alone, which are always there."""
-    if row.pattern.pattern != f"{_VERL_FILES}/":
+    if row.pattern != f"{_VERL_FILES}/":
         return False
     return not any(file.removesuffix(INDEX).endswith(SAFETENSORS) for file in store.below(name).files)
 
@@ -293,7 +293,8 @@ class _Directory:
         """Return all parts as one source; the names of each part begin with its section."""
         problems = [*self._missing_parts(), *self._missing_ranks(*SECTIONS)]
         parts = []
-        read: dict[SectionName, list[tuple[str, Source]]] = {}
+        read: list[tuple[_StoredPart, Source, tuple[Section, ...]]] = []
+        counts: Counter[str] = Counter()
         for part in self.parts:
             try:
                 source = self._read(part)
@@ -302,20 +303,22 @@ class _Directory:
             refusal = source.problems[0].message if source.problems and not source.files else ""
             parts.append(Part(part.row.section, part.names, refusal))
             problems += source.problems
-            for name, of_section in _by_section(part, source):
-                read.setdefault(name, []).append((part.stem, of_section))
-        sources: list[Source] = []
-        sections = []
-        for name in filter(read.__contains__, SECTIONS):
-            names: set[str] = set()
-            for stem, source in read[name]:
-                prefix = f"{name}." if len(read[name]) == 1 else f"{name}.{stem}."
-                sources.append(source.renamed(prefix.__add__))
-                names |= sources[-1].names
-            sections.append(Section(name, f"{name}.", frozenset(names)))
+            sections = _sections_of(part, source)
+            counts.update(section.name for section in sections)
+            read.append((part, source, sections))
+        sources = []
+        names: dict[SectionName, set[str]] = {section: set() for section in SECTIONS if section in counts}
+        for part, source, sections in read:
+            new_names = {}
+            for section in sections:
+                prefix = f"{section.name}." if counts[section.name] == 1 else f"{section.name}.{part.stem}."
+                for name in section.names:
+                    new_names[name] = prefix + name.removeprefix(section.prefix)
+                    names[section.name].add(new_names[name])
+            sources.append(source.renamed(new_names.get))
         return replace(
             self._joined(sources),
-            sections=tuple(sections),
+            sections=tuple(Section(section, f"{section}.", frozenset(names[section])) for section in names),
             problems=tuple(problems),
             notes=self._notes(),
             parts=tuple(parts),
@@ -330,11 +333,14 @@ class _Directory:
             if part.row.section not in (section, None):
                 unread.add(part.row.section)  # type: ignore[arg-type]
                 continue
-            for name, source in _by_section(part, self._read(part)):
-                if name == section:
-                    read.append((part, source))
+            source = self._read(part)
+            for of_part in _sections_of(part, source):
+                if of_part.name != section:
+                    unread.add(of_part.name)
+                elif part.row.section is None:
+                    read.append((part, section_of(source, of_part)))
                 else:
-                    unread.add(name)
+                    read.append((part, source))
         rest = [repr(name) for name in SECTIONS if name in unread]
         if not read:
             text = f"there is no section {section!r}, only {', '.join(rest)}: choose with section (--section)"
@@ -367,12 +373,12 @@ class _Directory:
         """Open a part by its own format, and remove the key that its framework adds."""
         row, name = part.row, part.names[0]
         store, reader, file = self.store, row.reader, None
-        if row.pattern.pattern.endswith("/"):
+        if row.is_directory:
             store = store.below(name)
             # In place of a DCP, accelerate can write one file of torch.save for each rank into this directory.
             if ".metadata" not in store.listing and any(name.endswith(TORCH) for name in store.files):
                 reader = "torch_file"
-        elif "of" in row.pattern.groupindex:
+        elif row.has("of"):
             store = FilteredStore(store, frozenset(part.names).__contains__)
         elif reader != "dcp":
             file = name
@@ -400,15 +406,16 @@ class _Directory:
         """Yield an error for each row of these sections that lacks the file of a rank."""
         names: dict[_Row, list[str]] = {}
         for part in self.parts:
-            if part.row.section in sections and "rank" in part.row.pattern.groupindex:
+            if part.row.section in sections and part.row.has("rank"):
                 names.setdefault(part.row, []).extend(part.names)
         for row, of_row in names.items():
             ranks: dict[int, re.Match[str]] = {}
             sizes = set()
-            for match in filter(None, map(row.pattern.fullmatch, of_row)):
-                if match["rank"] is not None:  # else one file for all ranks
+            for name in of_row:
+                match = re.fullmatch(row.pattern, name)
+                if match is not None and match["rank"] is not None:  # else one file for all ranks
                     ranks[int(match["rank"])] = match
-                    sizes.add(int(match.groupdict().get("ranks", 0)))
+                    sizes.add(int(match["ranks"]) if row.has("ranks") else 0)
             if len(sizes) > 1:
                 text = f"{of_row[0].partition('_')[0]} files of {' and '.join(map(str, sorted(sizes)))} ranks are here"
                 yield CorruptError(f"{text}, of two saves: remove those of one", path=self.store.path)
@@ -452,18 +459,15 @@ class _Directory:
         return notes
 
     def _joined(self, sources: Sequence[Source]) -> Source:
-        """Return sources of different names as one; they may share files."""
-        files: dict[tuple[int, str], ShardFile] = {}
+        """Return sources of different names as one."""
+        files: list[ShardFile] = []
         others: dict[str, str] = {}
         texts: dict[str, str] = {}
         paths: dict[str, Path] = {}
         unreadable: list[UnreadableTensor] = []
         problems: list[StateExchangeError] = []
         for source in sources:
-            for shard_file in source.files:
-                first = files.setdefault((shard_file.rank, shard_file.path), shard_file)
-                tensors, aliases = {**first.tensors, **shard_file.tensors}, {**first.aliases, **shard_file.aliases}
-                files[shard_file.rank, shard_file.path] = replace(first, tensors=tensors, aliases=aliases)
+            files += source.files
             others |= source.others
             texts |= source.texts
             paths |= source.paths
@@ -473,7 +477,7 @@ class _Directory:
         return Source(
             self.framework.kind,
             self.opened,
-            tuple(files.values()),
+            tuple(files),
             others=others,
             texts=texts,
             problems=tuple(problems),
@@ -497,16 +501,13 @@ def _notes_on_lora(source: Source) -> tuple[str, ...]:
     return (f"the names are those of a PEFT model with LoRA; its base model alone: {advice}",)
 
 
-def _by_section(part: _StoredPart, source: Source) -> Iterator[tuple[SectionName, Source]]:
-    """Yield a part's sections: the one that it is, or those that its names show."""
-    if part.row.section is not None:
-        yield part.row.section, source
-        return
-    sections = sections_of(source)
-    if not sections:
-        yield "model", source
-    for section in sections:
-        yield section.name, replace(select_section(source, section.name), notes=source.notes)
+def _sections_of(part: _StoredPart, source: Source) -> tuple[Section, ...]:
+    """Return a part's sections: the one that it is, or those that its names show."""
+    if part.row.section is None and source.files:
+        sections = sections_of(source)
+        if sections:
+            return sections
+    return (Section(part.row.section or "model", "", frozenset(source.names)),)
 
 
 _CKPT = ".ckpt"  # of Lightning's files and directories
