@@ -467,7 +467,7 @@ def _published_aliases(manifest: Mapping[str, Any], plan: Plan, options: ExportO
 
 def _writes_adapter(source: Source, options: ExportOptions, files: Mapping[str, bytes]) -> bool:
     """Whether what is written is an adapter of PEFT."""
-    wanted = filter(options.wants, {tensor.shard.name for _, tensor in source.shards()})
+    wanted = filter(options.wants, source.tensor_names)
     return is_adapter(list(map(options.renamed, wanted)), files)
 
 
@@ -535,7 +535,7 @@ def _unwrapping_options(
     source: Source, options: ExportOptions, config: bytes | None
 ) -> tuple[ExportOptions, tuple[str, ...]]:
     """Return options that remove the prefixes of wrappers from all selected names, and notes about that."""
-    all_names = {tensor.shard.name for _, tensor in source.shards()}
+    all_names = source.tensor_names
     names = set(filter(options.wants, all_names))
     rules = wrapper_rules(names)
     notes = options.notes_on_exclude({*all_names, *source.unsupported})
@@ -563,7 +563,7 @@ def _converted(
     `config` is the config.json that the caller gives; without one the source's own may be copied.
     """
     options, numbers = request.options, request.numbers
-    names = {tensor.shard.name for _, tensor in source.shards()}
+    names = source.tensor_names
     options.check_include(names)
     wanted = frozenset(filter(options.wants, names))
     selected = section_of(source, Section("model", "", wanted)).unwrapped()
@@ -583,7 +583,7 @@ def _converted(
     )
     # The source's own notes come with the others of the report.
     notes = [*selected.notes[len(source.notes) :], *options.notes_on_exclude({*names, *source.unsupported})]
-    notes += options.notes_on_rename({tensor.shard.name for _, tensor in converted.source.shards()})
+    notes += options.notes_on_rename(converted.source.tensor_names)
     return converted, tuple(notes)
 
 

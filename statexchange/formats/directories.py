@@ -331,7 +331,7 @@ class _Directory:
         unread: set[SectionName] = set()
         for part in self.parts:
             if part.row.section not in (section, None):
-                unread.add(part.row.section)  # type: ignore[arg-type]
+                unread.add(part.row.section)
                 continue
             source = self._read(part)
             for of_part in _sections_of(part, source):

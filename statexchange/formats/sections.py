@@ -69,8 +69,7 @@ def sections_of(source: Source) -> tuple[Section, ...]:
     """Return the sections of a source, in the order of `SECTIONS`; none if it is not known what its tensors are."""
     if source.sections or source.selected or source.kind not in _NESTED:
         return source.sections
-    tensors = {tensor.name for tensor in source.unreadable}
-    tensors.update(*(shard_file.tensors for shard_file in source.files))
+    tensors = source.tensor_names.union(tensor.name for tensor in source.unreadable)
     values = {*source.others, *_values_of_save(source, tensors)}
     sections = _by_keys(tensors, values)
     if sections:
