@@ -60,9 +60,9 @@ from statexchange.formats.converted import (
     read_conversion,
 )
 from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG, are_of_ranks
-from statexchange.formats.registry import open_source, open_with, read_opened, read_section
+from statexchange.formats.registry import open_source, open_with, read_opened
 from statexchange.formats.replicas import check_tensor_copies, check_tied
-from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, section_of
+from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, section_of, select_section
 from statexchange.formats.source import Section, SectionName, Source, Weights, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.sharding.options import (
@@ -470,7 +470,7 @@ def _published_aliases(manifest: Mapping[str, Any], plan: Plan, options: ExportO
 
 def _writes_adapter(source: Source, options: ExportOptions, files: Mapping[str, bytes]) -> bool:
     """Whether what is written is an adapter of PEFT."""
-    wanted = filter(options.wants, {tensor.shard.name for _, tensor in source.shards()})
+    wanted = filter(options.wants, source.tensor_names)
     return is_adapter(list(map(options.renamed, wanted)), files)
 
 
@@ -530,7 +530,7 @@ def _open(path: str | os.PathLike[str], call: CallOptions, options: ExportOption
 def _read_plain(opened: OpenedPath, *, section: str | None, weights: Weights | None) -> Source:
     """Read each file of a directory of plain safetensors files as one rank's; read anything else by its own format."""
     if weights is None and rank_files.matches(opened):
-        return read_section(rank_files.read, opened, section=section)
+        return select_section(rank_files.read(opened), section)
     return read_opened(opened, section=section, weights=weights)
 
 
@@ -538,7 +538,7 @@ def _unwrapping_options(
     source: Source, options: ExportOptions, config: bytes | None
 ) -> tuple[ExportOptions, tuple[str, ...]]:
     """Return options that remove the prefixes of wrappers from all selected names, and notes about that."""
-    all_names = {tensor.shard.name for _, tensor in source.shards()}
+    all_names = source.tensor_names
     names = set(filter(options.wants, all_names))
     rules = wrapper_rules(names)
     notes = options.notes_on_exclude({*all_names, *source.unsupported})
@@ -566,7 +566,7 @@ def _converted(
     `config` is the config.json that the caller gives; without one the source's own may be copied.
     """
     options, numbers = request.options, request.numbers
-    names = {tensor.shard.name for _, tensor in source.shards()}
+    names = source.tensor_names
     options.check_include(names)
     wanted = frozenset(filter(options.wants, names))
     selected = section_of(source, Section("model", "", wanted)).unwrapped()
@@ -586,7 +586,7 @@ def _converted(
     )
     # The source's own notes come with the others of the report.
     notes = [*selected.notes[len(source.notes) :], *options.notes_on_exclude({*names, *source.unsupported})]
-    notes += options.notes_on_rename({tensor.shard.name for _, tensor in converted.source.shards()})
+    notes += options.notes_on_rename(converted.source.tensor_names)
     return converted, tuple(notes)
 
 

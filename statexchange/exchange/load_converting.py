@@ -59,7 +59,7 @@ def converted_for_load(request: LoadRequest, source: Source, names: NameFilter) 
 def _by_rules(request: LoadRequest, conversion: ChosenConversion, source: Source, names: NameFilter) -> ConvertedSource:
     """Convert a source by the rules of `convert`; with `strict` a name without a rule is an error."""
     configs = [*conversion.configs, *configs_beside(source)]
-    stored = frozenset(tensor.shard.name for _, tensor in source.shards())
+    stored = frozenset(source.tensor_names)
     unknown: tuple[str, ...] = ()
     if not request.options.strict:
         unknown = tuple(unknown_names(conversion.rules, sorted(stored)))

@@ -13,19 +13,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from statexchange.errors import (
-    CorruptError,
-    IncompleteError,
-    InvalidArgumentError,
-    ReplacedError,
-    StateExchangeError,
-    excerpt,
-)
+from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, StateExchangeError, excerpt
 from statexchange.formats.model_files import (
     ADAPTER_CONFIG,
     ADAPTER_PREFIX,
@@ -35,7 +28,7 @@ from statexchange.formats.model_files import (
     is_weights,
     unread_weights,
 )
-from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
+from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, section_note, section_of, sections_of
 from statexchange.formats.source import (
     Part,
     Section,
@@ -56,144 +49,132 @@ from statexchange.storage.workspace import is_rank_file
 
 __all__ = ["check_none_below", "matches", "read"]
 
-_Reader = Literal["dcp", "huggingface", "torch_file"]
-_MAX_SHOWN = 8
 _MAX_TEXT = 64  # bytes of a file with one number
 # Files that only checkpoints of other formats have.
 _OF_OTHERS = ("statexchange.json", "save.json", "latest", CLAIM_NAME)  # "latest" is DeepSpeed's
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """One way in which a part may be stored: files or directories whose whole name matches `pattern`.
-
-    The names with an equal group ``of`` are one part; without such a group each name is one. If the pattern has the
-    group ``rank``, there is a file for each rank: as many as ``ranks`` says, or else for each up to the last.
+class _Row(NamedTuple):
+    """A way in which a part of a job's state is stored.
 
     Attributes:
-        pattern: the names.
-        reader: the format of the files, or of each directory.
+        section: what the part is; None if it has several sections, which its names show.
+        pattern: the whole names of its files, or of its directories, which end in "/". The names with an equal group
+            ``of`` are one part; without such a group each name is one. With a group ``rank`` there is a file for each
+            rank: as many as the group ``ranks`` says, or else for each up to the last.
+        reader: the format of the files, or of each directory. DCP's ``.metadata`` is a file of the directory itself.
         keys: first keys that all names of the part may have; the first that they do have is removed.
-        is_directory: whether the names are directories. DCP's ``.metadata`` is a file, of the directory that has it.
     """
 
-    pattern: re.Pattern[str]
-    reader: _Reader
+    section: SectionName | None
+    pattern: str
+    reader: Literal["dcp", "huggingface", "torch_file"] = "torch_file"
     keys: tuple[str, ...] = ()
-    is_directory: bool = False
+
+    @property
+    def is_directory(self) -> bool:
+        """Whether the names are those of directories."""
+        return self.pattern.endswith("/")
+
+    def has(self, group: str) -> bool:
+        """Whether the pattern has a group of this name."""
+        return f"(?P<{group}>" in self.pattern
 
 
-@dataclass(frozen=True, slots=True)
-class _Framework:
+class _Framework(NamedTuple):
     """A framework's directory.
 
     Attributes:
         kind: the format that `info` shows.
-        marks: patterns of names; the directory is recognised if it has one of these, and one of its parts.
-        parts: the sections, in the order of the table, each with the ways in which it may be stored; the first way that
-            is found counts. None stands for a part with several sections, which its names show.
+        mark: the directory is recognised if it has a file of such a name, and a part. A name with a "/" begins with the
+            name of the directory itself.
+        rows: the parts. Of each section the first way that is there counts.
         small_files: the subdirectory with config and tokenizer; "" for the directory itself, None if it has none.
     """
 
     kind: SourceKind
-    marks: tuple[re.Pattern[str], ...]
-    parts: tuple[tuple[SectionName | None, tuple[_Stored, ...]], ...]
+    mark: str
+    rows: tuple[_Row, ...]
     small_files: str | None = ""
 
 
-def _stored(pattern: str, reader: _Reader, *keys: str, is_directory: bool = False) -> _Stored:
-    return _Stored(re.compile(pattern), reader, keys, is_directory)
-
-
 _TRAINER_STATE, _MAX_STATE_BYTES = "trainer_state.json", 64 << 10
-# Trainer writes its state last. A directory of this name that has one of these files and no state is unfinished.
-_TRAINER_DIRECTORY, _OF_TRAINER = re.compile(r"checkpoint-[0-9]{1,18}"), ("training_args.bin", "optimizer.pt")
 _GLOBAL_STEP = re.compile(rb'"global_step"\s*:\s*([0-9]{1,18})(?![0-9.eE])')
 _INDEX = r"(-[0-9]{5}-of-[0-9]{5})?"
-_SAFETENSORS = _stored(rf"(?P<of>(adapter_)?model(_[0-9]+)?){_INDEX}\.safetensors(\.index\.json)?", "huggingface")
-# accelerate writes FSDP's states: sharded as DCP, full as one file, local as one file a rank.
-_ACCELERATE_MODEL = (
-    _SAFETENSORS,
-    _stored(r"pytorch_model_fsdp_[0-9]+", "dcp", "model", is_directory=True),
-    _stored(r"pytorch_model_fsdp(_[0-9]+)?\.bin", "torch_file"),
-    _stored(r"pytorch_model_fsdp(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin", "torch_file"),
-    _stored(rf"(?P<of>adapter_model|pytorch_model(_[0-9]+)?){_INDEX}\.bin(\.index\.json)?", "torch_file"),
-)
-_ACCELERATE_OPTIMIZER = (
-    _stored(r"optimizer_[0-9]+", "dcp", "optimizer", is_directory=True),
-    _stored(r"optimizer(_[0-9]+)?\.(pt|bin)", "torch_file"),
-    _stored(r"optimizer(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin", "torch_file"),
+# accelerate writes FSDP's states: sharded as DCP, full as one file, local as one file a rank. A model comes before an
+# adapter, as in model_files.py.
+_ACCELERATE = (
+    _Row("model", rf"(?P<of>model(_[0-9]+)?){_INDEX}\.safetensors(\.index\.json)?", "huggingface"),
+    _Row("model", rf"(?P<of>adapter_model){_INDEX}\.safetensors(\.index\.json)?", "huggingface"),
+    _Row("model", r"pytorch_model_fsdp_[0-9]+/", "dcp", ("model",)),
+    _Row("model", r"pytorch_model_fsdp(_[0-9]+)?\.bin"),
+    _Row("model", r"pytorch_model_fsdp(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin"),
+    _Row("model", rf"(?P<of>pytorch_model(_[0-9]+)?){_INDEX}\.bin(\.index\.json)?"),
+    _Row("model", rf"(?P<of>adapter_model){_INDEX}\.bin(\.index\.json)?"),
+    _Row("optimizer", r"optimizer_[0-9]+/", "dcp", ("optimizer",)),
+    _Row("optimizer", r"optimizer(_[0-9]+)?\.(pt|bin)"),
+    _Row("optimizer", r"optimizer(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin"),
 )
 _WORLD = r"_world_size_(?P<ranks>[0-9]{1,9})_rank_(?P<rank>[0-9]{1,9})\.pt"
 _VERL_FILES = "huggingface"
 _FRAMEWORKS = (
     _Framework(
         "trainer",
-        (re.compile(re.escape(_TRAINER_STATE)),),
+        # Trainer writes its state last: a directory of this name that has only the other files is unfinished.
+        rf"{re.escape(_TRAINER_STATE)}|checkpoint-[0-9]{{1,18}}/(training_args\.bin|optimizer\.pt)",
         (
-            ("model", _ACCELERATE_MODEL),
-            ("optimizer", _ACCELERATE_OPTIMIZER),
-            ("scheduler", (_stored(r"scheduler\.pt", "torch_file"),)),
-            ("rng", (_stored(r"rng_state(_(?P<rank>[0-9]{1,9}))?\.pth", "torch_file"),)),
-            ("other", (_stored(r"training_args\.bin", "torch_file"),)),
-            ("other", (_stored(r"scaler\.pt", "torch_file"),)),
+            *_ACCELERATE,
+            _Row("scheduler", r"scheduler\.pt"),
+            _Row("rng", r"rng_state(_(?P<rank>[0-9]{1,9}))?\.pth"),
+            _Row("other", r"training_args\.bin|scaler\.pt"),
         ),
     ),
     _Framework(
         "accelerate",
-        (re.compile(r"random_states_[0-9]+\.pkl"), re.compile(r"pytorch_model_fsdp.*"), re.compile(r"optimizer_0")),
+        r"random_states_[0-9]+\.pkl|pytorch_model_fsdp.*|optimizer_0",
         (
-            ("model", _ACCELERATE_MODEL),
-            ("optimizer", _ACCELERATE_OPTIMIZER),
-            ("scheduler", (_stored(r"scheduler(_[0-9]+)?\.bin", "torch_file"),)),
-            ("rng", (_stored(r"random_states_(?P<rank>[0-9]{1,9})\.pkl", "torch_file"),)),
-            ("other", (_stored(r"(scaler\.pt|(dl_state_dict|sampler)(_[0-9]+)?\.bin)", "torch_file"),)),
-            ("other", (_stored(r"custom_checkpoint_[0-9]+\.pkl", "torch_file"),)),
+            *_ACCELERATE,
+            _Row("scheduler", r"scheduler(_[0-9]+)?\.bin"),
+            _Row("rng", r"random_states_(?P<rank>[0-9]{1,9})\.pkl"),
+            _Row("other", r"scaler\.pt|(dl_state_dict|sampler)(_[0-9]+)?\.bin|custom_checkpoint_[0-9]+\.pkl"),
         ),
     ),
     _Framework(
         "verl",
-        (re.compile(r"(model|optim)_world_size_.*"),),
+        r"(model|optim)_world_size_[^/]*",
         (
-            (
-                "model",
-                (
-                    _stored(rf"(?P<of>model){_WORLD}", "torch_file"),
-                    _stored(_VERL_FILES, "huggingface", is_directory=True),
-                ),
-            ),
-            ("optimizer", (_stored(rf"(?P<of>optim){_WORLD}", "torch_file"),)),
-            ("other", (_stored(rf"extra_state{_WORLD}", "torch_file"),)),
+            _Row("model", rf"(?P<of>model){_WORLD}"),
+            _Row("model", f"{_VERL_FILES}/", "huggingface"),
+            _Row("optimizer", rf"(?P<of>optim){_WORLD}"),
+            _Row("other", rf"extra_state{_WORLD}"),
         ),
         _VERL_FILES,
     ),
     _Framework(
         "lightning",
-        (re.compile(r"meta\.pt"),),
-        (
-            (None, (_stored(r"\.metadata", "dcp", "state_dict", "model"),)),
-            ("other", (_stored(r"meta\.pt", "torch_file"),)),
-        ),
+        r"meta\.pt",
+        (_Row(None, r"\.metadata", "dcp", ("state_dict", "model")), _Row("other", r"meta\.pt")),
         None,
     ),
     _Framework(
         "torch_checkpointing",
-        (re.compile(r"metadata\.pkl"),),
+        r"metadata\.pkl",
         (
-            ("model", (_stored(r"(?P<of>model)_(?P<rank>[0-9]{1,9})\.pt", "torch_file"),)),
-            ("optimizer", (_stored(r"(?P<of>optim|optimizer)_(?P<rank>[0-9]{1,9})\.pt", "torch_file"),)),
-            ("other", (_stored(r"(?!(model|optim|optimizer)_[0-9]).+_[0-9]+\.pt", "torch_file"),)),
+            _Row("model", r"(?P<of>model)_(?P<rank>[0-9]{1,9})\.pt"),
+            _Row("optimizer", r"(?P<of>optim|optimizer)_(?P<rank>[0-9]{1,9})\.pt"),
+            _Row("other", r"(?!(model|optim|optimizer)_[0-9])[^/]+_[0-9]+\.pt"),
         ),
         None,
     ),
 )
 # verl's directories: a file names the newest step, whose directory has one of each model.
-_VERL_LATEST, _VERL_STEP, _VERL_ROLES = "latest_checkpointed_iteration.txt", "global_step_", ("actor", "critic")
+_VERL_LATEST, _VERL_ROLES = "latest_checkpointed_iteration.txt", ("actor", "critic")
+_VERL_STEP = re.compile(r"global_step_[0-9]+")
 
 
 def matches(opened: OpenedPath) -> bool:
     """Whether a path is a directory of one of the frameworks."""
-    return _found(opened) is not None
+    return _located(opened) is not None
 
 
 def read(opened: OpenedPath, *, section: str | None = ALL) -> Source:
@@ -206,15 +187,16 @@ def read(opened: OpenedPath, *, section: str | None = ALL) -> Source:
     Raises:
         InvalidArgumentError: the directory does not have the section, or has several models.
     """
-    found = _found(opened)
-    assert found is not None  # matches
-    directory = _Directory(opened, *found)
+    located = _located(opened)
+    assert located is not None  # matches
+    framework, store = located
+    directory = _Directory(opened, framework, store, _parts_of(framework, store))
     if section == ALL:
         return directory.read_all()
-    return directory.read_section(section if section not in (None, MODEL_OF_PARTS) else "model")
+    return directory.read_section("model" if section in (None, MODEL_OF_PARTS) else section)
 
 
-def _found(opened: OpenedPath) -> tuple[_Framework, Store] | None:
+def _located(opened: OpenedPath) -> tuple[_Framework, Store] | None:
     """Return the framework whose directory this is, with its store, which may be below for verl."""
     store: Store | None = opened.store if opened.file is None else None
     while store is not None:
@@ -225,6 +207,10 @@ def _found(opened: OpenedPath) -> tuple[_Framework, Store] | None:
     return None
 
 
+def _name_of(store: Store) -> str:
+    return store.path.rstrip("/").rpartition("/")[2]
+
+
 def _verl_below(store: Store) -> Store | None:
     """Return the directory of the newest step, or of the one model of a step, if this is one of verl's directories.
 
@@ -232,69 +218,38 @@ def _verl_below(store: Store) -> Store | None:
         IncompleteError: the newest step is missing, and others are there.
     """
     if _VERL_LATEST in store.listing:
-        step = store.read_small(_VERL_LATEST, _MAX_TEXT).strip()
-        name = f"{_VERL_STEP}{step.decode(errors='replace')}"
+        step = store.read_small(_VERL_LATEST, _MAX_TEXT).strip().decode(errors="replace")
+        name = f"global_step_{step}"
         if name in store.directories:
             return store.below(name)
-        others = [other for other in store.directories if re.fullmatch(rf"{_VERL_STEP}[0-9]+", other)]
-        if not others or not step.isdigit():  # Megatron's reader names a file that is cut or empty
-            return None
-        text = (
-            f"{_VERL_LATEST} names {excerpt(name)[1:-1]}, which is missing; there are: {abbreviated_names(others)}. "
-            "To read one of these, give its directory"
-        )
-        raise IncompleteError(text, path=store.path_of(name))
-    if re.fullmatch(rf"{_VERL_STEP}[0-9]+", store.path.rstrip("/").rpartition("/")[2]):
+        # Megatron has a file of this name, too, and its reader names one that is cut or empty.
+        if step.isdecimal() and any(map(_VERL_STEP.fullmatch, store.directories)):
+            text = f"{_VERL_LATEST} names {excerpt(name)[1:-1]}, which is missing: give the directory of another step"
+            raise IncompleteError(text, path=store.path_of(name))
+    elif _VERL_STEP.fullmatch(_name_of(store)):
         roles = [role for role in _VERL_ROLES if store.listing.get(role) == "directory"]
-        return store.below(roles[0]) if len(roles) == 1 else None
+        if len(roles) == 1:
+            return store.below(roles[0])
     return None
 
 
 def _framework_of(store: Store) -> _Framework | None:
     names = store.listing
-    if any(name in names for name in _OF_OTHERS) or any(map(is_rank_file, names)):
+    if not names.keys().isdisjoint(_OF_OTHERS) or any(map(is_rank_file, names)):
         return None
+    marks = [*names, *(f"{_name_of(store)}/{name}" for name in names)]
     for framework in _FRAMEWORKS:
-        has_mark = any(mark.fullmatch(name) for mark in framework.marks for name in names)
-        if framework.kind == "trainer":
-            has_mark = has_mark or _is_cut_short(store)
-        if has_mark and any(section in ("model", "optimizer", None) for section, _ in _chosen(framework, store)):
-            return framework
+        if any(re.fullmatch(framework.mark, mark) for mark in marks):
+            sections = {part.row.section for part in _parts_of(framework, store)}
+            if not sections.isdisjoint(("model", "optimizer", None)):
+                return framework
     return None
 
 
-def _is_cut_short(store: Store) -> bool:
-    """Whether this is a directory of Trainer without the state, which is written last."""
-    name = store.path.rstrip("/").rpartition("/")[2]
-    if _TRAINER_STATE in store.listing or not _TRAINER_DIRECTORY.fullmatch(name):
-        return False
-    return any(file in store.listing for file in _OF_TRAINER)
-
-
-def _adapters_below(store: Store) -> list[str]:
-    """Return the subdirectories in which PEFT keeps adapters that have names."""
-    return [name for name in store.directories if ADAPTER_CONFIG in store.below(name).listing]
-
-
-def _chosen(framework: _Framework, store: Store) -> list[tuple[SectionName | None, list[_FoundPart]]]:
-    """Return the parts that a directory has, by section."""
-    chosen = []
-    for section, ways in framework.parts:
-        for stored in ways:
-            found = _found_parts(stored, store)
-            if section == "model" and len(found) > 1:  # a model comes before an adapter, as in model_files.py
-                found = [part for part in found if not part.stem.startswith("adapter_model")] or found
-            if found:
-                chosen.append((section, found))
-                break
-    return chosen
-
-
-@dataclass(frozen=True, slots=True)
-class _FoundPart:
+class _StoredPart(NamedTuple):
     """A part of a directory: how it is stored, and its names."""
 
-    stored: _Stored
+    row: _Row
     names: tuple[str, ...]
 
     @property
@@ -303,65 +258,67 @@ class _FoundPart:
         return self.names[0].partition(".")[0]
 
 
-def _found_parts(stored: _Stored, store: Store) -> list[_FoundPart]:
-    names: dict[str, list[str]] = {}
-    for name in store.directories if stored.is_directory else store.non_directories:
-        match = stored.pattern.fullmatch(name)
-        if match is not None and not _has_only_small_files(stored, store, name):
-            of = (match["of"] or "") if "of" in stored.pattern.groupindex else name
-            names.setdefault(of, []).append(name)
-    return [_FoundPart(stored, tuple(of_part)) for of_part in names.values()]
+def _parts_of(framework: _Framework, store: Store) -> list[_StoredPart]:
+    """Return the parts that a directory has."""
+    parts: dict[SectionName | None, list[_StoredPart]] = {}
+    for row in framework.rows:
+        names: dict[str, list[str]] = {}
+        for name in store.directories if row.is_directory else store.non_directories:
+            match = re.fullmatch(row.pattern, f"{name}/" if row.is_directory else name)
+            if match is not None and not _has_only_small_files(row, store, name):
+                key = match["of"] or "" if row.has("of") else name
+                names.setdefault(key, []).append(name)
+        if names and row.section not in parts:
+            parts[row.section] = [_StoredPart(row, tuple(of_part)) for of_part in names.values()]
+    return [part for of_section in parts.values() for part in of_section]
 
 
-def _has_only_small_files(stored: _Stored, store: Store, name: str) -> bool:
-    """Whether a directory for weights of transformers has config and tokenizer alone, as verl always writes them."""
-    if not stored.is_directory or stored.reader != "huggingface":
+def _has_only_small_files(row: _Row, store: Store, name: str) -> bool:
+    """Whether this is a directory of verl for weights that has config and tokenizer alone, which are always there."""
+    if row.pattern != f"{_VERL_FILES}/":
         return False
     return not any(file.removesuffix(INDEX).endswith(SAFETENSORS) for file in store.below(name).files)
 
 
+@dataclass(frozen=True, slots=True)
 class _Directory:
-    """The opened directory of a framework."""
+    """The opened directory of a framework, and its parts."""
 
-    def __init__(self, opened: OpenedPath, framework: _Framework, store: Store) -> None:
-        self._opened = opened
-        self._framework = framework
-        self._store = store
-        self._chosen = _chosen(framework, store)
+    opened: OpenedPath
+    framework: _Framework
+    store: Store
+    parts: list[_StoredPart]
 
     def read_all(self) -> Source:
         """Return all parts as one source; the names of each part begin with its section."""
-        found: list[tuple[SectionName, str, Source | None]] = []
-        parts: list[Part] = []
-        problems = self._missing(("model", *dict(self._chosen)))
-        for section, of_section in self._chosen:
-            for part in of_section:
-                try:
-                    source = self._read(part)
-                except StateExchangeError as error:
-                    problems.append(error)
-                    parts.append(Part(section, part.names, error.message))
-                    found.append((section or "other", part.stem, None))
-                    continue
-                refusal = source.problems[0].message if source.problems and not source.files else ""
-                parts.append(Part(section, part.names, refusal))
-                problems += source.problems
-                found += [(name, part.stem, one) for name, one in _by_section(section, source)]
-        counts = Counter(section for section, _, _ in found)
-        sources: dict[SectionName, list[Source]] = {section: [] for section in SECTIONS if section in counts}
-        for name, stem, one in found:
-            if one is not None:
-                prefix = f"{name}." if counts[name] == 1 else f"{name}.{stem}."
-                sources[name].append(one.renamed(prefix.__add__))
-        sections = []
-        for name, of_name in sources.items():
-            sections.append(Section(name, f"{name}.", frozenset().union(*(source.names for source in of_name))))
-        joined = _one_source(
-            self._framework.kind, self._opened, [one for of_name in sources.values() for one in of_name]
-        )
+        problems = [*self._missing_parts(), *self._missing_ranks(*SECTIONS)]
+        parts = []
+        read: list[tuple[_StoredPart, Source, tuple[Section, ...]]] = []
+        counts: Counter[str] = Counter()
+        for part in self.parts:
+            try:
+                source = self._read(part)
+            except StateExchangeError as error:
+                source = Source(self.framework.kind, self.opened, (), problems=(error,))
+            refusal = source.problems[0].message if source.problems and not source.files else ""
+            parts.append(Part(part.row.section, part.names, refusal))
+            problems += source.problems
+            sections = _sections_of(part, source)
+            counts.update(section.name for section in sections)
+            read.append((part, source, sections))
+        sources = []
+        names: dict[SectionName, set[str]] = {section: set() for section in SECTIONS if section in counts}
+        for part, source, sections in read:
+            new_names = {}
+            for section in sections:
+                prefix = f"{section.name}." if counts[section.name] == 1 else f"{section.name}.{part.stem}."
+                for name in section.names:
+                    new_names[name] = prefix + name.removeprefix(section.prefix)
+                    names[section.name].add(new_names[name])
+            sources.append(source.renamed(new_names.get))
         return replace(
-            joined,
-            sections=tuple(sections),
+            self._joined(sources),
+            sections=tuple(Section(section, f"{section}.", frozenset(names[section])) for section in names),
             problems=tuple(problems),
             notes=self._notes(),
             parts=tuple(parts),
@@ -370,168 +327,169 @@ class _Directory:
 
     def read_section(self, section: str) -> Source:
         """Return one section, without opening parts of others."""
-        found: list[_FoundPart] = []
-        mixed: list[_FoundPart] = []
-        for name, parts in self._chosen:
-            if name == section:
-                found += parts
-            elif name is None:
-                mixed += parts
-        if not found and not mixed:
-            there = ", ".join(repr(name) for name in SECTIONS if name in dict(self._chosen))
-            text = f"there is no section {section!r}, only {there}: choose with section (--section)"
+        read: list[tuple[_StoredPart, Source]] = []
+        unread: set[SectionName] = set()
+        for part in self.parts:
+            if part.row.section not in (section, None):
+                unread.add(part.row.section)
+                continue
+            source = self._read(part)
+            for of_part in _sections_of(part, source):
+                if of_part.name != section:
+                    unread.add(of_part.name)
+                elif part.row.section is None:
+                    read.append((part, section_of(source, of_part)))
+                else:
+                    read.append((part, source))
+        rest = [repr(name) for name in SECTIONS if name in unread]
+        if not read:
+            text = f"there is no section {section!r}, only {', '.join(rest)}: choose with section (--section)"
             if section == "model":
-                text = f"no file of a model is here, only of {there}: copy it, too, or choose with section (--section)"
+                text = f"{_no_model(rest)}: copy it, too, or choose with section (--section)"
             # A note names the adapters that lie one level down.
-            raise InvalidArgumentError("; ".join((text, *self._notes())), path=self._store.path)
-        if section == "model" and len(found) > 1:
-            paths = ", ".join(self._store.path_of(part.names[0]) for part in found[:_MAX_SHOWN])
-            text = f"this directory has {len(found)} models, name one of them: {paths}"
-            raise InvalidArgumentError(text, path=self._store.path)
-        problems = self._missing((section,)) if found else []
-        sources = [self._read(part) for part in found]
-        others = {name for name, _ in self._chosen if name not in (section, None)}
-        for part in mixed:
-            selected, left_out = self._selected(part, section, is_only=not found)
-            others |= left_out
-            if selected is not None:
-                found.append(part)
-                sources.append(selected)
-        source = sources[0]
-        if len(sources) > 1:
+            raise InvalidArgumentError("; ".join((text, *self._notes())), path=self.store.path)
+        if section == "model" and len(read) > 1:
+            paths = [self.store.path_of(part.names[0]) for part, _ in read]
+            text = f"this directory has {len(paths)} models, name one of them: {', '.join(paths)}"
+            raise InvalidArgumentError(text, path=self.store.path)
+        source = read[0][1]
+        if len(read) > 1:
             # The parts of one section may have equal names.
-            named = [source.renamed(f"{part.stem}.".__add__) for part, source in zip(found, sources, strict=True)]
-            source = _one_source(self._framework.kind, self._opened, named)
-        note = f"only the section {section!r} of this {self._framework.kind} directory is read"
-        if others:
-            note += f", not {', '.join(repr(name) for name in SECTIONS if name in others)}"
+            source = self._joined([source.renamed(f"{part.stem}.".__add__) for part, source in read])
         # The note of a lone file advises to give this directory, which was given.
-        own_notes = () if source.parts else source.notes
-        notes = (*own_notes, f'{note} (all: section="all", --section all)', *self._notes(), *_notes_on_lora(source))
+        notes = () if source.parts else source.notes
+        note = section_note(section, rest, f" of this {self.framework.kind} directory")
         return replace(
             source,
-            opened=self._opened,
-            problems=(*problems, *source.problems),
-            notes=notes,
+            opened=self.opened,
+            problems=(*self._missing_ranks(section), *source.problems),
+            notes=(*notes, note, *self._notes(), *_notes_on_lora(source)),
             sections=(),
             small_files=self._small_files(),
             step=self._step(),
         )
 
-    def _selected(self, part: _FoundPart, section: str, *, is_only: bool) -> tuple[Source | None, set[SectionName]]:
-        """Return one section of a part that has several, and the others.
-
-        None if it does not have the section; with `is_only`, raise InvalidArgumentError then.
-        """
-        whole = self._read(part)
-        known: set[SectionName] = {one.name for one in sections_of(whole)} or {"model"}
-        if section not in known and not is_only:
-            return None, known
-        selected = whole
-        if section not in known or len(known) > 1:
-            selected = replace(select_section(whole, section), notes=whole.notes)
-        return selected, {name for name in known if name != section}
-
-    def _read(self, part: _FoundPart) -> Source:
+    def _read(self, part: _StoredPart) -> Source:
         """Open a part by its own format, and remove the key that its framework adds."""
-        stored, (first, *others) = part.stored, part.names
-        reader = stored.reader
-        if stored.is_directory:
-            below = self._store.below(first)
+        row, name = part.row, part.names[0]
+        store, reader, file = self.store, row.reader, None
+        if row.is_directory:
+            store = store.below(name)
             # In place of a DCP, accelerate can write one file of torch.save for each rank into this directory.
-            if ".metadata" not in below.listing and any(name.endswith(TORCH) for name in below.files):
+            if ".metadata" not in store.listing and any(name.endswith(TORCH) for name in store.files):
                 reader = "torch_file"
-            opened = OpenedPath(below.path, below, None)
-        elif stored.reader == "dcp":
-            opened = OpenedPath(self._store.path, self._store, None)
-        elif others or "of" in stored.pattern.groupindex:
-            opened = OpenedPath(self._store.path, FilteredStore(self._store, frozenset(part.names).__contains__), None)
-        else:
-            opened = OpenedPath(self._store.path_of(first), self._store, first)
+        elif row.has("of"):
+            store = FilteredStore(store, frozenset(part.names).__contains__)
+        elif reader != "dcp":
+            file = name
         read_part: Callable[..., Source] = import_module(f"statexchange.formats.{reader}").read
-        source = read_part(opened)
-        for key in stored.keys:
-            if _all_have(source, f"{key}."):
-                return source.renamed(lambda name: name.partition(".")[2])
+        source = read_part(OpenedPath(store.path if file is None else store.path_of(file), store, file))
+        names = source.names
+        for prefix in (f"{key}." for key in row.keys):
+            if {name[: len(prefix)] for name in names} == {prefix} and prefix not in names:
+                return source.renamed({name: name[len(prefix) :] for name in names}.get)
         return source
 
-    def _missing(self, sections: Collection[str | None]) -> list[StateExchangeError]:
-        """Return an error for each set of files of these sections that lacks a rank's, and one for a missing model."""
-        problems: list[StateExchangeError] = []
-        for section, parts in self._chosen:
-            if section in sections:
-                problems += self._missing_ranks(parts)
-        found = {section for section, _ in self._chosen}
-        if len(sections) > 1 and _is_cut_short(self._store):  # the files of the model alone may be whole
+    def _missing_parts(self) -> Iterator[StateExchangeError]:
+        """Yield an error if the save was not finished, and if there is no model."""
+        if self.framework.kind == "trainer" and _TRAINER_STATE not in self.store.listing:
             text = "Trainer writes this file last, and it is missing: the save did not finish, or was not copied whole"
-            problems.append(IncompleteError(text, path=self._store.path_of(_TRAINER_STATE)))
-        if "model" in sections and not found & {"model", None} and not _adapters_below(self._store):
-            there = ", ".join(repr(name) for name in SECTIONS if name in found)
-            text = f"no file of a model is here, only of {there}: it was not written, or not copied"
-            problems.append(IncompleteError(text, path=self._store.path))
-        return problems
-
-    def _missing_ranks(self, parts: Sequence[_FoundPart]) -> list[StateExchangeError]:
-        """Return an error if the file of a rank is missing, where the names have ranks."""
-        pattern = parts[0].stored.pattern  # all are stored in one way
-        if "rank" not in pattern.groupindex:
-            return []
-        by_rank: dict[int, re.Match[str]] = {}
-        world_sizes = set()
-        for name in (name for part in parts for name in part.names):
-            match = pattern.fullmatch(name)
-            assert match is not None
-            if match["rank"] is None:  # one file for all ranks
-                continue
-            by_rank[int(match["rank"])] = match
-            if "ranks" in pattern.groupindex:
-                world_sizes.add(int(match["ranks"]))
-        if len(world_sizes) > 1:
-            sizes = " and ".join(map(str, sorted(world_sizes)))
+            yield IncompleteError(text, path=self.store.path_of(_TRAINER_STATE))
+        sections = {part.row.section for part in self.parts}
+        if sections.isdisjoint(("model", None)) and not self._adapters():
             text = (
-                f"{parts[0].stem.partition('_')[0]} files of {sizes} ranks are here, of two saves: remove those of one"
+                f"{_no_model([repr(name) for name in SECTIONS if name in sections])}: it was not written, or not copied"
             )
-            return [CorruptError(text, path=self._store.path)]
-        world_size = max(world_sizes, default=max(by_rank, default=-1) + 1)
-        missing = next((rank for rank in range(world_size) if rank not in by_rank), None)
-        if missing is None:
-            return []
-        match = next(iter(by_rank.values()))
-        begin, end = match.span("rank")
-        path = self._store.path_of(f"{match.string[:begin]}{missing}{match.string[end:]}")
-        return [IncompleteError("the file of this rank is missing", rank=missing, path=path)]
+            yield IncompleteError(text, path=self.store.path)
+
+    def _missing_ranks(self, *sections: str) -> Iterator[StateExchangeError]:
+        """Yield an error for each row of these sections that lacks the file of a rank."""
+        names: dict[_Row, list[str]] = {}
+        for part in self.parts:
+            if part.row.section in sections and part.row.has("rank"):
+                names.setdefault(part.row, []).extend(part.names)
+        for row, of_row in names.items():
+            ranks: dict[int, re.Match[str]] = {}
+            sizes = set()
+            for name in of_row:
+                match = re.fullmatch(row.pattern, name)
+                if match is not None and match["rank"] is not None:  # else one file for all ranks
+                    ranks[int(match["rank"])] = match
+                    sizes.add(int(match["ranks"]) if row.has("ranks") else 0)
+            if len(sizes) > 1:
+                text = f"{of_row[0].partition('_')[0]} files of {' and '.join(map(str, sorted(sizes)))} ranks are here"
+                yield CorruptError(f"{text}, of two saves: remove those of one", path=self.store.path)
+                continue
+            missing = 0
+            while missing in ranks:
+                missing += 1
+            if missing < max((0, *sizes, *ranks)):
+                match = next(iter(ranks.values()))
+                name = f"{match.string[: match.start('rank')]}{missing}{match.string[match.end('rank') :]}"
+                path = self.store.path_of(name)
+                yield IncompleteError("the file of this rank is missing", rank=missing, path=path)
 
     def _step(self) -> int | None:
-        """Return the training step that Trainer's state has; None without one, or if it cannot be read.
+        """Return the training step that Trainer's state has; None without one.
 
         The keys are sorted, so it comes before the history, which may be long.
         """
-        if self._framework.kind != "trainer":
+        if _TRAINER_STATE not in self.store.files:
             return None
-        try:
-            start = self._store.open(_TRAINER_STATE).first_bytes(_MAX_STATE_BYTES)
-        except ReplacedError:
-            raise
-        except StateExchangeError:
-            return None
-        match = _GLOBAL_STEP.search(start)
+        match = _GLOBAL_STEP.search(self.store.open(_TRAINER_STATE).first_bytes(_MAX_STATE_BYTES))
         return None if match is None else int(match[1])
 
     def _small_files(self) -> Store | None:
-        name = self._framework.small_files
-        if name is None or (name and self._store.listing.get(name) != "directory"):
-            return None
-        return self._store.below(name) if name else self._store
+        name = self.framework.small_files
+        if name in self.store.directories:
+            return self.store.below(name)
+        return self.store if name == "" else None
+
+    def _adapters(self) -> list[str]:
+        """Return the subdirectories in which PEFT keeps adapters that have names."""
+        return [name for name in self.store.directories if ADAPTER_CONFIG in self.store.below(name).listing]
 
     def _notes(self) -> tuple[str, ...]:
         """Return notes about the files and adapters of the directory that are not read."""
-        notes: tuple[str, ...] = () if self._store is self._opened.store else (f"read from {self._store.path}",)
-        names = {name for _, parts in self._chosen for part in parts for name in part.names}
-        notes += unread_weights(self._store, names)
-        adapters = _adapters_below(self._store)
+        notes: tuple[str, ...] = () if self.store is self.opened.store else (f"read from {self.store.path}",)
+        notes += unread_weights(self.store, {name for part in self.parts for name in part.names})
+        adapters = self._adapters()
         if adapters:
             notes += (f"not read: the adapters in {abbreviated_names(adapters)}; to read one, give its path",)
         return notes
+
+    def _joined(self, sources: Sequence[Source]) -> Source:
+        """Return sources of different names as one."""
+        files: list[ShardFile] = []
+        others: dict[str, str] = {}
+        texts: dict[str, str] = {}
+        paths: dict[str, Path] = {}
+        unreadable: list[UnreadableTensor] = []
+        problems: list[StateExchangeError] = []
+        for source in sources:
+            files += source.files
+            others |= source.others
+            texts |= source.texts
+            paths |= source.paths
+            unreadable += source.unreadable
+            problems += source.problems
+        metadata, differing = merged_metadata([source.metadata for source in sources if source.metadata])
+        return Source(
+            self.framework.kind,
+            self.opened,
+            tuple(files),
+            others=others,
+            texts=texts,
+            problems=tuple(problems),
+            unreadable=tuple(unreadable),
+            metadata=metadata,
+            differing=differing,
+            paths=paths,
+        )
+
+
+def _no_model(sections: Sequence[str]) -> str:
+    return f"no file of a model is here, only of {', '.join(sections)}"
 
 
 def _notes_on_lora(source: Source) -> tuple[str, ...]:
@@ -543,84 +501,32 @@ def _notes_on_lora(source: Source) -> tuple[str, ...]:
     return (f"the names are those of a PEFT model with LoRA; its base model alone: {advice}",)
 
 
-def _by_section(section: SectionName | None, source: Source) -> list[tuple[SectionName, Source]]:
+def _sections_of(part: _StoredPart, source: Source) -> tuple[Section, ...]:
     """Return a part's sections: the one that it is, or those that its names show."""
-    if section is not None:
-        return [(section, source)]
-    known = sections_of(source)
-    return [(one.name, select_section(source, one.name)) for one in known] if known else [("model", source)]
+    if part.row.section is None and source.files:
+        sections = sections_of(source)
+        if sections:
+            return sections
+    return (Section(part.row.section or "model", "", frozenset(source.names)),)
 
 
-def _all_have(source: Source, key: str) -> bool:
-    """Whether all names of a source begin with a first key."""
-    return all(name.startswith(key) and name != key for name in source.names)
-
-
-def _one_source(kind: SourceKind, opened: OpenedPath, sources: Sequence[Source]) -> Source:
-    """Return sources of different names as one; they may share files."""
-    files: dict[tuple[int, str], ShardFile] = {}
-    others: dict[str, str] = {}
-    texts: dict[str, str] = {}
-    paths: dict[str, Path] = {}
-    unreadable: list[UnreadableTensor] = []
-    problems: list[StateExchangeError] = []
-    for source in sources:
-        for shard_file in source.files:
-            known = files.setdefault((shard_file.rank, shard_file.path), shard_file)
-            tensors, aliases = {**known.tensors, **shard_file.tensors}, {**known.aliases, **shard_file.aliases}
-            files[shard_file.rank, shard_file.path] = replace(known, tensors=tensors, aliases=aliases)
-        others |= source.others
-        texts |= source.texts
-        paths |= source.paths
-        unreadable += source.unreadable
-        problems += source.problems
-    metadata, differing = merged_metadata([source.metadata for source in sources if source.metadata])
-    return Source(
-        kind,
-        opened,
-        tuple(files.values()),
-        others=others,
-        texts=texts,
-        problems=tuple(problems),
-        unreadable=tuple(unreadable),
-        metadata=metadata,
-        differing=differing,
-        paths=paths,
-    )
-
-
-_CHECKPOINT = re.compile(r"(?:checkpoint|global_step|step|epoch|iter)[-_=]?([0-9]{1,18})", re.IGNORECASE)
 _CKPT = ".ckpt"  # of Lightning's files and directories
+_CHECKPOINT = re.compile(
+    rf"(checkpoint|global_step|step|epoch|iter)[-_=]?[0-9]{{1,18}}|{'|'.join(_VERL_ROLES)}|.*{re.escape(_CKPT)}",
+    re.IGNORECASE,
+)
 
 
 def check_none_below(opened: OpenedPath) -> None:
-    """Raise InvalidArgumentError for a directory that contains checkpoints, of which one must be named."""
-    if opened.file is not None:
-        return
+    """Raise InvalidArgumentError for a directory without weights that has checkpoints, of which one must be named."""
     store = opened.store
-    names = _checkpoints_below(store) or [name for name in store.directories if _is_dcp(store, name)]
+    if opened.file is not None or any(is_weights(name) and not name.endswith(_CKPT) for name in store.files):
+        return
+    names = [step_name(step) for step in list_steps(store)]
+    if not names:
+        candidates = [*store.directories, *(name for name in store.files if name.endswith(_CKPT))]
+        # The newest last.
+        names = sorted(filter(_CHECKPOINT.fullmatch, candidates), key=lambda name: (len(name), name))
     if names:
-        shown = f"{len(names):,} checkpoint{'' if len(names) == 1 else 's'} ({abbreviated_names(names)})"
-        text = f"this directory contains {shown}: name one of them, such as {store.path_of(names[-1])}"
-        raise InvalidArgumentError(text, path=opened.path)
-
-
-def _checkpoints_below(store: Store) -> list[str]:
-    """Return the names of checkpoints in a directory without weights, the newest last."""
-    if any(is_weights(name) and not name.endswith(_CKPT) for name in store.files):
-        return []
-    saves = [step_name(step) for step in list_steps(store)]
-    numbers = {name: int(match[1]) for name in store.directories if (match := _CHECKPOINT.fullmatch(name)) is not None}
-    if saves or numbers:
-        return saves or sorted(numbers, key=numbers.__getitem__)
-    roles = [name for name in store.directories if name in _VERL_ROLES]
-    if len(roles) > 1:
-        return roles
-    return [name for name, kind in store.listing.items() if name.endswith(_CKPT) and kind != "other"]
-
-
-def _is_dcp(store: Store, name: str) -> bool:
-    try:
-        return ".metadata" in store.below(name).listing
-    except StateExchangeError:  # removed meanwhile, or unreadable
-        return False
+        text = f"this directory contains checkpoints ({abbreviated_names(names)}): name one of them"
+        raise InvalidArgumentError(f"{text}, such as {store.path_of(names[-1])}", path=opened.path)

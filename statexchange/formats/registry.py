@@ -21,12 +21,12 @@ from statexchange.errors import (
     UnsupportedError,
     excerpt,
 )
-from statexchange.formats import directories
+from statexchange.formats.directories import check_none_below
 from statexchange.formats.model_files import is_weights, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
 from statexchange.formats.source import WEIGHTS, Source, Weights
-from statexchange.storage.location import Attempts, OpenedPath, read_with_retry, resolve_path
+from statexchange.storage.location import OpenedPath, read_with_retry, resolve_path
 from statexchange.storage.steps import is_saves_directory
 
 if TYPE_CHECKING:
@@ -85,6 +85,11 @@ FORMATS = (
     _DEEPSPEED,
     _FOREIGN,
     "torch_file",
+)
+# What a format's `read` takes beside the opened path.
+_OPTIONS = {_DIRECTORIES: ("section",), _DEEPSPEED: ("weights",), "save": ("ranks",)}
+_BESIDE_DEEPSPEED = (
+    "not read: a checkpoint of DeepSpeed, whose step the file latest names; to read it, give the directory of the step"
 )
 _DESCRIPTIONS = ("statexchange.json", "manifest.json", "save.json", ".metadata")  # endings of file names
 # All tensors together may have _BASE_BYTES more than _MAX_REPETITION times the bytes of their files.
@@ -145,24 +150,15 @@ def open_with(
     wants: Callable[[str], bool] | None = None,
 ) -> Source:
     """Open a path and read a section of its source with `read`; retry if the path was replaced meanwhile."""
-    path = resolve_path(path, "a source")
-    if section != ALL:
-        check_section(section)
-
-    attempts = Attempts(path)
-    while True:
-        opened = attempts.open()
-        try:
-            return _read_once(opened, read, strict=strict, section=section, wants=wants)
-        except BaseException as error:
-            if not attempts.goes_on(opened, error):
-                raise
+    check_section(section)
+    read_once = partial(_read_once, read=read, strict=strict, section=section, wants=wants)
+    return read_with_retry(resolve_path(path, "a source"), read_once)
 
 
 def _read_once(
     opened: OpenedPath,
-    read: Callable[..., Source],
     *,
+    read: Callable[..., Source],
     strict: bool,
     section: str | None,
     wants: Callable[[str], bool] | None,
@@ -329,36 +325,31 @@ def read_opened(
     ranks: tuple[int, int] | None = None,
 ) -> Source:
     """Return a section of the source at an opened path, by the first format that matches."""
-    if weights is not None and weights not in WEIGHTS:
+    if weights not in (None, *WEIGHTS):
         raise InvalidArgumentError(f"weights must be 'master' or 'model', not {excerpt(weights)}")
     name = _format_of(opened)
-    if name == _DEEPSPEED:
-        from statexchange.formats import deepspeed
-
-        return read_section(partial(deepspeed.read, weights=weights), opened, section=section)
-    if name is not None and weights is not None:
+    if name is None or name == "torch_file":
+        _check_is_complete(opened)
+        check_none_below(opened)
+    if name is None:
+        raise NotFoundError(_UNKNOWN, path=opened.path)
+    if weights is not None and name != _DEEPSPEED:
         text = "weights (--weights) is for checkpoints of DeepSpeed alone, and this is another format"
         raise InvalidArgumentError(text, path=opened.path)
-    if name == _DIRECTORIES:
-        return directories.read(opened, section=section)
     if name == "torch_file":
-        from statexchange.formats import deepspeed
+        from statexchange.formats.deepspeed import check_is_no_part
 
-        _check_is_complete(opened)
-        deepspeed.check_is_no_part(opened)
-        directories.check_none_below(opened)
-    if name is not None:
-        read: Callable[..., Source] = _format(name).read
-        if name == "save":
-            read = partial(read, ranks=ranks)
-        source = read_section(read, opened, section=section)
-        return replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
-    directories.check_none_below(opened)
-    _check_is_complete(opened)
-    raise NotFoundError(_UNKNOWN, path=opened.path)
+        check_is_no_part(opened)
+    options = {"section": section, "weights": weights, "ranks": ranks}
+    read: Callable[..., Source] = _format(name).read
+    source = read(opened, **{option: options[option] for option in _OPTIONS.get(name, ())})
+    if name == _DIRECTORIES:
+        return source
+    source = select_section(source, section)
+    return replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
 
 
-def _unread_beside(opened: OpenedPath, name: str) -> list[str]:
+def _unread_beside(opened: OpenedPath, name: str) -> Sequence[str]:
     """Return a note on what is not read: other files of the checkpoint, or one of another format in the directory."""
     store = opened.store
     if opened.file is not None:
@@ -366,27 +357,9 @@ def _unread_beside(opened: OpenedPath, name: str) -> list[str]:
 
         of = part_of(opened.file, store) if name in ("huggingface", "torch_file") else ""
         return [f"this file alone is {of}: to read all, give their directory, {store.path}"] if of else []
-    if name == "huggingface" and "latest" in store.files and _format(_DEEPSPEED).matches(opened):
-        return ["a checkpoint of DeepSpeed is here, too, and not read: to read it, give the directory of its step"]
-    if name == "dcp":
-        if any(file.endswith("_states.pt") for file in store.files) and _format(_DEEPSPEED).matches(opened):
-            advice = "to read it, move its files to a directory of their own"
-            return [f"a checkpoint of DeepSpeed is here, too, and not read: {advice}"]
-        return [*unread_weights(store, ())]
-    return []
-
-
-def read_section(read: Callable[..., Source], opened: OpenedPath, *, section: str | None) -> Source:
-    """Return a section of what a format's `read` returns."""
-    source = read(opened)
-    if section == ALL:
-        return source
-    try:
-        return select_section(source, section)
-    except InvalidArgumentError:
-        if source.problems:  # the section may be in what is missing
-            raise source.problems[0] from None
-        raise
+    if name == "huggingface" and "latest" in store.files:
+        return [_BESIDE_DEEPSPEED]
+    return unread_weights(store, ()) if name == "dcp" else []
 
 
 def _check_is_complete(opened: OpenedPath) -> None:

@@ -18,7 +18,7 @@ follow from the first keys of the names, such as ``optimizer`` in ``optimizer.st
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import get_args
@@ -34,6 +34,7 @@ __all__ = [
     "check_section",
     "no_section",
     "problems_of",
+    "section_note",
     "section_of",
     "sections_from",
     "sections_of",
@@ -44,149 +45,99 @@ SECTIONS: tuple[SectionName, ...] = get_args(SectionName)
 ALL = "all"
 MODEL_OF_PARTS = "model of parts"  # the model of a framework's directory (directories.py), all of anything else
 
+# The first keys that name a section, which may end in a number: optimizer_1.
+_TABLE: tuple[tuple[SectionName, str], ...] = (
+    ("ema", "ema ema_model model_ema ema_state_dict"),
+    ("optimizer", "opt optim optimizer optimizers optim_state optimizer_state optimizer_states"),
+    ("optimizer", "optim_state_dict optimizer_state_dict param_groups"),
+    ("scheduler", "scheduler schedulers lr_scheduler lr_schedulers opt_param_scheduler"),
+    ("scheduler", "scheduler_state_dict lr_scheduler_state_dict"),
+    ("rng", "rng rng_state rng_states random random_state random_states"),
+    ("other", "args callbacks config dataloader epoch extra_state global_step grad_scaler hparams hyper_parameters"),
+    ("other", "iteration loops pytorch-lightning_version scaler step train_state trainer_state version"),
+)
+_KEYS = {key: section for section, keys in _TABLE for key in keys.split()}
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
-_KEYS: dict[str, SectionName] = {
-    **dict.fromkeys(("ema", "ema_model", "model_ema", "ema_state_dict"), "ema"),
-    **dict.fromkeys(
-        (
-            *("opt", "optim", "optimizer", "optimizers", "optim_state", "optimizer_state", "optimizer_states"),
-            *("optim_state_dict", "optimizer_state_dict"),
-        ),
-        "optimizer",
-    ),
-    **dict.fromkeys(
-        (
-            *("scheduler", "schedulers", "lr_scheduler", "lr_schedulers", "lr_scheduler_state_dict"),
-            *("scheduler_state_dict", "opt_param_scheduler"),
-        ),
-        "scheduler",
-    ),
-    **dict.fromkeys(("rng", "rng_state", "rng_states", "random", "random_state", "random_states"), "rng"),
-    **dict.fromkeys(
-        (
-            *("args", "callbacks", "config", "dataloader", "epoch", "extra_state", "global_step", "grad_scaler"),
-            *("hparams", "hyper_parameters", "iteration", "loops", "pytorch-lightning_version", "scaler", "step"),
-            *("train_state", "trainer_state", "version"),
-        ),
-        "other",
-    ),
-}
-_NUMBER = re.compile(r"_?[0-9]+$")  # of one among several optimizers
-# An entry of an optimizer's own state dict. In a save, a key that is a number stands in brackets: state[0].exp_avg.
-_OPTIMIZER_STATE = re.compile(r"state(\.[0-9]+|\[[0-9]+\])\.[^.]+$|param_groups\b")
-# A key is an optimizer's if all names below it match _OF_STATE, and at least one of them _OF_OPTIMIZER.
-_OF_OPTIMIZER = re.compile(r"[^.]+\.param_groups([.\[]|$)")
-_OF_STATE = re.compile(r"[^.]+\.(param_groups|state)([.\[]|$)")
+_END_OF_KEY, _NUMBER = re.compile(r"[.\[]"), re.compile(r"_?[0-9]+$")
+# An optimizer's own state dict, below its key. In a save, a key that is a number stands in brackets: state[0].exp_avg.
+_OF_OPTIMIZER = re.compile(r"[^.]+\.(param_groups|state)(?:[.\[]|$)")
 _HAS_STATE = re.compile(r"(^|\.)(state|param_groups)[.\[]")
 _NESTED = ("save", "dcp", "torch", "workspace")  # formats whose tensors may be a whole job's state
 
 
 def sections_of(source: Source) -> tuple[Section, ...]:
     """Return the sections of a source, in the order of `SECTIONS`; none if it is not known what its tensors are."""
-    if source.sections:
+    if source.sections or source.selected or source.kind not in _NESTED:
         return source.sections
-    if source.kind not in _NESTED:
+    tensors = source.tensor_names.union(tensor.name for tensor in source.unreadable)
+    values = {*source.others, *_values_of_save(source, tensors)}
+    sections = _by_keys(tensors, values)
+    if sections:
+        return sections
+    # torch's example of a Stateful application wraps its whole state in one, {"app": ...}, and so do others.
+    keys = {name.partition(".")[0] for name in tensors | values}
+    root = f"{keys.pop()}." if len(keys) == 1 else ""
+    if root[:-1] in ("", *_MODEL_KEYS, *_KEYS):
         return ()
-    tensors = {tensor.shard.name for _, tensor in source.shards()}
-    tensors.update(unreadable.name for unreadable in source.unreadable)
-    return _by_keys(tensors, set(source.others) | _values_of_save(source, tensors))
+    below = _by_keys({name.removeprefix(root) for name in tensors}, {name.removeprefix(root) for name in values})
+    if all(section.name != "optimizer" for section in below):
+        return ()
+    return tuple(
+        Section(section.name, root + section.prefix, frozenset(map(root.__add__, section.names))) for section in below
+    )
 
 
-def _values_of_save(source: Source, tensors: set[str]) -> set[str]:
-    """Return the names of plain values in a save by which its sections are known.
-
-    These are the first keys under which there are plain values alone, and the param_groups of optimizers.
-    """
+def _values_of_save(source: Source, tensors: set[str]) -> Iterator[str]:
+    """Yield the first keys of a save under which there are plain values alone, and the param_groups of optimizers."""
     if source.kind != "save" or not source.configs:
-        return set()
+        return
     state = parse_stored(next(iter(source.configs.values())), source.path, source.budget)
-    if not isinstance(state, dict):
-        return set()
-    keys = {_first_key(name).partition("[")[0] for name in tensors}
-    names = {key for key in state if _first_key(key) not in keys}
-    for key, value in state.items():
-        names.update(f"{key}.{path}" for path in _param_groups(value))
-        for inner, below in value.items() if isinstance(value, dict) else ():
-            names.update(f"{key}.{inner}.{path}" for path in _param_groups(below))
-    return names
+    keys = {_END_OF_KEY.split(name, 1)[0] for name in tensors}
+    for key, value in state.items() if isinstance(state, dict) else ():
+        if _END_OF_KEY.split(key, 1)[0] not in keys:
+            yield key
+        if isinstance(value, dict) and "param_groups" in value:
+            yield f"{key}.param_groups"
 
 
-def _param_groups(value: object) -> tuple[str, ...]:
-    return ("param_groups",) if isinstance(value, dict) and "param_groups" in value else ()
-
-
-def _by_keys(tensors: set[str], others: set[str]) -> tuple[Section, ...]:
-    """Return the sections that the first keys of the names show, below a key that all names have, such as "app"."""
-    root = _root(tensors | others)
-    tensors, others = _below(root, tensors), _below(root, others)
-    optimizers = _optimizers(tensors | others)
+def _by_keys(tensors: set[str], values: set[str]) -> tuple[Section, ...]:
+    """Return the sections that the first keys of the names show; () if it is not certain that this is a job's state."""
+    by_key: dict[str, set[str]] = {}
+    for name in tensors | values:
+        by_key.setdefault(_END_OF_KEY.split(name, 1)[0], set()).add(name)
     by_section: dict[SectionName, set[str]] = {}
-    models: dict[str, set[str]] = {}  # by the key that names a model
-    unkeyed = set()
-    for name in tensors | others:
-        key = _first_key(name)
-        section = "optimizer" if key in optimizers else _KEYS.get(_NUMBER.sub("", key))
+    keys: dict[SectionName, list[str]] = {}
+    is_job = False
+    for key, names in by_key.items():
+        section = _section_of_key(key, by_key)
         if section is not None:
-            by_section.setdefault(section, set()).add(name)
-        elif _OPTIMIZER_STATE.match(name):
-            by_section.setdefault("optimizer", set()).add(name)
-        elif key in _MODEL_KEYS and name != key:
-            models.setdefault(key, set()).add(name)
+            has_state = section == "optimizer" and any(map(_HAS_STATE.search, names))
+            is_job = is_job or has_state or not names.isdisjoint(values)
+        elif key in _MODEL_KEYS or not names.isdisjoint(tensors):
+            section = "model"
         else:
-            unkeyed.add(name)
-    if not _is_job_state(by_section, others):
-        return ()
-    if len(models) == 1 and unkeyed.isdisjoint(tensors):
-        by_section["model"] = set().union(*models.values())
-        by_section["other"] = by_section.get("other", set()) | unkeyed
-    else:
-        by_section["model"] = unkeyed.union(*models.values())
+            section = "other"
+        by_section.setdefault(section, set()).update(names)
+        keys.setdefault(section, []).append(key)
     sections = []
-    for section in SECTIONS:
-        names = by_section.get(section)
-        if names:
-            prefix = "" if section == "model" and unkeyed & names else _common_key(names)
-            sections.append(Section(section, root + prefix, frozenset(root + name for name in names)))
+    for section in SECTIONS if is_job else ():
+        if section in by_section:
+            names = by_section[section]
+            prefix = f"{keys[section][0]}."
+            # The names of a model may begin with one key themselves.
+            has_prefix = {name[: len(prefix)] for name in names} == {prefix}
+            is_model_part = section == "model" and keys[section][0] not in _MODEL_KEYS
+            sections.append(Section(section, prefix if has_prefix and not is_model_part else "", frozenset(names)))
     return tuple(sections)
 
 
-def _root(names: set[str]) -> str:
-    """Return the key with its dot that all names have above the keys of a job's state; "" if there is none.
-
-    torch's example of a Stateful application wraps its whole state in one, and so do jobs that follow it.
-    """
-    key = _common_key(names)
-    is_section = key[:-1] in _MODEL_KEYS or _NUMBER.sub("", key[:-1]) in _KEYS
-    if not key or is_section or not _optimizers(_below(key, names)):
-        return ""
-    return key
-
-
-def _below(root: str, names: set[str]) -> set[str]:
-    return {name.removeprefix(root) for name in names} if root else names
-
-
-def _optimizers(names: set[str]) -> set[str]:
-    """Return the first keys under which there is an optimizer's state dict, whatever the keys are called."""
-    others = {_first_key(name) for name in names if not _OF_STATE.match(name)}
-    return {_first_key(name) for name in names if _OF_OPTIMIZER.match(name)} - others
-
-
-def _common_key(names: set[str]) -> str:
-    """Return the first key of all names with its dot; "" if they have several, or one name is the key itself."""
-    keys = {_first_key(name) for name in names}
-    return "" if len(keys) > 1 or keys <= names else f"{keys.pop()}."
-
-
-def _is_job_state(found: Mapping[SectionName, set[str]], others: set[str]) -> bool:
-    """Whether a checkpoint has the state of an optimizer, or plain values under keys of a job's state."""
-    if any(map(_HAS_STATE.search, found.get("optimizer", ()))):
-        return True
-    return any(not names.isdisjoint(others) for names in found.values())
-
-
-def _first_key(name: str) -> str:
-    return name.partition(".")[0]
+def _section_of_key(key: str, by_key: Mapping[str, set[str]]) -> SectionName | None:
+    """Return the section that a key names, or that the names below it show; None for the model or an unknown one."""
+    parts = {match and match[1] for match in map(_OF_OPTIMIZER.match, by_key[key])}
+    is_optimizer = "param_groups" in parts and parts <= {"param_groups", "state"}
+    if is_optimizer or (key == "state" and "param_groups" in by_key):
+        return "optimizer"
+    return _KEYS.get(_NUMBER.sub("", key))
 
 
 def check_section(section: object) -> None:
@@ -208,43 +159,43 @@ def select_section(source: Source, section: str | None) -> Source:
 
     Raises:
         InvalidArgumentError: the source does not have the section.
+        StateExchangeError: it does not have it, and something is missing or broken.
     """
     if section in (ALL, MODEL_OF_PARTS):
         return source
     sections = sections_of(source)
     if not sections and section is None:
         return source
-    by_name = {known.name: known for known in sections}
-    wanted = by_name.get(section or "model")  # type: ignore[call-overload]
+    name = section or "model"
+    wanted = next((candidate for candidate in sections if candidate.name == name), None)
     if wanted is None:
-        raise no_section(source, section or "model")
-    left_out = [known for known in sections if known != wanted]
-    if section is None and not left_out and not wanted.prefix:
+        # The section may be in what is missing.
+        raise source.problems[0] if source.problems else no_section(source, name)
+    rest = [repr(unread.name) for unread in sections if unread != wanted]
+    if section is None and not rest and not wanted.prefix:
         return source
-    notes = (*source.notes, _note(wanted, left_out))
+    notes = (*source.notes, section_note(name, rest, prefix=wanted.prefix))
     return replace(section_of(source, wanted), sections=(), selected=wanted.name, notes=notes)
 
 
-def _note(section: Section, left_out: list[Section]) -> str:
-    text = f"only the section {section.name!r} is read"
-    if left_out:
-        text += f", not {', '.join(repr(known.name) for known in left_out)}"
-    if section.prefix:
-        text += f"; its prefix {section.prefix!r} is removed"
+def section_note(section: str, unread: Sequence[str], of: str = "", *, prefix: str = "") -> str:
+    """Return the note that one section alone is read."""
+    text = f"only the section {section!r}{of} is read"
+    if unread:
+        text += f", not {', '.join(unread)}"
+    if prefix:
+        text += f"; its prefix {prefix!r} is removed"
     return f'{text} (all: section="all", --section all)'
 
 
 def no_section(source: Source, section: str) -> InvalidArgumentError:
     """Return the error for a section that a source does not have."""
-    sections = ", ".join(repr(known.name) for known in sections_of(source))
-    text = f"there is no section {section!r}, only {sections}: choose with section (--section)"
-    if not sections:
+    names = ", ".join(repr(section_of_source.name) for section_of_source in sections_of(source))
+    text = f"there is no section {section!r}, only {names}: choose with section (--section)"
+    if not names:
         text = f"there is no section {section!r}: the names do not show sections here (--section all takes everything)"
-    elif section == "model" and source.parts and source.notes:  # the one file of another part
-        text = source.notes[0]
-        if any(shard_file.tensors for shard_file in source.files):
-            text += f"; to read this file alone, choose {sections} with section (--section)"
-    return InvalidArgumentError(text, path=source.path)
+    # The note of one file of another part says where the model lies.
+    return InvalidArgumentError("; ".join((text, *source.notes)), path=source.path)
 
 
 def section_of(source: Source, section: Section) -> Source:

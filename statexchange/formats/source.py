@@ -1,4 +1,20 @@
-"""A source: a checkpoint of any format as files with shards, and a byte range for each box of each shard."""
+"""A source: a checkpoint of any format as files with shards, and a byte range for each box of each shard.
+
+::
+
+    Source        files             tensors, by name          boxes              bytes
+    ------        -----             ----------------          -----              -----
+    directory -+- ShardFile 0 -+--- SourceTensor "w" -------- rows 0 to 3 ------ file 0, from 4,096 on
+               |               +--- SourceTensor "b" -------- all -------------- file 0, from 4,192 on
+               +- ShardFile 1 ----- SourceTensor "w" -------- rows 3 to 5 ------ file 1, from 4,096 on
+                                        |                         |                      |
+                                    shard: name, dtype,       shard.boxes:           byte_ranges:
+                                    global_shape              offsets and shape      of each box, in order
+
+What reads tensors asks for the files and goes to the right. Beside them a source has entries that are no tensors
+(`others`), what is missing or broken (`problems`, and the `unreadable` tensors that it affects), and what the format
+knows of the job that wrote it.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +106,6 @@ SourceKind = Literal[
 SectionName = Literal["model", "ema", "optimizer", "scheduler", "rng", "other"]
 Weights = Literal["master", "model"]  # of a DeepSpeed checkpoint
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
-_KINDS_WITH_LISTS = ("save", "workspace", "dcp")
 KINDS_WITH_RANKS = ("save", "workspace", "megatron torch_dist", "megatron ranks", "dcp", "deepspeed", "rank files")
 
 
@@ -274,26 +289,16 @@ def merged_metadata(files: Sequence[Mapping[str, str]]) -> tuple[dict[str, str],
 
     torchao's lists of names, one in each file, are joined.
     """
-    values: dict[str, set[str]] = {}
+    values: dict[str, dict[str, None]] = {}  # the values of each key, in the order of the files
     for metadata in files:
         for key, value in metadata.items():
-            values.setdefault(key, set()).add(value)
-    if len(values.get(TORCHAO_NAMES, ())) > 1:
-        joined = _joined_lists(metadata[TORCHAO_NAMES] for metadata in files if TORCHAO_NAMES in metadata)
-        values[TORCHAO_NAMES] = values[TORCHAO_NAMES] if joined is None else {joined}
+            values.setdefault(key, {})[value] = None
+    lists = [torchao_names(text) for text in values.get(TORCHAO_NAMES, ())]
+    if len(lists) > 1 and None not in lists:
+        names = dict.fromkeys(name for listed in lists for name in listed or ())
+        values[TORCHAO_NAMES] = {json.dumps(list(names)): None}
     agreed = {key: next(iter(of_key)) for key, of_key in sorted(values.items()) if len(of_key) == 1}
     return agreed, tuple(key for key in sorted(values) if key not in agreed)
-
-
-def _joined_lists(texts: Iterable[str]) -> str | None:
-    """Return one JSON list of the names in several, each once; None if one text is something else."""
-    names: dict[str, None] = {}
-    for text in texts:
-        listed = torchao_names(text)
-        if listed is None:
-            return None
-        names |= dict.fromkeys(listed)
-    return json.dumps(list(names))
 
 
 def torchao_names(text: str) -> list[str] | None:
@@ -467,10 +472,14 @@ class Source:
     paths: Mapping[str, Path] = field(default_factory=dict)
 
     @property
+    def tensor_names(self) -> set[str]:
+        """The names of all tensors in the files."""
+        return set().union(*(shard_file.tensors for shard_file in self.files))
+
+    @property
     def names(self) -> set[str]:
-        """The names of all tensors and other entries."""
-        names = {tensor.shard.name for _, tensor in self.shards()}
-        return names.union(self.others, (tensor.name for tensor in self.unreadable))
+        """The names of all tensors, also of those that cannot be read, and other entries."""
+        return self.tensor_names.union(self.others, [tensor.name for tensor in self.unreadable])
 
     @property
     def unsupported(self) -> dict[str, UnsupportedError]:
@@ -531,11 +540,11 @@ class Source:
     def uncovered(self) -> tuple[StateExchangeError, ...]:
         """Return the error of a tensor whose boxes do not cover it, if nothing but the boxes can show a missing file.
 
-        That is so for files of torch.save, one per rank, and of torch's HuggingFaceStorageWriter. Other formats list
-        their files, or have the world size. Only the error of the first such tensor is returned.
+        That is so for files of torch.save, one per rank, and of torch's HuggingFaceStorageWriter. Where the world size
+        is known, or a manifest lists the files, a missing one is a problem. Only the error of the first such tensor is
+        returned.
         """
-        has_list = self.kind in _KINDS_WITH_LISTS or self.manifest is not None
-        if self.problems or self.world_size is not None or has_list:
+        if self.problems or self.world_size is not None or self.manifest is not None:
             return ()
         shapes = {
             tensor.shard.name: tensor.shard.global_shape
@@ -584,7 +593,7 @@ class Source:
 
     def unwrapped(self) -> Source:
         """Return the source without the parts of wrappers in its names, and with a note if there were any."""
-        names = {tensor.shard.name for _, tensor in self.shards()}
+        names = self.tensor_names
         rules = wrapper_rules(names)
         if not rules:
             return self

@@ -141,7 +141,7 @@ def diff_paths(
             configs = [*configs_beside(source_a), *configs_beside(source_b)]
             source_a = convert_source(source_a.unwrapped(), conversion, numbers, configs).source  # noqa: PLW2901
         source_a, source_b = source_a.unwrapped(), source_b.unwrapped()  # noqa: PLW2901
-        names_a = {tensor.shard.name for _, tensor in source_a.shards()}
+        names_a = source_a.tensor_names
         # The patterns match the names of both after those of a are renamed.
         renaming = ExportOptions(rename=options.rename)
         side_a, side_b = _side(source_a, renaming, options), _side(source_b, ExportOptions(), options)

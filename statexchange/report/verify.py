@@ -115,7 +115,7 @@ def verify(
                 if is_last_attempt:
                     raise
                 continue
-            names = {tensor.shard.name for _, tensor in source.shards()}
+            names = source.tensor_names
             return VerifyReport(
                 path=without_secrets(os.fspath(path)),
                 kind=source.kind,

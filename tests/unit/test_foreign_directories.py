@@ -220,7 +220,7 @@ def test_a_file_of_lightnings_directory_alone_is_shown(call: CommandLine, tmp_pa
         (
             "deepspeed/zero2",
             "huggingface",
-            "a checkpoint of DeepSpeed is here, too, and not read: to read it",
+            "not read: a checkpoint of DeepSpeed, whose step the file latest names; to read it",
         ),
         ("lightning/sharded/last.ckpt", "lightning", "not read: model.safetensors"),
         (
@@ -267,7 +267,7 @@ def test_verls_steps_are_named_if_the_newest_is_missing(tmp_path: Path, call: Co
     (path / "latest_checkpointed_iteration.txt").write_text("9")
     for arguments in (["info", path], ["verify", path], ["merge", path, tmp_path / "out"]):
         code, printed = run(call, *arguments)
-        expected = "names global_step_9, which is missing; there are: global_step_1. To read one of these, give its"
+        expected = "names global_step_9, which is missing: give the directory of another"
         assert (code, expected in printed) == (5, True), printed
     assert run(call, "scan", path)[0] == 1
 
@@ -278,7 +278,7 @@ def test_deepspeeds_files_beside_a_dcp_and_gguf_beside_weights_are_named(tmp_pat
     trainer = Path(shutil.copytree(DATA / "trainer/plain/checkpoint-2", tmp_path / "trainer"))
     shutil.copy(DATA / "foreign/model.gguf", trainer)
     for path, text in (
-        (mixed, "a checkpoint of DeepSpeed is here, too, and not read"),
+        (mixed, "not read: mp_rank_00_model_states.pt"),
         (trainer, "not read: model.gguf"),
     ):
         for arguments in (["info", path], ["merge", path, tmp_path / f"{path.name}.out"]):
