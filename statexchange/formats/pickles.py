@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import io
 import pickletools
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from statexchange.storage.wrong_kinds import wrong_kind_of_bytes
 from statexchange.tensors import DTYPE_NAMES
 from statexchange.units import printable
 
-__all__ = ["MAX_PICKLE_BYTES", "GlobalRef", "OpaqueObject", "contents", "each_once", "read_pickle"]
+__all__ = ["MAX_PICKLE_BYTES", "GlobalRef", "OpaqueObject", "contents", "read_pickle"]
 
 MAX_PICKLE_BYTES = 512 << 20
 _MAX_LONG_BITS = 8192
@@ -206,15 +206,6 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         text = f"not a valid pickle: near byte {machine.file.tell()}: {excerpt(error)}"
         raise CorruptError(text, path=path) from None
-
-
-def each_once(values: Collection[Any], kinds: Collection[type]) -> Iterator[Any]:
-    """Yield the values of these types, an object that is there many times once."""
-    if set(kinds).isdisjoint(map(type, values)):  # as of a list of numbers
-        return
-    for value in dict(zip(map(id, values), values, strict=True)).values():
-        if type(value) in kinds:
-            yield value
 
 
 def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Container[int] = ()) -> Iterator[Any]:

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, TruncatedError, UnsupportedError, excerpt
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents, each_once
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents
 from statexchange.formats.source import strides_of
 from statexchange.sharding.shards import sizes_from_json
 from statexchange.storage.store import Budget, ByteRange, StoredFile
@@ -301,8 +301,9 @@ def describe(value: Any) -> str:
     if type(value) in (str, int, float, bool, type(None)):
         shown = excerpt(value, 80)
         return shown if value is None else f"{type(value).__name__} {shown}"
-    items = each_once(value.values() if type(value) is dict else value, (OpaqueObject, GlobalRef))
-    classes = {item.class_name: None for item in items if item.is_unknown}
+    items = value.values() if type(value) is dict else value
+    opaque_items = [item for item in items if type(item) in (OpaqueObject, GlobalRef) and item.is_unknown]
+    classes = dict.fromkeys(item.class_name for item in opaque_items)
     more = "" if len(classes) <= _MAX_CLASSES else ", ..."
     opaque = f" (opaque {', '.join(islice(classes, _MAX_CLASSES))}{more})" if classes else ""
     return f"{type(value).__name__} of {len(value)}{opaque}"

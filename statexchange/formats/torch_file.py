@@ -9,7 +9,7 @@ tensors, it is unsupported.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,13 @@ from statexchange.errors import (
 )
 from statexchange.formats.huggingface import RANK, check_numbers, misplaced, names_by_file, read_index
 from statexchange.formats.model_files import INDEX, TORCH, model_files, only_indexed, unread_weights
-from statexchange.formats.part_names import StateFile, state_file
-from statexchange.formats.pickles import GlobalRef, OpaqueObject, each_once, read_pickle
+from statexchange.formats.part_names import state_file
+from statexchange.formats.pickles import GlobalRef, OpaqueObject, read_pickle
 from statexchange.formats.sections import sections_from
 from statexchange.formats.source import (
     Part,
     Section,
+    SectionName,
     ShardFile,
     Source,
     SourceTensor,
@@ -88,52 +89,33 @@ def read(opened: OpenedPath) -> Source:
     the files are numbered in the order of their names.
     """
     store = opened.store
-    problems: list[StateExchangeError] = []
-    shard_files: list[ShardFile] = []
-    others: dict[str, str] = {}
-    texts: dict[str, str] = {}
-    differing: dict[str, str] = {}  # what two files have for a value that they do not share, by name
-    unreadable: list[UnreadableTensor] = []
-    paths: list[tuple[str, Path | None]] = []  # of each entry of each file
-    known: dict[str, StateFile] = {}  # by name of an entry
     indexed, names = _files_to_read(opened)
+    problems: list[StateExchangeError] = []
     if opened.file is None and not indexed:
         problems += check_numbers(names, store)
     listed_names = names_by_file(indexed)
-    notes = unread_weights(store, names) if opened.file is None else ()
+    files: list[TorchFile] = []
+    unreadable: list[UnreadableTensor] = []
     for rank, name in _ranked(names):
         try:
-            reader = TorchFile.whole(open_listed(store, name), rank)
-            shard_files.append(reader.shard_file)
-            for entry, text in reader.texts.items():
-                if texts.setdefault(entry, text) != text and entry not in differing:
-                    differing[entry] = f"{others[entry]} in one file, {reader.others[entry]} in another"
-            others |= reader.others
-            unreadable += reader.unsupported
-            paths += reader.paths.items()
-            part = state_file(name)
-            if part is not None:
-                known |= dict.fromkeys(reader.paths, part)
-            continue
+            file = TorchFile.whole(open_listed(store, name), rank)
+            del file.root  # its objects may take far more memory than the entries
+            files.append(file)
+            unreadable += file.unsupported
         except StateExchangeError as error:
             problems.append(error)
-        path = store.path_of(name)
-        unreadable += [UnreadableTensor(tensor, None, None, path) for tensor in listed_names.get(name, [])]
-    others |= differing
-    for entry in differing:
-        del texts[entry]
-    listed = {name: file for name, file in indexed.items() if name not in others}
+            path = store.path_of(name)
+            unreadable += [UnreadableTensor(tensor, None, None, path) for tensor in listed_names.get(name, [])]
+    shard_files = [file.shard_file for file in files]
+    others, texts = _values_of(files)
+    listed = {name: file_name for name, file_name in indexed.items() if name not in others}
     problems += misplaced(listed, shard_files, unreadable)
+    parts, notes = _parts_and_notes(opened, names)
     if indexed:
         shard_files, stale = only_indexed(shard_files, indexed)
         notes += stale
-    if opened.file is None and not any(shard_file.tensors for shard_file in shard_files) and not unreadable:
+    if opened.file is None and not unreadable and not any(file.tensors for file in files):
         problems += _lone_side_files(store)
-    parts: tuple[Part, ...] = ()
-    part = None if opened.file is None else state_file(opened.file)
-    if part is not None and opened.file is not None:
-        parts = (Part(part.section, (opened.file,)),)
-        notes = (f"this file alone is {part.about}: give the directory of the checkpoint, {store.path}",)
     source = Source(
         "torch",
         opened,
@@ -144,14 +126,45 @@ def read(opened: OpenedPath) -> Source:
         texts=texts,
         problems=tuple(problems),
         unreadable=tuple(unreadable),
-        paths=agreed_paths(paths),
+        paths=agreed_paths(entry for file in files for entry in file.paths.items()),
     )
-    return replace(source, sections=_sections(source.names, known))
+    return replace(source, sections=_sections(source.names, files))
 
 
-def _sections(names: Iterable[str], known: Mapping[str, StateFile]) -> tuple[Section, ...]:
+def _values_of(files: Iterable[TorchFile]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return `others` and `texts` of all files; a value that differs between two has no text, and both descriptions."""
+    others: dict[str, str] = {}
+    texts: dict[str, str] = {}
+    differing: dict[str, str] = {}
+    for file in files:
+        for name, text in file.texts.items():
+            if texts.setdefault(name, text) != text:
+                differing.setdefault(name, f"{others[name]} in one file, {file.others[name]} in another")
+        others |= file.others
+    for name in differing:
+        del texts[name]
+    return others | differing, texts
+
+
+def _parts_and_notes(opened: OpenedPath, names: Sequence[str]) -> tuple[tuple[Part, ...], tuple[str, ...]]:
+    """Return what a file alone is, if it is not the model, and notes on it, or on what is not read of a directory."""
+    if opened.file is None:
+        return (), unread_weights(opened.store, names)
+    part = state_file(opened.file)
+    if part is None:
+        return (), ()
+    note = f"this file alone is {part.about}: give the directory of the checkpoint, {opened.store.path}"
+    return (Part(part.section, (opened.file,)),), (note,)
+
+
+def _sections(names: Iterable[str], files: Iterable[TorchFile]) -> tuple[Section, ...]:
     """Return the sections, if names of files show some; then all entries of other files are the model's."""
-    return sections_from(names if known else (), lambda name: known[name].section if name in known else "model")
+    sections: dict[str, SectionName] = {}
+    for file in files:
+        part = state_file(file.path.rpartition("/")[2])
+        if part is not None:
+            sections |= dict.fromkeys(file.paths, part.section)
+    return sections_from(names if sections else (), lambda name: sections.get(name, "model"))
 
 
 def _lone_side_files(store: Store) -> list[StateExchangeError]:
@@ -216,7 +229,7 @@ class TorchFile:
         data = self._archive.pickle()
         self._nbytes = len(data)
         self.budget = file.budget.of(file.path, len(data))
-        self._meshes = _MeshShapes(self.budget)
+        self._axis_sizes: dict[Any, int] = {}
         self.root = read_pickle(data, file.path, self.budget, unknown_classes=True)
 
     @classmethod
@@ -337,17 +350,12 @@ class TorchFile:
         boxes = []
         self.budget.spend(sum(min(split.split_factor, max(shape, default=0)) for split in splits if split is not None))
         if mesh["_coordinate_on_dim"] is not None:
-            boxes = local_boxes(
-                shape, self._meshes.shape_of(spec["mesh"], splits), sizes_from_json(mesh["_coordinate_on_dim"]), splits
-            )
+            mesh_shape = _mesh_shape(mesh, splits, self.budget, self._axis_sizes)
+            boxes = local_boxes(shape, mesh_shape, sizes_from_json(mesh["_coordinate_on_dim"]), splits)
         self.budget.spend(len(boxes))
         shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
         ends = [tuple(map(operator.add, local_offsets, box.shape)) for box, local_offsets in boxes]
-        expected = local.shape
-        if len(ends) > 1:
-            expected = tuple(map(max, *ends))
-        elif ends:
-            expected = ends[0]
+        expected = tuple(map(max, ends[0], *ends)) if ends else local.shape
         if shard.nbytes != local.nbytes or expected != local.shape:
             problem = "its local tensor does not fit its placements"
             raise CorruptError(problem, name=name, path=self.path, expected=expected, found=local.shape)
@@ -428,7 +436,7 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
         return value.items() if value else None
     if type(value) in (list, tuple):
         kinds = set(map(type, value))
-        if not kinds.isdisjoint((dict, list, tuple)) or any(map(is_tensor, each_once(value, (OpaqueObject,)))):
+        if not kinds.isdisjoint((dict, list, tuple)) or (OpaqueObject in kinds and any(map(is_tensor, value))):
             kind = ListItem if type(value) is list else TupleItem
             return ((kind(index), item) for index, item in enumerate(value))
     return None
@@ -453,35 +461,22 @@ def _dim_split(placement: OpaqueObject) -> DimSplit | None:
 _Axis = tuple[tuple[int, int], ...]  # (size, stride) of the parts of a mesh axis, in entries of the rank map
 
 
-class _MeshShapes:
-    """The shapes of a pickle's meshes.
+def _mesh_shape(
+    mesh: dict[str, Any], splits: list[DimSplit | None], budget: Budget, axis_sizes: dict[Any, int]
+) -> list[int]:
+    """Return the shape of a mesh; `splits` has a DimSplit for each axis that splits the tensor.
 
-    Checked meshes and axes are cached by id, which stays valid because the pickle's root keeps all values alive.
+    An axis is checked once for all tensors of a pickle whose meshes share a list of ranks. `axis_sizes` has the sizes
+    of those that were checked, by the id of the list, which stays valid because the pickle's root keeps it alive.
     """
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self._shapes: dict[Any, list[int]] = {}
-        self._sizes: dict[Any, int] = {}
-
-    def shape_of(self, mesh: OpaqueObject, splits: list[DimSplit | None]) -> list[int]:
-        """Return the shape of a mesh; `splits` has a DimSplit for each axis that splits the tensor.
-
-        A mesh is checked once for all tensors that are split along the same axes, an axis once for all meshes that
-        share their list of ranks.
-        """
-        is_split = tuple(split is not None for split in splits)
-        key = id(mesh), is_split
-        if key not in self._shapes:
-            ranks, axes = _ranks_and_axes(mesh.state)
-            self._shapes[key] = [self._size(ranks, axis, split) for axis, split in zip(axes, is_split, strict=True)]
-        return self._shapes[key]
-
-    def _size(self, ranks: Any, axis: _Axis, is_split: bool) -> int:
-        key = id(ranks), axis, is_split
-        if key not in self._sizes:
-            self._sizes[key] = _checked_axis(ranks, axis, self._budget, is_split=is_split)
-        return self._sizes[key]
+    ranks, axes = _ranks_and_axes(mesh)
+    shape = []
+    for axis, split in zip(axes, splits, strict=True):
+        key = id(ranks), axis, split is not None
+        if key not in axis_sizes:
+            axis_sizes[key] = _checked_axis(ranks, axis, budget, is_split=split is not None)
+        shape.append(axis_sizes[key])
+    return shape
 
 
 def _ranks_and_axes(mesh: dict[str, Any]) -> tuple[Any, list[_Axis]]:

@@ -29,7 +29,7 @@ from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import CorruptError, IncompleteError, ReplicaError, UnsafeError, UnsupportedError
 from statexchange.formats.pickles import OpaqueObject
 from statexchange.formats.registry import open_checkpoint, open_source
-from statexchange.formats.torch_file import _MeshShapes
+from statexchange.formats.torch_file import _mesh_shape
 from statexchange.report.verify import verify
 from statexchange.sharding.sharding_spec import DimSplit
 from statexchange.storage.store import Budget
@@ -357,7 +357,7 @@ OLDER_MESHES = {
 
 
 def shape_of(state: dict[str, Any], cuts: list[DimSplit | None]) -> list[int]:
-    return _MeshShapes(Budget("x")).shape_of(OpaqueObject("DeviceMesh", (), state), cuts)
+    return _mesh_shape(state, cuts, Budget("x"), {})
 
 
 @pytest.mark.parametrize("state", OLDER_MESHES.values(), ids=OLDER_MESHES)
