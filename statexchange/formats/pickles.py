@@ -345,19 +345,14 @@ class _Machine:
     def check_key(self, key: Any) -> None:
         """Check a key: a scalar or a flat tuple of scalars, so that hashing it does not recurse.
 
-        Python randomises the hashes of str and bytes, but a pickle can choose the hashes of numbers and of tuples of
-        numbers.
+        Python randomises the hashes of str and bytes, but a pickle can choose those of long integers and of tuples of
+        numbers. Of float no more than some hundreds have one hash.
         """
-        kind = type(key)
-        if kind is tuple:
-            self.budget.spend(len(key), sum(len(item) for item in key if type(item) in (str, bytes)))
-            if not all(type(item) in _SCALAR_TYPES for item in key):
-                raise UnsafeError("refused: a tuple of more than scalars as a key", path=self.path)
-        elif kind in (str, bytes):
-            self.budget.spend(0, len(key))
-        elif kind not in _KEY_TYPES:
-            raise UnsafeError(f"refused: {type_text(key)} as a key", path=self.path)
-        if kind in (tuple, float) or (kind is int and not -_HASH_PRIME < key < _HASH_PRIME):
+        items = key if type(key) is tuple else (key,)
+        if not _KEY_TYPES.issuperset(map(type, items)):
+            raise UnsafeError(f"refused: {type_text(key)} as a key, or in one", path=self.path)
+        self.budget.spend(len(items), sum(len(item) for item in items if type(item) in (str, bytes)))
+        if items is key or (type(key) is int and not -_HASH_PRIME < key < _HASH_PRIME):
             self.check_hash(key)
 
     def check_hash(self, key: Any) -> None:
@@ -424,18 +419,19 @@ def _call(machine: _Machine, _: None) -> None:
     if callee.name == "Size" and len(args) == 1 and type(args[0]) is tuple:
         machine.stack.append(args[0])
     elif callee.name in ("OrderedDict", "defaultdict", "Counter"):
-        machine.stack.append(_dict(machine, args))
+        machine.stack.append(_dict(machine, callee.name, args))
     else:
         machine.stack.append(OpaqueObject(callee.name, args))
 
 
-def _dict(machine: _Machine, args: tuple[Any, ...]) -> dict[Any, Any]:
-    """Return the dict that a call of a dict's class would construct."""
-    content: Any = args[-1] if args and type(args[-1]) in (dict, list) else {}
-    machine.budget.spend(_STEPS_PER_COPY * len(content))
-    pairs = content.items() if type(content) is dict else [(key, value) for key, value in content]
-    machine.checked_keys([key for key, _ in pairs])
-    return dict(pairs)
+def _dict(machine: _Machine, kind: str, args: tuple[Any, ...]) -> dict[Any, Any]:
+    """Return the dict that a call of a dict's class would construct: a Counter copies a dict, other items follow."""
+    if kind == "Counter" and len(args) == 1 and type(args[0]) is dict:
+        machine.budget.spend(_STEPS_PER_COPY * len(args[0]))
+        return dict(args[0])
+    if args and not (kind == "defaultdict" and len(args) == 1):
+        raise UnsafeError(f"refused: the pickle calls {kind} with items", path=machine.path)
+    return {}
 
 
 def _build(machine: _Machine, _: None) -> None:

@@ -8,6 +8,7 @@ tensors, it is unsupported.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -50,7 +51,7 @@ from statexchange.formats.torch_archive import (
 )
 from statexchange.sharding.paths import ListItem, Path, TupleItem, agreed_paths
 from statexchange.sharding.sharding_spec import DimSplit, local_boxes
-from statexchange.sharding.shards import MAX_DIMS, Box, Shard, c_strides, full_box, sizes_from_json
+from statexchange.sharding.shards import MAX_DIMS, Box, Shard, full_box, sizes_from_json
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Budget, Store, StoredFile
 from statexchange.storage.wrong_kinds import wrong_kind_of
@@ -229,7 +230,7 @@ class TorchFile:
         data = self._archive.pickle()
         self._nbytes = len(data)
         self.budget = file.budget.of(file.path, len(data))
-        self._axis_sizes: dict[Any, int] = {}
+        self._ranks_in_order: dict[int, bool] = {}
         self.root = read_pickle(data, file.path, self.budget, unknown_classes=True)
 
     @classmethod
@@ -350,7 +351,7 @@ class TorchFile:
         boxes = []
         self.budget.spend(sum(min(split.split_factor, max(shape, default=0)) for split in splits if split is not None))
         if mesh["_coordinate_on_dim"] is not None:
-            mesh_shape = _mesh_shape(mesh, splits, self.budget, self._axis_sizes)
+            mesh_shape = _mesh_shape(mesh, splits, self.budget, self._ranks_in_order)
             boxes = local_boxes(shape, mesh_shape, sizes_from_json(mesh["_coordinate_on_dim"]), splits)
         self.budget.spend(len(boxes))
         shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
@@ -385,47 +386,41 @@ def open_archive(file: StoredFile) -> Archive:
     raise CorruptError(text or "not a file of torch.save", path=path)
 
 
-def leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Path | None, Any]]:
+def leaves(
+    value: Any, path: str, budget: Budget, name: str = "", keys: Path | None = (), depth: int = 0
+) -> Iterator[tuple[str, Path | None, Any]]:
     """Yield (dotted name, path, value) of all but containers, in order. A sequence without tensors is one leaf.
 
     The path is None where its keys do not join to the name, or a key is no plain value. A pickle can refer to one list
     many times, so visits, the text of names and the keys of paths are counted against the budget.
+
+    Args:
+        value: what the pickle of the file at `path` has.
+        path: the file's path, for messages.
+        budget: for visits and names.
+        name, keys, depth: where `value` is in the pickle, if it is not all of it.
     """
-    # Iterators, not lists of children: a list that contains itself would be listed again at each level.
-    first = ("tensor", None, root) if is_tensor(root) else ("", (), root)
-    waiting: list[Iterator[tuple[str, Path | None, Any]]] = [iter([first])]
-    while waiting:
-        entry = next(waiting[-1], None)
-        if entry is None:
-            waiting.pop()
-            continue
-        name, keys, value = entry
-        if len(waiting) > MAX_DEPTH + 1:
-            raise CorruptError(f"refused: it is nested more than {MAX_DEPTH} levels deep", name=name[:80], path=path)
-        if type(value) in (dict, list, tuple, set, frozenset):
-            budget.spend(len(value))
-        children = _children(value)
-        if children is None:
-            if name or type(value) is not dict:  # a whole file of an empty mapping has no entry
-                yield name or "value", keys if name else None, value
-            continue
-        if keys and not name:  # below a key without text: names do not have its dot
-            keys = None
-        waiting.append(_named(children, name, keys, budget))
-
-
-def _named(
-    children: Iterable[tuple[Any, Any]], name: str, keys: Path | None, budget: Budget
-) -> Iterator[tuple[str, Path | None, Any]]:
-    """Yield the children of the container `name`, whose path is `keys`, by their dotted names."""
+    if depth > MAX_DEPTH:
+        raise CorruptError(f"refused: it is nested more than {MAX_DEPTH} levels deep", name=name[:80], path=path)
+    if type(value) in (dict, list, tuple, set, frozenset):
+        budget.spend(len(value))
+    children = _children(value)
+    if children is None:
+        if name:
+            yield name, keys, value
+        elif type(value) is not dict:  # a whole file of an empty mapping has no entry
+            yield "tensor" if is_tensor(value) else "value", None, value
+        return
+    if depth and not name:  # below a key without text: names do not have its dot
+        keys = None
     for key, child in children:
         text = key if type(key) is str else excerpt(key, _MAX_KEY_TEXT)
-        path = None
+        below = None
         # A longer text may be cut short.
         if keys is not None and type(key) in _KEY_TYPES and (type(key) is str or len(text) < _MAX_KEY_TEXT):
-            path = (*keys, key)
+            below = (*keys, key)
         budget.spend(1, len(name) + len(text))  # a path has no more keys than its name has characters
-        yield f"{name}.{text}" if name else text, path, child
+        yield from leaves(child, path, budget, f"{name}.{text}" if name else text, below, depth + 1)
 
 
 def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
@@ -458,72 +453,47 @@ def _dim_split(placement: OpaqueObject) -> DimSplit | None:
     raise UnsupportedError(f"placement {placement.name} is a pending reduction: redistribute the tensor, then save it")
 
 
-_Axis = tuple[tuple[int, int], ...]  # (size, stride) of the parts of a mesh axis, in entries of the rank map
-
-
 def _mesh_shape(
-    mesh: dict[str, Any], splits: list[DimSplit | None], budget: Budget, axis_sizes: dict[Any, int]
+    mesh: dict[str, Any], splits: Sequence[DimSplit | None], budget: Budget, in_order: dict[int, bool]
 ) -> list[int]:
     """Return the shape of a mesh; `splits` has a DimSplit for each axis that splits the tensor.
 
-    An axis is checked once for all tensors of a pickle whose meshes share a list of ranks. `axis_sizes` has the sizes
-    of those that were checked, by the id of the list, which stays valid because the pickle's root keeps it alive.
+    `in_order` keeps, by the id of a list of ranks, whether they ascend: meshes share such lists, and their ids stay
+    valid because the pickle's root keeps them alive.
+
+    Raises:
+        UnsupportedError: the tensor is split, and ranks are not in ascending order, as state/describe.py refuses, too.
     """
-    ranks, axes = _ranks_and_axes(mesh)
+    if "_layout" in mesh:
+        ranks, axes = mesh["_flatten_rank_map"], _axes(mesh["_layout"].state)
+    else:  # torch before 2.9
+        ranks, axes = mesh["_flatten_mesh_list"], [((size,), (1,)) for size in sizes_from_json(mesh["mesh"].args[2])]
+    if id(ranks) not in in_order:
+        budget.spend(len(ranks))
+        if any(type(rank) is not int for rank in ranks):
+            raise ValueError("a rank of a mesh is not a number")
+        in_order[id(ranks)] = list(ranks) == sorted(ranks)
     shape = []
-    for axis, split in zip(axes, splits, strict=True):
-        key = id(ranks), axis, split is not None
-        if key not in axis_sizes:
-            axis_sizes[key] = _checked_axis(ranks, axis, budget, is_split=split is not None)
-        shape.append(axis_sizes[key])
+    for (sizes, strides), split in zip(axes, splits, strict=True):
+        shape.append(math.prod(sizes))
+        if shape[-1] > len(ranks):
+            raise ValueError(f"a mesh of {len(ranks)} ranks has an axis that is larger")
+        if split is not None and (not in_order[id(ranks)] or list(strides) != sorted(strides, reverse=True)):
+            text = (
+                "its mesh lists ranks out of order, for which torch itself is inconsistent about which has which part"
+            )
+            raise UnsupportedError(text)
     return shape
 
 
-def _ranks_and_axes(mesh: dict[str, Any]) -> tuple[Any, list[_Axis]]:
-    """Return the list of a mesh's ranks and its axes."""
-    if "_layout" in mesh:
-        return mesh["_flatten_rank_map"], _axes(mesh["_layout"].state)
-    shape = sizes_from_json(mesh["mesh"].args[2])  # torch before 2.9
-    return mesh["_flatten_mesh_list"], [(part,) for part in zip(shape, c_strides(shape), strict=True)]
-
-
-def _checked_axis(ranks: Any, axis: _Axis, budget: Budget, *, is_split: bool) -> int:
-    """Return the size of a mesh axis. Along an axis that splits, ranks must ascend, as in state/describe.py."""
-    steps = [0]
-    for size, stride in axis:
-        if size * len(steps) > len(ranks):
-            raise ValueError(f"a mesh of {len(ranks)} ranks has an axis that is larger")
-        steps = [step + index * stride for step in steps for index in range(size)]
-    budget.spend(len(steps))
-    if not is_split or len(steps) == 1:
-        return len(steps)
-    budget.spend(len(ranks))
-    for first in range(len(ranks) - max(steps)):
-        is_start = all((first // stride) % size == 0 for size, stride in axis)
-        if is_start:  # the coordinate along this axis is 0
-            budget.spend(len(steps))
-            _check_ascending([ranks[first + step] for step in steps])
-    return len(steps)
-
-
-def _check_ascending(ranks: list[Any]) -> None:
-    """Raise unless the ranks along an axis ascend."""
-    if any(type(rank) is not int for rank in ranks):
-        raise ValueError("a rank of a mesh is not a number")
-    if ranks != sorted(ranks):
-        raise UnsupportedError(
-            "its mesh lists ranks out of order, for which torch itself is inconsistent about which rank has which part"
-        )
-
-
-def _axes(layout: dict[str, Any]) -> list[_Axis]:
+def _axes(layout: dict[str, Any]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return, of each axis of a mesh, the sizes and the strides of its parts, the outer ones first."""
     if "axes" in layout:
-        axes = [(axis.state["shape"], axis.state["stride"]) for axis in _checked_count(layout["axes"])]
+        pairs = [(axis.state["shape"], axis.state["stride"]) for axis in _checked_count(layout["axes"])]
     else:
-        axes = list(
-            zip(_checked_count(_as_tuple(layout["shape"])), _checked_count(_as_tuple(layout["stride"])), strict=True)
-        )
-    return [tuple(zip(_numbers(shape), _numbers(stride), strict=True)) for shape, stride in axes]
+        shapes, strides = _checked_count(_as_tuple(layout["shape"])), _checked_count(_as_tuple(layout["stride"]))
+        pairs = list(zip(shapes, strides, strict=True))
+    return [(sizes_from_json(_as_tuple(shape)), sizes_from_json(_as_tuple(stride))) for shape, stride in pairs]
 
 
 def _checked_count(axes: Sequence[Any]) -> Sequence[Any]:
@@ -535,10 +505,3 @@ def _checked_count(axes: Sequence[Any]) -> Sequence[Any]:
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return value if type(value) is tuple else (value,)
-
-
-def _numbers(value: Any) -> tuple[int, ...]:
-    numbers = sizes_from_json(_as_tuple(value))
-    if not all(numbers):
-        raise ValueError("a mesh with an axis of size or stride 0")
-    return numbers
