@@ -25,7 +25,7 @@ from statexchange.errors import (
 from statexchange.formats.huggingface import RANK, check_numbers, misplaced, names_by_file, read_index
 from statexchange.formats.model_files import INDEX, TORCH, model_files, only_indexed, unread_weights
 from statexchange.formats.part_names import state_file
-from statexchange.formats.pickles import GlobalRef, OpaqueObject, read_pickle
+from statexchange.formats.pickles import OpaqueObject, read_pickle
 from statexchange.formats.sections import sections_from
 from statexchange.formats.source import (
     Part,
@@ -40,6 +40,7 @@ from statexchange.formats.source import (
 )
 from statexchange.formats.torch_archive import (
     Archive,
+    class_of,
     describe,
     dtype_of,
     holds_tensor,
@@ -309,9 +310,9 @@ class TorchFile:
     def _tensor(self, name: str, value: OpaqueObject) -> SourceTensor:
         with parsing("not what torch writes for a tensor", name=name, path=self.path):
             tensor = unwrap_tensor(value)
-            if _is_of_class(tensor, "DTensor"):
+            if class_of(tensor) == "DTensor":
                 return self._distributed(name, tensor)
-            if _is_of_class(tensor, _SHARDED_TENSOR):
+            if class_of(tensor) == _SHARDED_TENSOR:
                 return self._sharded(name, tensor)
             view = view_of(tensor)
             shard = Shard(name, view.dtype, view.shape, (full_box(view.shape),))
@@ -398,7 +399,9 @@ def leaves(
         value: what the pickle of the file at `path` has.
         path: the file's path, for messages.
         budget: for visits and names.
-        name, keys, depth: where `value` is in the pickle, if it is not all of it.
+        name: the dotted name of `value`, "" if it is all of the pickle.
+        keys: the path of `value`.
+        depth: the number of containers around `value`.
     """
     if depth > MAX_DEPTH:
         raise CorruptError(f"refused: it is nested more than {MAX_DEPTH} levels deep", name=name[:80], path=path)
@@ -435,12 +438,6 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
             kind = ListItem if type(value) is list else TupleItem
             return ((kind(index), item) for index, item in enumerate(value))
     return None
-
-
-def _is_of_class(tensor: OpaqueObject, name: str) -> bool:
-    """Whether this is a tensor of the class of that name."""
-    kind = tensor.args[1] if tensor.name == "_rebuild_from_type_v2" and len(tensor.args) == 4 else None
-    return type(kind) is GlobalRef and kind.name == name
 
 
 def _dim_split(placement: OpaqueObject) -> DimSplit | None:
