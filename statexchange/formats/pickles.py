@@ -1,8 +1,9 @@
 """Read pickles that torch writes as plain data, without importing, calling or constructing anything that they name.
 
-This is an interpreter for the opcodes that Python's pickler emits since protocol 2. Where the pickle would construct an
-object, the result is an `OpaqueObject` with the class's name, the arguments and the state. Where it refers to a global,
-the result is a `GlobalRef` with the name. A pickle may refer to:
+This is an interpreter for the opcodes that Python's pickler emits since protocol 2; pickletools of the
+standard library has their names and reads their arguments. Where the pickle would construct an object, the result is an
+`OpaqueObject` with the class's name, the arguments and the state. Where it refers to a global, the result is a
+`GlobalRef` with the name. A pickle may refer to:
 
 1. The names known here (`_SPELLINGS`). A pickle that must be understood completely (the metadata of a DCP directory,
    the entry of a tensor) may use no others.
@@ -20,8 +21,9 @@ A pickle that breaks a rule raises UnsafeError, because Python's pickle would ru
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Collection, Container, Iterable, Iterator
+import io
+import pickletools
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,18 +33,16 @@ from statexchange.storage.wrong_kinds import wrong_kind_of_bytes
 from statexchange.tensors import DTYPE_NAMES
 from statexchange.units import printable
 
-__all__ = ["MAX_PICKLE_BYTES", "GlobalRef", "OpaqueObject", "contents", "each_once", "read_pickle"]
+__all__ = ["MAX_PICKLE_BYTES", "GlobalRef", "OpaqueObject", "contents", "read_pickle"]
 
 MAX_PICKLE_BYTES = 512 << 20
-_MAX_LONG_BYTES = 1024
+_MAX_LONG_BITS = 8192
 _MAX_SHORT_TEXT = 64  # characters of a key that is compared without counting
 _HASH_PRIME = (1 << 61) - 1  # smaller integers have different hashes
 _MAX_OF_ONE_HASH = 64  # different keys
 _STEPS_PER_COPY = 8  # an entry of a dict takes about 100 bytes
-_FREQUENT = b".\x94hKj"
-_STOP, _MEMOIZE, _BINGET, _BININT1, _LONG_BINGET = _FREQUENT
-_REFUSED = b"012FILPSTUVdgilop\x82\x83\x84\x96\x97\x98"  # all other opcodes of pickles
-_SHOWN_BYTES = 64  # the most bytes that a message shows of a file that is not a pickle
+_STOP = b"."
+_START_BYTES = 64  # by which a file that is not a pickle is recognised
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +195,7 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown
     """
     if budget is None:
         budget = Budget(path, len(data))
-    start = bytes(data[:_SHOWN_BYTES])
-    text = wrong_kind_of_bytes(start)
-    if text is None and not (start[0] in _OPERATIONS or start[0] in _FREQUENT or start[0] in _REFUSED):
-        text = f"not a pickle: it begins with {excerpt(start)}"
+    text = wrong_kind_of_bytes(data[:_START_BYTES])
     if text is not None:
         raise CorruptError(text, path=path)
     machine = _Machine(data, path, budget, unknown_classes=unknown_classes)
@@ -206,17 +203,9 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown
         return machine.run()
     except StateExchangeError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-        raise CorruptError(f"broken pickle near byte {machine.at}: {excerpt(error)}", path=path) from None
-
-
-def each_once(values: Collection[Any], kinds: Collection[type]) -> Iterator[Any]:
-    """Yield the values of these types, an object that is there many times once."""
-    if set(kinds).isdisjoint(map(type, values)):  # as of a list of numbers
-        return
-    for value in dict(zip(map(id, values), values, strict=True)).values():
-        if type(value) in kinds:
-            yield value
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        text = f"not a valid pickle: near byte {machine.file.tell()}: {excerpt(error)}"
+        raise CorruptError(text, path=path) from None
 
 
 def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Container[int] = ()) -> Iterator[Any]:
@@ -247,58 +236,27 @@ def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Con
 class _Machine:
     """The pickle machine: a stack, the stacks below its marks, and a memo."""
 
-    __slots__ = (
-        "at",
-        "budget",
-        "by_hash",
-        "call_arguments",
-        "classes",
-        "data",
-        "functions",
-        "memo",
-        "outer_stacks",
-        "path",
-        "stack",
-        "unknown_classes",
-    )
-
     def __init__(self, data: bytes, path: str, budget: Budget, *, unknown_classes: bool) -> None:
-        self.at = 0
-        self.budget = budget
-        self.by_hash: dict[int, list[Any]] = {}  # keys of types for which a pickle can choose equal hashes
-        self.data = data
+        self.file = io.BytesIO(data)
         self.path = path
+        self.budget = budget
+        self.unknown_classes = unknown_classes
         self.stack: list[Any] = []
         self.outer_stacks: list[list[Any]] = []  # one for each mark
         self.memo: dict[int, Any] = {}
-        self.unknown_classes = unknown_classes
+        self.by_hash: dict[int, list[Any]] = {}  # keys of types for which a pickle can choose equal hashes
         self.classes: dict[tuple[str, str], GlobalRef] = {}  # unknown names, by module and name
         self.functions: set[str] = set()  # unknown names that count as functions unless NEWOBJ uses them
         self.call_arguments: list[Any] = []  # the arguments of each call that the pickle would make
 
     def run(self) -> Any:
         """Run to the end and return the one value that is left on the stack."""
-        data, memo, at = self.data, self.memo, self.at
-        while (code := data[at]) != _STOP:
-            at += 1
-            if code == _MEMOIZE:  # the four most frequent opcodes: inline they are twice as fast
-                memo[len(memo)] = self.stack[-1]
-            elif code == _BINGET:
-                self.stack.append(memo[data[at]])
-                at += 1
-            elif code == _BININT1:
-                self.stack.append(data[at])
-                at += 1
-            elif code == _LONG_BINGET:
-                self.stack.append(memo[int.from_bytes(data[at : at + 4], "little")])
-                at += 4
-            else:
-                self.at = at
-                operation = _OPERATIONS.get(code)
-                if operation is None:
-                    raise UnsafeError(f"refused: a pickle with opcode {bytes((code,))!r} at {at - 1}", path=self.path)
-                operation(self)
-                at = self.at
+        file, instructions = self.file, _INSTRUCTIONS
+        while (code := file.read(1)) != _STOP:
+            if code not in instructions:
+                raise self.refused_opcode(code)
+            read_argument, operation = instructions[code]
+            operation(self, read_argument(file))
         (value,) = self.stack
         if self.outer_stacks:
             raise ValueError("a mark is left on the stack")
@@ -308,29 +266,55 @@ class _Machine:
                     raise self.unsafe(item.name)
         return value
 
-    def take(self, nbytes: int) -> bytes:
-        """Return the next bytes; raise ValueError if there are fewer."""
-        end = self.at + nbytes
-        if not self.at <= end <= len(self.data):
-            raise ValueError(f"{nbytes} bytes are claimed, {len(self.data) - self.at} are left")
-        data = self.data[self.at : end]
-        self.at = end
-        return data
+    def refused_opcode(self, code: bytes) -> Exception:
+        """Return the error for an opcode that is not read: no pickle has it, or none of Python since protocol 2."""
+        if code.decode("latin-1") not in pickletools.code2op:
+            return ValueError(f"{code!r} instead of an opcode")
+        return UnsafeError(f"refused: a pickle with opcode {code!r} at {self.file.tell() - 1}", path=self.path)
 
-    def number(self, width: int) -> int:
-        """Read an unsigned number of `width` bytes."""
-        return int.from_bytes(self.take(width), "little")
-
-    def line(self) -> str:
-        """Read text up to the next newline."""
-        end = self.data.index(b"\n", self.at)
-        return self.take(end + 1 - self.at)[:-1].decode()
+    def begin_stack(self) -> None:
+        """Begin a new stack, which `above_mark` ends."""
+        self.outer_stacks.append(self.stack)
+        self.stack = []
 
     def above_mark(self) -> list[Any]:
         """Return the items above the last mark, and remove the mark."""
         items = self.stack
         self.stack = self.outer_stacks.pop()
         return items
+
+    def pop(self, count: int) -> list[Any]:
+        """Remove the last `count` values of the stack, and return them."""
+        if len(self.stack) < count:
+            raise ValueError("the stack is empty")
+        values = self.stack[-count:]
+        del self.stack[-count:]
+        return values
+
+    def fill(self, kind: type, items: list[Any]) -> None:
+        """Add items to the container of type `kind` on top of the stack; those of a dict are keys and values in turn.
+
+        An object of an unknown class may be in its place, and keeps the items as they are.
+        """
+        target = self.stack[-1]
+        if type(target) is OpaqueObject and target.is_unknown:
+            target.items = [] if target.items is None else target.items
+            target.items.extend(items)
+        elif type(target) is not kind:
+            raise TypeError(f"not a {kind.__name__}")
+        elif kind is list:
+            target.extend(items)
+        elif kind is set:
+            target.update(self.checked_keys(items))
+        else:
+            target.update(zip(self.checked_keys(items[::2]), items[1::2], strict=True))
+
+    def checked_keys(self, keys: list[Any]) -> list[Any]:
+        """Return the keys after `check_key`."""
+        for key in keys:
+            if type(key) is not str or len(key) > _MAX_SHORT_TEXT:
+                self.check_key(key)
+        return keys
 
     def push_global(self, module: Any, name: Any) -> None:
         """Push the GlobalRef of a name."""
@@ -361,19 +345,14 @@ class _Machine:
     def check_key(self, key: Any) -> None:
         """Check a key: a scalar or a flat tuple of scalars, so that hashing it does not recurse.
 
-        Python randomises the hashes of str and bytes, but a pickle can choose the hashes of numbers and of tuples of
-        numbers.
+        Python randomises the hashes of str and bytes, but a pickle can choose those of long integers and of tuples of
+        numbers. Of float no more than some hundreds have one hash.
         """
-        kind = type(key)
-        if kind is tuple:
-            self.budget.spend(len(key), sum(len(item) for item in key if type(item) in (str, bytes)))
-            if not all(type(item) in _SCALAR_TYPES for item in key):
-                raise UnsafeError("refused: a tuple of more than scalars as a key", path=self.path)
-        elif kind in (str, bytes):
-            self.budget.spend(0, len(key))
-        elif kind not in _KEY_TYPES:
-            raise UnsafeError(f"refused: {type_text(key)} as a key", path=self.path)
-        if kind in (tuple, float) or (kind is int and not -_HASH_PRIME < key < _HASH_PRIME):
+        items = key if type(key) is tuple else (key,)
+        if not _KEY_TYPES.issuperset(map(type, items)):
+            raise UnsafeError(f"refused: {type_text(key)} as a key, or in one", path=self.path)
+        self.budget.spend(len(items), sum(len(item) for item in items if type(item) in (str, bytes)))
+        if items is key or (type(key) is int and not -_HASH_PRIME < key < _HASH_PRIME):
             self.check_hash(key)
 
     def check_hash(self, key: Any) -> None:
@@ -395,170 +374,19 @@ def _plain_text(value: Any) -> str:
     return printable(value[:60]) if type(value) is str else f"<{type(value).__name__}>"
 
 
-def _push(value: Any) -> _Operation:
-    return lambda machine: machine.stack.append(value)
+def _push_text(machine: _Machine, text: str) -> None:
+    if not text.isascii():
+        text.encode()  # raises for surrogates, which pickletools and pickle let pass
+    machine.stack.append(text)
 
 
-def _bytes(width: int) -> _Operation:
-    return lambda machine: machine.stack.append(machine.take(machine.number(width)))
+def _push_long(machine: _Machine, number: int) -> None:
+    if number.bit_length() > _MAX_LONG_BITS:
+        raise ValueError(f"a number of {number.bit_length()} bits")
+    machine.stack.append(number)
 
 
-def _text(width: int) -> _Operation:
-    return lambda machine: machine.stack.append(machine.take(machine.number(width)).decode())
-
-
-def _unsigned(width: int) -> _Operation:
-    return lambda machine: machine.stack.append(machine.number(width))
-
-
-def _signed(machine: _Machine) -> None:
-    machine.stack.append(int.from_bytes(machine.take(4), "little", signed=True))
-
-
-def _long(width: int) -> _Operation:
-    def push(machine: _Machine) -> None:
-        nbytes = machine.number(width)
-        if nbytes > _MAX_LONG_BYTES:
-            raise ValueError(f"a number of {nbytes} bytes")
-        machine.stack.append(int.from_bytes(machine.take(nbytes), "little", signed=True))
-
-    return push
-
-
-def _float(machine: _Machine) -> None:
-    machine.stack.append(struct.unpack(">d", machine.take(8))[0])
-
-
-def _skip(width: int) -> _Operation:
-    def skip(machine: _Machine) -> None:
-        machine.take(width)
-
-    return skip
-
-
-def _mark(machine: _Machine) -> None:
-    """MARK: begin a new stack, which `above_mark` ends."""
-    machine.outer_stacks.append(machine.stack)
-    machine.stack = []
-
-
-def _new(kind: type) -> _Operation:
-    return lambda machine: machine.stack.append(kind())
-
-
-def _tuple(size: int) -> _Operation:
-    def push(machine: _Machine) -> None:
-        stack = machine.stack
-        if len(stack) < size:
-            raise ValueError("the stack is empty")
-        stack[-size:] = (tuple(stack[-size:]),)
-
-    return push
-
-
-def _tuple_of_marked(machine: _Machine) -> None:
-    items = tuple(machine.above_mark())
-    machine.stack.append(items)
-
-
-def _frozenset(machine: _Machine) -> None:
-    items = machine.above_mark()
-    for item in items:
-        machine.check_key(item)
-    machine.stack.append(frozenset(items))
-
-
-def _append(machine: _Machine) -> None:
-    value = machine.stack.pop()
-    _top_list(machine).append(value)
-
-
-def _extend(machine: _Machine) -> None:
-    items = machine.above_mark()
-    _top_list(machine).extend(items)
-
-
-def _add(machine: _Machine) -> None:
-    items = machine.above_mark()
-    if _is_unknown(machine.stack[-1]):
-        _top_list(machine).extend(items)
-        return
-    for item in items:
-        machine.check_key(item)
-    _top(machine, set).update(items)
-
-
-def _set_item(machine: _Machine) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    if _is_unknown(machine.stack[-1]):
-        _top_list(machine).extend((key, value))
-        return
-    machine.check_key(key)
-    _top(machine, dict)[key] = value
-
-
-def _set_items(machine: _Machine) -> None:
-    items = machine.above_mark()
-    if len(items) % 2:
-        raise ValueError("a key without a value")
-    if _is_unknown(machine.stack[-1]):
-        _top_list(machine).extend(items)
-        return
-    keys = items[::2]
-    for key in keys:
-        if type(key) is not str or len(key) > _MAX_SHORT_TEXT:
-            machine.check_key(key)
-    _top(machine, dict).update(zip(keys, items[1::2], strict=True))
-
-
-def _is_unknown(value: Any) -> bool:
-    return type(value) is OpaqueObject and value.is_unknown
-
-
-def _top_list(machine: _Machine) -> list[Any]:
-    """Return the list on top of the stack; for an object of an unknown class, its items.
-
-    Items of a mapping are its keys and values in turn.
-    """
-    target: Any = machine.stack[-1]
-    if not _is_unknown(target):
-        top: list[Any] = _top(machine, list)
-        return top
-    if target.items is None:
-        target.items = []
-    return target.items  # type: ignore[no-any-return]
-
-
-def _top(machine: _Machine, kind: type[Any]) -> Any:
-    """Return the container on top of the stack, which must be of type `kind`."""
-    container = machine.stack[-1]
-    if type(container) is not kind:
-        raise TypeError(f"not a {kind.__name__}")
-    return container
-
-
-def _put(width: int) -> _Operation:
-    def put(machine: _Machine) -> None:
-        machine.memo[machine.number(width)] = machine.stack[-1]
-
-    return put
-
-
-def _global(machine: _Machine) -> None:
-    machine.push_global(machine.line(), machine.line())
-
-
-def _stack_global(machine: _Machine) -> None:
-    name, module = machine.stack.pop(), machine.stack.pop()
-    machine.push_global(module, name)
-
-
-def _persistent(machine: _Machine) -> None:
-    """BINPERSID: push an OpaqueObject with the id; torch refers to storages in this way."""
-    machine.stack.append(OpaqueObject("persistent", (machine.stack.pop(),)))
-
-
-def _new_object(machine: _Machine) -> None:
+def _new_object(machine: _Machine, _: None) -> None:
     """NEWOBJ: like REDUCE; the callee must be a class."""
     callee = machine.stack[-2]
     if type(callee) is GlobalRef:
@@ -566,7 +394,7 @@ def _new_object(machine: _Machine) -> None:
     elif machine.unknown_classes and _is_nested_class(callee):
         owner, name = callee.args
         machine.stack[-2] = GlobalRef(f"{owner.name}.{name}")
-    _call(machine)
+    _call(machine, None)
 
 
 def _is_nested_class(value: Any) -> bool:
@@ -577,7 +405,7 @@ def _is_nested_class(value: Any) -> bool:
     return _is_class_name(owner.name.rpartition(".")[2]) and _is_class_name(name) and len(name) <= _MAX_NAME
 
 
-def _call(machine: _Machine) -> None:
+def _call(machine: _Machine, _: None) -> None:
     """REDUCE: push an OpaqueObject instead of calling."""
     args, callee = machine.stack.pop(), machine.stack.pop()
     if type(callee) is not GlobalRef or type(args) is not tuple:
@@ -591,22 +419,22 @@ def _call(machine: _Machine) -> None:
     if callee.name == "Size" and len(args) == 1 and type(args[0]) is tuple:
         machine.stack.append(args[0])
     elif callee.name in ("OrderedDict", "defaultdict", "Counter"):
-        machine.stack.append(_dict(machine, args))
+        machine.stack.append(_dict(machine, callee.name, args))
     else:
         machine.stack.append(OpaqueObject(callee.name, args))
 
 
-def _dict(machine: _Machine, args: tuple[Any, ...]) -> dict[Any, Any]:
-    """Return the dict that a call of a dict's class would construct."""
-    content: Any = args[-1] if args and type(args[-1]) in (dict, list) else {}
-    machine.budget.spend(_STEPS_PER_COPY * len(content))
-    pairs = content.items() if type(content) is dict else [(key, value) for key, value in content]
-    for key, _ in pairs:
-        machine.check_key(key)
-    return dict(pairs)
+def _dict(machine: _Machine, kind: str, args: tuple[Any, ...]) -> dict[Any, Any]:
+    """Return the dict that a call of a dict's class would construct: a Counter copies a dict, other items follow."""
+    if kind == "Counter" and len(args) == 1 and type(args[0]) is dict:
+        machine.budget.spend(_STEPS_PER_COPY * len(args[0]))
+        return dict(args[0])
+    if args and not (kind == "defaultdict" and len(args) == 1):
+        raise UnsafeError(f"refused: the pickle calls {kind} with items", path=machine.path)
+    return {}
 
 
-def _build(machine: _Machine) -> None:
+def _build(machine: _Machine, _: None) -> None:
     """BUILD: store the state of an OpaqueObject; ignore attributes of a dict, such as a state dict's `_metadata`."""
     state = machine.stack.pop()
     target = machine.stack[-1]
@@ -616,49 +444,75 @@ def _build(machine: _Machine) -> None:
         raise UnsafeError(f"refused: the pickle sets attributes of {type_text(target)}", path=machine.path)
 
 
-_Operation = Callable[[_Machine], None]
 _KEY_TYPES = {*_SCALAR_TYPES, OpaqueObject}
-_OPERATIONS: dict[int, _Operation] = {
-    ord(code): operation
-    for code, operation in {
-        "\x80": _skip(1),  # PROTO
-        "\x95": _skip(8),  # FRAME
-        "N": _push(None),
-        "\x88": _push(True),
-        "\x89": _push(False),
-        "J": _signed,
-        "M": _unsigned(2),
-        "\x8a": _long(1),
-        "\x8b": _long(4),
-        "G": _float,
-        "\x8c": _text(1),
-        "X": _text(4),
-        "\x8d": _text(8),
-        "C": _bytes(1),
-        "B": _bytes(4),
-        "\x8e": _bytes(8),
-        "(": _mark,
-        ")": _push(()),
-        "\x85": _tuple(1),
-        "\x86": _tuple(2),
-        "\x87": _tuple(3),
-        "t": _tuple_of_marked,
-        "]": _new(list),
-        "a": _append,
-        "e": _extend,
-        "}": _new(dict),
-        "s": _set_item,
-        "u": _set_items,
-        "\x8f": _new(set),
-        "\x90": _add,
-        "\x91": _frozenset,
-        "q": _put(1),
-        "r": _put(4),
-        "c": _global,
-        "\x93": _stack_global,
-        "Q": _persistent,
-        "R": _call,
-        "\x81": _new_object,
-        "b": _build,
-    }.items()
+
+
+def _push(machine: _Machine, value: Any) -> None:
+    machine.stack.append(value)
+
+
+def _skip(_: _Machine, __: Any) -> None:
+    pass
+
+
+def _put(machine: _Machine, index: int) -> None:
+    machine.memo[index] = machine.stack[-1]
+
+
+# What each opcode does, from its argument.
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    **dict.fromkeys(("PROTO", "FRAME"), _skip),  # they only announce what follows
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "BINFLOAT"), _push),
+    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _push),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _push_text),
+    **dict.fromkeys(("LONG1", "LONG4"), _push_long),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _put),
+    "MEMOIZE": lambda machine, _: _put(machine, len(machine.memo)),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, index: machine.stack.append(machine.memo[index])),
+    "NONE": lambda machine, _: machine.stack.append(None),
+    "NEWTRUE": lambda machine, _: machine.stack.append(True),
+    "NEWFALSE": lambda machine, _: machine.stack.append(False),
+    "EMPTY_TUPLE": lambda machine, _: machine.stack.append(()),
+    "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
+    "EMPTY_DICT": lambda machine, _: machine.stack.append({}),
+    "EMPTY_SET": lambda machine, _: machine.stack.append(set()),
+    "MARK": lambda machine, _: machine.begin_stack(),
+    "TUPLE1": lambda machine, _: machine.stack.append(tuple(machine.pop(1))),
+    "TUPLE2": lambda machine, _: machine.stack.append(tuple(machine.pop(2))),
+    "TUPLE3": lambda machine, _: machine.stack.append(tuple(machine.pop(3))),
+    "TUPLE": lambda machine, _: _push(machine, tuple(machine.above_mark())),
+    "FROZENSET": lambda machine, _: _push(machine, frozenset(machine.checked_keys(machine.above_mark()))),
+    "APPEND": lambda machine, _: machine.fill(list, machine.pop(1)),
+    "APPENDS": lambda machine, _: machine.fill(list, machine.above_mark()),
+    "ADDITEMS": lambda machine, _: machine.fill(set, machine.above_mark()),
+    "SETITEM": lambda machine, _: machine.fill(dict, machine.pop(2)),
+    "SETITEMS": lambda machine, _: machine.fill(dict, machine.above_mark()),
+    "GLOBAL": lambda machine, names: machine.push_global(*names),
+    "STACK_GLOBAL": lambda machine, _: machine.push_global(*machine.pop(2)),
+    "BINPERSID": lambda machine, _: _push(machine, OpaqueObject("persistent", tuple(machine.pop(1)))),  # a storage
+    "REDUCE": _call,
+    "NEWOBJ": _new_object,
+    "BUILD": _build,
+}
+
+
+def _two_lines(file: io.BytesIO) -> tuple[str, str]:
+    """Read the argument of GLOBAL as pickle does: pickletools would undo escapes, and join the lines by a blank."""
+    module, name = file.readline(), file.readline()
+    if not name.endswith(b"\n"):
+        raise ValueError("a line without an end")
+    return module[:-1].decode(), name[:-1].decode()
+
+
+def _argument_reader(opcode: pickletools.OpcodeInfo) -> Callable[[io.BytesIO], Any]:
+    if opcode.name == "GLOBAL":
+        return _two_lines
+    return (lambda _: None) if opcode.arg is None else opcode.arg.reader
+
+
+# By opcode, what reads its argument and what it does. Others are refused before their argument is read.
+_INSTRUCTIONS = {
+    opcode.code.encode("latin-1"): (_argument_reader(opcode), _OPERATIONS[opcode.name])
+    for opcode in pickletools.opcodes
+    if opcode.name in _OPERATIONS
 }

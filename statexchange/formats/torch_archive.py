@@ -9,13 +9,13 @@ import math
 import os
 import struct
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, TruncatedError, UnsupportedError, excerpt
-from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents, each_once
+from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents
 from statexchange.formats.source import strides_of
 from statexchange.sharding.shards import sizes_from_json
 from statexchange.storage.store import Budget, ByteRange, StoredFile
@@ -25,6 +25,7 @@ from statexchange.values import SCALAR_TYPES
 __all__ = [
     "Archive",
     "TensorView",
+    "class_of",
     "describe",
     "dtype_of",
     "holds_tensor",
@@ -216,7 +217,7 @@ def unwrap_tensor(tensor: OpaqueObject) -> OpaqueObject:
     for _ in range(_MAX_WRAPPERS):
         if tensor.name in _WRAPPING and tensor.args and type(tensor.args[0]) is OpaqueObject:
             tensor = tensor.args[0]
-        elif tensor.name in _FROM_TYPE and len(tensor.args) == 4 and _is_plain_type(tensor.args[1]):
+        elif class_of(tensor) in ("Tensor", "Parameter", "Buffer"):
             function, _, args, _ = tensor.args
             is_call = type(function) is GlobalRef and type(args) is tuple
             tensor = OpaqueObject(function.name, args) if is_call else OpaqueObject("", ())
@@ -225,8 +226,10 @@ def unwrap_tensor(tensor: OpaqueObject) -> OpaqueObject:
     raise ValueError(f"a tensor in more than {_MAX_WRAPPERS} parameters or subclasses")
 
 
-def _is_plain_type(kind: Any) -> bool:
-    return type(kind) is GlobalRef and kind.name in ("Tensor", "Parameter", "Buffer")
+def class_of(tensor: OpaqueObject) -> str:
+    """Return the name of a tensor's class, if the pickle has it; else ""."""
+    kind = tensor.args[1] if tensor.name in _FROM_TYPE and len(tensor.args) == 4 else None
+    return kind.name if type(kind) is GlobalRef else ""
 
 
 def is_tensor(value: Any) -> bool:
@@ -253,27 +256,23 @@ def is_plain(value: Any, nbytes: int, budget: Budget) -> bool:
 
     A pickle can repeat one object without end. One that repeats none has at least a byte for each value and character.
     """
-    waiting = [value]
     most, characters = max(nbytes, _FREE_VALUES), 0
-    for _ in range(most):
-        if not waiting:
-            return True
-        item = waiting.pop()
-        if type(item) in (dict, list, tuple):
-            if len(item) > most:
-                return False
-            budget.spend(len(item))
+    values = [value]
+    for item in values:  # which grows
+        inner: Sequence[Any] = ()
         if type(item) is dict:
-            waiting += [*item.keys(), *item.values()]
+            inner = (*item.keys(), *item.values())
         elif type(item) in (list, tuple):
-            waiting += item
+            inner = item
         elif type(item) not in SCALAR_TYPES:
             return False
         elif type(item) is str and len(item) > _FREE_CHARACTERS:
             characters += len(item)
-            if characters > nbytes:
-                return False
-    return False
+        if len(values) + len(inner) > most or characters > nbytes:
+            return False
+        budget.spend(len(inner))
+        values += inner
+    return True
 
 
 def refusal_of(value: Any) -> str:
@@ -301,8 +300,9 @@ def describe(value: Any) -> str:
     if type(value) in (str, int, float, bool, type(None)):
         shown = excerpt(value, 80)
         return shown if value is None else f"{type(value).__name__} {shown}"
-    items = each_once(value.values() if type(value) is dict else value, (OpaqueObject, GlobalRef))
-    classes = {item.class_name: None for item in items if item.is_unknown}
+    items = value.values() if type(value) is dict else value
+    opaque_items = [item for item in items if type(item) in (OpaqueObject, GlobalRef) and item.is_unknown]
+    classes = dict.fromkeys(item.class_name for item in opaque_items)
     more = "" if len(classes) <= _MAX_CLASSES else ", ..."
     opaque = f" (opaque {', '.join(islice(classes, _MAX_CLASSES))}{more})" if classes else ""
     return f"{type(value).__name__} of {len(value)}{opaque}"
@@ -326,9 +326,8 @@ def view_of(tensor: OpaqueObject) -> TensorView:
     """
     if tensor.name not in _STRIDED:
         kind = f"a {tensor.name.removeprefix('_rebuild_').partition('_')[0]} tensor"
-        subclass = tensor.args[1] if tensor.name in _FROM_TYPE and len(tensor.args) > 1 else None
-        if type(subclass) is GlobalRef:
-            kind = f"a tensor of the class {excerpt(subclass.name, 80)[1:-1]}"
+        if class_of(tensor):
+            kind = f"a tensor of the class {excerpt(class_of(tensor), 80)[1:-1]}"
         raise UnsupportedError(f"{kind} is not supported, only strided ones")
     if len(tensor.args) > _MAX_ARGUMENTS:
         raise ValueError(f"a tensor with {len(tensor.args)} arguments")

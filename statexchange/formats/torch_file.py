@@ -8,8 +8,9 @@ tensors, it is unsupported.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +24,13 @@ from statexchange.errors import (
 )
 from statexchange.formats.huggingface import RANK, check_numbers, misplaced, names_by_file, read_index
 from statexchange.formats.model_files import INDEX, TORCH, model_files, only_indexed, unread_weights
-from statexchange.formats.part_names import StateFile, state_file
-from statexchange.formats.pickles import GlobalRef, OpaqueObject, each_once, read_pickle
+from statexchange.formats.part_names import state_file
+from statexchange.formats.pickles import OpaqueObject, read_pickle
 from statexchange.formats.sections import sections_from
 from statexchange.formats.source import (
     Part,
     Section,
+    SectionName,
     ShardFile,
     Source,
     SourceTensor,
@@ -38,6 +40,7 @@ from statexchange.formats.source import (
 )
 from statexchange.formats.torch_archive import (
     Archive,
+    class_of,
     describe,
     dtype_of,
     holds_tensor,
@@ -49,7 +52,7 @@ from statexchange.formats.torch_archive import (
 )
 from statexchange.sharding.paths import ListItem, Path, TupleItem, agreed_paths
 from statexchange.sharding.sharding_spec import DimSplit, local_boxes
-from statexchange.sharding.shards import MAX_DIMS, Box, Shard, c_strides, full_box, sizes_from_json
+from statexchange.sharding.shards import MAX_DIMS, Box, Shard, full_box, sizes_from_json
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Budget, Store, StoredFile
 from statexchange.storage.wrong_kinds import wrong_kind_of
@@ -88,52 +91,33 @@ def read(opened: OpenedPath) -> Source:
     the files are numbered in the order of their names.
     """
     store = opened.store
-    problems: list[StateExchangeError] = []
-    shard_files: list[ShardFile] = []
-    others: dict[str, str] = {}
-    texts: dict[str, str] = {}
-    differing: dict[str, str] = {}  # what two files have for a value that they do not share, by name
-    unreadable: list[UnreadableTensor] = []
-    paths: list[tuple[str, Path | None]] = []  # of each entry of each file
-    known: dict[str, StateFile] = {}  # by name of an entry
     indexed, names = _files_to_read(opened)
+    problems: list[StateExchangeError] = []
     if opened.file is None and not indexed:
         problems += check_numbers(names, store)
     listed_names = names_by_file(indexed)
-    notes = unread_weights(store, names) if opened.file is None else ()
+    files: list[TorchFile] = []
+    unreadable: list[UnreadableTensor] = []
     for rank, name in _ranked(names):
         try:
-            reader = TorchFile.whole(open_listed(store, name), rank)
-            shard_files.append(reader.shard_file)
-            for entry, text in reader.texts.items():
-                if texts.setdefault(entry, text) != text and entry not in differing:
-                    differing[entry] = f"{others[entry]} in one file, {reader.others[entry]} in another"
-            others |= reader.others
-            unreadable += reader.unsupported
-            paths += reader.paths.items()
-            part = state_file(name)
-            if part is not None:
-                known |= dict.fromkeys(reader.paths, part)
-            continue
+            file = TorchFile.whole(open_listed(store, name), rank)
+            del file.root  # its objects may take far more memory than the entries
+            files.append(file)
+            unreadable += file.unsupported
         except StateExchangeError as error:
             problems.append(error)
-        path = store.path_of(name)
-        unreadable += [UnreadableTensor(tensor, None, None, path) for tensor in listed_names.get(name, [])]
-    others |= differing
-    for entry in differing:
-        del texts[entry]
-    listed = {name: file for name, file in indexed.items() if name not in others}
+            path = store.path_of(name)
+            unreadable += [UnreadableTensor(tensor, None, None, path) for tensor in listed_names.get(name, [])]
+    shard_files = [file.shard_file for file in files]
+    others, texts = _values_of(files)
+    listed = {name: file_name for name, file_name in indexed.items() if name not in others}
     problems += misplaced(listed, shard_files, unreadable)
+    parts, notes = _parts_and_notes(opened, names)
     if indexed:
         shard_files, stale = only_indexed(shard_files, indexed)
         notes += stale
-    if opened.file is None and not any(shard_file.tensors for shard_file in shard_files) and not unreadable:
+    if opened.file is None and not unreadable and not any(file.tensors for file in files):
         problems += _lone_side_files(store)
-    parts: tuple[Part, ...] = ()
-    part = None if opened.file is None else state_file(opened.file)
-    if part is not None and opened.file is not None:
-        parts = (Part(part.section, (opened.file,)),)
-        notes = (f"this file alone is {part.about}: give the directory of the checkpoint, {store.path}",)
     source = Source(
         "torch",
         opened,
@@ -144,14 +128,45 @@ def read(opened: OpenedPath) -> Source:
         texts=texts,
         problems=tuple(problems),
         unreadable=tuple(unreadable),
-        paths=agreed_paths(paths),
+        paths=agreed_paths(entry for file in files for entry in file.paths.items()),
     )
-    return replace(source, sections=_sections(source.names, known))
+    return replace(source, sections=_sections(source.names, files))
 
 
-def _sections(names: Iterable[str], known: Mapping[str, StateFile]) -> tuple[Section, ...]:
+def _values_of(files: Iterable[TorchFile]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return `others` and `texts` of all files; a value that differs between two has no text, and both descriptions."""
+    others: dict[str, str] = {}
+    texts: dict[str, str] = {}
+    differing: dict[str, str] = {}
+    for file in files:
+        for name, text in file.texts.items():
+            if texts.setdefault(name, text) != text:
+                differing.setdefault(name, f"{others[name]} in one file, {file.others[name]} in another")
+        others |= file.others
+    for name in differing:
+        del texts[name]
+    return others | differing, texts
+
+
+def _parts_and_notes(opened: OpenedPath, names: Sequence[str]) -> tuple[tuple[Part, ...], tuple[str, ...]]:
+    """Return what a file alone is, if it is not the model, and notes on it, or on what is not read of a directory."""
+    if opened.file is None:
+        return (), unread_weights(opened.store, names)
+    part = state_file(opened.file)
+    if part is None:
+        return (), ()
+    note = f"this file alone is {part.about}: give the directory of the checkpoint, {opened.store.path}"
+    return (Part(part.section, (opened.file,)),), (note,)
+
+
+def _sections(names: Iterable[str], files: Iterable[TorchFile]) -> tuple[Section, ...]:
     """Return the sections, if names of files show some; then all entries of other files are the model's."""
-    return sections_from(names if known else (), lambda name: known[name].section if name in known else "model")
+    sections: dict[str, SectionName] = {}
+    for file in files:
+        part = state_file(file.path.rpartition("/")[2])
+        if part is not None:
+            sections |= dict.fromkeys(file.paths, part.section)
+    return sections_from(names if sections else (), lambda name: sections.get(name, "model"))
 
 
 def _lone_side_files(store: Store) -> list[StateExchangeError]:
@@ -216,7 +231,7 @@ class TorchFile:
         data = self._archive.pickle()
         self._nbytes = len(data)
         self.budget = file.budget.of(file.path, len(data))
-        self._meshes = _MeshShapes(self.budget)
+        self._ranks_in_order: dict[int, bool] = {}
         self.root = read_pickle(data, file.path, self.budget, unknown_classes=True)
 
     @classmethod
@@ -295,9 +310,9 @@ class TorchFile:
     def _tensor(self, name: str, value: OpaqueObject) -> SourceTensor:
         with parsing("not what torch writes for a tensor", name=name, path=self.path):
             tensor = unwrap_tensor(value)
-            if _is_of_class(tensor, "DTensor"):
+            if class_of(tensor) == "DTensor":
                 return self._distributed(name, tensor)
-            if _is_of_class(tensor, _SHARDED_TENSOR):
+            if class_of(tensor) == _SHARDED_TENSOR:
                 return self._sharded(name, tensor)
             view = view_of(tensor)
             shard = Shard(name, view.dtype, view.shape, (full_box(view.shape),))
@@ -337,17 +352,12 @@ class TorchFile:
         boxes = []
         self.budget.spend(sum(min(split.split_factor, max(shape, default=0)) for split in splits if split is not None))
         if mesh["_coordinate_on_dim"] is not None:
-            boxes = local_boxes(
-                shape, self._meshes.shape_of(spec["mesh"], splits), sizes_from_json(mesh["_coordinate_on_dim"]), splits
-            )
+            mesh_shape = _mesh_shape(mesh, splits, self.budget, self._ranks_in_order)
+            boxes = local_boxes(shape, mesh_shape, sizes_from_json(mesh["_coordinate_on_dim"]), splits)
         self.budget.spend(len(boxes))
         shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
         ends = [tuple(map(operator.add, local_offsets, box.shape)) for box, local_offsets in boxes]
-        expected = local.shape
-        if len(ends) > 1:
-            expected = tuple(map(max, *ends))
-        elif ends:
-            expected = ends[0]
+        expected = tuple(map(max, ends[0], *ends)) if ends else local.shape
         if shard.nbytes != local.nbytes or expected != local.shape:
             problem = "its local tensor does not fit its placements"
             raise CorruptError(problem, name=name, path=self.path, expected=expected, found=local.shape)
@@ -377,47 +387,43 @@ def open_archive(file: StoredFile) -> Archive:
     raise CorruptError(text or "not a file of torch.save", path=path)
 
 
-def leaves(root: Any, path: str, budget: Budget) -> Iterator[tuple[str, Path | None, Any]]:
+def leaves(
+    value: Any, path: str, budget: Budget, name: str = "", keys: Path | None = (), depth: int = 0
+) -> Iterator[tuple[str, Path | None, Any]]:
     """Yield (dotted name, path, value) of all but containers, in order. A sequence without tensors is one leaf.
 
     The path is None where its keys do not join to the name, or a key is no plain value. A pickle can refer to one list
     many times, so visits, the text of names and the keys of paths are counted against the budget.
+
+    Args:
+        value: what the pickle of the file at `path` has.
+        path: the file's path, for messages.
+        budget: for visits and names.
+        name: the dotted name of `value`, "" if it is all of the pickle.
+        keys: the path of `value`.
+        depth: the number of containers around `value`.
     """
-    # Iterators, not lists of children: a list that contains itself would be listed again at each level.
-    first = ("tensor", None, root) if is_tensor(root) else ("", (), root)
-    waiting: list[Iterator[tuple[str, Path | None, Any]]] = [iter([first])]
-    while waiting:
-        entry = next(waiting[-1], None)
-        if entry is None:
-            waiting.pop()
-            continue
-        name, keys, value = entry
-        if len(waiting) > MAX_DEPTH + 1:
-            raise CorruptError(f"refused: it is nested more than {MAX_DEPTH} levels deep", name=name[:80], path=path)
-        if type(value) in (dict, list, tuple, set, frozenset):
-            budget.spend(len(value))
-        children = _children(value)
-        if children is None:
-            if name or type(value) is not dict:  # a whole file of an empty mapping has no entry
-                yield name or "value", keys if name else None, value
-            continue
-        if keys and not name:  # below a key without text: names do not have its dot
-            keys = None
-        waiting.append(_named(children, name, keys, budget))
-
-
-def _named(
-    children: Iterable[tuple[Any, Any]], name: str, keys: Path | None, budget: Budget
-) -> Iterator[tuple[str, Path | None, Any]]:
-    """Yield the children of the container `name`, whose path is `keys`, by their dotted names."""
+    if depth > MAX_DEPTH:
+        raise CorruptError(f"refused: it is nested more than {MAX_DEPTH} levels deep", name=name[:80], path=path)
+    if type(value) in (dict, list, tuple, set, frozenset):
+        budget.spend(len(value))
+    children = _children(value)
+    if children is None:
+        if name:
+            yield name, keys, value
+        elif type(value) is not dict:  # a whole file of an empty mapping has no entry
+            yield "tensor" if is_tensor(value) else "value", None, value
+        return
+    if depth and not name:  # below a key without text: names do not have its dot
+        keys = None
     for key, child in children:
         text = key if type(key) is str else excerpt(key, _MAX_KEY_TEXT)
-        path = None
+        below = None
         # A longer text may be cut short.
         if keys is not None and type(key) in _KEY_TYPES and (type(key) is str or len(text) < _MAX_KEY_TEXT):
-            path = (*keys, key)
+            below = (*keys, key)
         budget.spend(1, len(name) + len(text))  # a path has no more keys than its name has characters
-        yield f"{name}.{text}" if name else text, path, child
+        yield from leaves(child, path, budget, f"{name}.{text}" if name else text, below, depth + 1)
 
 
 def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
@@ -428,16 +434,10 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
         return value.items() if value else None
     if type(value) in (list, tuple):
         kinds = set(map(type, value))
-        if not kinds.isdisjoint((dict, list, tuple)) or any(map(is_tensor, each_once(value, (OpaqueObject,)))):
+        if not kinds.isdisjoint((dict, list, tuple)) or (OpaqueObject in kinds and any(map(is_tensor, value))):
             kind = ListItem if type(value) is list else TupleItem
             return ((kind(index), item) for index, item in enumerate(value))
     return None
-
-
-def _is_of_class(tensor: OpaqueObject, name: str) -> bool:
-    """Whether this is a tensor of the class of that name."""
-    kind = tensor.args[1] if tensor.name == "_rebuild_from_type_v2" and len(tensor.args) == 4 else None
-    return type(kind) is GlobalRef and kind.name == name
 
 
 def _dim_split(placement: OpaqueObject) -> DimSplit | None:
@@ -450,85 +450,47 @@ def _dim_split(placement: OpaqueObject) -> DimSplit | None:
     raise UnsupportedError(f"placement {placement.name} is a pending reduction: redistribute the tensor, then save it")
 
 
-_Axis = tuple[tuple[int, int], ...]  # (size, stride) of the parts of a mesh axis, in entries of the rank map
+def _mesh_shape(
+    mesh: dict[str, Any], splits: Sequence[DimSplit | None], budget: Budget, in_order: dict[int, bool]
+) -> list[int]:
+    """Return the shape of a mesh; `splits` has a DimSplit for each axis that splits the tensor.
 
+    `in_order` keeps, by the id of a list of ranks, whether they ascend: meshes share such lists, and their ids stay
+    valid because the pickle's root keeps them alive.
 
-class _MeshShapes:
-    """The shapes of a pickle's meshes.
-
-    Checked meshes and axes are cached by id, which stays valid because the pickle's root keeps all values alive.
+    Raises:
+        UnsupportedError: the tensor is split, and ranks are not in ascending order, as state/describe.py refuses, too.
     """
-
-    def __init__(self, budget: Budget) -> None:
-        self._budget = budget
-        self._shapes: dict[Any, list[int]] = {}
-        self._sizes: dict[Any, int] = {}
-
-    def shape_of(self, mesh: OpaqueObject, splits: list[DimSplit | None]) -> list[int]:
-        """Return the shape of a mesh; `splits` has a DimSplit for each axis that splits the tensor.
-
-        A mesh is checked once for all tensors that are split along the same axes, an axis once for all meshes that
-        share their list of ranks.
-        """
-        is_split = tuple(split is not None for split in splits)
-        key = id(mesh), is_split
-        if key not in self._shapes:
-            ranks, axes = _ranks_and_axes(mesh.state)
-            self._shapes[key] = [self._size(ranks, axis, split) for axis, split in zip(axes, is_split, strict=True)]
-        return self._shapes[key]
-
-    def _size(self, ranks: Any, axis: _Axis, is_split: bool) -> int:
-        key = id(ranks), axis, is_split
-        if key not in self._sizes:
-            self._sizes[key] = _checked_axis(ranks, axis, self._budget, is_split=is_split)
-        return self._sizes[key]
-
-
-def _ranks_and_axes(mesh: dict[str, Any]) -> tuple[Any, list[_Axis]]:
-    """Return the list of a mesh's ranks and its axes."""
     if "_layout" in mesh:
-        return mesh["_flatten_rank_map"], _axes(mesh["_layout"].state)
-    shape = sizes_from_json(mesh["mesh"].args[2])  # torch before 2.9
-    return mesh["_flatten_mesh_list"], [(part,) for part in zip(shape, c_strides(shape), strict=True)]
-
-
-def _checked_axis(ranks: Any, axis: _Axis, budget: Budget, *, is_split: bool) -> int:
-    """Return the size of a mesh axis. Along an axis that splits, ranks must ascend, as in state/describe.py."""
-    steps = [0]
-    for size, stride in axis:
-        if size * len(steps) > len(ranks):
+        ranks, axes = mesh["_flatten_rank_map"], _axes(mesh["_layout"].state)
+    else:  # torch before 2.9
+        ranks, axes = mesh["_flatten_mesh_list"], [((size,), (1,)) for size in sizes_from_json(mesh["mesh"].args[2])]
+    if id(ranks) not in in_order:
+        budget.spend(len(ranks))
+        if any(type(rank) is not int for rank in ranks):
+            raise ValueError("a rank of a mesh is not a number")
+        in_order[id(ranks)] = list(ranks) == sorted(ranks)
+    shape = []
+    for (sizes, strides), split in zip(axes, splits, strict=True):
+        shape.append(math.prod(sizes))
+        if shape[-1] > len(ranks):
             raise ValueError(f"a mesh of {len(ranks)} ranks has an axis that is larger")
-        steps = [step + index * stride for step in steps for index in range(size)]
-    budget.spend(len(steps))
-    if not is_split or len(steps) == 1:
-        return len(steps)
-    budget.spend(len(ranks))
-    for first in range(len(ranks) - max(steps)):
-        is_start = all((first // stride) % size == 0 for size, stride in axis)
-        if is_start:  # the coordinate along this axis is 0
-            budget.spend(len(steps))
-            _check_ascending([ranks[first + step] for step in steps])
-    return len(steps)
+        if split is not None and (not in_order[id(ranks)] or list(strides) != sorted(strides, reverse=True)):
+            text = (
+                "its mesh lists ranks out of order, for which torch itself is inconsistent about which has which part"
+            )
+            raise UnsupportedError(text)
+    return shape
 
 
-def _check_ascending(ranks: list[Any]) -> None:
-    """Raise unless the ranks along an axis ascend."""
-    if any(type(rank) is not int for rank in ranks):
-        raise ValueError("a rank of a mesh is not a number")
-    if ranks != sorted(ranks):
-        raise UnsupportedError(
-            "its mesh lists ranks out of order, for which torch itself is inconsistent about which rank has which part"
-        )
-
-
-def _axes(layout: dict[str, Any]) -> list[_Axis]:
+def _axes(layout: dict[str, Any]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Return, of each axis of a mesh, the sizes and the strides of its parts, the outer ones first."""
     if "axes" in layout:
-        axes = [(axis.state["shape"], axis.state["stride"]) for axis in _checked_count(layout["axes"])]
+        pairs = [(axis.state["shape"], axis.state["stride"]) for axis in _checked_count(layout["axes"])]
     else:
-        axes = list(
-            zip(_checked_count(_as_tuple(layout["shape"])), _checked_count(_as_tuple(layout["stride"])), strict=True)
-        )
-    return [tuple(zip(_numbers(shape), _numbers(stride), strict=True)) for shape, stride in axes]
+        shapes, strides = _checked_count(_as_tuple(layout["shape"])), _checked_count(_as_tuple(layout["stride"]))
+        pairs = list(zip(shapes, strides, strict=True))
+    return [(sizes_from_json(_as_tuple(shape)), sizes_from_json(_as_tuple(stride))) for shape, stride in pairs]
 
 
 def _checked_count(axes: Sequence[Any]) -> Sequence[Any]:
@@ -540,10 +502,3 @@ def _checked_count(axes: Sequence[Any]) -> Sequence[Any]:
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     return value if type(value) is tuple else (value,)
-
-
-def _numbers(value: Any) -> tuple[int, ...]:
-    numbers = sizes_from_json(_as_tuple(value))
-    if not all(numbers):
-        raise ValueError("a mesh with an axis of size or stride 0")
-    return numbers

@@ -74,8 +74,9 @@ def numbered(folder: Path, layout: object = None, shape: tuple[int, ...] = (2,))
 
 
 def copies() -> Pickled:
-    content = listed(several([integer(n), b"N"]) for n in range(5000))
-    return listed([call(keep(1, ORDERED), keep(0, content)), *[call(again(1), again(0))] * 10_000])
+    content = mapped((integer(n), b"N") for n in range(5000))
+    counter = symbol("collections.Counter")
+    return listed([call(keep(1, counter), keep(0, content)), *[call(again(1), again(0))] * 10_000])
 
 
 def below_a_long_name() -> Pickled:
@@ -289,7 +290,7 @@ PICKLES: dict[str, dict[str, Build]] = {
             folder, {"mesh": {"tp": 1 << 40}, "rules": {"w": {"dim": 0, "axis": "tp"}}}
         ),
     },
-    "copies": {"of a list": torch_file(copies)},
+    "copies": {"of a dict": torch_file(copies)},
     "names": {
         "below a long one": torch_file(below_a_long_name),
         "of wrappers": torch_file(lambda: named({"module." * 150_000 + "w": tensor()})),

@@ -29,7 +29,7 @@ from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import CorruptError, IncompleteError, ReplicaError, UnsafeError, UnsupportedError
 from statexchange.formats.pickles import OpaqueObject
 from statexchange.formats.registry import open_checkpoint, open_source
-from statexchange.formats.torch_file import _MeshShapes
+from statexchange.formats.torch_file import _mesh_shape
 from statexchange.report.verify import verify
 from statexchange.sharding.sharding_spec import DimSplit
 from statexchange.storage.store import Budget
@@ -357,7 +357,7 @@ OLDER_MESHES = {
 
 
 def shape_of(state: dict[str, Any], cuts: list[DimSplit | None]) -> list[int]:
-    return _MeshShapes(Budget("x")).shape_of(OpaqueObject("DeviceMesh", (), state), cuts)
+    return _mesh_shape(state, cuts, Budget("x"), {})
 
 
 @pytest.mark.parametrize("state", OLDER_MESHES.values(), ids=OLDER_MESHES)
@@ -365,14 +365,18 @@ def test_meshes_of_older_torch_are_read(state: dict[str, Any]) -> None:
     """Written by hand after the sources of these versions, none of which is installed here."""
     assert shape_of(state, [DimSplit(0), DimSplit(0)]) == [2, 3]
     key = "_flatten_mesh_list" if "mesh" in state else "_flatten_rank_map"
-    assert shape_of(state | {key: (0, 2, 1, 3, 4, 5)}, [DimSplit(0), None]) == [2, 3]
-    with pytest.raises(UnsupportedError, match="out of order"):
-        shape_of(state | {key: (0, 2, 1, 3, 4, 5)}, [None, DimSplit(0)])
+    assert shape_of(state | {key: (0, 2, 1, 3, 4, 5)}, [None, None]) == [2, 3]
+    for cuts in ([DimSplit(0), None], [None, DimSplit(0)]):
+        with pytest.raises(UnsupportedError, match="out of order"):
+            shape_of(state | {key: (0, 2, 1, 3, 4, 5)}, cuts)
 
 
 def test_a_nested_axis_is_read_and_one_larger_than_its_mesh_is_refused() -> None:
     nested = {"_layout": layout_of(shape=((2, 2), 3), stride=((6, 3), 1)), "_flatten_rank_map": tuple(range(12))}
     assert shape_of(nested, [DimSplit(0), None]) == [4, 3]
+    nested["_layout"] = layout_of(shape=((2, 2), 3), stride=((3, 6), 1))
+    with pytest.raises(UnsupportedError, match="out of order"):
+        shape_of(nested, [DimSplit(0), None])
     for stride, message in (
         (1 << 40, "is larger"),
         (-1, "not a list"),

@@ -79,7 +79,7 @@ FOREIGN: dict[str, tuple[Files, int, str]] = {
     "metadata in text": (
         {".metadata": "version: 2"},
         4,
-        "not a pickle: it begins with b'version: 2'",
+        "not a valid pickle: near byte 1: ",
     ),
     "metadata of another library": ({".metadata": pickle.dumps({"a": 1})}, 4, "dict of 1 in the place of Metadata"),
     "latest alone": ({"latest": "global_step5"}, 5, "'global_step5', which is not here; no other is here"),

@@ -217,7 +217,8 @@ REFUSED = {
     "a deep tuple as a key": b"\x80\x02}" + b")" + b"\x85" * 100_000 + b"Ns.",
     "a deep tuple in a set": b"\x80\x04\x8f()" + b"\x85" * 100_000 + b"\x90.",
     "a deep tuple in a frozenset": b"\x80\x04()" + b"\x85" * 100_000 + b"\x91.",
-    "a deep key of a counter": b"\x80\x02ccollections\nCounter\n]()" + b"\x85" * 100_000 + b"Nta\x85R.",
+    "a deep key of a counter": b"\x80\x02ccollections\nCounter\n})" + b"\x85" * 100_000 + b"Ns\x85R.",
+    "items that are given to a dict": b"\x80\x02ccollections\nOrderedDict\n]\x85R.",
 }
 
 
@@ -266,7 +267,6 @@ BROKEN = {
     "LONG4 of 2**31": b"\x80\x02\x8b" + struct.pack("<I", 1 << 31) + b"x.",
     "a long number": b"\x80\x02\x8b" + struct.pack("<I", 5000) + b"\1" * 5000 + b".",
     "FRAME and no more": b"\x80\x04\x95\xff",
-    "a dict of a number": b"\x80\x02ccollections\nOrderedDict\n](K\x01etR.",
 }
 
 

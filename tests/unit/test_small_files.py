@@ -43,7 +43,7 @@ print(json.dumps(codes))
 CODES: dict[str, dict[str, tuple[int, int]]] = {
     "worlds": {"of a name": (INCOMPLETE, INCOMPLETE), "of a manifest": (CORRUPT, CORRUPT)},
     "numbers": {"in names": (OK, INCOMPLETE), "in a shape": (OK, USAGE), "in a mesh": (OK, INCOMPLETE)},
-    "copies": {"of a list": (CORRUPT, CORRUPT)},
+    "copies": {"of a dict": (CORRUPT, CORRUPT)},
     "names": {
         "below a long one": (CORRUPT, CORRUPT),
         "of wrappers": (OK, OK),
