@@ -7,8 +7,8 @@ Names are the flattened keys of the saved state.
 from __future__ import annotations
 
 import re
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from statexchange import values
@@ -37,8 +37,8 @@ from statexchange.formats.torch_archive import (
 from statexchange.sharding.paths import ListItem, Path
 from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import Budget, ByteRange, StoredFile
-from statexchange.storage.tensorfile import read_header
+from statexchange.storage.store import Budget, ByteRange, Store, StoredFile
+from statexchange.storage.tensorfile import Header, read_header
 
 __all__ = ["METADATA", "matches", "read"]
 
@@ -56,9 +56,15 @@ _MAX_ENTRY_PICKLE_BYTES = 1 << 20  # a tensor's pickle has about 200 bytes
 class _Tensor:
     """A tensor of the metadata, with its boxes by their offsets."""
 
+    name: str
     dtype: str
     shape: tuple[int, ...]
     chunks: dict[tuple[int, ...], Box]
+
+    def of_parts(self, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:
+        """Return the tensor with all its boxes in a file."""
+        shard = Shard(self.name, self.dtype, self.shape, tuple(box for box, _ in parts))
+        return SourceTensor(shard, tuple(byte_range for _, byte_range in parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,44 +96,196 @@ def read(opened: OpenedPath) -> Source:
             f"{METADATA} is missing, which torch writes last: the save did not finish, or hidden files were not copied"
         )
         return Source("dcp", opened, (), problems=(IncompleteError(text, path=metadata),))
+    reader = _Reader(store)
     with parsing(f"{METADATA} is not what this version of statexchange knows", path=metadata):
-        data = store.read_small(METADATA, MAX_PICKLE_BYTES)
-        budget = store.budget.of(metadata, len(data))
-        root = read_pickle(data, metadata, budget)
-        tensors, by_file, unsupported = _parsed(root, budget, metadata)
-        paths = _paths(root.state, budget)
-    problems = _unstored(tensors, by_file, metadata)
-    shard_files: list[ShardFile] = []
-    others: dict[str, str] = {}
-    texts: dict[str, str] = {}
-    unreadable = list(unsupported)
-    views: dict[bytes, TensorView] = {}
-    for file in sorted(by_file, key=_order):
-        reader = _DcpFileReader(store.path_of(file), _order(file)[0], tensors, views, budget)
-        try:
-            names = sorted({entry.name for entry in by_file[file]})
-            missing = f"a file of this checkpoint is missing, with parts of {len(names)} tensors"
-            opened_file = open_listed(store, file, missing, rank=_order(file)[0], name=names[0])
-            shard_files.append(reader.read(opened_file, by_file[file]))
-            others |= reader.others
-            texts |= reader.texts
-            unreadable += reader.unsupported
-        except StateExchangeError as error:
-            problems.append(error)
-            for name in dict.fromkeys(entry.name for entry in by_file[file]):
-                if name in tensors:
-                    tensor = tensors[name]
-                    unreadable.append(UnreadableTensor(name, tensor.dtype, tensor.shape, store.path_of(file)))
+        reader.read_metadata()
+    for file in sorted(reader.entries, key=_order):
+        reader.read_file(file)
     return Source(
         "dcp",
         opened,
-        tuple(shard_files),
-        others=others,
-        texts=texts,
-        problems=tuple(problems),
-        unreadable=tuple(unreadable),
-        paths=paths,
+        tuple(reader.shard_files),
+        others=reader.others,
+        texts=reader.texts,
+        problems=tuple(reader.problems),
+        unreadable=tuple(reader.unreadable),
+        paths=reader.paths,
     )
+
+
+class _Reader:
+    """Reads the metadata, and then the files with the entries that it lists.
+
+    Attributes:
+        entries: the entries of each file.
+        paths: the path of each name for which it is recorded.
+        shard_files: the files with their tensors.
+        others: descriptions, by name, of entries that are not tensors.
+        texts: those of `others` that are plain values, as JSON text of `values.encode`.
+        problems: errors for what is missing or broken.
+        unreadable: the tensors that are affected by these, or are unsupported.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._budget = store.budget
+        self._tensors: dict[str, _Tensor] = {}
+        self._views: dict[bytes, TensorView] = {}  # by the pickles of entries, many of which are equal
+        self.entries: dict[str, list[_StoredEntry]] = {}
+        self.paths: dict[str, Path] = {}
+        self.shard_files: list[ShardFile] = []
+        self.others: dict[str, str] = {}
+        self.texts: dict[str, str] = {}
+        self.problems: list[StateExchangeError] = []
+        self.unreadable: list[UnreadableTensor] = []
+
+    def read_metadata(self) -> None:
+        """Read which tensors there are, and which file has which part of them."""
+        path = self._store.path_of(METADATA)
+        data = self._store.read_small(METADATA, MAX_PICKLE_BYTES)
+        self._budget = self._store.budget.of(path, len(data))
+        root = read_pickle(data, path, self._budget)
+        _expect(root, "Metadata", "MCoreMetadata")
+        others = set()
+        for name, record in root.state["state_dict_metadata"].items():
+            if type(name) is not str:
+                raise ValueError(f"{type_text(name)} as a name")
+            if record.name == "BytesStorageMetadata":
+                others.add(name)
+                continue
+            try:
+                self._tensors[name] = _tensor(name, record, self._budget)
+            except UnsupportedError as error:
+                self.unreadable.append(_unsupported(name, record, error, path))
+        unsupported = {tensor.name for tensor in self.unreadable}
+        for index, storage_info in (root.state["storage_data"] or {}).items():
+            _expect(index, "MetadataIndex")
+            _expect(storage_info, "_StorageInfo")
+            name = index.state["fqn"]
+            if type(name) is str and name in unsupported:
+                continue
+            if type(name) is not str or (name not in self._tensors and name not in others):
+                text = f"{METADATA} stores this entry but does not describe it: the save is damaged, save again"
+                raise CorruptError(text, name=name if type(name) is str else None)
+            tensor = self._tensors.get(name)
+            entry = _stored(name, None if tensor is None else index.state.get("offset"), storage_info.state)
+            if tensor is not None and entry.offsets not in tensor.chunks:
+                raise CorruptError(f"part at {entry.offsets} is stored but not described in {METADATA}", name=name)
+            self.entries.setdefault(_file_name(storage_info.state, name), []).append(entry)
+        self.paths = _paths(root.state, self._budget)
+        self._check_stored(path)
+
+    def _check_stored(self, path: str) -> None:
+        """Add a problem for each part that the metadata describes but that no file has."""
+        stored = {(entry.name, entry.offsets) for entries in self.entries.values() for entry in entries}
+        for name, tensor in self._tensors.items():
+            for offsets, box in tensor.chunks.items():
+                if box.numel and (name, offsets) not in stored:
+                    text = f"region {box} is described in {METADATA} but stored in no file: the save did not finish"
+                    self.problems.append(IncompleteError(text, name=name, path=path))
+
+    def read_file(self, name: str) -> None:
+        """Add all that a file has, or the problem if it is missing or broken."""
+        entries, rank, path = self.entries[name], _order(name)[0], self._store.path_of(name)
+        names = sorted({entry.name for entry in entries})
+        try:
+            missing = f"a file of this checkpoint is missing, with parts of {len(names)} tensors"
+            file = open_listed(self._store, name, missing, rank=rank, name=names[0])
+            header = None if _is_zip(file) else read_header(file)
+            if header is None:
+                _check_apart(entries, rank, path)
+            parts: dict[str, list[tuple[Box, ByteRange]]] = {}
+            for entry in entries:
+                with parsing("not what torch writes for a tensor", rank=rank, name=entry.name, path=path):
+                    if header is not None:
+                        part = self._part_in_safetensors(file, header, entry, entry.name not in parts)
+                    elif entry.offsets is None:
+                        self._add_other(entry.name, Archive(file, entry.begin, entry.length), rank, path)
+                        continue
+                    else:
+                        part = self._part_in_zip(Archive(file, entry.begin, entry.length), entry, path)
+                    parts.setdefault(entry.name, []).append(part)
+            tensors = {}
+            for of_file, boxes in parts.items():
+                with parsing("not what torch writes for a tensor", rank=rank, name=of_file, path=path):
+                    tensors[of_file] = self._tensors[of_file].of_parts(boxes)
+            self.shard_files.append(ShardFile(rank, file, tensors))
+        except StateExchangeError as error:
+            self.problems.append(error)
+            for tensor in (self._tensors[of_file] for of_file in names if of_file in self._tensors):
+                self.unreadable.append(UnreadableTensor(tensor.name, tensor.dtype, tensor.shape, path))
+
+    def _part_in_safetensors(
+        self, file: StoredFile, header: Header, entry: _StoredEntry, is_first: bool
+    ) -> tuple[Box, ByteRange]:
+        """Return a part in a file that torch wrote with SerializationFormat.SAFETENSORS.
+
+        The metadata's offsets are all 0 for such a file: its header has the byte ranges.
+        """
+        if entry.offsets is None:
+            raise UnsupportedError("an entry of a safetensors file that is not a tensor: save it as torch.save")
+        if not is_first or entry.name not in header.entries:
+            raise CorruptError(f"the file does not have each part of this tensor that {METADATA} describes")
+        stored = header.entries[entry.name]
+        return self._part(entry, stored.dtype, stored.shape, ByteRange(file, stored.begin, stored.nbytes))
+
+    def _part_in_zip(self, archive: Archive, entry: _StoredEntry, path: str) -> tuple[Box, ByteRange]:
+        data = archive.pickle(_MAX_ENTRY_PICKLE_BYTES)
+        if data not in self._views:
+            budget = self._budget.of(path, len(data))
+            self._views[data] = view_of(unwrap_tensor(read_pickle(data, path, budget)))
+        view = self._views[data]
+        return self._part(entry, view.dtype, view.shape, archive.byte_range(view))
+
+    def _part(
+        self, entry: _StoredEntry, dtype: str, shape: tuple[int, ...], byte_range: ByteRange
+    ) -> tuple[Box, ByteRange]:
+        """Return the box of a part; raise CorruptError unless it is stored with this dtype and shape."""
+        tensor = self._tensors[entry.name]
+        box = tensor.chunks[entry.offsets]
+        for field, expected, stored in (("dtype", tensor.dtype, dtype), ("shape", box.shape, shape)):
+            if expected != stored:
+                raise CorruptError(f"{field} in {METADATA} differs from the file", expected=expected, found=stored)
+        return box, byte_range
+
+    def _add_other(self, name: str, archive: Archive, rank: int, path: str) -> None:
+        """Describe an entry that is not a tensor, and keep it if it is a plain value.
+
+        Tensors in lists and dicts, such as the states of random generators, belong to the entry's description. Tensors
+        in an object of an unknown class make the entry unsupported. A refused pickle is described by its error.
+        """
+        data = archive.pickle()
+        budget = self._budget.of(path, len(data))
+        try:
+            value = read_pickle(data, path, budget, unknown_classes=True)
+        except UnsafeError as error:
+            self.others[name] = error.message
+            return
+        self.others[name] = describe(value)
+        if is_plain(value, len(data), budget):
+            self.texts[name] = values.encode(value)
+        elif holds_tensor(value, budget, set()):
+            if type(value) is OpaqueObject:
+                del self.others[name]
+                refusal = UnsupportedError(refusal_of(value), rank=rank, name=name, path=path)
+                self.unreadable.append(UnreadableTensor(name, None, None, path, refusal))
+            else:
+                self.others[name] += ", with tensors in it"
+
+
+def _is_zip(file: StoredFile) -> bool:
+    """Whether a file begins with a zip, or is too short for anything else."""
+    return _ZIP.startswith(file.first_bytes(len(_ZIP))) or file.size < _LEAST_SAFETENSORS
+
+
+def _check_apart(entries: list[_StoredEntry], rank: int, path: str) -> None:
+    """Raise CorruptError if entries of a file overlap."""
+    end = 0
+    for entry in sorted(entries, key=attrgetter("begin")):
+        if entry.begin < end:
+            text = f"according to {METADATA} it overlaps another entry of the file: the save is damaged, save again"
+            raise CorruptError(text, name=entry.name, rank=rank, path=path)
+        end = entry.begin + entry.length
 
 
 def _order(file: str) -> tuple[int, int]:
@@ -135,41 +293,6 @@ def _order(file: str) -> tuple[int, int]:
     match = _FILE_NAME.fullmatch(file)
     assert match is not None  # `_file_name` accepts only such names
     return int(match[1]), int(match[2])
-
-
-def _parsed(
-    metadata: Any, budget: Budget, path: str
-) -> tuple[dict[str, _Tensor], dict[str, list[_StoredEntry]], list[UnreadableTensor]]:
-    """Return the tensors by name, the entries of each file, and the tensors of unsupported dtypes."""
-    _expect(metadata, "Metadata", "MCoreMetadata")
-    tensors = {}
-    others = set()
-    unsupported: dict[str, UnreadableTensor] = {}
-    for name, record in metadata.state["state_dict_metadata"].items():
-        if type(name) is not str:
-            raise ValueError(f"{type_text(name)} as a name")
-        if record.name == "BytesStorageMetadata":
-            others.add(name)
-        else:
-            try:
-                tensors[name] = _tensor(name, record, budget)
-            except UnsupportedError as error:
-                unsupported[name] = _unsupported(name, record, error, path)
-    by_file: dict[str, list[_StoredEntry]] = {}
-    for index, storage_info in (metadata.state["storage_data"] or {}).items():
-        _expect(index, "MetadataIndex")
-        _expect(storage_info, "_StorageInfo")
-        name, offsets = index.state["fqn"], index.state.get("offset")
-        if type(name) is str and name in unsupported:
-            continue
-        if type(name) is not str or (name not in tensors and name not in others):
-            text = f"{METADATA} stores this entry but does not describe it: the save is damaged, save again"
-            raise CorruptError(text, name=name if type(name) is str else None)
-        stored = _stored(name, offsets if name in tensors else None, storage_info.state)
-        if name in tensors and stored.offsets not in tensors[name].chunks:
-            raise CorruptError(f"part at {stored.offsets} is stored but not described in {METADATA}", name=name)
-        by_file.setdefault(_file_name(storage_info.state, name), []).append(stored)
-    return tensors, by_file, list(unsupported.values())
 
 
 def _paths(metadata: dict[str, Any], budget: Budget) -> dict[str, Path]:
@@ -222,7 +345,7 @@ def _tensor(name: str, record: OpaqueObject, budget: Budget) -> _Tensor:
             if chunks[box.offsets].numel:
                 raise CorruptError(f"two parts begin at {box.offsets}", name=name)
             chunks[box.offsets] = box
-    return _Tensor(dtype_of(record.state["properties"].state[0]), shape, chunks)
+    return _Tensor(name, dtype_of(record.state["properties"].state[0]), shape, chunks)
 
 
 def _stored(name: str, offsets: Any, storage_info: dict[str, Any]) -> _StoredEntry:
@@ -241,133 +364,3 @@ def _file_name(storage_info: dict[str, Any], name: str) -> str:
     if type(file) is not str or not _FILE_NAME.fullmatch(file):
         raise CorruptError(f"{METADATA} names the file {excerpt(file)}, which is not a DCP file name", name=name)
     return file
-
-
-def _unstored(
-    tensors: dict[str, _Tensor], by_file: dict[str, list[_StoredEntry]], path: str
-) -> list[StateExchangeError]:
-    """Return an error for each part that the metadata describes but that no file has."""
-    stored = {(entry.name, entry.offsets) for entries in by_file.values() for entry in entries}
-    problems: list[StateExchangeError] = []
-    for name, tensor in tensors.items():
-        for offsets, box in tensor.chunks.items():
-            if box.numel and (name, offsets) not in stored:
-                text = f"region {box} is described in {METADATA} but stored in no file: the save did not finish"
-                problems.append(IncompleteError(text, name=name, path=path))
-    return problems
-
-
-def _is_zip(file: StoredFile) -> bool:
-    """Whether a file begins with a zip, or is too short for anything else."""
-    return _ZIP.startswith(file.first_bytes(len(_ZIP))) or file.size < _LEAST_SAFETENSORS
-
-
-class _DcpFileReader:
-    """Reads the entries of one .distcp file. `views` caches the parsed pickles of entries, many of which are equal."""
-
-    def __init__(
-        self, path: str, rank: int, tensors: dict[str, _Tensor], views: dict[bytes, TensorView], budget: Budget
-    ) -> None:
-        self._path = path
-        self._budget = budget
-        self._rank = rank
-        self._tensors = tensors
-        self._views = views
-        self.others: dict[str, str] = {}
-        self.texts: dict[str, str] = {}
-        self.unsupported: list[UnreadableTensor] = []
-
-    def _parsing(self, name: str) -> AbstractContextManager[None]:
-        return parsing("not what torch writes for a tensor", rank=self._rank, name=name, path=self._path)
-
-    def read(self, file: StoredFile, entries: list[_StoredEntry]) -> ShardFile:
-        """Return the file with all its tensors; entries must not overlap."""
-        if not _is_zip(file):
-            return self._read_safetensors(file, entries)
-        end = 0
-        for entry in sorted(entries, key=lambda entry: entry.begin):
-            if entry.begin < end:
-                problem = (
-                    f"according to {METADATA} it overlaps another entry of the file: the save is damaged, save again"
-                )
-                raise CorruptError(problem, name=entry.name, rank=self._rank, path=self._path)
-            end = entry.begin + entry.length
-        parts: dict[str, list[tuple[Box, ByteRange]]] = {}
-        for entry in entries:
-            with self._parsing(entry.name):
-                self._entry(file, entry, parts)
-        return ShardFile(self._rank, file, {name: self._source_tensor(name, boxes) for name, boxes in parts.items()})
-
-    def _read_safetensors(self, file: StoredFile, entries: list[_StoredEntry]) -> ShardFile:
-        """Return the tensors of a file that torch wrote with SerializationFormat.SAFETENSORS.
-
-        The metadata's offsets are all 0 for such a file: its header has the byte ranges.
-        """
-        header = read_header(file)
-        parts: dict[str, list[tuple[Box, ByteRange]]] = {}
-        for entry in entries:
-            with self._parsing(entry.name):
-                if entry.offsets is None:
-                    raise UnsupportedError("an entry of a safetensors file that is not a tensor: save it as torch.save")
-                if entry.name in parts or entry.name not in header.entries:
-                    raise CorruptError(f"the file does not have each part of this tensor that {METADATA} describes")
-                found = header.entries[entry.name]
-                box = self._box(entry.name, entry.offsets, found.dtype, found.shape)
-                parts[entry.name] = [(box, ByteRange(file, found.begin, found.nbytes))]
-        return ShardFile(self._rank, file, {name: self._source_tensor(name, boxes) for name, boxes in parts.items()})
-
-    def _entry(self, file: StoredFile, entry: _StoredEntry, parts: dict[str, list[tuple[Box, ByteRange]]]) -> None:
-        archive = Archive(file, entry.begin, entry.length)
-        if entry.offsets is None:
-            self._other(entry.name, archive)
-            return
-        view = self._view(archive.pickle(_MAX_ENTRY_PICKLE_BYTES))
-        box = self._box(entry.name, entry.offsets, view.dtype, view.shape)
-        parts.setdefault(entry.name, []).append((box, archive.byte_range(view)))
-
-    def _box(self, name: str, offsets: tuple[int, ...], dtype: str, shape: tuple[int, ...]) -> Box:
-        """Return the box of a part; raise CorruptError unless it is stored with this dtype and shape."""
-        tensor = self._tensors[name]
-        box = tensor.chunks[offsets]
-        for field, expected, found in (("dtype", tensor.dtype, dtype), ("shape", box.shape, shape)):
-            if expected != found:
-                raise CorruptError(f"{field} in {METADATA} differs from the file", expected=expected, found=found)
-        return box
-
-    def _view(self, data: bytes) -> TensorView:
-        """Return the tensor that an entry's pickle describes."""
-        if data not in self._views:
-            budget = self._budget.of(self._path, len(data))
-            self._views[data] = view_of(unwrap_tensor(read_pickle(data, self._path, budget)))
-        return self._views[data]
-
-    def _other(self, name: str, archive: Archive) -> None:
-        """Describe an entry that is not a tensor, and keep it if it is a plain value.
-
-        Tensors in lists and dicts, such as the states of random generators, belong to the entry's description. Tensors
-        in an object of an unknown class make the entry unsupported. A refused pickle is described by its error.
-        """
-        data = archive.pickle()
-        budget = self._budget.of(self._path, len(data))
-        try:
-            value = read_pickle(data, self._path, budget, unknown_classes=True)
-        except UnsafeError as error:
-            self.others[name] = error.message
-            return
-        description = describe(value)
-        if is_plain(value, len(data), budget):
-            self.others[name], self.texts[name] = description, values.encode(value)
-        elif not holds_tensor(value, budget, set()):
-            self.others[name] = description
-        elif type(value) is not OpaqueObject:
-            self.others[name] = f"{description}, with tensors in it"
-        else:
-            refusal = UnsupportedError(refusal_of(value), rank=self._rank, name=name, path=self._path)
-            self.unsupported.append(UnreadableTensor(name, None, None, self._path, refusal))
-
-    def _source_tensor(self, name: str, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:
-        """Return a tensor with all its boxes in this file."""
-        tensor = self._tensors[name]
-        with self._parsing(name):
-            shard = Shard(name, tensor.dtype, tensor.shape, tuple(box for box, _ in parts))
-        return SourceTensor(shard, tuple(byte_range for _, byte_range in parts))

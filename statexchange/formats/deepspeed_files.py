@@ -1,4 +1,4 @@
-"""The files of a DeepSpeed checkpoint: their names, and one file's content as tensors, flat buffers and other entries.
+"""The files of a DeepSpeed step: their names, and one file's content as tensors, flat buffers and other entries.
 
 All are files of torch.save. Nothing in them is executed, and deepspeed is not imported: its own classes, such as the
 loss scaler, stay opaque.
@@ -7,109 +7,162 @@ loss scaler, stay opaque.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from statexchange.errors import CorruptError, excerpt, type_text
+from statexchange.errors import CorruptError, StateExchangeError, excerpt, type_text
 from statexchange.formats.part_names import OPTIMIZER_FILE
 from statexchange.formats.pickles import OpaqueObject
-from statexchange.formats.source import SourceTensor, parsing
-from statexchange.formats.torch_archive import (
-    TensorView,
-    describe,
-    is_tensor,
-    unwrap_tensor,
-    view_of,
-)
+from statexchange.formats.source import SourceTensor, UnreadableTensor, open_listed, parsing
+from statexchange.formats.torch_archive import TensorView, describe, is_tensor, unwrap_tensor, view_of
 from statexchange.formats.torch_file import TorchFile
-from statexchange.formats.zero import FlatRun, Shapes
-from statexchange.sharding.shards import Box, Shard, boxes_of_run, shape_from_json
-from statexchange.storage.store import Budget, ByteRange, Store
+from statexchange.sharding.shards import Shard, boxes_of_run, shape_from_json
+from statexchange.storage.store import ByteRange, Store
 from statexchange.tensors import ITEMSIZE
 
-__all__ = ["UNIVERSAL", "DeepSpeedFile", "FileNames", "FlatBuffer", "number_of", "parse_shapes"]
+__all__ = [
+    "MODEL",
+    "STATE",
+    "UNIVERSAL",
+    "WEIGHTS",
+    "DeepSpeedFile",
+    "FlatBuffer",
+    "FlatRun",
+    "Shapes",
+    "Step",
+    "count_of",
+    "number_of",
+    "source_name",
+]
 
-_NUMBER = "([0-9]{1,9})"
-_MODEL = re.compile(rf"(?:zero_pp_rank_{_NUMBER}_)?mp_rank_{_NUMBER}_model_states\.pt")
-_LAYER = re.compile(rf"layer_{_NUMBER}-(?:model_{_NUMBER}-)?model_states\.pt")
-_EXPERT = re.compile(rf"(?:layer_{_NUMBER}_)?expert_{_NUMBER}_mp_rank_{_NUMBER}_model_states\.pt")
-_STEPS_PER_PART = 32  # of a tensor, a shape or a run: it takes about 500 bytes of memory, and 100 bytes of a pickle
-_STEPS_PER_NAME = 8
+MODEL, STATE = "model.", "optimizer.state."
+WEIGHTS = "fp32"  # the key of the master weights, beside those of the optimizer's states
 UNIVERSAL = "zero"  # the directory with a directory for each parameter
 
+_NUMBER = "([0-9]{1,9})"
+# The groups are rank and stage; the same; layer and tensor-parallel rank; layer, expert and stage. A number that is not
+# in a name is 0.
+_PATTERNS = {
+    "optimizer": OPTIMIZER_FILE,
+    "model": re.compile(rf"(?:zero_pp_rank_{_NUMBER}_)?mp_rank_{_NUMBER}_model_states\.pt"),
+    "layer": re.compile(rf"layer_{_NUMBER}-(?:model_{_NUMBER}-)?model_states\.pt"),
+    "expert": re.compile(rf"(?:layer_{_NUMBER}_)?expert_{_NUMBER}_mp_rank_{_NUMBER}_model_states\.pt"),
+}
+_STEPS_PER_PART = 32  # of a tensor, a shape or a run: it takes about 500 bytes of memory, and 100 bytes of a pickle
+_STEPS_PER_NAME = 8
 
-@dataclass(frozen=True)
-class FileNames:
-    """The files of one step's directory.
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shapes of parameters by name, in the order in which they are flattened."""
+
+
+class Step:
+    """The directory of a step, and what is read of it.
 
     Attributes:
-        optimizer: names of the optimizer's files by model-parallel rank, then by rank.
-        model: names of the model's files, in the same way; ZeRO-3 has one of each rank, others have one of rank 0.
-        per_rank: whether the names of the model's files have ranks, as in ZeRO-3.
-        layers: names of the files of pipeline layers, by layer and by tensor-parallel rank.
-        experts: names of the files of experts, by (layer, expert) and model-parallel rank.
-        is_universal: whether there is the directory of a Universal Checkpoint.
+        store: the directory.
+        names: for each kind of file, the names by the numbers in them, as `_PATTERNS` lists these.
+        per_rank: whether each rank has a file of the model, as in ZeRO-3.
+        files: the files that were opened, by their names.
+        problems: errors for everything that is missing or broken.
+        unreadable: the tensors that are affected by these.
+        notes: what a user should know about how it was read.
+        world_size: the number of ranks, if it is known.
     """
 
-    optimizer: Mapping[int, Mapping[int, str]]
-    model: Mapping[int, Mapping[int, str]]
-    per_rank: bool
-    layers: Mapping[int, Mapping[int, str]]
-    experts: Mapping[tuple[int, int], Mapping[int, str]]
-    is_universal: bool
-
-    @classmethod
-    def of(cls, store: Store) -> FileNames:
-        """Return the files of a directory.
+    def __init__(self, store: Store) -> None:
+        """List the files.
 
         Raises:
-            CorruptError: files of two saves are mixed: there are two files of one rank.
+            CorruptError: files of two saves are mixed: two have the same numbers.
         """
-        optimizer: dict[int, dict[int, str]] = {}
-        model: dict[int, dict[int, str]] = {}
-        layers: dict[int, dict[int, str]] = {}
-        experts: dict[tuple[int, int], dict[int, str]] = {}
-        kinds = set()
+        self.store = store
+        self.names: dict[str, dict[tuple[int, ...], str]] = {kind: {} for kind in _PATTERNS}
         for name in store.non_directories:
-            if match := OPTIMIZER_FILE.fullmatch(name):
-                _add(optimizer.setdefault(int(match[3]), {}), int(match[2]), name, store)
-            elif match := _MODEL.fullmatch(name):
-                kinds.add(match[1] is not None)
-                _add(model.setdefault(int(match[2]), {}), int(match[1] or 0), name, store)
-            elif match := _LAYER.fullmatch(name):
-                _add(layers.setdefault(int(match[1]), {}), int(match[2] or 0), name, store)
-            elif match := _EXPERT.fullmatch(name):
-                _add(experts.setdefault((int(match[1] or 0), int(match[2])), {}), int(match[3]), name, store)
-        if len(kinds) > 1:
-            raise CorruptError(
-                "files of two saves are mixed here: model states with and without ranks", path=store.path
-            )
-        is_universal = UNIVERSAL in store.directories
-        return cls(optimizer, model, True in kinds, layers, experts, is_universal)
+            for kind, pattern in _PATTERNS.items():
+                match = pattern.fullmatch(name)
+                if match is not None:
+                    numbers = tuple(int(digits or 0) for digits in match.groups())
+                    first = self.names[kind].setdefault(numbers, name)
+                    if first != name:
+                        text = f"files of two saves are mixed here: this one, and {first} of the same rank"
+                        raise CorruptError(text, rank=numbers[0], path=store.path_of(name))
+        of_model = self.names["model"].values()
+        self.per_rank = bool(of_model) and all(name.startswith("zero_pp_rank_") for name in of_model)
+        self.files: dict[str, DeepSpeedFile] = {}
+        self.problems: list[StateExchangeError] = []
+        self.unreadable: list[UnreadableTensor] = []
+        self.notes: list[str] = []
+        self.world_size: int | None = None
 
-    @property
-    def any(self) -> bool:
-        """Whether there are files of DeepSpeed."""
-        return bool(self.optimizer or self.model or self.layers)
+    @contextmanager
+    def collecting(self, affected: Mapping[str, tuple[int, ...] | None]) -> Iterator[None]:
+        """Turn an error into a problem that affects the tensors of these names."""
+        try:
+            yield
+        except StateExchangeError as error:
+            self.problems.append(error)
+            path = error.path or self.store.path
+            self.unreadable += [UnreadableTensor(name, None, shape, path) for name, shape in affected.items()]
 
-    def expected_model(self, mp_rank: int, rank: int) -> str:
-        """Return the name of a rank's file of the model."""
-        prefix = f"zero_pp_rank_{rank}_" if self.per_rank else ""
-        return f"{prefix}mp_rank_{mp_rank:02d}_model_states.pt"
+    def open(self, name: str, rank: int, missing: str) -> DeepSpeedFile:
+        """Return a file; raise IncompleteError with the text `missing` if it is not there."""
+        if name not in self.files:
+            self.files[name] = DeepSpeedFile(open_listed(self.store, name, missing, rank=rank), rank)
+        return self.files[name]
 
-    def expected_optimizer(self, mp_rank: int, rank: int) -> str:
-        """Return the name of a rank's file of the optimizer."""
-        names = [name for of_stage in self.optimizer.values() for name in of_stage.values()]
-        kind = names[0].partition("zero_pp_rank_")[0] if names else ""
-        return f"{kind}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt"
+    def files_of_stage(self, kind: str, stage: int, num_ranks: int, missing: str) -> list[DeepSpeedFile]:
+        """Return the files of all ranks of a pipeline stage, of the model or of the optimizer."""
+        for (rank, of_stage), name in self.names[kind].items():
+            if of_stage == stage and rank >= num_ranks:
+                text = f"it is of rank {rank}, but {num_ranks} ranks saved the model: files of two saves are mixed"
+                raise CorruptError(text, rank=stage * num_ranks + rank, path=self.store.path_of(name))
+        files = []
+        for rank in range(num_ranks):  # of a broken file this may be any number: the first missing file ends it
+            files.append(self.open(self.name_of(kind, rank, stage), stage * num_ranks + rank, missing))
+        return files
+
+    def name_of(self, kind: str, rank: int, stage: int) -> str:
+        """Return the name of a rank's file, which need not be there, of the model or of the optimizer."""
+        present = self.names[kind]
+        if (rank, stage) in present:
+            return present[rank, stage]
+        of_rank = f"zero_pp_rank_{rank}_"
+        if kind == "model":
+            return f"{of_rank if self.per_rank else ''}mp_rank_{stage:02d}_model_states.pt"
+        prefix = next(iter(present.values()), "").partition("zero_pp_rank_")[0]
+        return f"{prefix}{of_rank}mp_rank_{stage:02d}_optim_states.pt"
+
+    def add_aliases(self, shared: Mapping[str, str]) -> None:
+        """Add the other names of parameters, given with the names under which they are saved, to each file."""
+        for file in self.files.values():
+            for alias, name in shared.items():
+                file.add_alias(MODEL + alias, MODEL + name)
 
 
-def _add(names: dict[int, str], number: int, name: str, store: Store) -> None:
-    if names.setdefault(number, name) != name:
-        text = f"files of two saves are mixed here: this one, and {names[number]} of the same rank"
-        raise CorruptError(text, rank=number, path=store.path_of(name))
+def source_name(parameter: str, key: str) -> str:
+    """Return the name in a source of a parameter's master weights, or of one of its optimizer's states."""
+    return MODEL + parameter if key == WEIGHTS else f"{STATE}{parameter}.{key}"
+
+
+@dataclass(frozen=True, slots=True)
+class FlatRun:
+    """A run of a parameter in a rank's flat buffer.
+
+    Attributes:
+        name: the parameter.
+        begin: the first element of the flattened parameter.
+        end: the element after the last one.
+        group: the number of the buffer.
+        at: the position of the first element in the buffer.
+    """
+
+    name: str
+    begin: int
+    end: int
+    group: int = 0
+    at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +182,24 @@ class FlatBuffer:
 class DeepSpeedFile(TorchFile):
     """One file, with the tensors and other entries that are taken from it."""
 
+    @contextmanager
+    def parsing(self) -> Iterator[None]:
+        """Turn errors from unexpected content into CorruptError, and add rank and file to those of no other file."""
+        try:
+            with parsing("not what DeepSpeed writes"):
+                yield
+        except StateExchangeError as error:
+            if error.path not in (None, self.path):
+                raise
+            raise error.located(rank=self.rank, path=self.path) from None
+
+    def entry(self, name: str) -> Any:
+        """Return an entry of the root; raise CorruptError if there is none."""
+        if type(self.root) is not dict or name not in self.root:
+            advice = "if another program wrote it, give this file alone"
+            raise CorruptError(f"not what DeepSpeed writes here: it has no entry {name!r}; {advice}", path=self.path)
+        return self.root[name]
+
     def listed(self, value: Any) -> Sequence[Any]:
         """Return a list or tuple, whose items are about to be parsed; raise ValueError for anything else."""
         if type(value) not in (list, tuple):
@@ -143,16 +214,17 @@ class DeepSpeedFile(TorchFile):
         self.budget.spend(_STEPS_PER_NAME * len(value))
         return {key: entry for key, entry in value.items() if type(key) is str}
 
-    def parsing(self) -> AbstractContextManager[None]:
-        """Turn errors from unexpected content into CorruptError, and add rank and file to all errors."""
-        return parsing("not what DeepSpeed writes", rank=self.rank, path=self.path)
-
-    def entry(self, name: str) -> Any:
-        """Return an entry of the root; raise CorruptError if there is none."""
-        if type(self.root) is not dict or name not in self.root:
-            advice = "if another program wrote it, give this file alone"
-            raise CorruptError(f"not what DeepSpeed writes here: it has no entry {name!r}; {advice}", path=self.path)
-        return self.root[name]
+    def shapes(self, value: Any) -> Shapes:
+        """Return shapes by name; raise ValueError for anything else."""
+        if type(value) is not dict:
+            raise ValueError(f"{describe(value)} in the place of shapes by name")
+        self.budget.spend(_STEPS_PER_PART * len(value))
+        shapes = {}
+        for name, shape in value.items():
+            if type(name) is not str:
+                raise ValueError(f"{excerpt(name)} as a name")
+            shapes[name] = shape_from_json(shape)
+        return shapes
 
     def view(self, value: Any) -> TensorView:
         """Return the strided tensor that a value stands for."""
@@ -175,44 +247,24 @@ class DeepSpeedFile(TorchFile):
         self._check_new(name)
         self.add_tensor(name, value, shape)
 
-    def add_runs(
-        self, name: str, shape: tuple[int, ...], runs: Sequence[FlatRun], buffers: Mapping[int, FlatBuffer]
-    ) -> None:
-        """Add a tensor that consists of these runs; `buffers` has the buffer of each run's `group`."""
-        self.budget.spend(_STEPS_PER_PART * len(runs))
-        boxes: list[Box] = []
-        ranges: list[ByteRange] = []
-        dtypes = {buffers[run.group].dtype for run in runs}
-        if len(dtypes) != 1:
-            raise CorruptError(f"its parts have the dtypes {', '.join(sorted(dtypes))}", name=name)
-        for run in runs:
-            at = run.at
-            for box in boxes_of_run(shape, run.begin, run.end):
-                boxes.append(box)
-                ranges.append(buffers[run.group].range(at, box.numel))
-                at += box.numel
+    def add_run(self, name: str, shape: tuple[int, ...], run: FlatRun, buffer: FlatBuffer) -> None:
+        """Add the part of a tensor of this shape that is a run in a buffer."""
+        self.budget.spend(_STEPS_PER_PART)
         self._check_new(name)
-        self.tensors[name] = SourceTensor(Shard(name, dtypes.pop(), shape, tuple(boxes)), tuple(ranges))
+        boxes = boxes_of_run(shape, run.begin, run.end)
+        ranges = []
+        at = run.at
+        for box in boxes:
+            ranges.append(buffer.range(at, box.numel))
+            at += box.numel
+        self.tensors[name] = SourceTensor(Shard(name, buffer.dtype, shape, boxes), tuple(ranges))
 
     def add_alias(self, alias: str, name: str) -> None:
-        """Add another name for a tensor of this file, if it has it."""
+        """Add another name for a tensor of this file, if it has it, and nothing of the other name."""
         tensor = self.tensors.get(name)
-        if tensor is not None:
+        if tensor is not None and alias not in self.tensors:
             self.tensors[alias] = replace(tensor, shard=replace(tensor.shard, name=alias))
             self.aliases[alias] = name
-
-
-def parse_shapes(value: Any, budget: Budget) -> Shapes:
-    """Return shapes by name; raise ValueError for anything else."""
-    if type(value) is not dict:
-        raise ValueError(f"{describe(value)} in the place of shapes by name")
-    budget.spend(_STEPS_PER_PART * len(value))
-    shapes = {}
-    for name, shape in value.items():
-        if type(name) is not str:
-            raise ValueError(f"{excerpt(name)} as a name")
-        shapes[name] = shape_from_json(shape)
-    return shapes
 
 
 def number_of(value: Any) -> int:
@@ -222,3 +274,11 @@ def number_of(value: Any) -> int:
     if type(value) is not int:
         raise ValueError(f"{describe(value)} in the place of a number")
     return value
+
+
+def count_of(value: Any) -> int:
+    """Return a number of ranks; raise ValueError for anything else."""
+    number = number_of(value)
+    if number < 1:
+        raise ValueError(f"{number} in the place of a number of ranks")
+    return number

@@ -30,7 +30,7 @@ _MAX_LISTED = 8
 def matches(opened: OpenedPath) -> bool:
     """Whether a path is a run's directory, one of its iterations, or a part of a legacy iteration."""
     if opened.file is not None:
-        return megatron_ranks.is_rank_file(opened.file)
+        return opened.file == megatron_ranks.FILE
     return _is_run(opened.store) or _is_iteration(opened.store) or megatron_ranks.is_rank(opened.store)
 
 

@@ -82,6 +82,11 @@ class RunArguments:
             model=_model_numbers(arguments),
         )
 
+    @property
+    def num_ranks(self) -> int:
+        """The number of model-parallel ranks."""
+        return self.tensor * self.pipeline * self.expert
+
     def __str__(self) -> str:
         sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
         parallel = ", ".join(f"{axis} parallel {size}" for axis, size in sizes.items() if size > 1 or axis != "expert")

@@ -24,29 +24,30 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
     InvalidArgumentError,
-    NotFoundError,
     StateExchangeError,
     UnsupportedError,
 )
 from statexchange.formats import torch_file
 from statexchange.formats.megatron_arguments import RunArguments, section_of_key
 from statexchange.formats.sections import sections_from
-from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor, UnreadableTensor
+from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor, UnreadableTensor, open_listed
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.sharding_spec import DimSplit, local_boxes
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 
-__all__ = ["division_of", "is_rank", "is_rank_file", "matches", "read", "read_one"]
+__all__ = ["FILE", "division_of", "is_rank", "matches", "read", "read_one"]
 
+_LEAVE_OUT = "leave it out with exclude (--exclude)"
 _ROWS = re.compile(
     r"(?:^|\.)(?:word_embeddings|output_layer|linear_(?:qkv|q|kv|q_proj|q_up_proj|kv_up_proj|fc1))\.(?:weight|bias)\d*$"
 )
@@ -88,8 +89,7 @@ def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | No
         return DimSplit(1)
     if _ROWS.search(name) is None:
         raise UnsupportedError(
-            "it is not known how Megatron's tensor parallelism divides a parameter of this name: leave it out with "
-            "exclude (--exclude)"
+            f"it is not known how Megatron's tensor parallelism divides a parameter of this name: {_LEAVE_OUT}"
         )
     if _gate_sibling(name) is None:
         return DimSplit(0)
@@ -97,16 +97,16 @@ def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | No
     columns = sibling[1] if sibling is not None and len(sibling) == 2 else 0
     if rows not in (columns, 2 * columns) or not columns:
         raise UnsupportedError(
-            f"its linear_fc2 does not show whether it is gated: {rows} rows here, {columns} columns there; leave it "
-            "out with exclude (--exclude)"
+            f"its linear_fc2 does not show whether it is gated: {rows} rows here, {columns} columns there; {_LEAVE_OUT}"
         )
     return DimSplit(0, rows // columns)
 
 
 _MAX_RANKS = 1 << 17  # more than any run has: the arguments of a damaged file may say anything
-_FILE, _OPTIMIZER_FILE = "model_optim_rng.pt", "distrib_optim.pt"
+FILE = "model_optim_rng.pt"  # of a rank
+_OPTIMIZER_FILE = "distrib_optim.pt"
 _DIRECTORY = re.compile(r"mp_rank_[0-9]{2,6}(_[0-9]{3,6}){0,2}")
-_MODEL = re.compile(r"model([0-9]{0,4})\.(.+)", re.DOTALL)
+_MODEL = re.compile(r"model([0-9]{0,4})\.(.+)", re.DOTALL)  # a chunk of the model, and a name in it
 _LAYER = re.compile(r"(?P<block>(?:^|.*?\.))layers\.(?P<number>[0-9]{1,6})(?=\.)")
 _LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.)([0-9]{1,6})(?=\.)")
 _GROUPED_EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))([0-9]{1,6})$")
@@ -115,36 +115,33 @@ _EXTRA_STATE = "_extra_state"
 _MULTI_TOKEN = "mtp."  # noqa: S105 (layers that predict further tokens, beside those that are counted)
 
 
-# A number by (block of layers, chunk, pipeline stage). A block is the part of names before "layers.".
-_ByChunk = dict[tuple[str, int, int], int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Position:
-    """A rank's index along the tensor, pipeline and expert parallel axes."""
-
-    tensor: int
-    pipeline: int
-    expert: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """One model-parallel rank: its directory, its position and its file."""
+    """One model-parallel rank.
 
-    directory: str
-    position: _Position
+    Attributes:
+        store: its directory.
+        prefix: the directory's name with a dot, which precedes the names of the rank's own entries; "" if it is alone.
+        number: its number among all ranks.
+        position: its index along the tensor, pipeline and expert parallel axes.
+        file: its file.
+    """
+
+    store: Store
+    prefix: str
     number: int
+    position: _Position
     file: TorchFile
 
 
-@dataclass(frozen=True, slots=True)
-class _ModelTensor:
-    """A rank's tensor of the model: its chunk, and its name in the chunk."""
+class _Position(NamedTuple):
+    tensor: int = 0
+    pipeline: int = 0
+    expert: int = 0
 
-    chunk: int
-    name: str
-    tensor: SourceTensor
+
+# A number by (block of layers, chunk, pipeline stage). A block is the part of names before "layers.".
+_ByChunk = dict[tuple[str, int, int], int]
 
 
 def matches(store: Store) -> bool:
@@ -152,15 +149,10 @@ def matches(store: Store) -> bool:
     return any(map(_DIRECTORY.fullmatch, store.directories))
 
 
-def is_rank_file(name: str) -> bool:
-    """Whether this is the name of a rank's file."""
-    return name == _FILE
-
-
 def is_rank(store: Store) -> bool:
     """Whether a directory is a rank's."""
     name = os.path.basename(store.path.rstrip("/"))
-    return _FILE in store.listing and _DIRECTORY.fullmatch(name) is not None
+    return FILE in store.listing and _DIRECTORY.fullmatch(name) is not None
 
 
 def read_one(opened: OpenedPath) -> Source:
@@ -169,16 +161,16 @@ def read_one(opened: OpenedPath) -> Source:
     Raises:
         InvalidArgumentError: the file has only a part of the model.
     """
-    file = TorchFile.whole(opened.store.open(_FILE), 0)
+    store = opened.store
+    file = TorchFile.whole(store.open(FILE), 0)
     if type(file.root) is not dict or "args" not in file.root:  # of another program
         return torch_file.read(opened)
-    arguments = RunArguments.parse(file.root, file.shard_file.path)
-    num_ranks = arguments.tensor * arguments.pipeline * arguments.expert
-    if num_ranks > 1:
-        above = os.path.dirname(opened.store.path.rstrip("/"))
-        text = f"this is one of {num_ranks} ranks' parts of the model: give the directory of the iteration, {above}"
-        raise InvalidArgumentError(text, path=file.shard_file.path)
-    return _Reader(opened, opened.store, [_Rank("", _Position(0, 0, 0), 0, file)], arguments, []).source()
+    arguments = RunArguments.parse(file.root, file.path)
+    if arguments.num_ranks > 1:
+        above = os.path.dirname(store.path.rstrip("/"))
+        text = f"this is one of {arguments.num_ranks} ranks' parts of the model: give the directory of the iteration"
+        raise InvalidArgumentError(f"{text}, {above}", path=file.path)
+    return _Reader(opened, [_Rank(store, "", 0, _Position(), file)], arguments, []).source()
 
 
 def read(opened: OpenedPath, store: Store) -> Source:
@@ -186,46 +178,41 @@ def read(opened: OpenedPath, store: Store) -> Source:
 
     A rank that is missing, or belongs to another save, is a problem of the source.
     """
+    stores = {name: store.below(name) for name in store.directories if _DIRECTORY.fullmatch(name)}
+    has_optimizer = any(_OPTIMIZER_FILE in below.listing for below in stores.values())
     problems: list[StateExchangeError] = []
     files: dict[str, TorchFile] = {}
-    names = [name for name in store.directories if _DIRECTORY.fullmatch(name)]
-    for name in names:
-        below = store.below(name)
+    arguments: RunArguments | None = None
+    missing = "this rank's file is missing: the save did not finish, or it was not copied completely"
+    for name, below in stores.items():
         try:
-            if _FILE not in below.listing:
-                text = f"this rank's {_FILE} is missing: the save did not finish, or it was not copied completely"
-                raise IncompleteError(text, path=below.path_of(_FILE))
-            files[name] = TorchFile.whole(below.open(_FILE), len(files))
-        except StateExchangeError as error:
-            problems.append(error)
-    arguments = None
-    for name, file in files.items():
-        try:
-            found = RunArguments.parse(file.root, file.shard_file.path)
-            if arguments is None:
-                arguments = found
-            elif found != arguments:
-                text = f"the run's arguments or iteration differ from those in {names[0]}: this rank is of another save"
-                raise IncompleteError(text, path=store.path_of(name), expected=str(arguments), found=str(found))
+            file = TorchFile.whole(open_listed(below, FILE, missing), len(files))
+            of_rank = RunArguments.parse(file.root, file.path)
+            arguments = arguments or of_rank
+            if of_rank != arguments:
+                text = "the run's arguments or iteration differ from those of other ranks: this one is of another save"
+                raise IncompleteError(text, path=below.path, expected=str(arguments), found=str(of_rank))
+            files[name] = file
+            if has_optimizer:  # its flat buffers are not read
+                torch_file.open_archive(open_listed(below, _OPTIMIZER_FILE, missing)).pickle()
         except StateExchangeError as error:
             problems.append(error)
     if arguments is None:
         return Source("megatron ranks", opened, (), problems=tuple(problems))
     positions = _directories(arguments, store.path)
-    problems += _missing(store, names, positions, arguments)
-    problems += _optimizer_problems([store.below(name) for name in names])
+    problems += _missing(store, stores, positions, arguments)
     ranks = []
     for number, (name, position) in enumerate(positions.items()):
         if name in files:
-            ranks.append(_Rank(name, position, number, files[name]))
-    return _Reader(opened, store, ranks, arguments, problems).source()
+            ranks.append(_Rank(stores[name], f"{name}.", number, position, files[name]))
+    return _Reader(opened, ranks, arguments, problems).source()
 
 
 def _directories(arguments: RunArguments, path: str) -> dict[str, _Position]:
     """Return each rank's position by the name of its directory, in the order of ranks: tensor-parallel ones adjoin."""
-    num_ranks = arguments.tensor * arguments.pipeline * arguments.expert
-    if num_ranks > _MAX_RANKS:
-        raise CorruptError(f"not what Megatron writes: the arguments of a run on {num_ranks} ranks", path=path)
+    if arguments.num_ranks > _MAX_RANKS:
+        text = f"not what Megatron writes: the arguments of a run on {arguments.num_ranks} ranks"
+        raise CorruptError(text, path=path)
     positions: dict[str, _Position] = {}
     for pipeline in range(arguments.pipeline):
         for expert in range(arguments.expert):
@@ -240,16 +227,14 @@ def _directories(arguments: RunArguments, path: str) -> dict[str, _Position]:
 
 
 def _missing(
-    store: Store, names: Sequence[str], positions: Mapping[str, _Position], arguments: RunArguments
+    store: Store, names: Iterable[str], positions: Mapping[str, _Position], arguments: RunArguments
 ) -> list[StateExchangeError]:
     """Return an error for the first rank without a directory, and one for each directory without a rank."""
     problems: list[StateExchangeError] = []
     sizes = f"tensor {arguments.tensor} x pipeline {arguments.pipeline} x expert parallel {arguments.expert}"
     absent = [name for name in positions if name not in names]
     if absent:
-        text = f"{len(absent)} of {len(positions)} ranks are missing ({sizes}), this one and others"
-        if len(absent) == 1:
-            text = f"this one of {len(positions)} ranks is missing ({sizes})"
+        text = f"{len(absent)} of {len(positions)} ranks are missing ({sizes}), first this one"
         problems.append(IncompleteError(text, path=store.path_of(absent[0])))
     for name in names:
         if name not in positions:
@@ -258,213 +243,157 @@ def _missing(
     return problems
 
 
-def _optimizer_problems(stores: Sequence[Store]) -> list[StateExchangeError]:
-    """Return an error for each rank's file of the distributed optimizer that is missing or broken.
-
-    Only the file's pickle is read, not its flat buffers.
-    """
-    problems: list[StateExchangeError] = []
-    is_saved = any(_OPTIMIZER_FILE in store.listing for store in stores)
-    for store in stores if is_saved else ():
-        try:
-            torch_file.open_archive(store.open(_OPTIMIZER_FILE)).pickle()
-        except NotFoundError:
-            text = "this rank's file of the distributed optimizer is missing, and others have one"
-            problems.append(IncompleteError(text, path=store.path_of(_OPTIMIZER_FILE)))
-        except StateExchangeError as error:
-            problems.append(error)
-    return problems
-
-
 class _Reader:
     """Builds the source of an iteration from its ranks."""
 
     def __init__(
-        self,
-        opened: OpenedPath,
-        store: Store,
-        ranks: list[_Rank],
-        arguments: RunArguments,
-        problems: list[StateExchangeError],
+        self, opened: OpenedPath, ranks: list[_Rank], arguments: RunArguments, problems: list[StateExchangeError]
     ) -> None:
         self._opened = opened
-        self._store = store
         self._ranks = ranks
         self._arguments = arguments
         self._problems = problems
         self._others: dict[str, str] = {"args": str(arguments)}
         self._unreadable: list[UnreadableTensor] = []
         self._section_of: dict[str, SectionName] = {"args": "other"}
+        self._first_layers: _ByChunk = {}
 
     def source(self) -> Source:
         """Return the source."""
-        counts = self._layer_counts()
-        self._check_layers(counts)
-        firsts = _first_layers(counts)
-        files = [self._shard_file(rank, firsts) for rank in self._ranks]
-        arguments = self._arguments
+        self._count_layers()
+        files = tuple(self._shard_file(rank) for rank in self._ranks)
+        for rank in self._ranks:
+            self._describe_rest(rank)
         return Source(
             "megatron ranks",
             self._opened,
-            tuple(files),
-            step=arguments.iteration,
-            world_size=arguments.tensor * arguments.pipeline * arguments.expert,
+            files,
+            step=self._arguments.iteration,
+            world_size=self._arguments.num_ranks,
             others=self._others,
             problems=tuple(self._problems),
             unreadable=tuple(self._unreadable),
             sections=sections_from(self._section_of, self._section_of.__getitem__),
-            arguments=arguments.model,
+            arguments=self._arguments.model,
         )
 
-    def _layer_counts(self) -> _ByChunk:
-        """Return the number of layers of each chunk."""
+    def _count_layers(self) -> None:
+        """Find the number of the first layer of each chunk, and check that all layers are there."""
         counts: _ByChunk = {}
         for rank in self._ranks:
-            for found in _model(rank):
-                match = _LAYER.match(found.name)
-                if match is not None:
-                    key = match["block"], found.chunk, rank.position.pipeline
-                    counts[key] = max(counts.get(key, 0), int(match["number"]) + 1)
-        return counts
-
-    def _check_layers(self, counts: _ByChunk) -> None:
-        """Add a problem if the stages together do not have the layers of the run's arguments."""
+            for name in rank.file.tensors:
+                in_model = _MODEL.fullmatch(name)
+                layer = _LAYER.match(in_model[2]) if in_model is not None else None
+                if in_model is not None and layer is not None:
+                    key = layer["block"], int(in_model[1] or 0), rank.position.pipeline
+                    counts[key] = max(counts.get(key, 0), int(layer["number"]) + 1)
+        ends: dict[str, int] = {}
+        for block, chunk, stage in sorted(counts):
+            self._first_layers[block, chunk, stage] = ends.get(block, 0)
+            ends[block] = ends.get(block, 0) + counts[block, chunk, stage]
+        blocks = [block for block in ends if not block.startswith(_MULTI_TOKEN)]
         expected = self._arguments.num_layers
-        blocks = {block for block, _, _ in counts if not block.startswith(_MULTI_TOKEN)}
-        if self._problems or expected is None or len(blocks) != 1:
-            return
-        (block,) = blocks
-        of_stage = {rank.position.pipeline: 0 for rank in self._ranks}
-        for (found_block, _, stage), count in counts.items():
-            if found_block == block:
+        if not self._problems and expected is not None and len(blocks) == 1 and ends[blocks[0]] != expected:
+            self._problems.append(self._missing_layers(counts, blocks[0], expected, ends[blocks[0]]))
+
+    def _missing_layers(self, counts: _ByChunk, block: str, expected: int, number: int) -> StateExchangeError:
+        of_stage = dict.fromkeys((rank.position.pipeline for rank in self._ranks), 0)
+        for (of_block, _, stage), count in counts.items():
+            if of_block == block:
                 of_stage[stage] += count
-        if sum(of_stage.values()) != expected:
-            stage = min(of_stage, key=lambda stage: of_stage[stage])
-            directory = next(rank.directory for rank in self._ranks if rank.position.pipeline == stage)
-            self._problems.append(
-                IncompleteError(
-                    "the pipeline stages do not have as many layers as the run's arguments; this one has the fewest",
-                    path=self._store.path_of(directory) if directory else self._store.path,
-                    expected=f"{expected} layers",
-                    found=f"{sum(of_stage.values())} layers",
-                )
-            )
+        fewest = min(of_stage, key=of_stage.__getitem__)
+        return IncompleteError(
+            "the pipeline stages do not have as many layers as the run's arguments; this one has the fewest",
+            path=next(rank.store.path for rank in self._ranks if rank.position.pipeline == fewest),
+            expected=f"{expected} layers",
+            found=f"{number} layers",
+        )
 
-    def _shard_file(self, rank: _Rank, firsts: _ByChunk) -> ShardFile:
-        of_model = list(_model(rank))
-        shapes = {(found.chunk, found.name): found.tensor.shard.global_shape for found in of_model}
+    def _shard_file(self, rank: _Rank) -> ShardFile:
+        """Return a rank's file with the names of the whole model, and with each tensor as a part of the whole one."""
         new_names: dict[str, str] = {}
+        for name, tensor in rank.file.tensors.items():
+            if _MODEL.fullmatch(name) and name.endswith(_EXTRA_STATE):
+                self._describe(name, f"{tensor.shard.nbytes} bytes of extra state")
+            else:
+                new_names[name] = self._new_name(name, rank)
+        is_last = rank.position.pipeline == self._arguments.pipeline - 1
+        if self._arguments.is_tied and is_last and _EMBEDDING not in new_names.values():
+            new_names = {name: _EMBEDDING if new == _OUTPUT else new for name, new in new_names.items()}
+        renamed = rank.file.shard_file.renamed(new_names.get)
+        shapes = {name: tensor.shard.global_shape for name, tensor in renamed.tensors.items()}
         tensors: dict[str, SourceTensor] = {}
-        names = {found.name for found in of_model}
-        for found in of_model:
-            old_name = found.tensor.shard.name
-            if found.name.endswith(_EXTRA_STATE):
-                self._describe(found.name, f"{found.tensor.shard.nbytes} bytes of extra state", "other")
-                continue
-            name = self._global_name(found, rank, firsts)
-            is_last = rank.position.pipeline == self._arguments.pipeline - 1
-            if name == _OUTPUT and self._arguments.is_tied and is_last and _EMBEDDING not in names:
-                name = _EMBEDDING
-            self._section_of[name] = "model"
-            try:
-                placed = self._part_of_whole(found, name, rank, shapes)
-            except UnsupportedError as error:
-                located = error.located(rank=rank.number, name=name, path=rank.file.shard_file.path)
-                shard = found.tensor.shard
-                self._unreadable.append(UnreadableTensor(name, shard.dtype, None, located.path or "", located))
-                continue
-            if name in tensors:
-                text = "two tensors of this rank have this name once layers and experts are numbered over all ranks"
-                raise CorruptError(text, name=name, rank=rank.number, path=rank.file.shard_file.path)
-            tensors[name] = placed
-            new_names[old_name] = name
-        tensors |= self._own_entries(rank)
-        old_aliases = rank.file.shard_file.aliases
-        aliases = {
-            new_names[alias]: new_names[name]
-            for alias, name in old_aliases.items()
-            if alias in new_names and name in new_names
-        }
-        return replace(rank.file.shard_file, rank=rank.number, tensors=tensors, aliases=aliases)
+        for old_name, name in new_names.items():
+            tensor = renamed.tensors[name]
+            self._section_of[name] = section_of_key(old_name) or "other"
+            if _MODEL.fullmatch(old_name):
+                self._section_of[name] = "model"
+                try:
+                    tensor = self._part_of_whole(tensor, rank, shapes)
+                except UnsupportedError as error:
+                    located = error.located(rank=rank.number, name=name, path=rank.file.path)
+                    self._unreadable.append(UnreadableTensor(name, tensor.shard.dtype, None, rank.file.path, located))
+                    continue
+            tensors[name] = tensor
+        return replace(renamed, rank=rank.number, tensors=tensors)
 
-    def _own_entries(self, rank: _Rank) -> Mapping[str, SourceTensor]:
-        """Return the rank's tensors that are not the model's, and describe its other values."""
-        prefix = f"{rank.directory}." if rank.directory else ""
-        rest = rank.file.shard_file.renamed(lambda name: prefix + name if _MODEL.fullmatch(name) is None else None)
-        for name in rest.tensors:
-            self._section_of[name] = section_of_key(name.removeprefix(prefix)) or "other"
-        for unsupported in rank.file.unsupported:
-            new_name = prefix + unsupported.name
-            self._unreadable.append(replace(unsupported, name=new_name))
-            is_model = _MODEL.fullmatch(unsupported.name) is not None
-            self._section_of[new_name] = section_of_key(unsupported.name) or ("model" if is_model else "other")
-        for name, description in rank.file.others.items():
-            match = _MODEL.fullmatch(name)
-            if match is not None:
-                self._describe(match[2], description, "other")
-            elif name != "args":
-                self._describe(name, description, section_of_key(name) or "other")
-        directory = self._store.below(rank.directory) if rank.directory else self._store
-        if _OPTIMIZER_FILE in directory.listing:
-            self._describe(_OPTIMIZER_FILE, "flat buffers of the distributed optimizer, not read", "optimizer")
-        return rest.tensors
-
-    def _describe(self, name: str, description: str, section: SectionName) -> None:
-        """List an entry that is not a tensor, of the first rank that has it."""
-        self._others.setdefault(name, description)
-        self._section_of.setdefault(name, section)
-
-    def _global_name(self, found: _ModelTensor, rank: _Rank, firsts: _ByChunk) -> str:
-        """Return a name in which layers and experts are numbered over all ranks."""
-        name = found.name
-        match = _LAYER.match(name)
-        if match is not None:
-            before = firsts[match["block"], found.chunk, rank.position.pipeline]
-            name = f"{match['block']}layers.{int(match['number']) + before}{name[match.end() :]}"
+    def _new_name(self, name: str, rank: _Rank) -> str:
+        """Return the name in the source: in the model's, layers and experts are numbered over all ranks."""
+        in_model = _MODEL.fullmatch(name)
+        if in_model is None:
+            return rank.prefix + name
+        name = in_model[2]
+        layer = _LAYER.match(name)
+        if layer is not None:
+            before = self._first_layers[layer["block"], int(in_model[1] or 0), rank.position.pipeline]
+            name = f"{layer['block']}layers.{int(layer['number']) + before}{name[layer.end() :]}"
+        arguments = self._arguments
+        before = rank.position.expert * ((arguments.num_experts or 0) // arguments.expert)
         for pattern in (_LOCAL_EXPERT, _GROUPED_EXPERT):
-            expert = pattern.search(name)
-            if expert is not None and self._arguments.expert > 1:
-                before = rank.position.expert * ((self._arguments.num_experts or 0) // self._arguments.expert)
-                name = f"{name[: expert.start()]}{expert[1]}{int(expert[2]) + before}{name[expert.end() :]}"
+            name = pattern.sub(lambda expert: f"{expert[1]}{int(expert[2]) + before}", name)
         return name
 
-    def _part_of_whole(
-        self, found: _ModelTensor, name: str, rank: _Rank, shapes: dict[tuple[int, str], tuple[int, ...]]
-    ) -> SourceTensor:
+    def _describe_rest(self, rank: _Rank) -> None:
+        """Describe what a rank has beside tensors that can be read."""
+        for unsupported in rank.file.unsupported:
+            new_name = rank.prefix + unsupported.name
+            self._unreadable.append(replace(unsupported, name=new_name))
+            is_model = _MODEL.fullmatch(unsupported.name) is not None
+            self._section_of[new_name] = "model" if is_model else section_of_key(unsupported.name) or "other"
+        for name, description in rank.file.others.items():
+            self._describe(name, description)
+        if _OPTIMIZER_FILE in rank.store.listing:
+            self._describe(_OPTIMIZER_FILE, "flat buffers of the distributed optimizer, not read", "optimizer")
+
+    def _describe(self, name: str, description: str, section: SectionName | None = None) -> None:
+        """List an entry that is not a tensor, of the first rank that has it."""
+        in_model = _MODEL.fullmatch(name)
+        shown = name if in_model is None else in_model[2]
+        self._others.setdefault(shown, description)
+        self._section_of.setdefault(shown, section or section_of_key(name) or "other")
+
+    def _part_of_whole(self, tensor: SourceTensor, rank: _Rank, shapes: Mapping[str, tuple[int, ...]]) -> SourceTensor:
         """Return a tensor of the model as a part of the whole one."""
-        arguments = self._arguments
-        shard = found.tensor.shard
-        _check_experts(found.name, arguments)
-        whole = replace(found.tensor, shard=replace(shard, name=name))
-        if arguments.tensor == 1:
-            return whole
+        shard, count = tensor.shard, self._arguments.tensor
+        _check_experts(shard.name, self._arguments)
+        if count == 1:
+            return tensor
         if shard.boxes != (full_box(shard.global_shape),):
             raise UnsupportedError("it is a DTensor, which the legacy format is not known to have")
-        sibling = _gate_sibling(found.name)
-        split = division_of(found.name, shard.global_shape, shapes.get((found.chunk, sibling or "")))
+        split = division_of(shard.name, shard.global_shape, shapes.get(_gate_sibling(shard.name) or ""))
         if split is None:
-            return whole
+            return tensor
         shape = list(shard.global_shape)
         try:
             if split.dim >= len(shape):
                 raise ValueError(f"a tensor of shape {shard.global_shape} has no dim {split.dim}")
-            shape[split.dim] *= arguments.tensor
-            boxes = local_boxes(shape, [arguments.tensor], [rank.position.tensor], [split])
-            placed = Shard(name, shard.dtype, tuple(shape), tuple(box for box, _ in boxes))
+            shape[split.dim] *= count
+            boxes = local_boxes(shape, [count], [rank.position.tensor], [split])
+            placed = Shard(shard.name, shard.dtype, tuple(shape), tuple(box for box, _ in boxes))
         except ValueError as error:
-            raise UnsupportedError(f"{error}: leave it out with exclude (--exclude)") from None
-        (byte_range,) = found.tensor.byte_ranges
+            raise UnsupportedError(f"{error}: {_LEAVE_OUT}") from None
+        (byte_range,) = tensor.byte_ranges
         return SourceTensor.of_blocks(placed, byte_range, shard.global_shape, [offsets for _, offsets in boxes])
-
-
-def _first_layers(counts: _ByChunk) -> _ByChunk:
-    """Return the number of the first layer of each chunk."""
-    firsts: _ByChunk = {}
-    ends: dict[str, int] = {}
-    for block, chunk, stage in sorted(counts):
-        firsts[block, chunk, stage] = ends.get(block, 0)
-        ends[block] = firsts[block, chunk, stage] + counts[block, chunk, stage]
-    return firsts
 
 
 def _check_experts(name: str, arguments: RunArguments) -> None:
@@ -473,20 +402,9 @@ def _check_experts(name: str, arguments: RunArguments) -> None:
         return
     is_numbered = _LOCAL_EXPERT.search(name) is not None or _GROUPED_EXPERT.search(name) is not None
     if arguments.expert > 1 and (not is_numbered or not arguments.num_experts):
-        raise UnsupportedError(
-            "it is not known which experts a rank has of a parameter of this name: leave it out with exclude "
-            "(--exclude)"
-        )
+        raise UnsupportedError(f"it is not known which experts a rank has of a parameter of this name: {_LEAVE_OUT}")
     if arguments.expert_tensor != arguments.tensor:
         raise UnsupportedError(
             f"experts are divided over {arguments.expert_tensor} tensor-parallel ranks, all else over "
-            f"{arguments.tensor}, which is not read: leave them out with exclude (--exclude)"
+            f"{arguments.tensor}, which is not read: {_LEAVE_OUT}"
         )
-
-
-def _model(rank: _Rank) -> Iterator[_ModelTensor]:
-    """Yield the tensors of a rank's model; its chunks are ``model``, or ``model0``, ``model1`` and so on."""
-    for name, tensor in rank.file.shard_file.tensors.items():
-        match = _MODEL.fullmatch(name)
-        if match is not None:
-            yield _ModelTensor(int(match[1] or 0), match[2], tensor)

@@ -13,7 +13,7 @@ from statexchange.formats.source import SectionName
 __all__ = ["OPTIMIZER_FILE", "StateFile", "state_file"]
 
 # DeepSpeed's, with the number of the rank and that of the model-parallel rank.
-OPTIMIZER_FILE = re.compile(r"((?:bf16_|fp16_)?zero_pp_rank_)([0-9]{1,9})_mp_rank_([0-9]{1,9})_optim_states\.pt")
+OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_optim_states\.pt")
 
 
 @dataclass(frozen=True, slots=True)

@@ -261,7 +261,7 @@ def test_without_optimizer_states_only_the_models_weights_are_merged(tmp_path: P
         path = copy_of(kind, tmp_path)
         for file in path.glob("global_step2/*optim_states.pt"):
             file.unlink()
-        assert refused(IncompleteError, f"no files.*{advice}", path).rank == 0
+        assert refused(IncompleteError, f"rank's part.*{advice}", path).rank == 0
     assert len(merged(tmp_path / "zero2", tmp_path, weights="model")) == 9
     file = tmp_path / "zero3/global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt"
     refused(UnsupportedError, "the directory", file)

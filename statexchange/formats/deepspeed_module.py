@@ -1,0 +1,250 @@
+"""Read the model's states of DeepSpeed: of a module, of the stages of a pipeline, and of experts.
+
+The file of the model's states has the module in the dtype of the training, buffers among it, and describes the fp32
+weights that other files have. In ZeRO-3 each rank has such a file, in which the weights are empty. In a pipeline each
+stage has one without a module, and the layers have files of their own, as experts do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from statexchange.errors import CorruptError, IncompleteError, UnsupportedError
+from statexchange.formats.deepspeed_files import (
+    MODEL,
+    STATE,
+    DeepSpeedFile,
+    FlatRun,
+    Step,
+    count_of,
+    number_of,
+)
+from statexchange.formats.deepspeed_zero import CONVERTER, add_flat, part_of
+from statexchange.formats.source import Weights
+from statexchange.formats.torch_archive import is_tensor, unwrap_tensor, view_of
+
+__all__ = ["ModelStates", "add_tensors", "check_has_model_weights"]
+
+_OF_LAYER = re.compile(r"([0-9]{1,9})\.")  # with which the name of a pipeline layer's parameter begins
+_TIED = "tied_modules."
+
+
+class ModelStates:
+    """The files of the model's states of one pipeline stage; without a pipeline, of the whole model.
+
+    Attributes:
+        groups: the shapes of the parameters of each group of the optimizer.
+        shapes: the shapes of all these parameters.
+        frozen: the shapes of the parameters that are not trained.
+        shared: other names of parameters, with the names under which they are saved.
+        buffers: the names of the model's buffers.
+    """
+
+    def __init__(self, step: Step, stage: int, num_ranks: int) -> None:
+        """Open the files of a stage, of which ZeRO-3 has one for each of `num_ranks` ranks."""
+        self._is_divided = step.per_rank
+        count = num_ranks if step.per_rank else 1
+        self._files = step.files_of_stage("model", stage, count, "the file with the model's states is missing")
+        self._first = file = self._files[0]
+        with file.parsing():
+            root = file.root
+            self.groups = [file.shapes(group) for group in file.listed(root.get("param_shapes") or ())]
+            self.frozen = file.shapes(root.get("frozen_param_shapes") or {})
+            shared = file.named(root.get("shared_params") or {})
+            self.shared = {alias: name for alias, name in shared.items() if type(name) is str}
+            buffers = root.get("buffer_names") or ()
+            if type(buffers) is not set:
+                buffers = file.listed(buffers)
+            self.buffers = {name for name in buffers if type(name) is str}
+        self.shapes = {name: shape for group in self.groups for name, shape in group.items()}
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all parameters that have elements in other files, or among the frozen ones."""
+        return {name for name, shape in self.shapes.items() if 0 not in shape} | self.frozen.keys()
+
+    def add_frozen(self) -> None:
+        """Add the parameters that are not trained, where they are saved apart: whole in ZeRO-2, in parts in ZeRO-3."""
+        for rank, file in enumerate(self._files) if self.frozen else ():
+            with file.parsing():
+                fragments = file.entry("frozen_param_fragments")
+                for name, shape in self.frozen.items():
+                    if self._is_divided:
+                        self._add_part(file, rank, name, fragments[name])
+                    else:
+                        file.add_whole(MODEL + name, fragments[name], shape)
+
+    def _add_part(self, file: DeepSpeedFile, rank: int, name: str, fragment: object) -> None:
+        """Add a rank's part of a parameter that ZeRO-3 divides."""
+        shape, buffer = self.frozen[name], file.buffer(fragment)
+        begin, end, size = part_of(shape, rank, len(self._files))
+        if buffer.numel != size:
+            text = "this rank's part of the parameter has another size"
+            raise CorruptError(text, name=name, expected=size, found=buffer.numel)
+        if begin < end or 0 in shape:
+            file.add_run(MODEL + name, shape, FlatRun(name, begin, end), buffer)
+
+    def add_module(self, elsewhere: set[str]) -> None:
+        """Add what the model's file holds itself: the module without the parameters that are `elsewhere`."""
+        file = self._first
+        with file.parsing():
+            module = file.named(file.root["module"] or {})  # None in a pipeline, whose layers have their own files
+            elsewhere = elsewhere | {alias for alias, name in self.shared.items() if name in elsewhere}
+            entries = {name: value for name, value in module.items() if name not in elsewhere}
+            for name, value in entries.items():
+                if not self._is_divided or name in self.buffers or not is_tensor(value):
+                    continue
+                if file.view(value).shape == (0,):
+                    raise IncompleteError("the values of this parameter are in no file", name=name)
+            file.add_entries(MODEL, entries)
+
+
+def add_tensors(step: Step, first: DeepSpeedFile, weights: Weights | None) -> None:
+    """Add the model and the optimizer's states; `first` describes them.
+
+    Raises:
+        IncompleteError, CorruptError: a file of the model is missing or broken. Those of the optimizer are problems.
+        UnsupportedError: the weights that are wanted cannot be read from here.
+    """
+    num_stages = _num_stages(step, first)
+    expert_counts = _expert_counts(first)
+    has_experts = bool(step.names["expert"]) or any(count > 1 for count in expert_counts)
+    is_zero = first.root.get("param_shapes") is not None
+    num_ranks = count_of(first.root.get("dp_world_size", 1)) if is_zero else 1
+    if is_zero:
+        step.world_size = num_ranks * num_stages
+    takes_master = _takes_master(step, first, weights, is_zero=is_zero, has_experts=has_experts)
+    names: set[str] = set()
+    shared: dict[str, str] = {}
+    for stage in range(num_stages):
+        states = ModelStates(step, stage, num_ranks)
+        names |= states.names
+        shared |= states.shared
+        if is_zero and not has_experts:
+            _add_flat(step, states, stage, num_ranks, takes_master=takes_master)
+        if takes_master:
+            states.add_frozen()
+        states.add_module(states.names if takes_master else set())
+    step.add_aliases(shared)
+    if step.names["layer"]:
+        _add_layers(step, names, takes_master=takes_master)
+    if has_experts:
+        _add_experts(step, expert_counts)
+
+
+def _num_stages(step: Step, first: DeepSpeedFile) -> int:
+    """Return the number of pipeline stages; raise UnsupportedError for tensor parallelism."""
+    count = count_of(first.root.get("mp_world_size", 1))
+    if not step.names["layer"]:
+        stages = {stage for kind in ("model", "optimizer") for _, stage in step.names[kind]}
+        num_stages, tensor_parallel = 1, max(count, len(stages))
+    else:
+        degrees = first.root.get("checkpoint_parallel_dimensions")
+        tensor_parallel = 1 + max(rank for _, rank in step.names["layer"])
+        if type(degrees) is dict:
+            tensor_parallel = max(tensor_parallel, count_of(degrees.get("tp_degree", 1)))
+        num_stages = count
+    if tensor_parallel > 1:
+        text = f"files of {tensor_parallel} tensor-parallel ranks do not say how they divide the tensors"
+        raise UnsupportedError(f"{text}: {CONVERTER}, and give OUT")
+    return num_stages
+
+
+def _expert_counts(first: DeepSpeedFile) -> list[int]:
+    """Return the number of experts of each layer with experts."""
+    counts = first.root.get("num_experts")
+    return [number_of(count) for count in first.listed(counts)] if type(counts) is list else []
+
+
+def _takes_master(
+    step: Step, first: DeepSpeedFile, weights: Weights | None, *, is_zero: bool, has_experts: bool
+) -> bool:
+    """Whether the model is made of the fp32 weights; if it is not, and the caller did not choose, add a note."""
+    if weights == "model":
+        check_has_model_weights(step)
+        return False
+    if has_experts:
+        reason = "the parts of experts are not described"
+    elif not is_zero and _has_16_bits(first):
+        reason = "DeepSpeed saves them without names if it does not divide them (ZeRO-0)"
+    else:
+        return is_zero
+    if weights == "master":
+        text = f'the fp32 master weights cannot be read here: {reason}. Take weights="model" (--weights model)'
+        raise UnsupportedError(text)
+    step.notes.append(f"these are the weights of the training, not the fp32 master weights: {reason}")
+    return False
+
+
+def check_has_model_weights(step: Step) -> None:
+    """Raise UnsupportedError for ZeRO-3, which saves no weights but the fp32 ones."""
+    if step.per_rank:
+        text = (
+            "ZeRO-3 saves only fp32 master weights. Cast to the dtype of the training they give its "
+            'weights bit by bit: weights="master", dtype="bfloat16" (--weights master --dtype bfloat16)'
+        )
+        raise UnsupportedError(text)
+
+
+def _has_16_bits(first: DeepSpeedFile) -> bool:
+    """Whether there are tensors of 16 bits in a module's state."""
+    for value in first.named(first.root["module"] or {}).values():
+        if is_tensor(value):
+            tensor = unwrap_tensor(value)
+            if tensor.name.startswith("_rebuild_tensor") and view_of(tensor).dtype in ("BF16", "F16"):
+                return True
+    return False
+
+
+def _add_flat(step: Step, states: ModelStates, stage: int, num_ranks: int, *, takes_master: bool) -> None:
+    """Add what the flat buffers of all ranks hold, or the problem if something is missing or contradictory."""
+    affected: dict[str, tuple[int, ...] | None] = {f"{STATE}*": None}
+    if takes_master:
+        affected |= {MODEL + name: shape for name, shape in (states.shapes or {"*": None}).items()}
+    missing = "the file with this rank's part of the fp32 weights and of the optimizer's states is missing"
+    if not step.per_rank:
+        missing += '; weights="model" (--weights model) does not need it'
+    with step.collecting(affected):
+        files = step.files_of_stage("optimizer", stage, num_ranks, missing)
+        add_flat(files, states.groups, takes_master=takes_master)
+
+
+def _add_layers(step: Step, names: set[str], *, takes_master: bool) -> None:
+    """Add the files of pipeline layers, without the parameters of these names if they have master weights.
+
+    A layer that is tied to another is ``tied_modules.KEY`` in `names`, and has its own number as a file.
+    """
+    keys: dict[int, set[str]] = {layer: set() for layer, _ in step.names["layer"]}  # of the parameters by layer
+    tied = set()
+    for name in names:
+        match = _OF_LAYER.match(name)
+        if match is not None:
+            keys.setdefault(int(match[1]), set()).add(name[match.end() :])
+        elif name.startswith(_TIED) and name.count(".") > 1:
+            tied.add(name.split(".", 2)[2])
+    for layer in sorted(keys):
+        name = step.names["layer"].get((layer, 0), f"layer_{layer:02d}-model_states.pt")
+        elsewhere = tied | keys[layer] if takes_master else set()
+        _add_file(step, name, f"{MODEL}{layer}.", elsewhere, "the file of a pipeline layer is missing")
+
+
+def _add_experts(step: Step, counts: Sequence[int]) -> None:
+    """Add the files of experts; `counts` are the numbers of experts of each layer with experts."""
+    names = dict(step.names["expert"])
+    for layer, count in enumerate(counts):
+        # Of a broken file `count` may be any number: the first missing expert ends it.
+        absent = next((expert for expert in range(count) if (layer, expert, 0) not in names), None)
+        if absent is not None:
+            names[layer, absent, 0] = f"layer_{layer}_expert_{absent}_mp_rank_00_model_states.pt"
+    for (_, expert, _), name in names.items():
+        _add_file(step, name, MODEL, set(), f"the file of expert {expert} is missing")
+
+
+def _add_file(step: Step, name: str, prefix: str, elsewhere: set[str], missing: str) -> None:
+    """Add a file of a part of the model, without the parameters that are `elsewhere`, or a problem of all tensors."""
+    with step.collecting({}):
+        file = step.open(name, 0, missing)
+        with file.parsing():
+            entries = file.named(file.root)
+            file.add_entries(prefix, {key: value for key, value in entries.items() if key not in elsewhere})
