@@ -70,6 +70,7 @@ __all__ = [
     "RANK",
     "check_file_names",
     "check_numbers",
+    "check_record",
     "matches",
     "misplaced",
     "missing_ranks",
@@ -325,7 +326,7 @@ def shard_file_of(
 def published_tensor(
     shard: Shard, stored: ByteRange, record: Mapping[str, Any], placed: Mapping[str, PlacedBoxes]
 ) -> SourceTensor:
-    """Return a published tensor with the digests of the boxes in its manifest, which `_check_record` has checked."""
+    """Return a published tensor with the digests of the boxes in its manifest, which `check_record` has checked."""
     if "placed" in record and shard.nbytes:
         # Without the file of digests, which is a problem of the source, its bytes are not proven.
         parts = placed.get(shard.name)
@@ -411,8 +412,9 @@ def read_manifest(store: Store) -> dict[str, Any] | None:
         aliases = manifest.get("aliases", {})
         if not isinstance(aliases, dict) or any(not isinstance(name, str) for name in aliases.values()):
             raise TypeError("its aliases do not map names to names")
+        check_file_names({name: record["file"] for name, record in manifest["tensors"].items()}, path)
         for record in manifest["tensors"].values():
-            _check_record(record)
+            check_record(record)
         parse_sealed(manifest.get(SEALED, {}))
         parse_sealed(manifest.get(DIGESTS_KEY, {}))
     return manifest
@@ -437,15 +439,13 @@ def _placed(
     return placed
 
 
-def _check_record(record: Any) -> None:
+def check_record(record: Any) -> None:
     """Raise ValueError, KeyError or TypeError unless this is a tensor's record of a manifest.
 
-    It has file, dtype, shape, and boxes as (offsets, shape, digest, rank), or `placed`.
+    It has dtype, shape, and boxes as (offsets, shape, digest, rank), or `placed`.
     """
     itemsize_of(record["dtype"])
     shape = shape_from_json(record["shape"])
-    if not isinstance(record["file"], str):
-        raise TypeError("a tensor's file is not a name")
     if "placed" in record:
         return
     for offsets, sizes, digest, rank in record["boxes"]:
@@ -461,7 +461,6 @@ def _weight_map(store: Store, files: ModelFiles, manifest: Mapping[str, Any] | N
     if manifest is None:
         return {} if files.index is None else read_index(store, files.index)
     published = {name: record["file"] for name, record in manifest["tensors"].items()}
-    check_file_names(published, store.path)
     files_of_manifest = set(published.values())
     # Other programs know no manifest, and read this file: it must be one of the manifest's.
     chosen = preferred_file(store)
