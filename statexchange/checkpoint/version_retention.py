@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,21 +14,13 @@ from statexchange.storage import publish, versions
 from statexchange.storage.location import directory_of, open_path
 from statexchange.storage.versions import GRACE_S
 
-__all__ = ["PrunedVersion", "obsolete_versions", "prune_versions", "remove_old_versions"]
+__all__ = ["PrunedVersion", "prune_versions", "remove_old_versions"]
 
 
-def obsolete_versions(path: str, run: str, bases: Mapping[int, int | None], keep: int) -> dict[str, list[int]]:
-    """Return by run the versions that need not stay and are not retired yet.
-
-    Not collective.
-
-    Args:
-        path: the directory of versions.
-        run: the current run.
-        bases: for each of its versions the one that it is based on, None for a full one.
-        keep: how many of the newest stay, and with them all that they are based on.
-    """
-    kept = versions.kept_versions(bases, keep)
+def _obsolete_versions(
+    path: str, run: str, bases: Mapping[int, int | None], keep: int, kept: Collection[int]
+) -> dict[str, list[int]]:
+    """Return by run the versions that need not stay and are not retired yet: `kept` are those of this run that stay."""
     of_run = [number for number in versions.list_versions(path, run) if number in bases and number not in kept]
     earlier_runs = versions.list_runs(path)[:-1]
     if len(bases) < keep:
@@ -39,16 +31,22 @@ def obsolete_versions(path: str, run: str, bases: Mapping[int, int | None], keep
 def remove_old_versions(path: str, run: str, bases: Mapping[int, int | None], keep: int) -> None:
     """Retire what need not stay, and remove what was retired before and nobody reads.
 
-    Not collective; root only. The arguments are those of `obsolete_versions`.
+    Not collective; root only.
+
+    Args:
+        path: the directory of versions.
+        run: the current run.
+        bases: for each of its versions the one that it is based on, None for a full one.
+        keep: how many of the newest stay, and with them all that they are based on.
 
     Raises:
         StorageError: the directory cannot be read or written.
     """
-    for of_run, numbers in obsolete_versions(path, run, bases, keep).items():
+    kept = versions.kept_versions(bases, keep)
+    for of_run, numbers in _obsolete_versions(path, run, bases, keep, kept).items():
         versions.retire(path, of_run, numbers)
     for of_run in versions.list_runs(path):  # what killed publishers have left
-        kept = versions.kept_versions(bases, keep) if of_run == run else ()
-        whole = [versions.version_name(number) for number in kept]
+        whole = [versions.version_name(number) for number in kept if of_run == run]
         publish.clear_all(f"{path}/{of_run}", versions.VERSION_PREFIX, MANIFEST, whole)
     versions.sweep_retired(path, MANIFEST, ReplaceableFiles(), grace_s=GRACE_S)
     versions.clear_runs(path)
@@ -107,7 +105,7 @@ def prune_versions(path: str, keep: int, *, dry_run: bool = False) -> list[Prune
                 facts = delta_facts(opened)
                 bases[number] = None if facts is None else facts[0]
     before = versions.all_versions(path)
-    retired = obsolete_versions(path, run, bases, keep)
+    retired = _obsolete_versions(path, run, bases, keep, versions.kept_versions(bases, keep))
     for of_run in before:
         retired[of_run] = [*retired.get(of_run, ()), *versions.retired_versions(f"{path}/{of_run}")]
     rows = []
@@ -115,16 +113,11 @@ def prune_versions(path: str, keep: int, *, dry_run: bool = False) -> list[Prune
         for number in numbers:
             folder = versions.version_path(path, of_run, number)
             action: Literal["retired", "kept"] = "retired" if number in retired[of_run] else "kept"
-            with suppress(NotFoundError, ReplacedError):
-                rows.append(PrunedVersion(of_run, number, without_secrets(folder), _nbytes(folder), action))
+            with suppress(NotFoundError, ReplacedError), open_path(folder) as opened:
+                nbytes = versions.size_and_time(opened.store)[0]
+                rows.append(PrunedVersion(of_run, number, without_secrets(folder), nbytes, action))
     if dry_run:
         return rows
     remove_old_versions(path, run, bases, keep)
     left = versions.all_versions(path)
     return [row if row.version in left.get(row.run, ()) else replace(row, action="removed") for row in rows]
-
-
-def _nbytes(path: str) -> int:
-    """Return the bytes of the files in a version's directory."""
-    with open_path(path) as opened:
-        return sum(opened.store.open(name).size for name in opened.store.files)

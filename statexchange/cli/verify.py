@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -15,12 +16,14 @@ from statexchange.report.value_checks import CHECKS, ValueFindingError
 from statexchange.units import format_bytes, format_number, format_seconds, format_transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
     from statexchange.errors import StateExchangeError
     from statexchange.report.hub_metadata import HubComparison
     from statexchange.report.value_checks import Check
     from statexchange.report.verify import VerifyReport
+
+    Each = Iterator[tuple[str, Row, VerifyReport]]  # a save's or a version's label, its keys and the result
 
 _NOT_IN_DATA = ("findings", "hub", "notes")  # notes are the warnings of the JSON
 
@@ -66,14 +69,11 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
     checks = [check for check in CHECKS if check not in without] if values else []
     if values and not checks:
         raise click.UsageError("--without leaves out every check of --values")
-    if holds_versions(path):
-        if against is not None:
-            raise click.UsageError("--against compares one checkpoint with a download, and PATH has versions")
-        return _verify_versions(output, path, checks)
-    if holds_saves(path):
-        if against is not None:
-            raise click.UsageError("--against compares one checkpoint with a download, and PATH has saves of a job")
-        return _verify_saves(output, path, checks)
+    for kind, is_kind, verify_each in (("versions", holds_versions, _versions), ("saves", holds_saves, _saves)):
+        if is_kind(path):
+            if against is not None:
+                raise click.UsageError(f"--against compares one checkpoint with a download, and PATH has {kind}")
+            return _verify_each(output, path, kind, partial(verify_each, path, checks))
     began = time.perf_counter()
     try:
         with Progress(output, "verify") as progress:
@@ -155,55 +155,44 @@ def _show_hub(output: Output, hub: HubComparison) -> None:
     output.line(f"{len(hub.equal):,} {are_equal} of the download; {len(hub.not_covered):,} not covered")
 
 
-def _verify_saves(output: Output, path: str, checks: Sequence[Check]) -> int:
+def _saves(path: str, checks: Collection[Check], on_progress: Callable[[int, int], None]) -> Each:
     from statexchange.report.verify import verify_saves
 
+    for step, report in verify_saves(path, checks=checks, on_progress=on_progress):
+        yield f"step {step}", {"step": step}, report
+
+
+def _versions(path: str, checks: Collection[Check], on_progress: Callable[[int, int], None]) -> Each:
+    from statexchange.report.versions import verify_versions
+
+    for run, number, report in verify_versions(path, checks=checks, on_progress=on_progress):
+        yield f"version {run}/{number}" if run else f"version {number}", {"run": run, "version": number}, report
+
+
+def _verify_each(
+    output: Output, path: str, kind: str, verify_each: Callable[[Callable[[int, int], None]], Each]
+) -> int:
+    """Check all saves of a job, or all versions of weights."""
     findings: list[StateExchangeError] = []
     records: list[Row] = []
     began = time.perf_counter()
     with Progress(output, "verify") as progress:
-        for step, report in verify_saves(path, checks=checks, on_progress=progress):
+        for label, keys, report in verify_each(progress):
             now = time.perf_counter()
             read = "not read"
             if report.is_read:
                 read = format_transfer(report.num_tensors, report.nbytes, now - began)
             began = now
-            found = format_number(len(report.findings), "finding") if report.findings else "ok"
-            output.line(f"step {step}: {read}: {found}")
+            outcome = format_number(len(report.findings), "finding") if report.findings else "ok"
+            output.line(f"{label}: {read}: {outcome}")
             _show_findings(output, report.findings)
             findings += report.findings
-            record: Row = {"path": report.path}
+            record: Row = {**keys, "path": report.path}
             for key in ("num_tensors", "num_boxes", "nbytes"):
                 record[key] = getattr(report, key) if report.is_read else None
-            code, found_here = worst_code(report.findings), _records(report.findings)
-            records.append({"step": step, **record, "code": code, "findings": found_here})
+            code, findings_here = worst_code(report.findings), _records(report.findings)
+            records.append({**record, "code": code, "findings": findings_here})
     num_whole = sum(record["code"] in ("OK", "FINDINGS") for record in records)
-    output.line(f"{num_whole:,} of {len(records):,} saves are whole")
-    data = {"path": without_secrets(path), "kind": "saves", "num_saves": len(records), "num_whole": num_whole}
-    return output.finish(data, rows=("saves", records), problems=findings)
-
-
-def _verify_versions(output: Output, path: str, checks: Sequence[Check]) -> int:
-    from statexchange.report.versions import verify_versions
-
-    findings: list[StateExchangeError] = []
-    records: list[Row] = []
-    began = time.perf_counter()
-    with Progress(output, "verify") as progress:
-        for run, number, report in verify_versions(path, checks=checks, on_progress=progress):
-            now = time.perf_counter()
-            found = format_number(len(report.findings), "finding") if report.findings else "ok"
-            what = f"{run}/{number}" if run else str(number)
-            output.line(f"version {what}: {format_transfer(report.num_tensors, report.nbytes, now - began)}: {found}")
-            began = now
-            _show_findings(output, report.findings)
-            findings += report.findings
-            record: Row = {"run": run, "version": number, "path": report.path}
-            for key in ("num_tensors", "num_boxes", "nbytes"):
-                record[key] = getattr(report, key)
-            code, found_here = worst_code(report.findings), _records(report.findings)
-            records.append({**record, "code": code, "findings": found_here})
-    num_whole = sum(record["code"] in ("OK", "FINDINGS") for record in records)
-    output.line(f"{num_whole:,} of {len(records):,} versions are whole")
-    data = {"path": without_secrets(path), "kind": "versions", "num_versions": len(records), "num_whole": num_whole}
-    return output.finish(data, rows=("versions", records), problems=findings)
+    output.line(f"{num_whole:,} of {len(records):,} {kind} are whole")
+    data = {"path": without_secrets(path), "kind": kind, f"num_{kind}": len(records), "num_whole": num_whole}
+    return output.finish(data, rows=(kind, records), problems=findings)

@@ -33,8 +33,7 @@ class ConfigFact:
             "size": `dim` of the tensors of the first name has this size. "present": it is 1 if one of the names is
             there, else 0. "absent": it is 1 if the first name is not there, else 0. "number": it is the conversion's
             number of this name.
-        names: patterns of names.
-        number: the name of a number.
+        names: patterns of names; the name of a number.
         default: the value where a config of the architecture does not have the last key: a number, or an expression of
             other keys; None if it is not known.
         dim: a dim of the tensors.
@@ -42,8 +41,7 @@ class ConfigFact:
 
     keys: tuple[str, ...]
     kind: FactKind
-    names: tuple[NamePattern, ...] = ()
-    number: str = ""
+    names: tuple[NamePattern, ...]
     default: int | str | None = None
     dim: int = 0
 
@@ -90,19 +88,14 @@ def check_configs(
             value = _value_in(config, fact, has_defaults=is_of_type)
             if value is None:
                 continue
-            if fact.kind == "number":
-                found = given.get(fact.number)
-                if config is written and found not in (None, value):
-                    raise _contradiction(fact, value, config, f"{found} by convert_with (--convert-with)")
-                continue
-            shown = _other_value(fact, value, model)
+            shown = _other_value(fact, value, model, given if config is written else {})
             if shown is not None:
                 raise _contradiction(fact, value, config, shown)
 
 
-def _contradiction(fact: ConfigFact, value: int, config: KnownConfig, found: str) -> InvalidArgumentError:
+def _contradiction(fact: ConfigFact, value: int, config: KnownConfig, shown: str) -> InvalidArgumentError:
     keys = " x ".join(fact.keys)
-    text = f"convert: {keys} is {_shown(fact, value)} in {config.where} and {found}: give the config of this model"
+    text = f"convert: {keys} is {_shown(fact, value)} in {config.where} and {shown}: give the config of this model"
     return InvalidArgumentError(f"{text} (files_from, --files-from)")
 
 
@@ -130,16 +123,12 @@ def _default(config: KnownConfig, default: int | str | None) -> int | None:
     return Numbers(rules, configs=[config]).known(default)
 
 
-def _other_value(fact: ConfigFact, value: int, model: ModelTensors) -> str | None:
-    """Return what the tensors show instead of `value`; None if they do not contradict it."""
+def _other_value(fact: ConfigFact, value: int, model: ModelTensors, given: Mapping[str, int]) -> str | None:
+    """Return what the tensors, or the numbers that the caller gave, show instead of `value`; None if they agree."""
     text = fact.names[0].text
-    if fact.kind == "absent":
-        is_written = text in model.shapes and text not in model.aliases
-        if value and is_written:
-            return f"false in the checkpoint, which has a {text} of its own"
-        if not value and text not in model.shapes and model.is_whole:
-            return f"true in the checkpoint, which has no {text}"
-        return None
+    if fact.kind == "number":
+        number = given.get(text, value)
+        return None if number == value else f"{number} by convert_with (--convert-with)"
     matching = []
     for name in model.shapes:
         if any(pattern.match(name) is not None for pattern in fact.names):
@@ -149,12 +138,14 @@ def _other_value(fact: ConfigFact, value: int, model: ModelTensors) -> str | Non
             shape = model.shapes[name]
             if fact.dim < len(shape) and shape[fact.dim] != value:
                 return f"{shape[fact.dim]} in the checkpoint, by dim {fact.dim} of {name}"
-    elif fact.kind == "count":
+        return None
+    if fact.kind == "count":
         count = len(matching)
         if count > value or (count < value and count and model.is_whole):
             return f"{count} in the checkpoint, which has that many {text}"
-    elif matching and not value:
-        return f"true in the checkpoint, which has {matching[0]}"
-    elif value and not matching and model.is_whole:
-        return f"false in the checkpoint, which has no {text}"
-    return None
+        return None
+    other = f"{str(not value).lower()} in the checkpoint, which has"
+    if bool(value) == (fact.kind == "present"):  # one of the names should be there
+        return f"{other} no {text}" if model.is_whole and not matching else None
+    written = [name for name in matching if name not in model.aliases]
+    return f"{other} {written[0]}" if written else None

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from statexchange.sharding.shards import Box, c_strides, intersect
+from statexchange.sharding.shards import Box, intersect
 
 if TYPE_CHECKING:
     import numpy as np
@@ -77,10 +77,8 @@ class Patch:
     @property
     def orders(self) -> tuple[array[int] | None, ...]:
         """For each dim of the output, the indices in the input if they are no range; () if all are ranges."""
-        orders: list[array[int] | None] = []
-        for along in self.dims:
-            orders.append(None if isinstance(along.indices, range) else along.indices)
-        return tuple(orders) if any(order is not None for order in orders) else ()
+        orders = tuple(None if isinstance(along.indices, range) else along.indices for along in self.dims)
+        return orders if any(orders) else ()
 
     def strides(self, stored: Sequence[int]) -> tuple[int, ...]:
         """Return the strides of the output's dims, where the input has the strides `stored`.
@@ -92,15 +90,6 @@ class Patch:
             step = along.indices.step if isinstance(along.indices, range) else 1
             strides.append(0 if along.dim is None else step * stored[along.dim])
         return tuple(strides)
-
-    def is_run(self, strides: Sequence[int]) -> bool:
-        """Whether elements with these strides lie in the C order of the box, one after another."""
-        if self.orders:
-            return False
-        for size, stride, dense in zip(self.box.shape, strides, c_strides(self.box.shape), strict=True):
-            if size != 1 and stride != dense:
-                return False
-        return True
 
     def offset(self, stored: Sequence[int]) -> int:
         """Return the position of the first element, where the input has the strides `stored`."""

@@ -220,7 +220,8 @@ class _Planner:
         sizes = self._stacked_sizes(group)
         if not rule.targets:
             return
-        names_of = {index: self._names(group, index) for index in sorted(group.names)}
+        # In the order of the rule, and of the indices.
+        names_of = {index: [name for _, name in sorted(of.items())] for index, of in sorted(group.names.items())}
         all_names = []
         for names in names_of.values():
             all_names += names
@@ -270,10 +271,6 @@ class _Planner:
         if self._unstacked_left < 0:
             text = f"convert: stacked tensors without elements would become {math.prod(leading)} tensors and more"
             raise UnsupportedError(text, name=rule.sources[0].text)
-
-    def _names(self, group: _Group, index: tuple[int, ...]) -> list[str]:
-        """Return the names of a group's inputs in the order of the rule."""
-        return [group.names[index][number] for number in range(len(group.rule.sources))]
 
     def _apply(self, rule: Rule, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> list[Planned]:
         """Return the outputs of a rule for inputs of these shapes; layers have equal ones, and are planned once."""

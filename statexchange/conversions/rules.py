@@ -244,8 +244,6 @@ def _fact(raw: object) -> ConfigFact:
         raise InvalidArgumentError(f"convert: an entry of config has a key, and dim is a number: {excerpt(raw)}")
     if default not in (None, 0):
         default = check_expression(default)
-    if kind == "number":
-        return ConfigFact(keys, kind, (), "".join(texts), default)
     if not texts:
-        raise InvalidArgumentError(f"convert: an entry of config names no tensor: {excerpt(raw)}")
-    return ConfigFact(keys, kind, tuple(map(NamePattern, texts)), "", default, dim)
+        raise InvalidArgumentError(f"convert: an entry of config names no tensor or number: {excerpt(raw)}")
+    return ConfigFact(keys, kind, tuple(map(NamePattern, texts)), default, dim)

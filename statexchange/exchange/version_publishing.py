@@ -14,7 +14,7 @@ from statexchange.exchange.exporting import ExportRequest
 from statexchange.exchange.published import PublishedBox, PublishedVersion, digest_of_state, published_boxes
 from statexchange.exchange.receipts import Receipts, gather_provenance
 from statexchange.exchange.version_delta import Delta, compressor, difference, sampled_share
-from statexchange.formats.version import DELTA_SCHEMA, VERSION_KEY
+from statexchange.formats.version import DELTA_SCHEMA, VERSION_KEY, index_metadata
 from statexchange.sharding.plan import Plan
 from statexchange.sharding.write_plan import WritePlan
 from statexchange.state.describe import Description
@@ -219,15 +219,8 @@ def _marks_of_delta(delta: Delta, provenance: Mapping[str, Any], number: int, la
         "changed": changed,
         "unchanged": sorted(tensor.name for tensor in last.tensors if tensor.name not in changed),
     }
-    index_metadata = {
-        "version": f"{number:06d}",
-        "base_version": f"{last.number:06d}",
-        "delta_encoding": "xor",
-        "compression_format": "zstd",
-        "checksum_format": "adler32",
-    }
     manifest = {"schema": DELTA_SCHEMA, "aliases": dict(last.aliases), VERSION_KEY: version}
-    return VersionMarks(index_metadata, manifest, checksums)
+    return VersionMarks(index_metadata(number, last.number), manifest, checksums)
 
 
 def _publish_empty(comm: Communicator, request: ExportRequest) -> str:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, without_secrets
 from statexchange.formats import version as version_format
 from statexchange.formats.registry import open_with
-from statexchange.formats.version import chain_keys
 from statexchange.storage.location import open_path
 from statexchange.storage.versions import Lease, list_runs, list_versions, version_path
 
@@ -73,7 +72,7 @@ def find_version(path: str, newer_than: Version | None, number: int | None) -> S
             found = Version(without_secrets(version_path(path, run, candidate)), run, candidate)
             try:
                 with open_version(path, found) as source:
-                    return Search(Version(found.path, run, candidate, chain_keys(source.opened)[0]), reason)
+                    return Search(Version(found.path, run, candidate, version_format.key_of(source)), reason)
             except NOT_YET as error:
                 reason = reason or f"version {candidate} is not whole here: {error}"
         if newer_than is not None and newer_than.run == run:

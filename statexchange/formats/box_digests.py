@@ -56,16 +56,11 @@ def is_readable(tensors: Iterable[SpecPieces], num_digests: int) -> bool:
         for pieces in tensors:
             if (pieces.shape, pieces.placement) not in checked:
                 checked.add((pieces.shape, pieces.placement))
-                SavedLayout.from_json(_as_json(pieces.placement))
+                SavedLayout.from_json(json.loads(json.dumps(SavedLayout(pieces.placement).to_json())))
                 budget.spend(_steps_of(pieces.placement))
     except (CorruptError, ValueError):
         return False
     return True
-
-
-def _as_json(placement: Placement) -> object:
-    """Return a placement as a reader gets it."""
-    return json.loads(json.dumps(SavedLayout(placement).to_json()))
 
 
 def _steps_of(placement: Placement) -> int:

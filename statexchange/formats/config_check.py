@@ -105,7 +105,8 @@ def config_warnings(tensors: _Tensors, files: Mapping[str, bytes]) -> tuple[str,
         file = config.get("transformers_weights")
         if isinstance(file, str) and file != "model.safetensors":
             texts.append(f"transformers_weights is {excerpt(file, 100)}, the only file that transformers reads")
-        for model in _text_models(config, tensors):
+        model = _text_model(config, tensors)
+        if model is not None:
             texts += [*_against_layers(model, tensors), *_against_sizes(model, config, tensors)]
             texts += _against_head(model, config, tensors)
         if texts:
@@ -160,20 +161,20 @@ def tie_warnings(
         files: the files of the directory, by name.
         digests: the digests of each tensor's boxes, in order.
     """
-    for model in _text_models(_parsed(files.get(CONFIG)) or {}, tensors):
-        embedding = tensors.get(model.embedding)
-        # Some models with an encoder tie their embeddings alone, whatever the config says.
-        if embedding is None or model.has_encoder or not _ties_heads(model.configs.values()):
+    model = _text_model(_parsed(files.get(CONFIG)) or {}, tensors)
+    # Some models with an encoder tie their embeddings alone, whatever the config says.
+    if model is None or not model.embedding or model.has_encoder or not _ties_heads(model.configs.values()):
+        return ()
+    embedding = tensors[model.embedding]
+    for name in tensors:
+        head = _HEAD.fullmatch(name)
+        if head is None or not model.embedding.startswith(head["model"]):  # that of another part
             continue
-        for name in tensors:
-            head = _HEAD.fullmatch(name)
-            if head is None or not model.embedding.startswith(head["model"]):  # that of another part
-                continue
-            is_alike = (tensors[name].dtype, tensors[name].shape) == (embedding.dtype, embedding.shape)
-            of_head, of_embedding = digests.get(name, ()), digests.get(model.embedding, ())
-            if is_alike and len(of_head) == len(of_embedding) and list(of_head) != list(of_embedding):
-                text = f"{_TIED} is true, and {name} and {model.embedding} have different values"
-                return (f"{CONFIG} and the tensors differ: {text}",)
+        is_alike = (tensors[name].dtype, tensors[name].shape) == (embedding.dtype, embedding.shape)
+        of_head, of_embedding = digests.get(name, ()), digests.get(model.embedding, ())
+        if is_alike and len(of_head) == len(of_embedding) and list(of_head) != list(of_embedding):
+            text = f"{_TIED} is true, and {name} and {model.embedding} have different values"
+            return (f"{CONFIG} and the tensors differ: {text}",)
     return ()
 
 
@@ -253,7 +254,7 @@ def _parsed(content: bytes | None) -> _Config | None:
 
 
 class _TextModel(NamedTuple):
-    """A part of a model that reads text.
+    """The part of a model that reads text.
 
     Attributes:
         prefix: the beginning of all its names.
@@ -304,8 +305,8 @@ def _is_language_model(config: _Config) -> bool | None:
     return any(_LANGUAGE_MODEL.fullmatch(str(name)) for name in classes)
 
 
-def _text_models(config: _Config, tensors: _Tensors) -> list[_TextModel]:
-    """Return the parts that read text, without parts that share a config: it is unclear which of them it describes."""
+def _text_model(config: _Config, tensors: _Tensors) -> _TextModel | None:
+    """Return the part that reads text; None if there are several: it is unclear which of them a config describes."""
     lists = {match["list"] for match in map(_NUMBERED.match, tensors) if match is not None}
     lists = set(filter(_LAYERS.fullmatch, lists))
     embeddings: dict[str, str] = {}  # by the beginning of the part's names
@@ -316,12 +317,10 @@ def _text_models(config: _Config, tensors: _Tensors) -> list[_TextModel]:
     # Without an embedding, a list of layers is that of a text model only under these names, not under "encoder".
     if not embeddings and len(lists) == 1:
         embeddings = {prefix: "" for prefix in ("", "model.", "transformer.") if _layers_below(prefix, lists, 1)}
-    models: dict[str, list[_TextModel]] = {}  # by the beginning of their config's keys
-    for prefix, embedding in embeddings.items():
-        where, inner = _config_below(config, prefix)
-        model = _TextModel(prefix, embedding, _layers_below(prefix, lists), dict(_configs(inner, where)))
-        models.setdefault(where, []).append(model)
-    return [alike[0] for alike in models.values() if len(alike) == 1]
+    if len(embeddings) != 1:
+        return None
+    ((prefix, embedding),) = embeddings.items()
+    return _TextModel(prefix, embedding, _layers_below(prefix, lists), dict(_configs(config, "")))
 
 
 def _layers_below(prefix: str, lists: Collection[str], max_depth: int = 2) -> str:
@@ -331,16 +330,6 @@ def _layers_below(prefix: str, lists: Collection[str], max_depth: int = 2) -> st
         if near:
             return near[0] if len(near) == 1 else ""
     return ""
-
-
-def _config_below(config: _Config, prefix: str) -> tuple[str, _Config]:
-    """Return the beginning of the keys and the config of a part: `thinker_config` for names in ``thinker.``."""
-    where = ""
-    for part in prefix.split("."):
-        inner = config.get(f"{part}_config")
-        if isinstance(inner, dict):
-            where, config = f"{where}{part}_config.", inner
-    return where, config
 
 
 def _configs(config: _Config, where: str) -> Iterator[tuple[str, _Config]]:

@@ -18,7 +18,7 @@ from statexchange.conversions.plan import ConversionPlan, InputFills, plan_conve
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import CorruptError, StateExchangeError
 from statexchange.formats.model_files import CONFIG
-from statexchange.formats.source import ShardFile, Source, SourceTensor
+from statexchange.formats.source import ShardFile, Source, SourceTensor, strides_of
 from statexchange.sharding.options import Selection
 from statexchange.sharding.shards import Box, Shard, TensorInfo, begin_of_run, c_strides, full_box
 from statexchange.storage.location import parse_json, read_option_file
@@ -225,15 +225,15 @@ def with_one_box(tensor: SourceTensor) -> SourceTensor:
 def _byte_range(stored: ByteRange, box: Box, patch: Patch, dtype: str) -> ByteRange:
     """Return the byte range of a patch of a stored box."""
     source_strides = c_strides(box.shape) if stored.strides is None else stored.strides
-    strides = patch.strides(source_strides)
+    moved_strides = patch.strides(source_strides)
+    strides = moved_strides if patch.orders else strides_of(patch.box.shape, moved_strides)
     begin = stored.begin + patch.offset(source_strides) * ITEMSIZE[dtype]
     is_whole = patch.box.numel == box.numel
     nbytes = patch.box.numel * ITEMSIZE[dtype]
-    run = patch.is_run(strides)
     if not is_whole or not patch.is_identity:
-        is_same = is_whole and run and stored.strides is None  # as of one layer of a stacked tensor
+        is_same = is_whole and strides is None and stored.strides is None  # as of one layer of a stacked tensor
         digest = stored.digest if is_same else None
-        return ByteRange(stored.file, begin, nbytes, digest, None if run else strides, orders=patch.orders)
+        return ByteRange(stored.file, begin, nbytes, digest, strides, orders=patch.orders)
     moved = [new - old for new, old in zip(patch.box.offsets, box.offsets, strict=True)]
     parts = []
     for part, digest in stored.parts:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from types import MappingProxyType
 from typing import Any
 
@@ -70,9 +71,9 @@ __all__ = [
     "RANK",
     "check_file_names",
     "check_numbers",
+    "check_record",
     "matches",
     "misplaced",
-    "missing_ranks",
     "names_by_file",
     "part_of",
     "published_tensor",
@@ -86,7 +87,8 @@ _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = f"{_SUFFIX}{INDEX}"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _SHARD_NAME = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
-_NUMBERED = re.compile(r"(.*?)([0-9]{5,9})-of-([0-9]{5,9})(\.[a-z]+)")
+_NUMBERED = re.compile(r"(.*?)([0-9]{5,9})(-of-[0-9]{5,9}\.[a-z]+)")
+_OF_TOTAL = re.compile(r"-of-([0-9]{5,9})\.")
 _OF = re.compile(r"[0-9][-_.]of[-_.]?0*([0-9]{1,9})(?![0-9])")
 _WORLD_SIZE = re.compile(r"world_size_([0-9]{1,9})(?![0-9])")
 RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
@@ -148,7 +150,7 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
         notes += stale
     problems += _contradicted(published, shard_files)
     try:
-        if parts or _has_repeated_names(shard_files):
+        if parts:
             shard_files = _whole(shard_files)
     except StateExchangeError as error:
         problems.append(error)
@@ -196,48 +198,38 @@ def _files_to_read(
 def check_numbers(names: Sequence[str], store: Store) -> list[StateExchangeError]:
     """Return an IncompleteError for each incomplete set of files: numbered "i-of-n", or by ranks from 0 on.
 
-    Without an index only the numbers in the names show that a file is missing.
+    Without an index only the numbers in the names show that a file is missing: a set is all names that differ in this
+    number alone. Nothing lists the ranks, so a file that is missing after the last one goes unnoticed.
     """
-    numbers_of_set: dict[tuple[str, str, str], dict[int, str]] = {}  # digits, by the name around the number, and n
+    sets: dict[tuple[str, str], dict[int, str]] = {}  # digits, by the name around them
     for name in names:
-        match = _NUMBERED.fullmatch(name)
-        if match is not None and not _SHARD_NAME.fullmatch(name):
-            numbers_of_set.setdefault((match[1], match[3], match[4]), {})[int(match[2])] = match[2]
+        match = None if _SHARD_NAME.fullmatch(name) else _NUMBERED.fullmatch(name)
+        for begin, digits, end in filter(None, (match and match.groups(), _around_rank(name))):
+            sets.setdefault((begin, end), {})[int(digits)] = digits
     problems: list[StateExchangeError] = []
-    for (begin, digits, end), numbers in numbers_of_set.items():
-        total = int(digits)
-        if len(numbers) < total:
-            first = next(number for number in range(1, total + 1) if number not in numbers)
-            width = min(map(len, numbers.values()))  # the width of n may be another: model-00001-of-000004
-            missing = f"{begin}{first:0{width}d}-of-{digits}{end}"
+    for (begin, end), numbers in sets.items():
+        of, last = _OF_TOTAL.match(end), max(numbers)
+        first, total = (0, last + 1) if of is None else (1, int(of[1]))
+        # The number in a lone name may be LoRA's rank, unless it is all of the name.
+        is_lora = of is None and len(numbers) == 1 and not _RANK_ALONE.fullmatch(begin + numbers[last] + end)
+        if len(numbers) >= total or is_lora:
+            continue
+        absent = next(number for number in count(first) if number not in numbers)
+        width = min(map(len, numbers.values()))  # the width of n may be another: model-00001-of-000004
+        path = store.path_of(f"{begin}{absent:0{width}d}{end}")
+        if of is None:
+            text = f"there are files of ranks up to {last}: the file of this rank is missing"
+            problems.append(IncompleteError(text, rank=absent, path=path))
+        else:
             text = f"by their names there should be {total} files, but there are {len(numbers)}: this one is missing"
-            problems.append(IncompleteError(text, path=store.path_of(missing)))
-    return problems + missing_ranks(names, RANK, store)
-
-
-def missing_ranks(names: Sequence[str], rank: re.Pattern[str], store: Store) -> list[StateExchangeError]:
-    """Return an IncompleteError for each set of files in which a rank is missing.
-
-    A set is all names that differ only in the number that `rank` finds. Nothing lists the ranks, so a file that is
-    missing after the last one goes unnoticed. The number in a lone name may be LoRA's rank, unless it is all of it.
-    """
-    ranks_of_set: dict[tuple[str, str], dict[int, str]] = {}
-    for name in names:
-        matches = list(rank.finditer(name))
-        if len(matches) == 1:
-            around = name[: matches[0].start(1)], name[matches[0].end(1) :]
-            ranks_of_set.setdefault(around, {})[int(matches[0][1])] = matches[0][1]
-    problems: list[StateExchangeError] = []
-    for (begin, end), digits in ranks_of_set.items():
-        absent = next(number for number in range(len(digits) + 1) if number not in digits)
-        is_ranks = len(digits) > 1 or _RANK_ALONE.fullmatch(begin + digits[max(digits)] + end) is not None
-        if is_ranks and absent < max(digits):
-            name = f"{begin}{absent:0{min(map(len, digits.values()))}d}{end}"
-            text = f"there are files of ranks up to {max(digits)}: the file of this rank is missing"
-            if name in store.directories:
-                text = "there is a directory in place of the file of this rank"
-            problems.append(IncompleteError(text, rank=absent, path=store.path_of(name)))
+            problems.append(IncompleteError(text, path=path))
     return problems
+
+
+def _around_rank(name: str) -> tuple[str, str, str] | None:
+    """Return what is before the number of a rank in a file's name, its digits, and what is after it."""
+    ranks = list(RANK.finditer(name))
+    return (name[: ranks[0].start(1)], ranks[0][1], name[ranks[0].end(1) :]) if len(ranks) == 1 else None
 
 
 def part_of(name: str, store: Store) -> str:
@@ -250,16 +242,14 @@ def part_of(name: str, store: Store) -> str:
     match = _OF.search(name) or _WORLD_SIZE.search(name)
     if match is not None:
         return f"one of {int(match[1])} files, by its name" if int(match[1]) > 1 else ""
-    ranks = list(RANK.finditer(name))
-    if len(ranks) != 1:
+    parts = _around_rank(name)
+    if parts is None:
         return ""
-    begin, end = name[: ranks[0].start(1)], name[ranks[0].end(1) :]
-    for other in store.non_directories:
-        found = RANK.search(other)
-        if found is not None and other != name and (other[: found.start(1)], other[found.end(1) :]) == (begin, end):
-            return f"one rank's, and those of others lie beside it ({excerpt(other, 80)[1:-1]})"
-    alone = _RANK_ALONE.fullmatch(name)
-    return f"that of rank {int(alone[1])}, by its name" if alone is not None and int(alone[1]) else ""
+    for beside in store.non_directories:
+        of_file = _around_rank(beside)
+        if beside != name and of_file is not None and of_file[::2] == parts[::2]:
+            return f"one rank's, and those of others lie beside it ({excerpt(beside, 80)[1:-1]})"
+    return f"that of rank {int(parts[1])}, by its name" if _RANK_ALONE.fullmatch(name) and int(parts[1]) else ""
 
 
 def names_by_file(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
@@ -325,7 +315,7 @@ def shard_file_of(
 def published_tensor(
     shard: Shard, stored: ByteRange, record: Mapping[str, Any], placed: Mapping[str, PlacedBoxes]
 ) -> SourceTensor:
-    """Return a published tensor with the digests of the boxes in its manifest, which `_check_record` has checked."""
+    """Return a published tensor with the digests of the boxes in its manifest, which `check_record` has checked."""
     if "placed" in record and shard.nbytes:
         # Without the file of digests, which is a problem of the source, its bytes are not proven.
         parts = placed.get(shard.name)
@@ -356,12 +346,6 @@ def _offsets_of_parts(header: Header, file: StoredFile) -> dict[str, tuple[int, 
     return parts
 
 
-def _has_repeated_names(shard_files: Sequence[ShardFile]) -> bool:
-    """Whether a name occurs in two files."""
-    total = sum(len(shard_file.tensors) for shard_file in shard_files)
-    return len(set().union(*(shard_file.tensors for shard_file in shard_files))) < total
-
-
 def _whole(shard_files: list[ShardFile]) -> list[ShardFile]:
     """Return the files with final global shapes: each tensor reaches to the end of its last part."""
     ends: dict[str, tuple[int, ...]] = {}
@@ -372,19 +356,13 @@ def _whole(shard_files: list[ShardFile]) -> list[ShardFile]:
             if len(end) != len(shape):
                 raise CorruptError("its parts differ in their number of dims", name=name, path=shard_file.path)
             ends[name] = tuple(map(max, end, shape))
-    return [
-        replace(
-            shard_file,
-            tensors={name: _with_global_shape(tensor, ends[name]) for name, tensor in shard_file.tensors.items()},
-        )
-        for shard_file in shard_files
-    ]
-
-
-def _with_global_shape(tensor: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
-    if tensor.shard.global_shape == shape:
-        return tensor
-    return replace(tensor, shard=replace(tensor.shard, global_shape=shape))
+    whole = []
+    for shard_file in shard_files:
+        tensors = {}
+        for name, tensor in shard_file.tensors.items():
+            tensors[name] = replace(tensor, shard=replace(tensor.shard, global_shape=ends[name]))
+        whole.append(replace(shard_file, tensors=tensors))
+    return whole
 
 
 def _unfinished(store: Store, manifest: Mapping[str, Any] | None) -> list[StateExchangeError]:
@@ -411,8 +389,9 @@ def read_manifest(store: Store) -> dict[str, Any] | None:
         aliases = manifest.get("aliases", {})
         if not isinstance(aliases, dict) or any(not isinstance(name, str) for name in aliases.values()):
             raise TypeError("its aliases do not map names to names")
+        check_file_names({name: record["file"] for name, record in manifest["tensors"].items()}, path)
         for record in manifest["tensors"].values():
-            _check_record(record)
+            check_record(record)
         parse_sealed(manifest.get(SEALED, {}))
         parse_sealed(manifest.get(DIGESTS_KEY, {}))
     return manifest
@@ -437,15 +416,13 @@ def _placed(
     return placed
 
 
-def _check_record(record: Any) -> None:
+def check_record(record: Any) -> None:
     """Raise ValueError, KeyError or TypeError unless this is a tensor's record of a manifest.
 
-    It has file, dtype, shape, and boxes as (offsets, shape, digest, rank), or `placed`.
+    It has dtype, shape, and boxes as (offsets, shape, digest, rank), or `placed`.
     """
     itemsize_of(record["dtype"])
     shape = shape_from_json(record["shape"])
-    if not isinstance(record["file"], str):
-        raise TypeError("a tensor's file is not a name")
     if "placed" in record:
         return
     for offsets, sizes, digest, rank in record["boxes"]:
@@ -461,7 +438,6 @@ def _weight_map(store: Store, files: ModelFiles, manifest: Mapping[str, Any] | N
     if manifest is None:
         return {} if files.index is None else read_index(store, files.index)
     published = {name: record["file"] for name, record in manifest["tensors"].items()}
-    check_file_names(published, store.path)
     files_of_manifest = set(published.values())
     # Other programs know no manifest, and read this file: it must be one of the manifest's.
     chosen = preferred_file(store)

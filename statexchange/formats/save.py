@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, ReplacedError, StateExchangeError
 from statexchange.formats.listed_files import ListedFiles
-from statexchange.formats.source import ShardFile, Source
+from statexchange.formats.source import ShardFile, Source, parsing
 from statexchange.storage.location import OpenedPath, parse_stored
 from statexchange.storage.publish.claim import claim_of
-from statexchange.storage.save_index import SaveIndex
+from statexchange.storage.save_index import IndexedState, SaveIndex
 from statexchange.storage.tensorfile import (
     MANIFEST,
-    RankFile,
     SaveManifest,
     is_of_a_save,
     open_rank_file,
@@ -63,10 +62,10 @@ def read(opened: OpenedPath, ranks: tuple[int, int] | None = None) -> Source:
     problems: list[StateExchangeError] = []
     files: list[ShardFile] = []
     configs: dict[int, str] = {}
-    per_rank: set[str] = set()
-    optimizers: dict[str, frozenset[str]] = {}
-    left_out: dict[int, list[str]] = {}
+    states: dict[int, IndexedState] = {}
     listed = manifest.all_files
+    if opened.file is not None and opened.file not in [of_rank.name for of_rank in listed]:
+        raise CorruptError(f"{MANIFEST} beside this file does not list it: it is of another save", path=opened.path)
     for number, of_rank in enumerate(listed):
         if opened.file not in (None, of_rank.name):
             continue
@@ -76,40 +75,19 @@ def read(opened: OpenedPath, ranks: tuple[int, int] | None = None) -> Source:
             if index is not None:
                 index.check(number, file.shards, file.metadata, file.path)
             files.append(ShardFile.of_rank(file))
-            if number >= len(manifest.nbytes):  # it has frozen parameters alone, and no state
-                continue
-            configs[rank] = file.config
-            records = _records(file)
-            per_rank.update(records.per_rank)
-            for path, kind in records.optimizers.items():
-                optimizers[path] = optimizers.get(path, frozenset()) | {kind}
-            left_out[rank] = records.left_out
+            if number < manifest.world_size:  # others have frozen parameters alone, and no state
+                configs[rank] = file.config
+                with parsing("broken record of a rank's state", path=file.path):
+                    states[rank] = IndexedState.from_json(file.metadata)
         except NotFoundError as error:
             problems.append(IncompleteError(error.message, rank=rank, path=error.path))
         except ReplacedError:
             raise
         except StateExchangeError as error:
             problems.append(error)
-    if opened.file is not None and opened.file not in [of_rank.name for of_rank in listed]:
-        raise CorruptError(f"{MANIFEST} beside this file does not list it: it is of another save", path=opened.path)
     if opened.file is not None:
         problems += _absent_tensors(files, configs)
-    return Source(
-        "save",
-        opened,
-        tuple(files),
-        run=manifest.job,
-        save=manifest.save,
-        step=manifest.step,
-        created=manifest.created,
-        metrics=manifest.metrics,
-        world_size=len(manifest.nbytes),
-        configs=configs,
-        per_rank=frozenset(per_rank),
-        optimizers=optimizers,
-        left_out=left_out,
-        problems=tuple(problems),
-    )
+    return replace(_source(opened, manifest, files, configs, states), problems=tuple(problems))
 
 
 def _indexed(opened: OpenedPath, manifest: SaveManifest, index: SaveIndex, ranks: tuple[int, int]) -> Source:
@@ -122,15 +100,23 @@ def _indexed(opened: OpenedPath, manifest: SaveManifest, index: SaveIndex, ranks
         firsts[index.values[rank]] = rank
     for saved_by, values in enumerate(index.values):
         firsts.setdefault(values, saved_by)
-    per_rank: set[str] = set()
+    configs = {first: files.config_of(first) for first in firsts.values()}
+    states = {saved_by: index.states[number] for saved_by, number in enumerate(index.ranks)}
+    return _source(opened, manifest, files, configs, states)
+
+
+def _source(
+    opened: OpenedPath,
+    manifest: SaveManifest,
+    files: Sequence[ShardFile],
+    configs: Mapping[int, str],
+    states: Mapping[int, IndexedState],
+) -> Source:
+    """Return the source of a save with these files, configs and states by rank."""
     optimizers: dict[str, frozenset[str]] = {}
-    for state in index.states:
-        per_rank.update(state.per_rank)
+    for state in states.values():
         for path, kind in state.optimizers.items():
             optimizers[path] = optimizers.get(path, frozenset()) | {kind}
-    left_out: dict[int, Sequence[str]] = {}
-    for saved_by, number in enumerate(index.ranks):
-        left_out[saved_by] = index.states[number].left_out
     return Source(
         "save",
         opened,
@@ -141,10 +127,10 @@ def _indexed(opened: OpenedPath, manifest: SaveManifest, index: SaveIndex, ranks
         created=manifest.created,
         metrics=manifest.metrics,
         world_size=manifest.world_size,
-        configs={first: files.config_of(first) for first in firsts.values()},
-        per_rank=frozenset(per_rank),
+        configs=configs,
+        per_rank=frozenset().union(*(state.per_rank for state in states.values())),
         optimizers=optimizers,
-        left_out=left_out,
+        left_out={rank: state.left_out for rank, state in states.items()},
     )
 
 
@@ -170,30 +156,6 @@ def _absent_tensors(files: Sequence[ShardFile], configs: Mapping[int, str]) -> I
         if absent:
             text = f"other files have {format_number(len(absent), 'tensor')} of this rank: give the directory"
             yield IncompleteError(text, rank=file.rank, name=min(absent), path=file.path)
-
-
-class _Records(NamedTuple):
-    """The records of a rank's file about its state. Older files lack them.
-
-    Attributes:
-        per_rank: the paths of what belongs to a rank.
-        optimizers: the class of each optimizer, by path.
-        left_out: the paths of what `include` and `exclude` of the save left out.
-    """
-
-    per_rank: list[str]
-    optimizers: dict[str, str]
-    left_out: list[str]
-
-
-def _records(file: RankFile) -> _Records:
-    of_file = file.metadata.get
-    records = _Records(of_file("per_rank", []), of_file("optimizers", {}), of_file("left_out", []))
-    per_rank, optimizers, left_out = records
-    is_broken = not isinstance(per_rank, list) or not isinstance(optimizers, dict) or not isinstance(left_out, list)
-    if is_broken or {*map(type, (*per_rank, *optimizers.values(), *left_out))} - {str}:
-        raise CorruptError("broken record of what belongs to a rank, of optimizers or of paths", path=file.path)
-    return records
 
 
 def _manifest_of(opened: OpenedPath) -> SaveManifest:

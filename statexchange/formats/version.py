@@ -28,14 +28,13 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError, excerpt
 from statexchange.formats import huggingface
-from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import INDEX
 from statexchange.formats.source import ShardFile, Source, SourceTensor, open_listed, parsing
 from statexchange.formats.version_frames import (
@@ -44,82 +43,70 @@ from statexchange.formats.version_frames import (
     Overwritten,
     PatchedFile,
     StreamedFrames,
-    frame_boxes,
+    frame_ends,
 )
-from statexchange.sharding.shards import Box, Shard, full_box, shape_from_json
+from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage.files import WINDOW_BYTES, digest
-from statexchange.storage.location import MAX_MANIFEST_BYTES, OpenedPath, open_path, parse_json, read_json
+from statexchange.storage.location import MAX_MANIFEST_BYTES, OpenedPath, open_path, read_json
 from statexchange.storage.publish.claim import CLAIM_NAME, claim_of
 from statexchange.storage.store import ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import Header, read_header
 from statexchange.storage.versions import version_name, version_number
-from statexchange.tensors import ITEMSIZE, itemsize_of
+from statexchange.tensors import ITEMSIZE
 
 __all__ = [
     "DELTA_SCHEMA",
     "MANIFEST",
     "VERSION_INDEX",
     "VERSION_KEY",
-    "chain_keys",
     "delta_facts",
+    "index_metadata",
     "is_unfinished",
-    "manifest_digest",
+    "key_of",
     "matches",
     "read",
 ]
 
+MANIFEST = huggingface.MANIFEST
 DELTA_SCHEMA = 3  # of a manifest whose directory is a delta
 VERSION_KEY = "version"
 VERSION_INDEX = f"model.safetensors{INDEX}"
 _MARK = b'{"schema":3,'  # the first bytes of a delta's manifest, whose first key is the schema
 _HEX = re.compile(r"[0-9a-fA-F]{1,64}")
-_KEYS = {"version", "base_version", "delta_encoding", "compression_format", "checksum_format"}
 _CHECKSUMS = ("adler32", "xxh3-128", "blake3")
 _MOST_DELTAS = 10_000
 
 
-def manifest_digest(store: Store) -> str:
-    """Return the digest of the manifest of a version of ours; "" for anything else."""
-    if MANIFEST not in store.listing:
-        return ""
-    file = store.open(MANIFEST)
-    data = file.read_all(MAX_MANIFEST_BYTES)
-    record: Any = parse_json(data, file.path, file.budget)
-    if not isinstance(record, dict) or VERSION_KEY not in record:
-        return ""
-    return digest(data)
+def index_metadata(number: int, base: int) -> dict[str, str]:
+    """Return the metadata of the index of a delta of ours. A delta of another program has these five keys, too."""
+    return {
+        "version": f"{number:06d}",
+        "base_version": f"{base:06d}",
+        "delta_encoding": "xor",
+        "compression_format": "zstd",
+        "checksum_format": "adler32",
+    }
 
 
-def chain_keys(opened: OpenedPath) -> list[str]:
-    """Return a key for a version and for each of its bases, newest first. No two versions share a key.
+def key_of(source: Source) -> str:
+    """Return the key of a version that `read` has opened without copies. Versions with other tensors have other keys.
 
-    That of one of our versions is the digest of its manifest, which covers its bases, so that the list ends there. That
-    of another program's version is a digest of what its files are (`StoredFile.version`) and of the next key.
+    That of a version of ours is the digest of its manifest, which covers its bases.
     """
-    identities: list[str] = []
-    with contextlib.ExitStack() as opened_bases:
-        at = opened
-        while True:
-            key = manifest_digest(at.store)
-            if not key:
-                files = [at.store.open(name).version for name in at.store.files]
-                identities.append(digest(json.dumps(files).encode()))
-            else:
-                identities.append(key)
-            delta = None if key else _delta_of(at.store)
-            if delta is None:
-                break
-            if len(identities) > _MOST_DELTAS:
-                raise _too_long(opened)
-            at = opened_bases.enter_context(_open_base(at, delta))
-    keys = [identities.pop()]
-    while identities:
-        keys.append(digest((identities.pop() + keys[-1]).encode()))
-    return keys[::-1]
+    key = _manifest_digest(source.opened.store)
+    return key or _key_of_files(shard_file.file for shard_file in reversed(source.files))
 
 
-def _too_long(opened: OpenedPath) -> CorruptError:
-    return CorruptError(f"more than {_MOST_DELTAS:,} deltas follow one another", path=opened.path)
+def _manifest_digest(store: Store) -> str:
+    """Return the digest of the manifest of a version; "" without one, as in a version of another program."""
+    return digest(store.open(MANIFEST).read_all(MAX_MANIFEST_BYTES)) if MANIFEST in store.listing else ""
+
+
+def _key_of_files(files: Iterable[StoredFile], key: str = "") -> str:
+    """Return the key of a version of another program: `key` is that of its base, whose files come before its own."""
+    for file in files:
+        key = digest(json.dumps([file.version, key]).encode())
+    return key
 
 
 def matches(opened: OpenedPath) -> bool:
@@ -155,68 +142,39 @@ def delta_facts(opened: OpenedPath) -> tuple[int, int] | None:
         IncompleteError, CorruptError, UnsupportedError: as `read`.
     """
     delta = _delta_of(opened.store)
-    return None if delta is None else (delta.base, len(delta.changes))
+    return None if delta is None else (delta.base, delta.num_changed)
 
 
 def read(opened: OpenedPath, *, copies: Mapping[str, str] = MappingProxyType({})) -> Source:
     """Return a version with all tensors of the model, each as its newest change has it.
 
-    `copies` are paths of checkpoints with the tensors of versions, by the first of the `chain_keys` of each: a base is
+    `copies` are paths of checkpoints with the tensors of versions, by the key of each, as `key_of` has it: a base is
     read there, if it has a copy.
     """
-    keys: list[str] = []
     deltas: list[tuple[OpenedPath, _Delta]] = []
     at = opened
-    try:
-        while True:
-            delta = _delta_of(at.store)
-            if delta is None:
-                source = huggingface.read(at)
-                break
+    with contextlib.ExitStack() as bases:  # which are closed here unless all is read
+        while (delta := _delta_of(at.store)) is not None:
             if len(deltas) == _MOST_DELTAS:
-                raise _too_long(opened)
+                raise CorruptError(f"more than {_MOST_DELTAS:,} deltas follow one another", path=opened.path)
             deltas.append((at, delta))
-            key = delta.base_manifest
-            if copies and not key:  # another program's: only the whole chain says what its base is
-                keys = keys or chain_keys(opened)
-                key = keys[len(deltas)]
-            if key in copies:
-                at = open_path(copies[key])
-                source = huggingface.read(at)
-                break
-            at = _open_base(at, delta)
-        if deltas and source.problems:
-            raise source.problems[0]
+            copy = copies.get(delta.base_manifest)
+            at = bases.enter_context(_open_base(at, delta) if copy is None else open_path(copy))
+        source = huggingface.read(at)
+        key = _key_of_files(shard_file.file for shard_file in reversed(source.files))
         while deltas:
+            if key in copies:  # of another program's version, whose key only the whole chain gives
+                at.close()
+                at = bases.enter_context(open_path(copies[key]))
+                source = huggingface.read(at)
+            if source.problems:
+                raise source.problems[0]
             newer, delta = deltas.pop()
             newer.store.adopted = (at.store,)
-            at = newer
-            source = _resolved(at, delta, source)
-    except BaseException:
-        for path in (at, *(newer for newer, _ in deltas)):
-            if path is not opened:  # which the caller closes
-                path.close()
-        raise
+            source, at = _resolved(newer, delta, source), newer
+            key = _key_of_files(reversed([file for file, _ in delta.files.values()]), key)
+        bases.pop_all()
     return source
-
-
-class _Changed(NamedTuple):
-    """A tensor that changed.
-
-    Attributes:
-        dtype, shape: those of the tensor; None if only the base has them.
-        boxes: its boxes with the digests of the new bytes; () if these are not known.
-        frames: the sizes of its frames; () if it has to be read from its beginning.
-        checksum: that of all new bytes, as (kind, hex digits).
-        record: its record in our manifest.
-    """
-
-    dtype: str | None = None
-    shape: tuple[int, ...] | None = None
-    boxes: tuple[tuple[Box, str], ...] = ()
-    frames: tuple[int, ...] = ()
-    checksum: tuple[str, str] | None = None
-    record: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,13 +182,17 @@ class _Delta:
     """A delta: its files, its base and its changes.
 
     Attributes:
-        files: the opened files with their headers.
+        files: the opened files by name, with their headers.
         number: its own number, and
         base: that of the version that it is based on.
-        base_manifest: the digest of the base's manifest; "" if it is not known.
-        changes: the changed tensors by name.
-        unchanged: the names of the others; None if they are not listed.
         encoding: "xor" or "overwrite".
+        checksum: the kind of the checksums in the files' metadata, each of all new bytes of a tensor; "" if boxes have
+            digests.
+
+    Of a delta with a manifest:
+        base_manifest: the digest of the base's manifest.
+        records: the records of the changed tensors by name, which `huggingface.check_record` has checked.
+        unchanged: the names of the others.
         aliases: names of tied tensors.
         frame_nbytes: the size of windows of which each is a frame.
     """
@@ -238,12 +200,18 @@ class _Delta:
     files: Mapping[str, tuple[StoredFile, Header]]
     number: int
     base: int
-    base_manifest: str
-    changes: Mapping[str, _Changed]
-    unchanged: frozenset[str] | None
-    encoding: str = "xor"
+    encoding: str
+    checksum: str
+    base_manifest: str = ""
+    records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unchanged: frozenset[str] | None = None
     aliases: Mapping[str, str] | None = None
     frame_nbytes: int = WINDOW_BYTES
+
+    @property
+    def num_changed(self) -> int:
+        """The number of changed tensors."""
+        return sum(len(header.entries) for _, header in self.files.values())
 
 
 def _delta_of(store: Store) -> _Delta | None:
@@ -277,28 +245,27 @@ def _is_delta_file(store: Store) -> bool:
     return bool(header.entries) and all(name in header.metadata for name in header.entries)
 
 
-def _published(store: Store, record: Mapping[str, Any]) -> _Delta:
+def _published(store: Store, manifest: Mapping[str, Any]) -> _Delta:
     """Return the delta that our manifest describes."""
-    version = record[VERSION_KEY]
-    changes = {}
-    for name, change in version["changed"].items():
-        shape = shape_from_json(change["shape"])
-        itemsize_of(change["dtype"])
-        boxes = tuple((Box.from_json([offsets, sizes]), str(known)) for offsets, sizes, known, _ in change["boxes"])
-        frames = tuple(map(int, change["frames"]))
-        changes[name] = _Changed(change["dtype"], shape, boxes, frames, None, change)
-    weight_map = {name: tensor["file"] for name, tensor in record["tensors"].items()}
-    if weight_map.keys() != changes.keys():
+    version = manifest[VERSION_KEY]
+    records = version["changed"]
+    for record in records.values():
+        huggingface.check_record(record)
+        if {*map(type, record["frames"])} - {int}:
+            raise ValueError(f"not the sizes of frames: {excerpt(record['frames'])}")
+    weight_map = {name: tensor["file"] for name, tensor in manifest["tensors"].items()}
+    if weight_map.keys() != records.keys():
         raise ValueError("its tensors are not those that changed")
     return _Delta(
         _opened_files(store, weight_map),
         int(version["number"]),
         int(version["base"]),
-        str(version["base_manifest"]),
-        changes,
-        frozenset(version["unchanged"]),
         "xor",
-        record.get("aliases", {}),
+        "",
+        str(version["base_manifest"]),
+        records,
+        frozenset(version["unchanged"]),
+        manifest.get("aliases", {}),
         int(version["frame_nbytes"]),
     )
 
@@ -306,8 +273,9 @@ def _published(store: Store, record: Mapping[str, Any]) -> _Delta:
 def _foreign(store: Store, metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> _Delta:
     """Return the delta of another program, which its index describes."""
     path = store.path_of(VERSION_INDEX)
-    if not metadata.keys() >= _KEYS:
-        raise ValueError(f"it lacks {', '.join(sorted(_KEYS - metadata.keys()))}")
+    lacking = index_metadata(0, 0).keys() - metadata.keys()
+    if lacking:
+        raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
     encoding, compression, kind = (metadata[key] for key in ("delta_encoding", "compression_format", "checksum_format"))
     if encoding not in ("xor", "overwrite") or compression != "zstd" or kind not in _CHECKSUMS:
         text = f"a delta in {excerpt(encoding)}, {excerpt(compression)} and {excerpt(kind)} is not supported"
@@ -316,13 +284,11 @@ def _foreign(store: Store, metadata: Mapping[str, Any], weight_map: Mapping[str,
     if _number_of(store) != number:
         raise ValueError(f"it is that of version {number}")
     files = _opened_files(store, weight_map)
-    changes = {}
-    for name, file in weight_map.items():
-        checksum = files[file][1].metadata.get(name)
-        if checksum is None or not _HEX.fullmatch(checksum):
-            raise CorruptError("a changed tensor has no checksum", name=name, path=store.path_of(file))
-        changes[name] = _Changed(checksum=(kind, checksum))
-    return _Delta(files, number, base, "", changes, None, encoding)
+    for file, header in files.values():
+        for name in header.entries:
+            if not _HEX.fullmatch(header.metadata.get(name, "")):
+                raise CorruptError("a changed tensor has no checksum", name=name, path=file.path)
+    return _Delta(files, number, base, encoding, kind)
 
 
 def _opened_files(store: Store, weight_map: Mapping[str, str]) -> dict[str, tuple[StoredFile, Header]]:
@@ -354,7 +320,7 @@ def _open_base(opened: OpenedPath, delta: _Delta) -> OpenedPath:
         text = f"version {delta.number} is based on version {delta.base}, which is not beside it"
         raise IncompleteError(text, path=path) from None
     if delta.base_manifest:
-        found = manifest_digest(base.store)
+        found = _manifest_digest(base.store)
         if found != delta.base_manifest:
             base.close()
             text = f"this is not the version {delta.base} on which version {delta.number} is based"
@@ -367,8 +333,8 @@ def _resolved(opened: OpenedPath, delta: _Delta, base: Source) -> Source:
     tensors: dict[str, tuple[ShardFile, SourceTensor]] = {}
     for shard_file, tensor in base.shards():
         tensors[tensor.shard.name] = shard_file, tensor
-    if delta.unchanged is not None and delta.unchanged | delta.changes.keys() != tensors.keys():
-        name = min((delta.unchanged | delta.changes.keys()) ^ tensors.keys())
+    if delta.unchanged is not None and delta.unchanged | delta.records.keys() != tensors.keys():
+        name = min((delta.unchanged | delta.records.keys()) ^ tensors.keys())
         raise CorruptError("this version and its base do not have the same tensors", name=name, path=opened.path)
     files = []
     for number, (file, header) in enumerate(delta.files.values()):
@@ -377,7 +343,7 @@ def _resolved(opened: OpenedPath, delta: _Delta, base: Source) -> Source:
             if name not in tensors:
                 raise CorruptError("a changed tensor is not in the base", name=name, path=file.path)
             stored = ByteRange(file, entry.begin, entry.nbytes)
-            patched[name] = _patched(delta, delta.changes[name], stored, tensors.pop(name)[1])
+            patched[name] = _patched(delta, header, stored, tensors.pop(name)[1])
         files.append(ShardFile(number, file, patched))
     # Files of the base stay listed without a tensor, so that their names and identities are still looked at.
     for shard_file in base.files:
@@ -386,11 +352,11 @@ def _resolved(opened: OpenedPath, delta: _Delta, base: Source) -> Source:
     manifest: Mapping[str, Any] | None = None
     if base.manifest is not None and delta.aliases is not None:
         records = dict(base.manifest["tensors"])
-        for name, change in delta.changes.items():
-            records[name] = {**records[name], **change.record}
+        for name, record in delta.records.items():
+            records[name] = {**records[name], **record}
         manifest = {"source": base.manifest.get("source"), "aliases": delta.aliases, "tensors": records}
     notes = list(base.notes)
-    if any(change.checksum is not None and change.checksum[0] == "blake3" for change in delta.changes.values()):
+    if delta.checksum == "blake3" and delta.files:
         notes.append(f"version {delta.number} has checksums in blake3, which are not checked")
     return Source(
         "version",
@@ -403,51 +369,34 @@ def _resolved(opened: OpenedPath, delta: _Delta, base: Source) -> Source:
     )
 
 
-def _patched(delta: _Delta, change: _Changed, stored: ByteRange, base: SourceTensor) -> SourceTensor:
+def _patched(delta: _Delta, header: Header, stored: ByteRange, base: SourceTensor) -> SourceTensor:
     """Return a changed tensor, whose bytes are those of the base with the change applied."""
-    shard = base.shard
-    found = (change.dtype or shard.dtype, shard.global_shape if change.shape is None else change.shape)
-    if found != (shard.dtype, shard.global_shape):
-        text = "the dtype or shape differs from the base"
-        raise CorruptError(text, name=shard.name, path=stored.path, expected=base.shard, found=found)
+    shard, name = base.shard, base.shard.name
+    record = delta.records.get(name, {})
+    if record and (record["dtype"], tuple(record["shape"])) != (shard.dtype, shard.global_shape):
+        text, found = "the dtype or shape differs from the base", f"{record['dtype']} {record['shape']}"
+        expected = f"{shard.dtype} {list(shard.global_shape)}"
+        raise CorruptError(text, name=name, path=stored.path, expected=expected, found=found)
     from statexchange.formats.converted import with_one_box  # late: most commands read no deltas
 
     whole = with_one_box(base)
     if len(whole.byte_ranges) != 1 or whole.byte_ranges[0].strides is not None:
-        raise UnsupportedError("the base is no checkpoint of whole tensors", name=shard.name, path=stored.path)
-    nbytes, name = whole.byte_ranges[0].nbytes, shard.name
+        raise UnsupportedError("the base is no checkpoint of whole tensors", name=name, path=stored.path)
+    nbytes, frames = whole.byte_ranges[0].nbytes, record.get("frames", ())
     applied: Change
     # A frame of a whole tensor is read as a stream, and not held.
-    if len(change.frames) > 1 or (change.frames and nbytes <= delta.frame_nbytes):
-        ends = _frame_ends([box for box, _ in change.boxes], shard, delta.frame_nbytes, len(change.frames))
-        applied = IndexedFrames(stored, nbytes, name, change.frames, ends)
+    if len(frames) > 1 or (frames and nbytes <= delta.frame_nbytes):
+        boxes = [Box.from_json(box[:2]) for box in record["boxes"]]
+        ends = frame_ends(boxes, shard, delta.frame_nbytes, len(frames))
+        applied = IndexedFrames(stored, nbytes, name, frames, ends)
     elif delta.encoding == "xor":
         applied = StreamedFrames(stored, nbytes, name)
     else:
         applied = Overwritten(stored, nbytes, name, ITEMSIZE[shard.dtype])
-    kind, checksum = change.checksum or ("", "")
-    file = PatchedFile(whole.byte_ranges[0], applied, checksum if kind == "adler32" else "")
+    checksum = header.metadata.get(name, "")
+    file = PatchedFile(whole.byte_ranges[0], applied, checksum if delta.checksum == "adler32" else "")
     all_of_it = Shard(name, shard.dtype, shard.global_shape, (full_box(shard.global_shape),))
-    found_at = ByteRange(file, 0, nbytes, checksum if kind == "xxh3-128" else None)
-    if change.boxes:
-        return huggingface.published_tensor(all_of_it, found_at, change.record, {})
-    return SourceTensor(all_of_it, (found_at,))
-
-
-def _frame_ends(boxes: Sequence[Box], shard: Shard, frame_nbytes: int, count: int) -> list[int]:
-    """Return the offset in the tensor at which each frame ends, in bytes."""
-    nbytes = shard.nbytes
-    if count == 1:
-        return [nbytes]
-    from statexchange.storage.regions import windows  # imports numpy, which reading headers does not need
-
-    ends, at = [], 0
-    for box in frame_boxes(boxes, shard.global_shape):
-        for window in windows(box.shape, ITEMSIZE[shard.dtype], frame_nbytes):
-            at += window.numel * ITEMSIZE[shard.dtype]
-            ends.append(at)
-            if len(ends) > count:  # at once: a broken manifest could give windows of one byte
-                break
-    if len(ends) != count or at != nbytes:
-        raise CorruptError("its frames are not those of its boxes", name=shard.name)
-    return ends
+    patched = ByteRange(file, 0, nbytes, checksum if delta.checksum == "xxh3-128" else None)
+    if record:
+        return huggingface.published_tensor(all_of_it, patched, record, {})
+    return SourceTensor(all_of_it, (patched,))

@@ -18,9 +18,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, needing_extra
-from statexchange.sharding.shards import Box, begin_of_run, full_box
+from statexchange.sharding.shards import Box, Shard, begin_of_run, full_box
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.store import ByteRange, StoredFile
+from statexchange.tensors import ITEMSIZE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -35,7 +36,7 @@ __all__ = [
     "are_runs",
     "compressor",
     "decompressed",
-    "frame_boxes",
+    "frame_ends",
 ]
 
 _LEVEL = 1  # random differences do not become smaller at a higher one
@@ -323,8 +324,24 @@ def are_runs(boxes: Iterable[Box], shape: tuple[int, ...]) -> bool:
     return all(begin_of_run(box, shape) is not None for box in boxes)
 
 
-def frame_boxes(boxes: Sequence[Box], shape: tuple[int, ...]) -> list[Box]:
-    """Return the boxes whose windows are frames: those of a tensor if each is a run of it, else the whole tensor."""
-    if are_runs(boxes, shape):
-        return [box for box in boxes if box.numel]
-    return [full_box(shape)]
+def frame_ends(boxes: Sequence[Box], shard: Shard, frame_nbytes: int, count: int) -> list[int]:
+    """Return the offset in a tensor at which each of `count` frames ends, in bytes.
+
+    A single one is of the whole tensor. Several are those of the windows of its boxes if each box is a run of it, else
+    those of the windows of the whole tensor.
+    """
+    if count == 1:
+        return [shard.nbytes]
+    from statexchange.storage.regions import windows  # imports numpy, which reading headers does not need
+
+    itemsize = ITEMSIZE[shard.dtype]
+    ends, at = [], 0
+    for box in boxes if are_runs(boxes, shard.global_shape) else [full_box(shard.global_shape)]:
+        for window in windows(box.shape, itemsize, frame_nbytes):
+            at += window.numel * itemsize
+            ends.append(at)
+            if len(ends) > count:  # at once: a broken manifest could give windows of one byte
+                break
+    if len(ends) != count or at != shard.nbytes:
+        raise CorruptError("its frames are not those of its boxes", name=shard.name)
+    return ends

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 
 from statexchange.errors import (
@@ -42,12 +43,12 @@ def matches(opened: OpenedPath) -> bool:
 
 def _depth(opened: OpenedPath) -> int | None:
     """Return the depth of a directory below a workspace's root: 0 for the root, 1 for a run, 2 for a round."""
-    if _is_round(opened.store, opened.path):
+    if _is_round(opened.store):
         return 2
-    if any(_is_round(store, store.path) for store in _below(opened.store, is_round_name)):
+    if any(_is_round(store) for store in _below(opened.store, is_round_name)):
         return 1
     for run in _below(opened.store, is_run_name):
-        if any(_is_round(store, store.path) for store in _below(run, is_round_name)):
+        if any(_is_round(store) for store in _below(run, is_round_name)):
             return 0
     return None
 
@@ -74,10 +75,10 @@ def _below(store: Store, matches_name: Callable[[str], bool]) -> Iterator[Store]
             yield below
 
 
-def _is_round(store: Store, path: str) -> bool:
-    name = path.rstrip("/").rpartition("/")[2]
+def _is_round(store: Store) -> bool:
+    name = store.path.rstrip("/").rpartition("/")[2]
     if is_round_name(name) and not store.listing and not store.is_current():
-        raise ReplacedError("removed while it was opened", path=path)
+        raise ReplacedError("removed while it was opened", path=store.path)
     return is_round_name(name) and any(is_rank_file(entry) or entry == MANIFEST for entry in store.listing)
 
 
@@ -155,8 +156,8 @@ def _read(
             problems.append(error)
     if absent and manifest is None and view.was_removed(absent):
         raise ReplacedError("this round was removed while it was read", path=root.path)
-    if whole_round:
-        problems += _missing_ranks(view, names, manifest)
+    if whole_round and manifest is None:
+        problems += _missing_ranks(view, [name.rank_name for name in names])
     first = names[0].rank_name
     return Source(
         "workspace",
@@ -174,12 +175,10 @@ def _choose(
     view: WorkspaceView, run: str | None, number: int | None
 ) -> tuple[Sequence[Receipt | RankName], Manifest | None]:
     """Return the files to read: of the newest committed round, or without one of the newest complete round."""
-    runs = view.runs() if run is None else [run]
     candidates = []
-    for name in runs:
-        for candidate in _rounds(view, name):
-            if number is None or candidate == number:
-                candidates.append((name, candidate))
+    for name in view.runs() if run is None else [run]:
+        with suppress(NotFoundError):  # removed meanwhile
+            candidates += [(name, candidate) for candidate in view.rounds(name) if number in (None, candidate)]
     committed = view.manifests(candidates)
     if committed:
         return list(committed[-1].receipts), committed[-1]
@@ -188,42 +187,22 @@ def _choose(
         raise InvalidArgumentError(
             f"several runs are in this workspace: open one of {', '.join(paths)}", path=view.path
         )
-    rounds = []
+    rounds: list[Sequence[RankName]] = []
     for name, candidate in candidates:
-        names = _rank_names(view, name, candidate)
-        if names:
-            rounds.append(names)
+        with suppress(NotFoundError):  # removed meanwhile
+            rounds += filter(None, [view.rank_names(name, candidate)])
     if not rounds:
         if view.has_changed:
             raise ReplacedError("its rounds were removed while they were opened", path=view.path)
         text = "no rank has written to this workspace yet: check the path, or wait for the writers"
         raise NotFoundError(text, path=view.path)
-    whole = [names for names in rounds if not _missing_ranks(view, names, None)]
+    whole = [names for names in rounds if not _missing_ranks(view, names)]
     return (whole or rounds)[-1], None
 
 
-def _rounds(view: WorkspaceView, run: str) -> list[int]:
-    try:
-        return view.rounds(run)
-    except NotFoundError:  # removed meanwhile
-        return []
-
-
-def _rank_names(view: WorkspaceView, run: str, number: int) -> list[RankName]:
-    try:
-        return view.rank_names(run, number)
-    except NotFoundError:  # removed meanwhile
-        return []
-
-
-def _missing_ranks(
-    view: WorkspaceView, names: Sequence[Receipt | RankName], manifest: Manifest | None
-) -> list[StateExchangeError]:
-    """Return the error of a round that does not have exactly one file per rank; [] if it has."""
-    if manifest is not None:
-        return []
-    parsed = [name.rank_name for name in names]
-    first, ranks = parsed[0], {name.rank for name in parsed}
+def _missing_ranks(view: WorkspaceView, names: Sequence[RankName]) -> list[StateExchangeError]:
+    """Return the error of a round without manifest that does not have exactly one file per rank; [] if it has."""
+    first, ranks = names[0], {name.rank for name in names}
     round_path = os.path.join(view.path, os.path.dirname(first.relative))
     if len(ranks) < first.world_size:
         # A file's name may have any world size, so at most as many ranks are counted as are shown.
@@ -231,6 +210,6 @@ def _missing_ranks(
         more = "" if len(ranks) + len(absent) == first.world_size else " and more"
         text = f"ranks {absent}{more} of {first.world_size} have no file"
         return [IncompleteError(text, rank=absent[0], path=round_path)]
-    if len(parsed) > first.world_size or any(name.world_size != first.world_size for name in parsed):
+    if len(names) > first.world_size or any(name.world_size != first.world_size for name in names):
         return [CorruptError("files of two attempts are in one round: remove the older ones", path=round_path)]
     return []

@@ -11,7 +11,7 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.version import delta_facts
 from statexchange.report.verify import VerifyReport, verify
 from statexchange.storage.location import directory_of, open_path
-from statexchange.storage.versions import all_versions, retired_versions, version_path
+from statexchange.storage.versions import all_versions, retired_versions, size_and_time, version_path
 
 if TYPE_CHECKING:
     from statexchange.report.value_checks import Check
@@ -82,7 +82,7 @@ def _row(run: str, number: int, path: str, *, is_retired: bool) -> VersionRow | 
         with open_path(path) as opened:
             if not opened.store.listing:
                 return None
-            files = [opened.store.open(name) for name in opened.store.files]
+            nbytes, created = size_and_time(opened.store)
             try:
                 facts = delta_facts(opened)
                 kind = "full" if facts is None else "delta"
@@ -96,8 +96,6 @@ def _row(run: str, number: int, path: str, *, is_retired: bool) -> VersionRow | 
     state: Literal["whole", "retired", "incomplete", "broken"] = "retired" if is_retired else "whole"
     if problems:
         state = "incomplete" if isinstance(problems[0], IncompleteError | NotFoundError) else "broken"
-    created = max((file.modified for file in files if file.modified is not None), default=None)
-    nbytes = sum(file.size for file in files)
     return VersionRow(run, number, without_secrets(path), kind, base, changed, nbytes, created, state, problems)
 
 

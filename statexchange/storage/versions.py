@@ -51,6 +51,7 @@ from statexchange.storage.records import Records, names_in, records_at
 
 if TYPE_CHECKING:
     from statexchange.storage.publish.build import ReplaceCheck
+    from statexchange.storage.store import Store
 
 __all__ = [
     "GRACE_S",
@@ -70,6 +71,7 @@ __all__ = [
     "retired_versions",
     "server_time",
     "set_latest",
+    "size_and_time",
     "sweep_retired",
     "version_age",
     "version_name",
@@ -382,10 +384,19 @@ def server_time(path: str) -> float:
     return records_at(f"{path}/{_RUNS}").now() if list_runs(path) else time.time()
 
 
+def size_and_time(store: Store) -> tuple[int, float | None]:
+    """Return the bytes of a version's files, and when it was published, in seconds since the epoch, if that is seen.
+
+    Not collective.
+    """
+    files = [store.open(name) for name in store.files]
+    times = [file.modified for file in files if file.modified is not None]
+    return sum(file.size for file in files), max(times, default=None)
+
+
 def version_age(path: str, run: str, number: int) -> float | None:
     """Return how many seconds ago a version was published; None if that cannot be seen. Not collective."""
     with contextlib.suppress(StateExchangeError), open_path(version_path(path, run, number)) as opened:
-        times = [opened.store.open(name).modified for name in opened.store.files]
-        last = max((seconds for seconds in times if seconds is not None), default=None)
+        last = size_and_time(opened.store)[1]
         return None if last is None else max(0.0, server_time(path) - last)
     return None
