@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from statexchange.errors import IncompleteError, OverlapError, StateExchangeError, UnsupportedError
 from statexchange.formats.sections import sections_of
 from statexchange.report.summary import aliases_of
-from statexchange.sharding.plan import RankShards, plan_merge, replica_error
+from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.plan import RankShards, plan_tensors, replica_error
 from statexchange.sharding.shards import Box, full_box
 from statexchange.tensors import ITEMSIZE, PACKED, element_shape
 
@@ -140,7 +141,7 @@ def cover_problems(
         file = source.files[number]
         holders.append(RankShards(file.rank, [file.tensors[name].shard], label=source.label_of(file)))
     try:
-        plan = plan_merge(holders).tensors[name]
+        (plan,), _ = plan_tensors(holders, ExportOptions())
     except (IncompleteError, OverlapError, UnsupportedError) as error:
         yield error
         return

@@ -51,6 +51,7 @@ __all__ = [
     "holders_text",
     "is_packed_weight",
     "plan_merge",
+    "plan_tensors",
     "plan_writers",
     "prove_cover",
     "replica_error",
@@ -192,36 +193,52 @@ def plan_merge(
         CorruptError: holders disagree on dtype or global shape.
         UnsafeError: `rename` gives one name to two tensors.
     """
-    options, reductions = options or ExportOptions(), reductions or {}
+    options = options or ExportOptions()
     with collector_paused():
-        selected = _select(_by_name(rank_shards), options)
-        if sorts:
-            selected = dict(sorted(selected.items()))
-        dtypes = _OutputDTypes(selected, options)
-        aliases = {}
-        for alias, name in _aliases(rank_shards, selected).items():
-            if _is_written_alike(selected[alias], selected[name], options, dtypes, reductions):
-                aliases[alias] = name
-        new_names = _new_names(selected, aliases, options)
-        for alias in aliases:
-            del selected[alias]
-        loads = dict.fromkeys(range(len(rank_shards)), 0)  # bytes that each holder supplies
-        tensors = []
-        for number, (old, shards) in enumerate(selected.items()):
-            new, reduce = new_names[old], reductions.get(old)
-            if reduce is not None and _first(shards).dtype.startswith("C"):
-                raise UnsupportedError(f"complex numbers have no {reduce}", name=old)
-            if isinstance(shards, ShardingSpec):
-                tensor = _plan_spec(new, shards, options, dtypes, number)
-            else:
-                tensor = _plan_tensor(new, shards, rank_shards, options, dtypes, loads, reduce)
-            tensors.append(tensor if reduce is None else tensor._replace(reduce=reduce))
+        tensors, aliases = plan_tensors(rank_shards, options, reductions=reductions, sorts=sorts)
         files = _assign_files(tensors, options)
-        output_aliases = {}
-        for alias, name in aliases.items():
-            if new_names[alias] != new_names[name]:
-                output_aliases[new_names[alias]] = new_names[name]
-        return Plan(files, output_aliases, _digest(files, output_aliases, basis))
+        return Plan(files, aliases, _digest(files, aliases, basis))
+
+
+def plan_tensors(
+    rank_shards: Sequence[RankShards],
+    options: ExportOptions,
+    *,
+    reductions: Mapping[str, str] | None = None,
+    sorts: bool = False,
+) -> tuple[list[TensorPlan], dict[str, str]]:
+    """Plan the tensors of a merge, and its aliases, without files: each tensor begins at 0. Not collective.
+
+    The arguments and errors are those of `plan_merge`.
+    """
+    reductions = reductions or {}
+    selected = _select(_by_name(rank_shards), options)
+    if sorts:
+        selected = dict(sorted(selected.items()))
+    dtypes = _OutputDTypes(selected, options)
+    aliases = {}
+    for alias, name in _aliases(rank_shards, selected).items():
+        if _is_written_alike(selected[alias], selected[name], options, dtypes, reductions):
+            aliases[alias] = name
+    new_names = _new_names(selected, aliases, options)
+    for alias in aliases:
+        del selected[alias]
+    loads = dict.fromkeys(range(len(rank_shards)), 0)  # bytes that each holder supplies
+    tensors = []
+    for number, (old, shards) in enumerate(selected.items()):
+        new, reduce = new_names[old], reductions.get(old)
+        if reduce is not None and _first(shards).dtype.startswith("C"):
+            raise UnsupportedError(f"complex numbers have no {reduce}", name=old)
+        if isinstance(shards, ShardingSpec):
+            tensor = _plan_spec(new, shards, options, dtypes, number)
+        else:
+            tensor = _plan_tensor(new, shards, rank_shards, options, dtypes, loads, reduce)
+        tensors.append(tensor if reduce is None else tensor._replace(reduce=reduce))
+    output_aliases = {}
+    for alias, name in aliases.items():
+        if new_names[alias] != new_names[name]:
+            output_aliases[new_names[alias]] = new_names[name]
+    return tensors, output_aliases
 
 
 def _writer_of(holders: Iterable[int], loads: dict[int, int], nbytes: int) -> int:

@@ -17,17 +17,15 @@ import json
 import os
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
+from commands import STATEXCHANGE, Ran, run
 from machine import machine_text
 from safetensors.numpy import save_file
 
-DIFF = [str(Path(sys.executable).parent / "statexchange"), "diff"]
+DIFF = [STATEXCHANGE, "diff"]
 TENSORS, COLUMNS = 16, 1024
 BYTES_AT_ONCE = 1 << 20  # small, as the peak of a command includes that of this process, which starts it
 ROWS_AT_ONCE = BYTES_AT_ONCE // (4 * COLUMNS)
@@ -77,18 +75,6 @@ def change_last_tensor(path: Path, megabytes: int) -> None:
             file.write(rng.standard_normal(min(BYTES_AT_ONCE, nbytes - begin) // 4, np.float32).data)
 
 
-def run(command: list[str], expected: int) -> tuple[float, float, int]:
-    """Return a command's seconds, processor seconds and peak bytes; raise if its exit code is not `expected`."""
-    began = time.perf_counter()
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    _, status, usage = os.wait4(process.pid, 0)
-    seconds = time.perf_counter() - began
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != expected:
-        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}, not {expected}")
-    return seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
-
-
 def measure(directory: str, megabytes: int, rounds: int) -> None:
     """Print the rows of one directory."""
     megabytes -= megabytes % TENSORS
@@ -111,16 +97,16 @@ def measure(directory: str, megabytes: int, rounds: int) -> None:
             "diff, all differ": ([*DIFF, str(a), str(everywhere)], 1),
             "diff, all differ, bfloat16": ([*DIFF, str(a16), str(everywhere16)], 1),
         }
-        found: dict[str, list[tuple[float, float, int]]] = {way: [] for way in ways}
+        found: dict[str, list[Ran]] = {way: [] for way in ways}
         for number in range(rounds + 1):  # the first warms up
             for way, (command, expected) in ways.items():
                 measured = run(command, expected)
                 if number:
                     found[way].append(measured)
-    seconds = {way: statistics.median(wall for wall, _, _ in runs) for way, runs in found.items()}
-    processor_s = {way: statistics.median(used for _, used, _ in runs) for way, runs in found.items()}
+    seconds = {way: statistics.median(ran.seconds for ran in runs) for way, runs in found.items()}
+    processor_s = {way: statistics.median(ran.processor_s for ran in runs) for way, runs in found.items()}
     for way, runs in found.items():
-        peak = "-" if way == CAT else f"{max(peak for _, _, peak in runs) >> 20} MiB"
+        peak = "-" if way == CAT else f"{max(ran.peak for ran in runs) >> 20} MiB"
         rates = " |  |  |  | " if way == START else _rates(way, seconds, processor_s, megabytes)
         print(f"| {directory} | {way} | {seconds[way]:.2f} | {processor_s[way]:.2f}{rates}{peak} |", flush=True)
 

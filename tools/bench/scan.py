@@ -11,30 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
-from dataclasses import dataclass
 from pathlib import Path
 
+from commands import STATEXCHANGE, Ran, run
 from machine import machine_text
 
-SCAN = [str(Path(sys.executable).parent / "statexchange"), "scan"]
 CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": 8})
-
-
-@dataclass(frozen=True)
-class Ran:
-    """The cost of one run of a command, and its stdout."""
-
-    seconds: float
-    processor_s: float
-    peak: int
-    out: str
 
 
 def tensor_file(names: list[str]) -> bytes:
@@ -68,20 +53,6 @@ def make(folder: Path, directories: int) -> None:
             (path / "model.safetensors.index.json").write_text(index, encoding="ascii")
 
 
-def run(command: list[str]) -> Ran:
-    """Run a command to its end; raise RuntimeError if it fails."""
-    with tempfile.TemporaryFile() as out:
-        began = time.perf_counter()
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL)
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - began
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode:
-            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
-        out.seek(0)
-        return Ran(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024, out.read().decode())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--directories", type=int, default=10_000)
@@ -91,19 +62,23 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         make(Path(folder), options.directories)
         ways = {
-            "statexchange scan": [*SCAN, folder],
+            "statexchange scan": [STATEXCHANGE, "scan", folder],
             "find -type f, wc -l": ["sh", "-c", f"find {shlex.quote(folder)} -type f | wc -l"],
         }
         found: dict[str, list[Ran]] = {way: [] for way in ways}
+        texts: dict[str, str] = {}
         for number in range(options.rounds + 1):  # the first warms up
             for way, command in ways.items():
-                ran = run(command)
+                with tempfile.TemporaryFile() as out:
+                    ran = run(command, stdout=out)
+                    out.seek(0)
+                    texts[way] = out.read().decode()
                 if number:
                     found[way].append(ran)
-        num_rows = len(found["statexchange scan"][-1].out.splitlines()) - 1  # without the header
+        num_rows = len(texts["statexchange scan"].splitlines()) - 1  # without the header
         if num_rows != options.directories:
             raise RuntimeError(f"scan found {num_rows} checkpoints of {options.directories}")
-        num_files = int(found["find -type f, wc -l"][-1].out)
+        num_files = int(texts["find -type f, wc -l"])
     print(f"{options.directories:,} directories, {num_files:,} files, {options.rounds} rounds, {machine_text()}\n")
     print("| way | seconds | processor seconds | directories/s | peak |\n|---|---|---|---|---|")
     for way, runs in found.items():

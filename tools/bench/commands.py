@@ -1,0 +1,43 @@
+"""Run a whole command and measure it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+__all__ = ["STATEXCHANGE", "Ran", "run"]
+
+STATEXCHANGE = str(Path(sys.executable).parent / "statexchange")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """The cost of one run of a command and of all that it starts.
+
+    Attributes:
+        seconds: from start to end.
+        processor_s: seconds of processors, of the user and the system.
+        peak: the most bytes of memory.
+    """
+
+    seconds: float
+    processor_s: float
+    peak: int
+
+
+def run(command: Sequence[str], expected: int = 0, *, stdout: int | IO[bytes] = subprocess.DEVNULL) -> Ran:
+    """Run a command to its end; raise RuntimeError if its exit code is not `expected`."""
+    began = time.perf_counter()
+    process = subprocess.Popen(command, stdout=stdout, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - began
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode != expected:
+        raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}, not {expected}")
+    return Ran(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
