@@ -145,6 +145,7 @@ def main() -> None:
     if options.torch:
         print(json.dumps(timed_torch(*options.torch)))
         return
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # the round that warms up writes the bytecode
     print(f"{options.megabytes} MiB of float32 on {options.ranks} ranks, {options.rounds} rounds, {machine_text()}")
     print("| where | cut | way | seconds | GB/s | vs cat | vs torch's | peak |")
     print("|---|---|---|---|---|---|---|---|")
