@@ -568,6 +568,29 @@ def test_an_error_in_one_file_stops_the_others(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["ws"]
 
 
+@pytest.mark.parametrize("files", [1, 3], ids=["one-file", "three-files"])
+def test_any_number_of_threads_writes_the_same_bytes(tmp_path: Path, files: int) -> None:
+    state = {f"w{i:02}": torch.randn(700, 1000) for i in range(12)}  # 34 MB: a file is divided among several threads
+    state |= {"one": torch.randn(3_000_000), "empty": torch.zeros(0, 3), "last": torch.ones(3)}
+    commit_round(tmp_path / "ws", *lay_out(state, 2, 0))
+    size = -(-sum(value.nbytes for value in state.values()) // files)
+    for threads in (1, 2, 5):
+        done: list[int] = []
+        out = tmp_path / str(threads)
+
+        def count(at: int, total: int, done: list[int] = done) -> None:
+            done.append(at)
+
+        merge_checkpoint(tmp_path / "ws", out, threads=threads, max_shard_size=size, on_progress=count)
+        assert (done, done[-1]) == (sorted(done), sum(value.nbytes for value in state.values()))
+        assert contents_of(out) == contents_of(tmp_path / "1")
+    merged: dict[str, torch.Tensor] = {}
+    for path in (tmp_path / "5").glob("*.safetensors"):
+        merged |= load_file(path)
+    assert merged.keys() == state.keys()
+    assert all(torch.equal(merged[name], value) for name, value in state.items())
+
+
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
