@@ -216,7 +216,7 @@ def gloo_interface() -> str | None:
 def limit_blas_threads() -> None:
     """Let numpy start without the threads of OpenBLAS, which spin for 50 to 100 ms, unless OPENBLAS_NUM_THREADS is set.
 
-    For a process that multiplies no matrices. Call it before the first import of numpy.
+    For a process that multiplies no large matrices. Call it before the first import of numpy.
     """
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 

@@ -88,14 +88,14 @@ def _log_shown(output: Output) -> Iterator[None]:
 
     logger, handler = logging.getLogger("statexchange"), _Messages()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    others, level = logger.handlers, logger.level
+    handlers, level = logger.handlers, logger.level
     logger.handlers = [handler]
     if output.verbose:
         logger.setLevel(logging.DEBUG)
     try:
         yield
     finally:
-        logger.handlers = others
+        logger.handlers = handlers
         logger.setLevel(level)
 
 

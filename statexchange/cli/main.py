@@ -31,9 +31,9 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
             return None
-        found: click.Command = import_module(f"statexchange.cli.{cmd_name}").command
-        found.name = cmd_name
-        return found
+        command: click.Command = import_module(f"statexchange.cli.{cmd_name}").command
+        command.name = cmd_name
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
         """Write the commands without importing their modules, as click would."""

@@ -249,7 +249,7 @@ class Output:
             self._path, self._warnings = None, []
         if total:
             self._show_total(paths, codes, total)
-        code = min((_CODES[one] for one in codes), key=_MOST_SEVERE_FIRST.index)
+        code = min((_CODES[number] for number in codes), key=_MOST_SEVERE_FIRST.index)
         counts = {"num_paths": len(paths), "num_ok": codes.count(EXIT_CODES["OK"])}
         return self.finish(counts if self.format == "jsonl" else self._records, code=code)
 

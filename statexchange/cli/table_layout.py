@@ -37,7 +37,7 @@ def narrowed(
         least = [min(column, _LEAST) for column in _widths(cells)]
         if _line_width(least) <= width:
             break
-        kept = [index for index, other in enumerate(cells[0]) if other != name]
+        kept = [index for index, column in enumerate(cells[0]) if column != name]
         cells = [[row[index] for index in kept] for row in cells]
     natural = _widths(cells)
     widths = list(natural)
