@@ -298,8 +298,8 @@ def _format_of(opened: OpenedPath) -> str | None:
 @cache  # a scan asks for each format once a directory
 def _format(name: str) -> Format:
     """Import a format."""
-    found: Format = import_module(f"statexchange.formats.{name}")
-    return found
+    module: Format = import_module(f"statexchange.formats.{name}")
+    return module
 
 
 def _check_not_repeated(source: Source) -> None:
