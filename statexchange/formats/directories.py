@@ -187,22 +187,20 @@ def read(opened: OpenedPath, *, section: str | None = ALL) -> Source:
     Raises:
         InvalidArgumentError: the directory does not have the section, or has several models.
     """
-    located = _located(opened)
-    assert located is not None  # matches
-    framework, store = located
-    directory = _Directory(opened, framework, store, _parts_of(framework, store))
+    directory = _located(opened)
+    assert directory is not None  # matches
     if section == ALL:
         return directory.read_all()
     return directory.read_section("model" if section in (None, MODEL_OF_PARTS) else section)
 
 
-def _located(opened: OpenedPath) -> tuple[_Framework, Store] | None:
-    """Return the framework whose directory this is, with its store, which may be below for verl."""
+def _located(opened: OpenedPath) -> _Directory | None:
+    """Return the framework's directory that this is, or for verl the one below; None for any other path."""
     store: Store | None = opened.store if opened.file is None else None
     while store is not None:
         framework = _framework_of(store)
         if framework is not None:
-            return framework, store
+            return _Directory(opened, framework, store, _parts_of(framework, store))
         store = _verl_below(store)
     return None
 
@@ -282,7 +280,7 @@ def _has_only_small_files(row: _Row, store: Store, name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Directory:
-    """The opened directory of a framework, and its parts."""
+    """The directory of a framework in an opened path, and its parts."""
 
     opened: OpenedPath
     framework: _Framework
@@ -397,10 +395,8 @@ class _Directory:
             yield IncompleteError(text, path=self.store.path_of(_TRAINER_STATE))
         sections = {part.row.section for part in self.parts}
         if sections.isdisjoint(("model", None)) and not self._adapters():
-            text = (
-                f"{_no_model([repr(name) for name in SECTIONS if name in sections])}: it was not written, or not copied"
-            )
-            yield IncompleteError(text, path=self.store.path)
+            text = _no_model([repr(name) for name in SECTIONS if name in sections])
+            yield IncompleteError(f"{text}: it was not written, or not copied", path=self.store.path)
 
     def _missing_ranks(self, *sections: str) -> Iterator[StateExchangeError]:
         """Yield an error for each row of these sections that lacks the file of a rank."""

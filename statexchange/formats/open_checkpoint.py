@@ -127,7 +127,6 @@ class StoredTensor:
         self._check_copies()
         # Not a bytearray, which would be filled with zeros first: all of it is covered by boxes.
         data = np.empty(target.numel * ITEMSIZE[self.dtype], np.uint8)
-        found: NDArray[Any] | TorchTensor
         for stored_box, copies in self._boxes.items():
             stored = copies[0].stored
             part = target if stored_box == target and target.numel else intersect(stored_box, target)
@@ -138,12 +137,11 @@ class StoredTensor:
             digest.check(self.name)
             if not digest:
                 stored.file.check_unchanged()
-        if self.dtype in PACKED:
-            rows = data.reshape(*target.shape[:-1], target.shape[-1] * ITEMSIZE[self.dtype])
-            found = from_bytes(rows, "U8", rows.shape, as_numpy=framework == "np")
-        else:
-            found = from_bytes(data, self.dtype, target.shape, as_numpy=framework == "np")
-        return found
+        dtype, shape = self.dtype, target.shape
+        if dtype in PACKED:
+            dtype, shape = "U8", (*shape[:-1], shape[-1] * ITEMSIZE[dtype])
+        tensor: NDArray[Any] | TorchTensor = from_bytes(data, dtype, shape, as_numpy=framework == "np")
+        return tensor
 
     def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> NDArray[Any]:
         """Read the block that integers and slices of step 1 select, as ``tensor[2:4, :8]`` of an array of numpy.
@@ -167,11 +165,11 @@ class StoredTensor:
         for box, copies in self._boxes.items():
             if len(copies) == 1:
                 continue
-            first, *others = copies
+            first, *rest = copies
             digest = first.tensor.digest_of(first.number)
-            for other in others:
-                if other.tensor.digest_of(other.number) != digest:
-                    raise replica_error(self.name, box, first.holder, other.holder, _OPEN_ONE, path=other.stored.path)
+            for copy in rest:
+                if copy.tensor.digest_of(copy.number) != digest:
+                    raise replica_error(self.name, box, first.holder, copy.holder, _OPEN_ONE, path=copy.stored.path)
             del copies[1:]
 
     def _check_cover(self) -> None:

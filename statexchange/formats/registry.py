@@ -26,7 +26,7 @@ from statexchange.formats.model_files import is_weights, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
 from statexchange.formats.source import WEIGHTS, Source, Weights
-from statexchange.storage.location import OpenedPath, read_with_retry, resolve_path
+from statexchange.storage.location import Attempts, OpenedPath, read_with_retry, resolve_path
 from statexchange.storage.steps import is_saves_directory
 
 if TYPE_CHECKING:
@@ -150,15 +150,24 @@ def open_with(
     wants: Callable[[str], bool] | None = None,
 ) -> Source:
     """Open a path and read a section of its source with `read`; retry if the path was replaced meanwhile."""
-    check_section(section)
-    read_once = partial(_read_once, read=read, strict=strict, section=section, wants=wants)
-    return read_with_retry(resolve_path(path, "a source"), read_once)
+    path = resolve_path(path, "a source")
+    if section != ALL:
+        check_section(section)
+
+    attempts = Attempts(path)
+    while True:  # as `read_with_retry`, whose callback would be a step up from storage in each story
+        opened = attempts.open()
+        try:
+            return _read_once(opened, read, strict=strict, section=section, wants=wants)
+        except BaseException as error:
+            if not attempts.goes_on(opened, error):
+                raise
 
 
 def _read_once(
     opened: OpenedPath,
-    *,
     read: Callable[..., Source],
+    *,
     strict: bool,
     section: str | None,
     wants: Callable[[str], bool] | None,
@@ -289,8 +298,8 @@ def _format_of(opened: OpenedPath) -> str | None:
 @cache  # a scan asks for each format once a directory
 def _format(name: str) -> Format:
     """Import a format."""
-    found: Format = import_module(f"statexchange.formats.{name}")
-    return found
+    module: Format = import_module(f"statexchange.formats.{name}")
+    return module
 
 
 def _check_not_repeated(source: Source) -> None:
@@ -343,9 +352,8 @@ def read_opened(
     options = {"section": section, "weights": weights, "ranks": ranks}
     read: Callable[..., Source] = _format(name).read
     source = read(opened, **{option: options[option] for option in _OPTIONS.get(name, ())})
-    if name == _DIRECTORIES:
-        return source
-    source = select_section(source, section)
+    if section != ALL and name != _DIRECTORIES:
+        source = select_section(source, section)
     return replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
 
 

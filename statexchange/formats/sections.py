@@ -212,11 +212,11 @@ def sections_from(
     prefixes: Mapping[SectionName, str] = MappingProxyType({}),
 ) -> tuple[Section, ...]:
     """Return the sections of names, each with the prefix of its section, in the order of `SECTIONS`."""
-    found: dict[SectionName, set[str]] = {}
+    by_section: dict[SectionName, set[str]] = {}
     for name in names:
-        found.setdefault(section_of_name(name), set()).add(name)
-    in_order = [section for section in SECTIONS if section in found]
-    return tuple(Section(section, prefixes.get(section, ""), frozenset(found[section])) for section in in_order)
+        by_section.setdefault(section_of_name(name), set()).add(name)
+    in_order = [section for section in SECTIONS if section in by_section]
+    return tuple(Section(section, prefixes.get(section, ""), frozenset(by_section[section])) for section in in_order)
 
 
 def problems_of(source: Source, wants: Callable[[str], bool]) -> tuple[StateExchangeError, ...]:

@@ -128,10 +128,7 @@ class SourceTensor:
 
     def digest_of(self, index: int, progress: Callable[[], None] | None = None) -> str:
         """Return the known digest of a box, or else read its bytes, compute it, and call `progress` again and again."""
-        known = self.byte_ranges[index].digest
-        if known is not None:
-            return known
-        return self.read_digest(index, progress, always=True).hexdigest()
+        return self.byte_ranges[index].digest or self.read_digest(index, progress, always=True).hexdigest()
 
     def read_digest(self, index: int, progress: Callable[[], None] | None = None, *, always: bool = False) -> BoxDigest:
         """Read the bytes of a box and compare them with the digests that are known; `always` as in `BoxDigest`."""

@@ -95,6 +95,19 @@ def test_a_save_with_an_optimizers_own_state_dict_has_its_section(tmp_path: Path
         merged(tmp_path / "optimizer")
 
 
+def test_optimizers_in_a_list_of_a_save_are_not_of_the_model(tmp_path: Path) -> None:
+    state = {"model": {"w": one()}, "optimizers": [MOMENTS, MOMENTS], "step": 7}
+    sx.save_checkpoint(state, tmp_path / "save")
+    assert sections(tmp_path / "save") == {"model": 1, "optimizer": 2, "other": 0}
+    assert merged(tmp_path / "save") == {"w"}
+
+
+def test_an_optimizers_own_state_dict_by_qualified_names_has_no_model(tmp_path: Path) -> None:
+    torch.save({"state": {"layers.w": {"exp_avg": one()}}, "param_groups": [{"lr": 0.5}]}, tmp_path / "moments.pt")
+    with pytest.raises(InvalidArgumentError, match="'model', only 'optimizer'"):
+        merged(tmp_path / "moments.pt")
+
+
 def test_options_apply_to_the_names_without_the_prefix(tmp_path: Path) -> None:
     torch.save({"model": {"a": one(), "b": one()}, "optimizer": MOMENTS}, tmp_path / "state.pt")
     report = merge_checkpoint(
