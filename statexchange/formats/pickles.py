@@ -171,7 +171,7 @@ _BUILTINS_THAT_RUN_CODE = {"__import__", "breakpoint", "compile", "eval", "exec"
 # Exceptions: classes of these modules that only hold data.
 _ONLY_DATA = {("types", "SimpleNamespace"), ("_io", "BytesIO"), ("_io", "StringIO")}
 _MAX_NAME = 200  # characters of a module's name, and of a class's
-_SCALAR_TYPES = {str, int, float, bool, bytes, type(None), GlobalRef}
+_KEY_TYPES = {str, int, float, bool, bytes, type(None), GlobalRef, OpaqueObject}
 _CONTAINER_TYPES = {dict, list, tuple, set, frozenset, OpaqueObject}
 
 
@@ -268,7 +268,7 @@ class _Machine:
 
     def refused_opcode(self, code: bytes) -> Exception:
         """Return the error for an opcode that is not read: no pickle has it, or none of Python since protocol 2."""
-        if code.decode("latin-1") not in pickletools.code2op:
+        if code.decode("latin-1") not in [opcode.code for opcode in pickletools.opcodes]:
             return ValueError(f"{code!r} instead of an opcode")
         return UnsafeError(f"refused: a pickle with opcode {code!r} at {self.file.tell() - 1}", path=self.path)
 
@@ -291,12 +291,12 @@ class _Machine:
         del self.stack[-count:]
         return values
 
-    def fill(self, kind: type, items: list[Any]) -> None:
+    def fill(self, kind: type[Any], items: list[Any]) -> None:
         """Add items to the container of type `kind` on top of the stack; those of a dict are keys and values in turn.
 
         An object of an unknown class may be in its place, and keeps the items as they are.
         """
-        target = self.stack[-1]
+        target: Any = self.stack[-1]
         if type(target) is OpaqueObject and target.is_unknown:
             target.items = [] if target.items is None else target.items
             target.items.extend(items)
@@ -343,7 +343,7 @@ class _Machine:
         return UnsafeError(f"refused: the pickle uses {name}, which is not known to be harmless", path=self.path)
 
     def check_key(self, key: Any) -> None:
-        """Check a key: a scalar or a flat tuple of scalars, so that hashing it does not recurse.
+        """Check a key: a scalar, an object or a flat tuple of these, so that hashing it does not recurse.
 
         Python randomises the hashes of str and bytes, but a pickle can choose those of long integers and of tuples of
         numbers. Of float no more than some hundreds have one hash.
@@ -444,15 +444,8 @@ def _build(machine: _Machine, _: None) -> None:
         raise UnsafeError(f"refused: the pickle sets attributes of {type_text(target)}", path=machine.path)
 
 
-_KEY_TYPES = {*_SCALAR_TYPES, OpaqueObject}
-
-
 def _push(machine: _Machine, value: Any) -> None:
     machine.stack.append(value)
-
-
-def _skip(_: _Machine, __: Any) -> None:
-    pass
 
 
 def _put(machine: _Machine, index: int) -> None:
@@ -461,7 +454,7 @@ def _put(machine: _Machine, index: int) -> None:
 
 # What each opcode does, from its argument.
 _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
-    **dict.fromkeys(("PROTO", "FRAME"), _skip),  # they only announce what follows
+    **dict.fromkeys(("PROTO", "FRAME"), lambda machine, _: None),  # they only announce what follows
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "BINFLOAT"), _push),
     **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _push),
     **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _push_text),
