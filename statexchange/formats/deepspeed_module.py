@@ -201,7 +201,9 @@ def _add_flat(step: Step, states: ModelStates, stage: int, num_ranks: int, *, ta
     """Add what the flat buffers of all ranks hold, or the problem if something is missing or contradictory."""
     affected: dict[str, tuple[int, ...] | None] = {f"{STATE}*": None}
     if takes_master:
-        affected |= {MODEL + name: shape for name, shape in (states.shapes or {"*": None}).items()}
+        affected |= {MODEL + name: shape for name, shape in states.shapes.items()}
+        if not states.shapes:
+            affected[f"{MODEL}*"] = None
     missing = "the file with this rank's part of the fp32 weights and of the optimizer's states is missing"
     if not step.per_rank:
         missing += '; weights="model" (--weights model) does not need it'

@@ -69,7 +69,7 @@ def read(opened: OpenedPath, store: Store) -> Source:
     elif (backend := _backend(store)) != "torch_dist":
         text = f"{_BACKEND} is {excerpt(backend, 60)}: only torch_dist is read, which newer releases of Megatron write"
         raise UnsupportedError(text, path=store.path_of(CONFIG))
-    others: dict[str, str] = {}
+    refused: dict[str, str] = {}
     common: TorchFile | None = None
     missing = (
         "the arguments, the iteration and the parameter groups of this checkpoint are missing: copy this file, too"
@@ -77,7 +77,7 @@ def read(opened: OpenedPath, store: Store) -> Source:
     try:
         common = TorchFile.whole(open_listed(store, _COMMON, missing), 0)
     except UnsafeError as error:
-        others[_COMMON] = error.message
+        refused[_COMMON] = error.message
     except StateExchangeError as error:
         problems.append(error)
     stored = dcp.read(OpenedPath(store.path, store, None))
@@ -96,30 +96,30 @@ def read(opened: OpenedPath, store: Store) -> Source:
         # Tensors without the key of another section are the model's.
         return section_of_key(name) or ("model" if name in tensors else "other")
 
-    source = replace(source, others={**others, **source.others})
+    source = replace(source, others={**refused, **source.others})
     # Without .metadata nothing is known of the tensors, the model's among them.
     return replace(source, sections=sections_from(source.names, section_of_name) if stored.files else ())
 
 
 def _with_common(source: Source, common: TorchFile) -> Source:
     """Return the source with what common.pt has: the run's arguments, and how the optimizer's state is stored."""
-    others = dict(common.others)
+    described = dict(common.others)
     arguments: RunArguments | None = None
     try:
         arguments = RunArguments.parse(common.root, common.path)
-        others["args"] = str(arguments)
+        described["args"] = str(arguments)
     except CorruptError:  # they are not Megatron's, as a job may save anything there
         pass
-    kinds = {text for name, text in others.items() if name.endswith(f".{_SHARDING_TYPE}")}  # of chained optimizers
+    kinds = {text for name, text in described.items() if name.endswith(f".{_SHARDING_TYPE}")}  # of chained optimizers
     flat = sorted(kinds - {_BY_PARAMETER})
     if flat:
         text = f"flat buffers, not by parameter: {_SHARDING_TYPE} is {flat[0].removeprefix('str ')}"
-        others["optimizer"] = text
+        described["optimizer"] = text
     return replace(
         source,
         step=None if arguments is None else arguments.iteration,
         files=(*source.files, common.shard_file),
-        others={**others, **source.others},
+        others={**described, **source.others},
         unreadable=(*source.unreadable, *common.unsupported),
         arguments={} if arguments is None else arguments.model,
         padding=_padding(source) if _FLAT in kinds else {},
