@@ -146,12 +146,12 @@ class _Reader:
         self._budget = self._store.budget.of(path, len(data))
         root = read_pickle(data, path, self._budget)
         _expect(root, "Metadata", "MCoreMetadata")
-        others = set()
+        not_tensors = set()
         for name, record in root.state["state_dict_metadata"].items():
             if type(name) is not str:
                 raise ValueError(f"{type_text(name)} as a name")
             if record.name == "BytesStorageMetadata":
-                others.add(name)
+                not_tensors.add(name)
                 continue
             try:
                 self._tensors[name] = _tensor(name, record, self._budget)
@@ -164,7 +164,7 @@ class _Reader:
             name = index.state["fqn"]
             if type(name) is str and name in unsupported:
                 continue
-            if type(name) is not str or (name not in self._tensors and name not in others):
+            if type(name) is not str or (name not in self._tensors and name not in not_tensors):
                 text = f"{METADATA} stores this entry but does not describe it: the save is damaged, save again"
                 raise CorruptError(text, name=name if type(name) is str else None)
             tensor = self._tensors.get(name)
@@ -242,6 +242,7 @@ class _Reader:
     ) -> tuple[Box, ByteRange]:
         """Return the box of a part; raise CorruptError unless it is stored with this dtype and shape."""
         tensor = self._tensors[entry.name]
+        assert entry.offsets is not None  # an entry that is not a tensor has no part
         box = tensor.chunks[entry.offsets]
         for field, expected, stored in (("dtype", tensor.dtype, dtype), ("shape", box.shape, shape)):
             if expected != stored:

@@ -134,17 +134,17 @@ def read(opened: OpenedPath, *, weights: Weights | None = None) -> Source:
             _add_entries(first)
             era = deepspeed_universal if UNIVERSAL in step.store.directories else deepspeed_module
             era.add_tensors(step, first, weights)
-    others: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     unreadable = list(step.unreadable)
     for file in step.files.values():
-        others |= file.others
+        descriptions |= file.others
         unreadable += file.unsupported
     source = Source(
         "deepspeed",
         opened,
         tuple(file.shard_file for file in step.files.values()),
         world_size=step.world_size,
-        others=others,
+        others=descriptions,
         problems=tuple(step.problems),
         unreadable=tuple(unreadable),
         notes=tuple(step.notes),

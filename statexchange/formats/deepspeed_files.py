@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from statexchange.errors import CorruptError, StateExchangeError, excerpt, type_text
+from statexchange.errors import CorruptError, StateExchangeError, type_text
 from statexchange.formats.part_names import OPTIMIZER_FILE
 from statexchange.formats.pickles import OpaqueObject
 from statexchange.formats.source import SourceTensor, UnreadableTensor, open_listed, parsing
@@ -216,15 +216,9 @@ class DeepSpeedFile(TorchFile):
 
     def shapes(self, value: Any) -> Shapes:
         """Return shapes by name; raise ValueError for anything else."""
-        if type(value) is not dict:
-            raise ValueError(f"{describe(value)} in the place of shapes by name")
-        self.budget.spend(_STEPS_PER_PART * len(value))
-        shapes = {}
-        for name, shape in value.items():
-            if type(name) is not str:
-                raise ValueError(f"{excerpt(name)} as a name")
-            shapes[name] = shape_from_json(shape)
-        return shapes
+        shapes = self.named(value)
+        self.budget.spend(_STEPS_PER_PART * len(shapes))
+        return {name: shape_from_json(shape) for name, shape in shapes.items()}
 
     def view(self, value: Any) -> TensorView:
         """Return the strided tensor that a value stands for."""
@@ -242,8 +236,6 @@ class DeepSpeedFile(TorchFile):
 
     def add_whole(self, name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
         """Add a whole tensor. `shape` is that of a flattened one."""
-        if not is_tensor(value):
-            raise ValueError(f"{describe(value)} in the place of a tensor")
         self._check_new(name)
         self.add_tensor(name, value, shape)
 

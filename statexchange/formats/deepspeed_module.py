@@ -34,8 +34,7 @@ class ModelStates:
     """The files of the model's states of one pipeline stage; without a pipeline, of the whole model.
 
     Attributes:
-        groups: the shapes of the parameters of each group of the optimizer.
-        shapes: the shapes of all these parameters.
+        shapes: the shapes of the parameters that are trained, in the order of the optimizer's groups.
         frozen: the shapes of the parameters that are not trained.
         shared: other names of parameters, with the names under which they are saved.
         buffers: the names of the model's buffers.
@@ -49,7 +48,9 @@ class ModelStates:
         self._first = file = self._files[0]
         with file.parsing():
             root = file.root
-            self.groups = [file.shapes(group) for group in file.listed(root.get("param_shapes") or ())]
+            self.shapes: dict[str, tuple[int, ...]] = {}
+            for of_group in file.listed(root.get("param_shapes") or ()):
+                self.shapes |= file.shapes(of_group)
             self.frozen = file.shapes(root.get("frozen_param_shapes") or {})
             shared = file.named(root.get("shared_params") or {})
             self.shared = {alias: name for alias, name in shared.items() if type(name) is str}
@@ -57,7 +58,6 @@ class ModelStates:
             if type(buffers) is not set:
                 buffers = file.listed(buffers)
             self.buffers = {name for name in buffers if type(name) is str}
-        self.shapes = {name: shape for group in self.groups for name, shape in group.items()}
 
     @property
     def names(self) -> set[str]:
@@ -201,13 +201,15 @@ def _add_flat(step: Step, states: ModelStates, stage: int, num_ranks: int, *, ta
     """Add what the flat buffers of all ranks hold, or the problem if something is missing or contradictory."""
     affected: dict[str, tuple[int, ...] | None] = {f"{STATE}*": None}
     if takes_master:
-        affected |= {MODEL + name: shape for name, shape in (states.shapes or {"*": None}).items()}
+        affected |= {MODEL + name: shape for name, shape in states.shapes.items()}
+        if not states.shapes:
+            affected[f"{MODEL}*"] = None
     missing = "the file with this rank's part of the fp32 weights and of the optimizer's states is missing"
     if not step.per_rank:
         missing += '; weights="model" (--weights model) does not need it'
     with step.collecting(affected):
         files = step.files_of_stage("optimizer", stage, num_ranks, missing)
-        add_flat(files, states.groups, takes_master=takes_master)
+        add_flat(files, states.shapes, takes_master=takes_master)
 
 
 def _add_layers(step: Step, names: set[str], *, takes_master: bool) -> None:

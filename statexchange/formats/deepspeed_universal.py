@@ -75,8 +75,8 @@ def _add_parameters(
     """Add the fp32 weights and the optimizer's states of all parameters."""
     present: dict[str, frozenset[str]] = {}
     for name in {**stores, **shapes}:
-        files = stores[name].non_directories if name in stores else ()
-        present[name] = frozenset(file for file in files if file.endswith(_SUFFIX)) - {_STEP_FILE} | {_WEIGHTS_FILE}
+        of_name = stores[name].non_directories if name in stores else []
+        present[name] = frozenset(file for file in of_name if file.endswith(_SUFFIX)) - {_STEP_FILE} | {_WEIGHTS_FILE}
     for name, files in present.items():
         # Parameters of different optimizers may have different states, but none has a part of another's.
         expected = max((fuller for fuller in set(present.values()) if files <= fuller), key=len)

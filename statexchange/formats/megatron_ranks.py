@@ -26,6 +26,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 from statexchange.errors import (
@@ -214,15 +215,13 @@ def _directories(arguments: RunArguments, path: str) -> dict[str, _Position]:
         text = f"not what Megatron writes: the arguments of a run on {arguments.num_ranks} ranks"
         raise CorruptError(text, path=path)
     positions: dict[str, _Position] = {}
-    for pipeline in range(arguments.pipeline):
-        for expert in range(arguments.expert):
-            for tensor in range(arguments.tensor):
-                name = f"mp_rank_{tensor:02d}"
-                if arguments.pipeline > 1:
-                    name += f"_{pipeline:03d}"
-                if arguments.expert > 1:
-                    name += f"_{expert:03d}"
-                positions[name] = _Position(tensor, pipeline, expert)
+    for pipeline, expert, tensor in product(*map(range, (arguments.pipeline, arguments.expert, arguments.tensor))):
+        name = f"mp_rank_{tensor:02d}"
+        if arguments.pipeline > 1:
+            name += f"_{pipeline:03d}"
+        if arguments.expert > 1:
+            name += f"_{expert:03d}"
+        positions[name] = _Position(tensor, pipeline, expert)
     return positions
 
 
@@ -325,9 +324,8 @@ class _Reader:
         tensors: dict[str, SourceTensor] = {}
         for old_name, name in new_names.items():
             tensor = renamed.tensors[name]
-            self._section_of[name] = section_of_key(old_name) or "other"
-            if _MODEL.fullmatch(old_name):
-                self._section_of[name] = "model"
+            section = self._section_of[name] = _section(old_name)
+            if section == "model":
                 try:
                     tensor = self._part_of_whole(tensor, rank, shapes)
                 except UnsupportedError as error:
@@ -356,10 +354,9 @@ class _Reader:
     def _describe_rest(self, rank: _Rank) -> None:
         """Describe what a rank has beside tensors that can be read."""
         for unsupported in rank.file.unsupported:
-            new_name = rank.prefix + unsupported.name
+            new_name = self._new_name(unsupported.name, rank)
             self._unreadable.append(replace(unsupported, name=new_name))
-            is_model = _MODEL.fullmatch(unsupported.name) is not None
-            self._section_of[new_name] = "model" if is_model else section_of_key(unsupported.name) or "other"
+            self._section_of[new_name] = _section(unsupported.name)
         for name, description in rank.file.others.items():
             self._describe(name, description)
         if _OPTIMIZER_FILE in rank.store.listing:
@@ -394,6 +391,11 @@ class _Reader:
             raise UnsupportedError(f"{error}: {_LEAVE_OUT}") from None
         (byte_range,) = tensor.byte_ranges
         return SourceTensor.of_blocks(placed, byte_range, shard.global_shape, [offsets for _, offsets in boxes])
+
+
+def _section(name: str) -> SectionName:
+    """Return the section of an entry of a rank's file."""
+    return "model" if _MODEL.fullmatch(name) else section_of_key(name) or "other"
 
 
 def _check_experts(name: str, arguments: RunArguments) -> None:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from operator import itemgetter
 
 from statexchange.errors import (
+    CorruptError,
     IncompleteError,
     StateExchangeError,
     UnsafeError,
@@ -68,51 +69,61 @@ def read(opened: OpenedPath, store: Store) -> Source:
     elif (backend := _backend(store)) != "torch_dist":
         text = f"{_BACKEND} is {excerpt(backend, 60)}: only torch_dist is read, which newer releases of Megatron write"
         raise UnsupportedError(text, path=store.path_of(CONFIG))
-    others: dict[str, str] = {}
+    refused: dict[str, str] = {}
     common: TorchFile | None = None
-    arguments: RunArguments | None = None
     missing = (
         "the arguments, the iteration and the parameter groups of this checkpoint are missing: copy this file, too"
     )
     try:
         common = TorchFile.whole(open_listed(store, _COMMON, missing), 0)
-        others |= common.others
-        arguments = RunArguments.parse(common.root, common.path)
-        others["args"] = str(arguments)
     except UnsafeError as error:
-        others[_COMMON] = error.message
+        refused[_COMMON] = error.message
     except StateExchangeError as error:
-        if common is None:  # else a job that is not Megatron's saved something else there
-            problems.append(error)
-    kinds = {text for name, text in others.items() if name.endswith(f".{_SHARDING_TYPE}")}  # of chained optimizers
-    flat = sorted(kinds - {_BY_PARAMETER})
-    if flat:
-        text = f"flat buffers, not by parameter: {_SHARDING_TYPE} is {flat[0].removeprefix('str ')}"
-        others["optimizer"] = text
-    source = dcp.read(OpenedPath(store.path, store, None))
-    joined = replace(
-        source,
+        problems.append(error)
+    stored = dcp.read(OpenedPath(store.path, store, None))
+    source = replace(
+        stored,
         kind="megatron torch_dist",
         opened=opened,
-        step=None if arguments is None else arguments.iteration,
-        files=source.files if common is None else (*source.files, common.shard_file),
-        others={},
-        problems=(*problems, *source.problems),
-        unreadable=source.unreadable if common is None else (*source.unreadable, *common.unsupported),
-        arguments={} if arguments is None else arguments.model,
-        padding=_padding(source) if _FLAT in kinds else {},
+        problems=(*problems, *stored.problems),
         paths={},  # the keys of Megatron's own mapping, not of a state
     )
-    tensors = joined.names
-    others |= source.others
+    if common is not None:
+        source = _with_common(source, common)
+    tensors = replace(source, others={}).names
 
     def section_of_name(name: str) -> SectionName:
         # Tensors without the key of another section are the model's.
         return section_of_key(name) or ("model" if name in tensors else "other")
 
+    source = replace(source, others={**refused, **source.others})
     # Without .metadata nothing is known of the tensors, the model's among them.
-    sections = sections_from(tensors | others.keys(), section_of_name) if source.files else ()
-    return replace(joined, others=others, sections=sections)
+    return replace(source, sections=sections_from(source.names, section_of_name) if stored.files else ())
+
+
+def _with_common(source: Source, common: TorchFile) -> Source:
+    """Return the source with what common.pt has: the run's arguments, and how the optimizer's state is stored."""
+    described = dict(common.others)
+    arguments: RunArguments | None = None
+    try:
+        arguments = RunArguments.parse(common.root, common.path)
+        described["args"] = str(arguments)
+    except CorruptError:  # they are not Megatron's, as a job may save anything there
+        pass
+    kinds = {text for name, text in described.items() if name.endswith(f".{_SHARDING_TYPE}")}  # of chained optimizers
+    flat = sorted(kinds - {_BY_PARAMETER})
+    if flat:
+        text = f"flat buffers, not by parameter: {_SHARDING_TYPE} is {flat[0].removeprefix('str ')}"
+        described["optimizer"] = text
+    return replace(
+        source,
+        step=None if arguments is None else arguments.iteration,
+        files=(*source.files, common.shard_file),
+        others={**described, **source.others},
+        unreadable=(*source.unreadable, *common.unsupported),
+        arguments={} if arguments is None else arguments.model,
+        padding=_padding(source) if _FLAT in kinds else {},
+    )
 
 
 def _padding(source: Source) -> dict[str, frozenset[Box]]:

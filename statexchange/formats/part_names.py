@@ -55,4 +55,4 @@ _FILES: tuple[tuple[re.Pattern[str], StateFile], ...] = (
 
 def state_file(name: str) -> StateFile | None:
     """Return what a file of this name is, if it is known and not the model; else None."""
-    return next((found for pattern, found in _FILES if pattern.fullmatch(name)), None)
+    return next((file for pattern, file in _FILES if pattern.fullmatch(name)), None)

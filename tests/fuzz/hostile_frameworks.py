@@ -11,7 +11,22 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
-from pickled import Pickled, again, archive, integer, keep, listed, made, mapped, named, numbers, pairs, tensor, text
+from pickled import (
+    ZERO,
+    Pickled,
+    again,
+    archive,
+    integer,
+    keep,
+    listed,
+    made,
+    mapped,
+    named,
+    numbers,
+    pairs,
+    tensor,
+    text,
+)
 from safetensors.numpy import save_file
 
 MANY, OFTEN = 2000, 20_000
@@ -32,9 +47,9 @@ def _deepspeed(path: Path, **entries: Pickled) -> None:
     archive(step / "zero_pp_rank_0_mp_rank_00_optim_states.pt", named({"optimizer_state_dict": state}))
 
 
-def _shared(value: Pickled, times: int = OFTEN) -> Pickled:
-    """A list that refers to one value many times."""
-    return listed([keep(7, value), *([again(7)] * times)])
+def _shared(value: Pickled, times: int = OFTEN, key: int = 7) -> Pickled:
+    """A list that refers to one value many times; `key` is the value's number in the pickle."""
+    return listed([keep(key, value), *([again(key)] * times)])
 
 
 def groups_of_equal_shapes(path: Path) -> None:
@@ -51,16 +66,18 @@ def names_in_each_other(path: Path) -> None:
     _deepspeed(path, param_shapes=shapes, shared_params=named({"tied": pairs()}))
 
 
-def paddings_again_and_again(path: Path) -> None:
+def places_again_and_again(path: Path) -> None:
+    address = made("deepspeed.utils.fragment_address", start=integer(0), numel=integer(0))
+    table = named({"w0": keep(9, address), **{f"w{number}": again(9) for number in range(1, MANY)}})
     state = named(
         {
-            "single_partition_of_fp32_groups": listed([tensor()]),
+            "single_partition_of_fp32_groups": _shared(tensor()),
             "partition_count": integer(1),
             "base_optimizer_state": named({"state": mapped([])}),
-            "param_alignment_paddings": _shared(listed([integer(0)] * MANY)),
+            "param_slice_mappings": _shared(table, key=8),
         }
     )
-    _deepspeed(path, param_shapes=listed([named({"w": numbers(2)})]), state=state)
+    _deepspeed(path, param_shapes=listed([named({f"w{number}": ZERO for number in range(MANY)})]), state=state)
 
 
 def states_again_and_again(path: Path) -> None:
@@ -153,7 +170,7 @@ FRAMEWORKS = (
     groups_of_equal_shapes,
     buffers_in_each_other,
     names_in_each_other,
-    paddings_again_and_again,
+    places_again_and_again,
     states_again_and_again,
     a_list_in_itself,
     files_that_each_ask_for_little,

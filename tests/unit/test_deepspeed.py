@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from scripts import page_block, run_commands
 from stored import DATA
-from zero_files import check_written, merged, reported, write_zero
+from zero_files import check_written, fragment_address, merged, reported, write_zero
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
@@ -310,7 +310,7 @@ def test_the_option_weights_is_refused_for_other_formats_and_values(tmp_path: Pa
 
 def change(file: Path, key: str, value: Any) -> None:
     """Set an entry of a file of `write_zero`, or of its optimizer's state."""
-    state = torch.load(file)
+    state = torch.load(file, weights_only=False)
     (state if key in state else state["optimizer_state_dict"])[key] = value
     torch.save(state, file)
 
@@ -325,15 +325,15 @@ WRONG: dict[str, tuple[int, str, str, Any, str]] = {
         "rank_0_mp_rank_00_optim",
         "single_partition_of_fp32_groups",
         [torch.ones(3)],
-        "differs in size",
+        "the end of its flat buffer",
     ),
-    "no group": (2, "rank_1_mp_rank_00_optim", "single_partition_of_fp32_groups", [], "number of groups"),
+    "no group": (2, "rank_1_mp_rank_00_optim", "single_partition_of_fp32_groups", [], "0 flat buffers"),
     "a larger shape": (
         2,
         "mp_rank_00_model",
         "param_shapes",
-        [{"a.weight": torch.Size([70, 3])}],
-        "as its parameters",
+        [{"a.weight": torch.Size([70, 3]), "a.bias": torch.Size([5]), "c": torch.Size([])}],
+        "as this parameter",
     ),
     "a larger shape in ZeRO-3": (
         3,
@@ -342,16 +342,18 @@ WRONG: dict[str, tuple[int, str, str, Any, str]] = {
         [{"a.weight": torch.Size([70, 3])}],
         "as 1 parameters",
     ),
-    "paddings of another group": (
+    "places that overlap": (
         2,
         "rank_0_mp_rank_00_optim",
-        "param_alignment_paddings",
-        [[0, 0]],
-        "3 parameters, but 2 paddings",
+        "param_slice_mappings",
+        [{"a.weight": fragment_address(15, 0), "c": fragment_address(1, 14)}],
+        "overlaps another",
     ),
+    "a place of no parameter": (2, "mp_rank_00_model", "param_shapes", [{"a.bias": torch.Size([5])}], "'a.weight'"),
+    "no places": (2, "rank_1_mp_rank_00_optim", "param_slice_mappings", None, "old release"),
     "a matrix": (2, "rank_1_mp_rank_00_optim", "single_partition_of_fp32_groups", [torch.ones(2, 8)], "flat one"),
     "tensor parallelism": (2, "mp_rank_00_model", "mp_world_size", 2, "ds_to_universal"),
-    "no parameters by name": (2, "mp_rank_00_model", "param_shapes", [[1, 2]], "shapes by name"),
+    "no parameters by name": (2, "mp_rank_00_model", "param_shapes", [[1, 2]], "in the place of a dict"),
 }
 
 
@@ -370,10 +372,6 @@ def test_contradictions_between_files_are_named(case: str, tmp_path: Path) -> No
     stage, file, key, value, match = WRONG[case]
     step = write_zero(tmp_path / "run", stage, [PARAMETERS], 2)
     (found,) = [path for path in step.iterdir() if file in path.name]
-    if key == "param_alignment_paddings":
-        state = torch.load(found)
-        state["optimizer_state_dict"][key] = None
-        torch.save(state, found)
     change(found, key, value)
     with pytest.raises(StateExchangeError, match=match) as caught:
         merge_checkpoint(tmp_path / "run", tmp_path / "out")
@@ -389,14 +387,17 @@ def test_files_of_two_saves_are_not_mixed(tmp_path: Path) -> None:
     assert refused(CorruptError, "two saves", tmp_path / "run").rank == 1
 
 
-def test_shapes_that_contradict_param_slice_mappings_are_refused(tmp_path: Path) -> None:
+def test_the_places_of_parameters_are_those_of_param_slice_mappings(tmp_path: Path) -> None:
     path = copy_of("zero1", tmp_path)
     (model,) = path.glob("global_step2/mp_rank_00_model_states.pt")
     state = torch.load(model)
     (first, second) = state["param_shapes"]
-    state["param_shapes"] = [dict(reversed(first.items())), second]  # as many elements, in another order
+    state["param_shapes"] = [dict(reversed(first.items())), second]  # as with round_robin_gradients
     torch.save(state, model)
-    refused(CorruptError, "param_slice_mappings", path)
+    assert_same(merged(path, tmp_path), merged(SAMPLES / "zero1", tmp_path))
+    state["param_shapes"] = [{**first, "up.weight": torch.Size([5, 7])}, second]
+    torch.save(state, model)
+    assert refused(CorruptError, "as this parameter", path).name == "up.weight"
 
 
 def test_a_missing_file_of_an_expert_or_of_a_universal_parameter_is_named(tmp_path: Path) -> None:

@@ -26,8 +26,8 @@ from hostile_frameworks import (
     layers_of_nothing,
     names_in_each_other,
     numbers_of_numbers,
-    paddings_again_and_again,
     permutations_one_after_another,
+    places_again_and_again,
     states_again_and_again,
 )
 from hostile_manifests import (
@@ -141,7 +141,7 @@ CASES = [
     Case(groups_of_equal_shapes, "info IN", 4, "it refers to the same objects so often"),
     Case(buffers_in_each_other, "info IN", 4, "KeyError('single_partition_of_fp32_groups')"),
     Case(names_in_each_other, "info IN", 4, "not what DeepSpeed writes"),
-    Case(paddings_again_and_again, "info IN", 4, "it refers to the same objects so often"),
+    Case(places_again_and_again, "info IN", 4, "it refers to the same objects so often"),
     Case(states_again_and_again, "info IN", 4, "it refers to the same objects so often"),
     Case(a_list_in_itself, "info IN", 4, "it refers to the same objects so often"),
     Case(files_that_each_ask_for_little, "info IN", 4, "it refers to the same objects so often"),

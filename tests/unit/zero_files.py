@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.formats.registry import open_checkpoint
 
 State = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class fragment_address:  # noqa: N801 (DeepSpeed's own name)
+    """The place of a parameter's part in a rank's partition."""
+
+    numel: int
+    start: int
 
 
 def reported(folder: Path, kind: str, what: str) -> dict[str, torch.Tensor]:
@@ -142,20 +151,31 @@ def _of_stage_3(groups: Sequence[State], rank: int, world_size: int) -> dict[str
 
 
 def _of_stage_2(groups: Sequence[State], rank: int, world_size: int, paddings: bool) -> dict[str, Any]:
-    padded, unpadded, paddings_at_end = [], [], []
+    padded, unpadded, paddings_at_end, tables = [], [], [], []
     for group in groups:
         vector = torch.cat([torch.cat([tensor.flatten(), _nans(int(paddings))]) for tensor in group.values()])
         paddings_at_end.append(-len(vector) % (2 * world_size))
         vector = torch.cat([vector, _nans(paddings_at_end[-1])])
         size = len(vector) // world_size
         padded.append(vector[rank * size : (rank + 1) * size].clone())
+        tables.append(_addresses(group, rank * size, (rank + 1) * size, int(paddings)))
         unpadded.append(padded[-1][: size - paddings_at_end[-1]] if rank == world_size - 1 else padded[-1])
-    state = {
+    return {
         "partition_count": [world_size] * len(groups),
         "single_partition_of_fp32_groups": unpadded,
         "group_paddings": paddings_at_end if rank == world_size - 1 else [0] * len(groups),
         "base_optimizer_state": _moments(padded),
+        "param_slice_mappings": tables,
     }
-    if paddings:
-        state["param_alignment_paddings"] = [[1] * len(group) for group in groups]
-    return state
+
+
+def _addresses(group: State, begin: int, end: int, padding: int) -> dict[str, fragment_address]:
+    """Return the places of a group's parameters in the partition from `begin` to `end`."""
+    addresses = {}
+    at = 0
+    for name, tensor in group.items():
+        first, last = max(at, begin), min(at + tensor.numel(), end)
+        if first < last:
+            addresses[name] = fragment_address(last - first, first - begin)
+        at += tensor.numel() + padding
+    return addresses
