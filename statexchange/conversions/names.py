@@ -32,8 +32,7 @@ class NamePattern:
         if not self.text or "{" in rest or "}" in rest:
             text = "is not a name pattern: placeholders are like {layer}, or {name*} for several parts of a name"
             raise InvalidArgumentError(f"convert: {excerpt(self.text)} {text}")
-        found = [name for name, _ in _PLACEHOLDER.findall(self.text)]
-        if len(found) != len(set(found)):
+        if len(_PLACEHOLDER.findall(self.text)) != len(self.placeholders):
             raise InvalidArgumentError(f"convert: a placeholder occurs twice in the name pattern {excerpt(self.text)}")
 
     @cached_property

@@ -97,28 +97,24 @@ class Numbers:
             UnsupportedError: a number shows that the conversion is not for this model.
         """
         for name, rule in self._rules.items():
-            if name not in self._given:
-                self._check_agreement(name, rule)
-            value = self.get(name) if rule.must_be is not None else None
-            if value not in (None, rule.must_be):
-                text = f"convert: this conversion is for models in which {name} is {rule.must_be} ({rule.about})"
-                raise UnsupportedError(f"{text}, and it is {value}{self._origin(name)}")
-
-    def _check_agreement(self, name: str, rule: NumberRule) -> None:
-        found = self._in_configs(name)
-        for value, where in found[1:]:
-            first, first_where = found[0]
-            if value != first:
-                about = f" ({rule.about})" if rule.about else ""
-                raise InvalidArgumentError(
-                    f"convert: {name}{about} is {first} in {first_where} and {value} in {where}: give the config of "
-                    f'this model, or the right number as convert_with={{"{name}": N}} (--convert-with {name}=N)'
-                )
+            about = f" ({rule.about})" if rule.about else ""
+            values = self._in_configs(name)
+            for value, where in values[1:]:
+                first, first_where = values[0]
+                if value != first:
+                    raise InvalidArgumentError(
+                        f"convert: {name}{about} is {first} in {first_where} and {value} in {where}: give the config "
+                        f'of this model, or the right number as convert_with={{"{name}": N}} (--convert-with {name}=N)'
+                    )
+            number = self.get(name) if rule.must_be is not None else None
+            if number not in (None, rule.must_be):
+                text = f"convert: this conversion is for models in which {name} is {rule.must_be}{about}"
+                raise UnsupportedError(f"{text}, and it is {number}{self._origin(name)}")
 
     def _in_configs(self, name: str) -> list[tuple[int, str]]:
-        """Return the number's value in each config that has one, and where that is."""
+        """Return the number's value in each config that has one, and where that is; [] if the caller gave it."""
         values = []
-        for config in self._configs:
+        for config in () if name in self._given else self._configs:
             for key in self._rules.get(name, NumberRule()).config:
                 value = number_in(config.values, key)
                 if value is not None:
@@ -211,7 +207,7 @@ class Numbers:
         return f" ({', '.join(texts)})" if texts else ""
 
     def _origin(self, name: str) -> str:
-        values = [] if name in self._given else self._in_configs(name)
+        values = self._in_configs(name)
         return f" in {values[0][1]}" if values else ""
 
     def _unknown(self, expression: str) -> UnknownNumberError:

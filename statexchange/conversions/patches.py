@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from statexchange.sharding.shards import Box, intersect
+from statexchange.sharding.shards import Box, full_box, intersect
 
 if TYPE_CHECKING:
     import numpy as np
@@ -200,7 +200,7 @@ def identity(shape: Sequence[int], source: int | None = 0) -> tuple[Patch, ...]:
     """Return the patch of a tensor that is the input `source` itself, or zeros; none for an empty tensor."""
     if not math.prod(shape):
         return ()
-    box = Box((0,) * len(shape), tuple(shape))
+    box = full_box(tuple(shape))
     if source is None:
         return (Patch(None, box, (), (Dim(None),) * len(shape)),)
     return (Patch(source, box, box.offsets, tuple(Dim(dim, range(size)) for dim, size in enumerate(shape))),)
