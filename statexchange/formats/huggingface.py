@@ -265,7 +265,7 @@ def _listed_in(store: Store, file: str, names: Sequence[str], published: Mapping
     dtype and shape come from the manifest, or from the header if the file is only truncated. `names` are those that the
     manifest or an index assigns to the file.
     """
-    described: dict[str, tuple[str, tuple[int, ...]]] = {}
+    described: dict[str, tuple[str | None, tuple[int, ...] | None]] = {}
     for name in filter(published.__contains__, names):
         described[name] = published[name]["dtype"], tuple(published[name]["shape"])
     if not described:
