@@ -48,11 +48,11 @@ class NamePattern:
     def _regex(self) -> re.Pattern[str]:
         parts = []
         end = 0
-        for found in _PLACEHOLDER.finditer(self.text):
-            parts.append(re.escape(self.text[end : found.start()]))
-            name, several = found.groups()
+        for match in _PLACEHOLDER.finditer(self.text):
+            parts.append(re.escape(self.text[end : match.start()]))
+            name, several = match.groups()
             parts.append(f"(?P<{name}>.+)" if several else f"(?P<{name}>[^.]+)")
-            end = found.end()
+            end = match.end()
         parts.append(re.escape(self.text[end:]))
         return re.compile("".join(parts), re.DOTALL)
 
@@ -60,9 +60,9 @@ class NamePattern:
         """Return what the placeholders stand for in a name; None if the name does not match."""
         if not name.startswith(self._start):  # most names: then the expression is not even compiled
             return None
-        found = self._regex.fullmatch(name)
-        return None if found is None else found.groupdict()
+        match = self._regex.fullmatch(name)
+        return None if match is None else match.groupdict()
 
     def filled(self, values: Mapping[str, str]) -> str:
         """Return the name with these values for the placeholders."""
-        return _PLACEHOLDER.sub(lambda found: values[found.group(1)], self.text)
+        return _PLACEHOLDER.sub(lambda match: values[match.group(1)], self.text)

@@ -81,8 +81,8 @@ class Numbers:
     ) -> None:
         unused = sorted(given.keys() - rules.keys())
         if unused:
-            known = ", ".join(rules) or "none"
-            raise InvalidArgumentError(f"convert_with: this conversion uses no {unused[0]!r}; its numbers: {known}")
+            names = ", ".join(rules) or "none"
+            raise InvalidArgumentError(f"convert_with: this conversion uses no {unused[0]!r}; its numbers: {names}")
         self._rules = rules
         self._given = dict(given)
         self._configs = configs
@@ -188,14 +188,14 @@ class Numbers:
                 self._values.clear()
         elif unknown:
             raise self._unknown(str(expressions[unknown[0]]))
-        known = [value for value in values if value is not None]
-        if len(known) < len(values) or math.prod(known) != size:
+        whole = [value for value in values if value is not None]
+        if len(whole) < len(values) or math.prod(whole) != size:
             shown = " x ".join(map(str, expressions))
             details = "".join(self.shown(str(expression)) for expression in expressions)
             raise InvalidArgumentError(
                 f"convert: a dim of size {size} is not {shown}{details}: is this the config of this model?", name=name
             )
-        return tuple(known)
+        return tuple(whole)
 
     def shown(self, expression: str) -> str:
         """Return the values of the names in an expression, and the configs that they are from, for a message."""
@@ -223,8 +223,8 @@ class Numbers:
 
 def number_in(values: Mapping[str, object], key: str) -> int | None:
     """Return a whole number or a truth value in a config, or in its text_config; None if it has none."""
-    found = values.get(key)
+    value = values.get(key)
     inner = values.get("text_config")
-    if found is None and isinstance(inner, Mapping):
-        found = inner.get(key)
-    return int(found) if isinstance(found, bool | int) and 0 <= found < 1 << 48 else None
+    if value is None and isinstance(inner, Mapping):
+        value = inner.get(key)
+    return int(value) if isinstance(value, bool | int) and 0 <= value < 1 << 48 else None

@@ -274,9 +274,9 @@ def _published(store: Store, manifest: Mapping[str, Any]) -> _Delta:
 def _foreign(store: Store, metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> _Delta:
     """Return the delta of another program, which its index describes."""
     path = store.path_of(VERSION_INDEX)
-    lacking = index_metadata(0, 0).keys() - metadata.keys()
-    if lacking:
-        raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
+    missing = index_metadata(0, 0).keys() - metadata.keys()
+    if missing:
+        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     encoding, compression, kind = (metadata[key] for key in ("delta_encoding", "compression_format", "checksum_format"))
     if encoding not in ("xor", "overwrite") or compression != "zstd" or kind not in _CHECKSUMS:
         text = f"a delta in {excerpt(encoding)}, {excerpt(compression)} and {excerpt(kind)} is not supported"
