@@ -63,13 +63,9 @@ def _rotary(heads: str, **of: int) -> dict[str, Any]:
 
 def _torchtitan_attention(prefix: str) -> list[dict[str, Any]]:
     """Return the rules for separate queries, keys and values below `prefix`."""
-    heads = {"wq": "n_heads", "wk": "n_kv_heads"}
-    rules: list[dict[str, Any]] = []
-    for old, new in zip(("wq", "wk", "wv"), _HF_QKV, strict=True):
-        rule: dict[str, Any] = {"from": f"{prefix}.{old}.weight", "to": f"{new}.weight"}
-        if old in heads:
-            rule["values"] = [_rotary(heads[old])]
-        rules.append(rule)
+    rules = []
+    for part, new, values in zip("qkv", _HF_QKV, ([_rotary("n_heads")], [_rotary("n_kv_heads")], []), strict=True):
+        rules.append({"from": f"{prefix}.w{part}.weight", "to": f"{new}.weight", "values": values})
     return rules
 
 
@@ -79,7 +75,18 @@ _TORCHTITAN_LLAMA3: dict[str, Any] = {
     "model_type": "llama",
     "config": _llama_config(),
     "rules": [
-        *_renamed({"tok_embeddings.weight": "model.embed_tokens.weight"}),
+        *_renamed(
+            {
+                "tok_embeddings.weight": "model.embed_tokens.weight",
+                f"{_LAYER}.attention.wo.weight": f"{_HF_LAYER}.self_attn.o_proj.weight",
+                f"{_LAYER}.feed_forward.w1.weight": f"{_HF_LAYER}.mlp.gate_proj.weight",
+                f"{_LAYER}.feed_forward.w2.weight": f"{_HF_LAYER}.mlp.down_proj.weight",
+                f"{_LAYER}.feed_forward.w3.weight": f"{_HF_LAYER}.mlp.up_proj.weight",
+                f"{_LAYER}.attention_norm.weight": f"{_HF_LAYER}.input_layernorm.weight",
+                f"{_LAYER}.ffn_norm.weight": f"{_HF_LAYER}.post_attention_layernorm.weight",
+                "norm.weight": "model.norm.weight",
+            }
+        ),
         *_torchtitan_attention(f"{_LAYER}.attention.qkv_linear"),
         {
             "from": f"{_LAYER}.attention.qkv_linear.wqkv.weight",
@@ -90,17 +97,6 @@ _TORCHTITAN_LLAMA3: dict[str, Any] = {
                 _rotary("n_kv_heads", of=1),
             ],
         },
-        *_renamed(
-            {
-                f"{_LAYER}.attention.wo.weight": f"{_HF_LAYER}.self_attn.o_proj.weight",
-                f"{_LAYER}.feed_forward.w1.weight": f"{_HF_LAYER}.mlp.gate_proj.weight",
-                f"{_LAYER}.feed_forward.w2.weight": f"{_HF_LAYER}.mlp.down_proj.weight",
-                f"{_LAYER}.feed_forward.w3.weight": f"{_HF_LAYER}.mlp.up_proj.weight",
-                f"{_LAYER}.attention_norm.weight": f"{_HF_LAYER}.input_layernorm.weight",
-                f"{_LAYER}.ffn_norm.weight": f"{_HF_LAYER}.post_attention_layernorm.weight",
-                "norm.weight": "model.norm.weight",
-            }
-        ),
         {"from": "lm_head.weight", "to": "lm_head.weight", "tied_to": "tok_embeddings.weight"},
         # Names up to torchtitan 0.2; and freqs_cis, which is computed from the config, and dropped.
         *_torchtitan_attention(f"{_LAYER}.attention"),
@@ -121,18 +117,16 @@ _UNPAD = {"unpad": {"dim": 0, "to": "vocab_size", "from": "padded_vocab_size"}}
 
 def _megatron_layer() -> list[dict[str, Any]]:
     """Return the rules for the tensors of one layer, by their names after ``decoder.layers.{layer}.``."""
-    rules: list[dict[str, Any]] = [
-        {"from": "self_attention.linear_qkv.layer_norm_weight", "to": f"{_HF_LAYER}.input_layernorm.weight"},
-        {"from": "mlp.linear_fc1.layer_norm_weight", "to": f"{_HF_LAYER}.post_attention_layernorm.weight"},
-        {"from": "input_layernorm.weight", "to": f"{_HF_LAYER}.input_layernorm.weight"},
-        {"from": "pre_mlp_layernorm.weight", "to": f"{_HF_LAYER}.post_attention_layernorm.weight"},
+    rules = _renamed(
         {
-            "from": "mlp.linear_fc2.weight",
-            "to": f"{_HF_LAYER}.mlp.down_proj.weight",
-            "values": [_FC2],
-        },
-        {"from": "mlp.linear_fc2.bias", "to": f"{_HF_LAYER}.mlp.down_proj.bias"},
-    ]
+            "self_attention.linear_qkv.layer_norm_weight": f"{_HF_LAYER}.input_layernorm.weight",
+            "mlp.linear_fc1.layer_norm_weight": f"{_HF_LAYER}.post_attention_layernorm.weight",
+            "input_layernorm.weight": f"{_HF_LAYER}.input_layernorm.weight",
+            "pre_mlp_layernorm.weight": f"{_HF_LAYER}.post_attention_layernorm.weight",
+            "mlp.linear_fc2.bias": f"{_HF_LAYER}.mlp.down_proj.bias",
+        }
+    )
+    rules.append({"from": "mlp.linear_fc2.weight", "to": f"{_HF_LAYER}.mlp.down_proj.weight", "values": [_FC2]})
     for kind in ("weight", "bias"):
         targets = [f"{name}.{kind}" for name in _HF_QKV]
         rules.append({"from": f"self_attention.linear_qkv.{kind}", "to": targets, "values": [_SPLIT_QKV]})
@@ -140,9 +134,7 @@ def _megatron_layer() -> list[dict[str, Any]]:
         targets = [f"{name}.{kind}" for name in _MLP]
         halves = [_GATED, {"split": {"dim": 0, "sizes": [1, 1]}}]
         rules.append({"from": f"mlp.linear_fc1.{kind}", "to": targets, "values": halves})
-        rules += [
-            {"from": f"mlp.linear_fc1.{kind}_{half}", "to": target} for half, target in zip("wv", targets, strict=True)
-        ]
+        rules += _renamed({f"mlp.linear_fc1.{kind}_{half}": target for half, target in zip("wv", targets, strict=True)})
     return rules
 
 

@@ -37,18 +37,18 @@ def choose_conversion(convert: Convert, read: Callable[[str], object]) -> Conver
     elif name.endswith(".json"):
         rules = ConversionRules.parse(read(name), name)
     else:
-        known = ", ".join(BUILTIN)
-        raise InvalidArgumentError(f"there is no conversion {excerpt(name)}: choose {known}, or FILE.json")
+        choices = ", ".join(BUILTIN)
+        raise InvalidArgumentError(f"there is no conversion {excerpt(name)}: choose {choices}, or FILE.json")
     return rules.inverse() if convert.startswith(_INVERSE) else rules
 
 
 def conversion_of(names: Collection[str]) -> str | None:
     """Return the built-in conversion that has a rule for each name of a model; None if there is none."""
-    for known in BUILTIN:
-        conversion = _built_in(known)
+    for builtin in BUILTIN:
+        conversion = _built_in(builtin)
         # Most models have names of other families: their first name shows it.
         if not unknown_names(conversion, [next(iter(names))]) and not unknown_names(conversion, names):
-            return known
+            return builtin
     return None
 
 
@@ -68,11 +68,11 @@ def check_numbers(numbers: object, convert: object) -> dict[str, int]:
         raise InvalidArgumentError("convert_with has numbers for a conversion: give convert, too")
     if not isinstance(numbers, Mapping):
         raise InvalidArgumentError(f"convert_with must be a mapping of names to numbers, not {excerpt(numbers)}")
-    found = {}
+    checked = {}
     for name, number in numbers.items():
         if not isinstance(name, str) or not isinstance(number, int) or not 0 <= number < 1 << 48:
             raise InvalidArgumentError(
                 f"convert_with: {excerpt(name)} must be a number from 0 on, not {excerpt(number)}"
             )
-        found[name] = int(number)
-    return found
+        checked[name] = int(number)
+    return checked

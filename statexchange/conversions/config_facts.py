@@ -144,8 +144,8 @@ def _other_value(fact: ConfigFact, value: int, model: ModelTensors, given: Mappi
         if count > value or (count < value and count and model.is_whole):
             return f"{count} in the checkpoint, which has that many {text}"
         return None
-    other = f"{str(not value).lower()} in the checkpoint, which has"
+    shown = f"{str(not value).lower()} in the checkpoint, which has"
     if bool(value) == (fact.kind == "present"):  # one of the names should be there
-        return f"{other} no {text}" if model.is_whole and not matching else None
+        return f"{shown} no {text}" if model.is_whole and not matching else None
     written = [name for name in matching if name not in model.aliases]
-    return f"{other} {written[0]}" if written else None
+    return f"{shown} {written[0]}" if written else None

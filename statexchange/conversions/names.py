@@ -32,8 +32,7 @@ class NamePattern:
         if not self.text or "{" in rest or "}" in rest:
             text = "is not a name pattern: placeholders are like {layer}, or {name*} for several parts of a name"
             raise InvalidArgumentError(f"convert: {excerpt(self.text)} {text}")
-        found = [name for name, _ in _PLACEHOLDER.findall(self.text)]
-        if len(found) != len(set(found)):
+        if len(_PLACEHOLDER.findall(self.text)) != len(self.placeholders):
             raise InvalidArgumentError(f"convert: a placeholder occurs twice in the name pattern {excerpt(self.text)}")
 
     @cached_property
@@ -49,11 +48,11 @@ class NamePattern:
     def _regex(self) -> re.Pattern[str]:
         parts = []
         end = 0
-        for found in _PLACEHOLDER.finditer(self.text):
-            parts.append(re.escape(self.text[end : found.start()]))
-            name, several = found.groups()
+        for match in _PLACEHOLDER.finditer(self.text):
+            parts.append(re.escape(self.text[end : match.start()]))
+            name, several = match.groups()
             parts.append(f"(?P<{name}>.+)" if several else f"(?P<{name}>[^.]+)")
-            end = found.end()
+            end = match.end()
         parts.append(re.escape(self.text[end:]))
         return re.compile("".join(parts), re.DOTALL)
 
@@ -61,9 +60,9 @@ class NamePattern:
         """Return what the placeholders stand for in a name; None if the name does not match."""
         if not name.startswith(self._start):  # most names: then the expression is not even compiled
             return None
-        found = self._regex.fullmatch(name)
-        return None if found is None else found.groupdict()
+        match = self._regex.fullmatch(name)
+        return None if match is None else match.groupdict()
 
     def filled(self, values: Mapping[str, str]) -> str:
         """Return the name with these values for the placeholders."""
-        return _PLACEHOLDER.sub(lambda found: values[found.group(1)], self.text)
+        return _PLACEHOLDER.sub(lambda match: values[match.group(1)], self.text)

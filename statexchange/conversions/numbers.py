@@ -81,8 +81,8 @@ class Numbers:
     ) -> None:
         unused = sorted(given.keys() - rules.keys())
         if unused:
-            known = ", ".join(rules) or "none"
-            raise InvalidArgumentError(f"convert_with: this conversion uses no {unused[0]!r}; its numbers: {known}")
+            names = ", ".join(rules) or "none"
+            raise InvalidArgumentError(f"convert_with: this conversion uses no {unused[0]!r}; its numbers: {names}")
         self._rules = rules
         self._given = dict(given)
         self._configs = configs
@@ -97,28 +97,24 @@ class Numbers:
             UnsupportedError: a number shows that the conversion is not for this model.
         """
         for name, rule in self._rules.items():
-            if name not in self._given:
-                self._check_agreement(name, rule)
-            value = self.get(name) if rule.must_be is not None else None
-            if value not in (None, rule.must_be):
-                text = f"convert: this conversion is for models in which {name} is {rule.must_be} ({rule.about})"
-                raise UnsupportedError(f"{text}, and it is {value}{self._origin(name)}")
-
-    def _check_agreement(self, name: str, rule: NumberRule) -> None:
-        found = self._in_configs(name)
-        for value, where in found[1:]:
-            first, first_where = found[0]
-            if value != first:
-                about = f" ({rule.about})" if rule.about else ""
-                raise InvalidArgumentError(
-                    f"convert: {name}{about} is {first} in {first_where} and {value} in {where}: give the config of "
-                    f'this model, or the right number as convert_with={{"{name}": N}} (--convert-with {name}=N)'
-                )
+            about = f" ({rule.about})" if rule.about else ""
+            values = self._in_configs(name)
+            for value, where in values[1:]:
+                first, first_where = values[0]
+                if value != first:
+                    raise InvalidArgumentError(
+                        f"convert: {name}{about} is {first} in {first_where} and {value} in {where}: give the config "
+                        f'of this model, or the right number as convert_with={{"{name}": N}} (--convert-with {name}=N)'
+                    )
+            number = self.get(name) if rule.must_be is not None else None
+            if number not in (None, rule.must_be):
+                text = f"convert: this conversion is for models in which {name} is {rule.must_be}{about}"
+                raise UnsupportedError(f"{text}, and it is {number}{self._origin(name)}")
 
     def _in_configs(self, name: str) -> list[tuple[int, str]]:
-        """Return the number's value in each config that has one, and where that is."""
+        """Return the number's value in each config that has one, and where that is; [] if the caller gave it."""
         values = []
-        for config in self._configs:
+        for config in () if name in self._given else self._configs:
             for key in self._rules.get(name, NumberRule()).config:
                 value = number_in(config.values, key)
                 if value is not None:
@@ -192,14 +188,14 @@ class Numbers:
                 self._values.clear()
         elif unknown:
             raise self._unknown(str(expressions[unknown[0]]))
-        known = [value for value in values if value is not None]
-        if len(known) < len(values) or math.prod(known) != size:
+        whole = [value for value in values if value is not None]
+        if len(whole) < len(values) or math.prod(whole) != size:
             shown = " x ".join(map(str, expressions))
             details = "".join(self.shown(str(expression)) for expression in expressions)
             raise InvalidArgumentError(
                 f"convert: a dim of size {size} is not {shown}{details}: is this the config of this model?", name=name
             )
-        return tuple(known)
+        return tuple(whole)
 
     def shown(self, expression: str) -> str:
         """Return the values of the names in an expression, and the configs that they are from, for a message."""
@@ -211,7 +207,7 @@ class Numbers:
         return f" ({', '.join(texts)})" if texts else ""
 
     def _origin(self, name: str) -> str:
-        values = [] if name in self._given else self._in_configs(name)
+        values = self._in_configs(name)
         return f" in {values[0][1]}" if values else ""
 
     def _unknown(self, expression: str) -> UnknownNumberError:
@@ -227,8 +223,8 @@ class Numbers:
 
 def number_in(values: Mapping[str, object], key: str) -> int | None:
     """Return a whole number or a truth value in a config, or in its text_config; None if it has none."""
-    found = values.get(key)
+    value = values.get(key)
     inner = values.get("text_config")
-    if found is None and isinstance(inner, Mapping):
-        found = inner.get(key)
-    return int(found) if isinstance(found, bool | int) and 0 <= found < 1 << 48 else None
+    if value is None and isinstance(inner, Mapping):
+        value = inner.get(key)
+    return int(value) if isinstance(value, bool | int) and 0 <= value < 1 << 48 else None

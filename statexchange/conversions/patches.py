@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
-from statexchange.sharding.shards import Box, intersect
+from statexchange.sharding.shards import Box, full_box, intersect
 
 if TYPE_CHECKING:
     import numpy as np
@@ -184,23 +184,23 @@ def _taken(indices: Indices, positions: NDArray[np.int64]) -> Indices:
 
 def _ranges(indices: Sequence[int]) -> list[tuple[int, range]]:
     """Divide indices into ranges, each with the position of its first index."""
-    found = []
+    result = []
     at = 0
     while at < len(indices):
         end = at + 1
         step = indices[end] - indices[at] if end < len(indices) else 0
         while step > 0 and end < len(indices) and indices[end] - indices[end - 1] == step:
             end += 1
-        found.append((at, range(indices[at], indices[end - 1] + 1, max(1, step))))
+        result.append((at, range(indices[at], indices[end - 1] + 1, max(1, step))))
         at = end
-    return found
+    return result
 
 
 def identity(shape: Sequence[int], source: int | None = 0) -> tuple[Patch, ...]:
     """Return the patch of a tensor that is the input `source` itself, or zeros; none for an empty tensor."""
     if not math.prod(shape):
         return ()
-    box = Box((0,) * len(shape), tuple(shape))
+    box = full_box(tuple(shape))
     if source is None:
         return (Patch(None, box, (), (Dim(None),) * len(shape)),)
     return (Patch(source, box, box.offsets, tuple(Dim(dim, range(size)) for dim, size in enumerate(shape))),)
@@ -208,33 +208,33 @@ def identity(shape: Sequence[int], source: int | None = 0) -> tuple[Patch, ...]:
 
 def sliced(patches: Iterable[Patch], dim: int, begin: int, count: int, *, at: int = 0) -> tuple[Patch, ...]:
     """Return the patches of `count` indices along `dim` from `begin` on, moved to `at`."""
-    found = []
+    result = []
     for patch in patches:
         low = patch.box.offsets[dim]
         first, end = max(begin, low), min(begin + count, low + patch.box.shape[dim])
         if first < end:
-            found.append(patch.cut(dim, first - low, end - first, at + first - begin))
-    return tuple(found)
+            result.append(patch.cut(dim, first - low, end - first, at + first - begin))
+    return tuple(result)
 
 
 def concatenated(parts: Iterable[tuple[Iterable[Patch], int]], dim: int) -> tuple[Patch, ...]:
     """Return the patches of tensors, given with their sizes along `dim`, one after another along it."""
-    found: list[Patch] = []
+    result: list[Patch] = []
     at = 0
     for patches, size in parts:
-        found += sliced(patches, dim, 0, size, at=at)
+        result += sliced(patches, dim, 0, size, at=at)
         at += size
-    return tuple(found)
+    return tuple(result)
 
 
 def transposed(patches: Iterable[Patch], order: Sequence[int]) -> tuple[Patch, ...]:
     """Return the patches with the dims in another order; dim d of the result is dim ``order[d]``."""
-    found = []
+    result = []
     for patch in patches:
         offsets = tuple(patch.box.offsets[dim] for dim in order)
         shape = tuple(patch.box.shape[dim] for dim in order)
-        found.append(replace(patch, box=Box(offsets, shape), dims=tuple(patch.dims[dim] for dim in order)))
-    return tuple(found)
+        result.append(replace(patch, box=Box(offsets, shape), dims=tuple(patch.dims[dim] for dim in order)))
+    return tuple(result)
 
 
 def permuted(patches: Iterable[Patch], dim: int, factors: Sequence[int], order: Sequence[int]) -> tuple[Patch, ...]:

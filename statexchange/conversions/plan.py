@@ -233,7 +233,8 @@ class _Planner:
         for position in product(*map(range, leading)):
             values = {**group.values, **dict(zip(rule.unstack, map(str, position), strict=True))}
             for target, output in zip(rule.targets, outputs, strict=True):
-                new = self._add_output(target.filled(values), all_names, (*sizes, *output.shape))
+                new = target.filled(values)
+                self._add_output(new, all_names, (*sizes, *output.shape))
                 for index, names in names_of.items():
                     self._add_fills(new, names, [_moved(patch, position, index) for patch in output.patches])
                 if len(all_names) == 1 and not depth and not rule.stack:
@@ -289,8 +290,7 @@ class _Planner:
             self._applied[key] = tensors
         return self._applied[key]
 
-    def _add_output(self, new: str, names: Sequence[str], shape: tuple[int, ...]) -> str:
-        """Add an output; return its name."""
+    def _add_output(self, new: str, names: Sequence[str], shape: tuple[int, ...]) -> None:
         if new in self._outputs:
             raise UnsafeError(f"convert gives one name to two tensors, one of them from {names[0]!r}", name=new)
         dtypes = {self._inputs[name].dtype: name for name in names}
@@ -298,7 +298,6 @@ class _Planner:
             shown = ", ".join(f"{dtype} of {name}" for dtype, name in dtypes.items())
             raise UnsupportedError(f"convert: tensors of different dtypes would become one: {shown}", name=new)
         self._outputs[new] = TensorInfo(next(iter(dtypes)), shape)
-        return new
 
     def _add_fills(self, new: str, names: Sequence[str], patches: Sequence[Patch]) -> None:
         shape = self._outputs[new].shape
@@ -340,13 +339,9 @@ def _check_packed(rule: Rule, name: str, dtype: str, num_dims: int) -> None:
     """
     if dtype not in PACKED:
         return
-    for operation in rule.operations:
-        dim = getattr(operation, "dim", -1)  # transpose has none
-        if dim in (-1, num_dims - 1):
-            break
-    else:
-        if num_dims:
-            return
+    dims = [getattr(operation, "dim", -1) for operation in rule.operations]  # transpose has none
+    if num_dims and not {-1, num_dims - 1}.intersection(dims):
+        return
     text = f"convert: along the last dim of {dtype} several elements share bytes, so only whole rows can be moved"
     raise UnsupportedError(text, name=name)
 
@@ -360,12 +355,11 @@ def _layer_number(text: str, name: str) -> int:
 
 def _moved(patch: Patch, position: tuple[int, ...], index: tuple[int, ...]) -> Patch:
     """Return a patch whose input is at `position` of a stacked tensor, or whose output is at `index` of one."""
-    begin, dims = patch.begin, patch.dims
-    if position and patch.source is not None:
-        begin = (*position, *begin)
-        dims = tuple(Dim(None if along.dim is None else along.dim + len(position), along.indices) for along in dims)
-    box = patch.box
-    if index:
-        box = Box((*index, *box.offsets), (*(1,) * len(index), *box.shape))
-        dims = (*(Dim(None),) * len(index), *dims)
-    return Patch(patch.source, box, begin, dims)
+    if not position and not index:
+        return patch
+    dims = [Dim(None)] * len(index)
+    for along in patch.dims:
+        dims.append(Dim(None if along.dim is None else along.dim + len(position), along.indices))
+    begin = () if patch.source is None else (*position, *patch.begin)
+    box = Box((*index, *patch.box.offsets), (*(1,) * len(index), *patch.box.shape))
+    return Patch(patch.source, box, begin, tuple(dims))

@@ -22,8 +22,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from statexchange.errors import CorruptError, IncompleteError, NotFoundError, excerpt
+from statexchange.errors import CorruptError, excerpt
 from statexchange.formats.sealed_files import DIGESTS_KEY, SealedFile, parse_sealed
+from statexchange.formats.source import open_listed
 from statexchange.sharding.pieces import SpecPieces
 from statexchange.sharding.sharding_spec import Placement, covers_exactly
 from statexchange.sharding.shards import Box
@@ -101,10 +102,7 @@ class BoxDigests:
     def __init__(self, store: Store, manifest: Mapping[str, Any]) -> None:
         """Raise IncompleteError or CorruptError unless the file is there, with the size that the manifest says."""
         sealed = _digest_file(manifest)
-        try:
-            self.file = store.open(DIGESTS)
-        except NotFoundError as error:
-            raise IncompleteError("the digests of a checkpoint's boxes are missing", path=error.path) from None
+        self.file = open_listed(store, DIGESTS, "the digests of a checkpoint's boxes are missing")
         if self.file.size != sealed.nbytes:
             text = "the file of digests is not the one that was published"
             raise CorruptError(text, path=self.file.path, expected=sealed.nbytes, found=self.file.size)

@@ -6,7 +6,7 @@ read from the source's files as any other tensor is, by every reader of boxes, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -14,7 +14,7 @@ from statexchange.conversions.choice import check_numbers, choose_conversion
 from statexchange.conversions.config_facts import ModelTensors
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.conversions.patches import Patch
-from statexchange.conversions.plan import ConversionPlan, InputFills, plan_conversion
+from statexchange.conversions.plan import ConversionPlan, Fill, InputFills, plan_conversion
 from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import CorruptError, StateExchangeError
 from statexchange.formats.model_files import CONFIG
@@ -125,10 +125,10 @@ def converted_by(source: Source, plan: ConversionPlan) -> Converted:
     """Convert all tensors of a source by a plan. Not collective; reads no tensor."""
     files = []
     unproven: list[tuple[SourceTensor, list[int]]] = []
+    zeros = plan.zeros  # which the first file has
     for shard_file in source.files:
-        files.append(_converted_file(shard_file, plan, unproven))
-    if plan.zeros and files:
-        files[0] = _with_zeros(files[0], plan)
+        files.append(_converted_file(shard_file, plan, zeros, unproven))
+        zeros = ()
     targets = {name: tuple(dict.fromkeys(fill.target for fill in fills)) for name, fills in plan.fills.items()}
     manifest = None
     if source.manifest is not None:
@@ -147,27 +147,21 @@ def tensors_of(source: Source) -> dict[str, TensorInfo]:
     tensors: dict[str, TensorInfo] = {}
     for shard_file, tensor in source.shards():
         shard = tensor.shard
-        found = TensorInfo(shard.dtype, shard.global_shape)
-        first = tensors.setdefault(shard.name, found)
-        if first != found:
+        info = TensorInfo(shard.dtype, shard.global_shape)
+        first = tensors.setdefault(shard.name, info)
+        if first != info:
             text = "two files disagree on dtype or shape"
-            raise CorruptError(text, name=shard.name, path=shard_file.path, expected=first, found=found)
+            raise CorruptError(text, name=shard.name, path=shard_file.path, expected=first, found=info)
     return tensors
 
 
-def _tensor(name: str, info: TensorInfo, parts: Iterable[tuple[Box, ByteRange]]) -> SourceTensor:
-    """Return an output's boxes in one file as one shard."""
-    boxes, byte_ranges = [], []
-    for box, byte_range in parts:
-        boxes.append(box)
-        byte_ranges.append(byte_range)
-    return SourceTensor(Shard(name, info.dtype, info.shape, tuple(boxes)), tuple(byte_ranges))
-
-
 def _converted_file(
-    shard_file: ShardFile, plan: ConversionPlan, unproven: list[tuple[SourceTensor, list[int]]]
+    shard_file: ShardFile,
+    plan: ConversionPlan,
+    zeros: Sequence[Fill],
+    unproven: list[tuple[SourceTensor, list[int]]],
 ) -> ShardFile:
-    """Return a file with the converted tensors; add its boxes whose digests are lost to `unproven`."""
+    """Return a file with the converted tensors and some zeros; add its boxes whose digests are lost to `unproven`."""
     outputs: dict[str, list[tuple[Box, ByteRange]]] = {}
     for name, tensor in shard_file.tensors.items():
         fills = plan.fills[name]
@@ -188,7 +182,13 @@ def _converted_file(
                 lost.append(index)
         if lost and fills:
             unproven.append((tensor, lost))
-    tensors = {name: _tensor(name, plan.tensors[name], parts) for name, parts in outputs.items()}
+    for fill in zeros:
+        nbytes = fill.patch.box.numel * ITEMSIZE[plan.tensors[fill.target].dtype]
+        outputs.setdefault(fill.target, []).append((fill.patch.box, ByteRange(_Zeros(nbytes), 0, nbytes)))
+    tensors = {}
+    for name, parts in outputs.items():
+        shard = Shard(name, plan.tensors[name].dtype, plan.tensors[name].shape, tuple(box for box, _ in parts))
+        tensors[name] = SourceTensor(shard, tuple(byte_range for _, byte_range in parts))
     aliases = plan.new_aliases(shard_file.aliases)
     for tied, name in plan.ties.items():
         if tied in tensors and name in tensors:
@@ -271,17 +271,3 @@ class _Zeros(StoredFile):
     def shared_identity(self) -> list[str | int] | None:
         """A JSON value that is equal on all hosts."""
         return self.version
-
-
-def _with_zeros(shard_file: ShardFile, plan: ConversionPlan) -> ShardFile:
-    """Return a file with the zeros of all outputs."""
-    tensors = dict(shard_file.tensors)
-    for fill in plan.zeros:
-        info = plan.tensors[fill.target]
-        nbytes = fill.patch.box.numel * ITEMSIZE[info.dtype]
-        parts = [(fill.patch.box, ByteRange(_Zeros(nbytes), 0, nbytes))]
-        present = tensors.get(fill.target)
-        if present is not None:
-            parts = [*zip(present.shard.boxes, present.byte_ranges, strict=True), *parts]
-        tensors[fill.target] = _tensor(fill.target, info, parts)
-    return replace(shard_file, tensors=tensors)

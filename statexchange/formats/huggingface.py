@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import count
 from types import MappingProxyType
@@ -86,7 +87,7 @@ MANIFEST = "statexchange.json"
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = f"{_SUFFIX}{INDEX}"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-_SHARD_NAME = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
+_SHARD_NAME = re.compile(r"shard-[0-9]{5,9}-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 _NUMBERED = re.compile(r"(.*?)([0-9]{5,9})(-of-[0-9]{5,9}\.[a-z]+)")
 _OF_TOTAL = re.compile(r"-of-([0-9]{5,9})\.")
 _OF = re.compile(r"[0-9][-_.]of[-_.]?0*([0-9]{1,9})(?![0-9])")
@@ -135,9 +136,7 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
             header = read_header(file)
             offsets = _offsets_of_parts(header, file)
             parts.update(offsets)
-            match = _SHARD_NAME.fullmatch(name)
-            rank = int(match[1]) - 1 if match is not None else number
-            shard_files.append(shard_file_of(rank, file, header, offsets, published, placed))
+            shard_files.append(shard_file_of(number, file, header, offsets, published, placed))
             unreadable += unknown_dtypes(header, file.path)
             texts.append(header.common_metadata)
         except StateExchangeError as error:
@@ -149,11 +148,11 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
         shard_files, stale = only_indexed(shard_files, weight_map, parts)
         notes += stale
     problems += _contradicted(published, shard_files)
-    try:
-        if parts:
+    if parts:
+        try:
             shard_files = _whole(shard_files)
-    except StateExchangeError as error:
-        problems.append(error)
+        except StateExchangeError as error:
+            problems.append(error)
     metadata, differing = merged_metadata(texts)
     return Source(
         "huggingface",
@@ -266,19 +265,16 @@ def _listed_in(store: Store, file: str, names: Sequence[str], published: Mapping
     dtype and shape come from the manifest, or from the header if the file is only truncated. `names` are those that the
     manifest or an index assigns to the file.
     """
-    path = store.path_of(file)
     described: dict[str, tuple[str | None, tuple[int, ...] | None]] = {}
-    for name in names:
-        if name in published:
-            described[name] = published[name]["dtype"], tuple(published[name]["shape"])
+    for name in filter(published.__contains__, names):
+        described[name] = published[name]["dtype"], tuple(published[name]["shape"])
     if not described:
-        try:
+        with suppress(StateExchangeError):
             header = read_header(store.open(file), whole=False)
-            entries = {**header.entries, **header.unknown}
-            described = {name: (entry.dtype, entry.shape) for name, entry in entries.items()}
-        except StateExchangeError:
-            described = {}
-    return [UnreadableTensor(name, *described.get(name, (None, None)), path) for name in names or list(described)]
+            for name, entry in (*header.entries.items(), *header.unknown.items()):
+                described[name] = entry.dtype, entry.shape
+    path = store.path_of(file)
+    return [UnreadableTensor(name, *described.get(name, (None, None)), path) for name in names or described]
 
 
 def shard_file_of(

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from statexchange.errors import CorruptError, IncompleteError, NotFoundError, excerpt
+from statexchange.errors import CorruptError, excerpt
+from statexchange.formats.source import open_listed
 from statexchange.storage.files import WINDOW_BYTES
 
 if TYPE_CHECKING:
@@ -50,15 +51,15 @@ def parse_sealed(raw: Any) -> list[SealedFile]:
     """Return the sealed files of a manifest; raise ValueError or TypeError for anything but what `to_json` wrote."""
     if not isinstance(raw, dict):
         raise TypeError("its digests of files are not an object")
-    found = []
+    files = []
     for name, record in raw.items():
         nbytes, digest_nbytes, digest = record if isinstance(record, list) and len(record) == 3 else (None,) * 3
         if type(nbytes) is not int or type(digest_nbytes) is not int or not isinstance(digest, str):
             raise ValueError(f"not a sealed file: {excerpt(record)}")
         if not 0 <= digest_nbytes <= nbytes:
             raise ValueError(f"not a sealed file: {excerpt(record)}")
-        found.append(SealedFile(name, nbytes, digest_nbytes, digest))
-    return found
+        files.append(SealedFile(name, nbytes, digest_nbytes, digest))
+    return files
 
 
 def sealed_files(source: Source) -> list[SealedFile]:
@@ -92,10 +93,7 @@ def check_sealed_file(store: Store, sealed: SealedFile) -> None:
         IncompleteError: it is missing.
         CorruptError: it is another one, or was changed.
     """
-    try:
-        file = store.open(sealed.name)
-    except NotFoundError:
-        raise IncompleteError("a file of this checkpoint is missing", path=store.path_of(sealed.name)) from None
+    file = open_listed(store, sealed.name)
     if file.size != sealed.nbytes:
         text = "the file's size is not that in the manifest: it was replaced, cut or appended to"
         raise CorruptError(text, path=file.path, expected=sealed.nbytes, found=file.size)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -172,7 +172,7 @@ def read(opened: OpenedPath, *, copies: Mapping[str, str] = MappingProxyType({})
             newer, delta = deltas.pop()
             newer.store.adopted = (at.store,)
             source, at = _resolved(newer, delta, source), newer
-            key = _key_of_files(reversed([file for file, _ in delta.files.values()]), key)
+            key = _key_of_files((file for file, _ in reversed(delta.files)), key)
         bases.pop_all()
     return source
 
@@ -182,7 +182,7 @@ class _Delta:
     """A delta: its files, its base and its changes.
 
     Attributes:
-        files: the opened files by name, with their headers.
+        files: the opened files with their headers.
         number: its own number, and
         base: that of the version that it is based on.
         encoding: "xor" or "overwrite".
@@ -197,7 +197,7 @@ class _Delta:
         frame_nbytes: the size of windows of which each is a frame.
     """
 
-    files: Mapping[str, tuple[StoredFile, Header]]
+    files: Sequence[tuple[StoredFile, Header]]
     number: int
     base: int
     encoding: str
@@ -211,7 +211,7 @@ class _Delta:
     @property
     def num_changed(self) -> int:
         """The number of changed tensors."""
-        return sum(len(header.entries) for _, header in self.files.values())
+        return sum(len(header.entries) for _, header in self.files)
 
 
 def _delta_of(store: Store) -> _Delta | None:
@@ -273,9 +273,9 @@ def _published(store: Store, manifest: Mapping[str, Any]) -> _Delta:
 def _foreign(store: Store, metadata: Mapping[str, Any], weight_map: Mapping[str, str]) -> _Delta:
     """Return the delta of another program, which its index describes."""
     path = store.path_of(VERSION_INDEX)
-    lacking = index_metadata(0, 0).keys() - metadata.keys()
-    if lacking:
-        raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
+    missing = index_metadata(0, 0).keys() - metadata.keys()
+    if missing:
+        raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     encoding, compression, kind = (metadata[key] for key in ("delta_encoding", "compression_format", "checksum_format"))
     if encoding not in ("xor", "overwrite") or compression != "zstd" or kind not in _CHECKSUMS:
         text = f"a delta in {excerpt(encoding)}, {excerpt(compression)} and {excerpt(kind)} is not supported"
@@ -284,17 +284,17 @@ def _foreign(store: Store, metadata: Mapping[str, Any], weight_map: Mapping[str,
     if _number_of(store) != number:
         raise ValueError(f"it is that of version {number}")
     files = _opened_files(store, weight_map)
-    for file, header in files.values():
+    for file, header in files:
         for name in header.entries:
             if not _HEX.fullmatch(header.metadata.get(name, "")):
                 raise CorruptError("a changed tensor has no checksum", name=name, path=file.path)
     return _Delta(files, number, base, encoding, kind)
 
 
-def _opened_files(store: Store, weight_map: Mapping[str, str]) -> dict[str, tuple[StoredFile, Header]]:
+def _opened_files(store: Store, weight_map: Mapping[str, str]) -> list[tuple[StoredFile, Header]]:
     """Open all files of a weight map, and check that they have exactly its tensors."""
     huggingface.check_file_names(weight_map, store.path)
-    files = {}
+    files = []
     for name in sorted(set(weight_map.values())):
         file = open_listed(store, name, "a file of this version is missing, or not yet visible on this host")
         header = read_header(file)
@@ -305,7 +305,7 @@ def _opened_files(store: Store, weight_map: Mapping[str, str]) -> dict[str, tupl
         for tensor, entry in header.entries.items():
             if entry.dtype != "U8" or len(entry.shape) != 1:
                 raise CorruptError("the entry of a delta is one row of bytes", name=tensor, path=file.path)
-        files[name] = file, header
+        files.append((file, header))
     return files
 
 
@@ -320,11 +320,11 @@ def _open_base(opened: OpenedPath, delta: _Delta) -> OpenedPath:
         text = f"version {delta.number} is based on version {delta.base}, which is not beside it"
         raise IncompleteError(text, path=path) from None
     if delta.base_manifest:
-        found = _manifest_digest(base.store)
-        if found != delta.base_manifest:
+        present = _manifest_digest(base.store)
+        if present != delta.base_manifest:
             base.close()
             text = f"this is not the version {delta.base} on which version {delta.number} is based"
-            raise CorruptError(text, path=path, expected=delta.base_manifest, found=found)
+            raise CorruptError(text, path=path, expected=delta.base_manifest, found=present)
     return base
 
 
@@ -337,7 +337,7 @@ def _resolved(opened: OpenedPath, delta: _Delta, base: Source) -> Source:
         name = min((delta.unchanged | delta.records.keys()) ^ tensors.keys())
         raise CorruptError("this version and its base do not have the same tensors", name=name, path=opened.path)
     files = []
-    for number, (file, header) in enumerate(delta.files.values()):
+    for number, (file, header) in enumerate(delta.files):
         patched = {}
         for name, entry in header.entries.items():
             if name not in tensors:
@@ -374,9 +374,8 @@ def _patched(delta: _Delta, header: Header, stored: ByteRange, base: SourceTenso
     shard, name = base.shard, base.shard.name
     record = delta.records.get(name, {})
     if record and (record["dtype"], tuple(record["shape"])) != (shard.dtype, shard.global_shape):
-        text, found = "the dtype or shape differs from the base", f"{record['dtype']} {record['shape']}"
-        expected = f"{shard.dtype} {list(shard.global_shape)}"
-        raise CorruptError(text, name=name, path=stored.path, expected=expected, found=found)
+        text, listed = "the dtype or shape differs from the base", f"{record['dtype']} {record['shape']}"
+        raise CorruptError(text, name=name, path=stored.path, expected=shard, found=listed)
     from statexchange.formats.converted import with_one_box  # late: most commands read no deltas
 
     whole = with_one_box(base)

@@ -247,16 +247,16 @@ class PatchedFile(StoredFile):
 
     def _prove(self) -> None:
         """Compare the checksum of all bytes, once."""
-        found = 1
+        checksum = 1
         memory = memoryview(bytearray(min(WINDOW_BYTES, self.size)))
         for at in range(0, self.size, WINDOW_BYTES):
             part = memory[: min(WINDOW_BYTES, self.size - at)]
             self._read(part, at)
-            found = zlib.adler32(part, found)
-        if int(self._checksum, 16) != found:
+            checksum = zlib.adler32(part, checksum)
+        if int(self._checksum, 16) != checksum:
             name, expected = self.changes[-1].name, self._checksum
             text = "bytes differ from their checksum"
-            raise CorruptError(text, name=name, path=self.path, expected=expected, found=f"{found:08x}")
+            raise CorruptError(text, name=name, path=self.path, expected=expected, found=f"{checksum:08x}")
         self._checksum = ""
 
     @property
