@@ -88,8 +88,7 @@ class _DemoProgress:
             self._output.message(text)
 
     def _draw(self, path: str) -> None:
-        from statexchange.report.supply import nbytes_by_rank, supply_of
-        from statexchange.report.supply_picture import supply_picture
+        from statexchange.report.supply import nbytes_by_rank, supply_of, supply_picture
 
         supply = supply_of(path)
         for rank, nbytes in sorted(nbytes_by_rank(supply.tensors).items()):

@@ -17,7 +17,7 @@ from statexchange.units import format_shape
 
 if TYPE_CHECKING:
     from statexchange.report.diff import TensorDiff
-    from statexchange.report.value_sums import ValueDiff
+    from statexchange.report.value_statistics import ValueDiff
 
 _HEADER = ("NAME", "DIFFERS", "ELEMENTS", "MAX-ABS", "REL-L2", "COSINE", "FIRST", "NAN")
 _DROP = ("COSINE", "FIRST", "ELEMENTS", "NAN", "MAX-ABS")

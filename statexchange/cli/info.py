@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from statexchange.report.rounds import RankStatus
     from statexchange.report.saves import SavesReport
     from statexchange.report.summary import SectionSummary, Summary
-    from statexchange.report.tree import ModuleNode
+    from statexchange.report.tensor_facts import ModuleNode
 
 _MAX_NAMES = 4  # shown of a part's files
 _DEPTH = 4  # of the tree: a layer's attention and MLP, in most models

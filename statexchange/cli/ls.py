@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
     from statexchange.report.rounds import RankRow
     from statexchange.report.saves import SaveRow, UnfinishedRow
-    from statexchange.report.tensor_rows import TensorRow
+    from statexchange.report.tensor_facts import TensorRow
     from statexchange.report.versions import VersionRow
 
 _UNKNOWN = "?"
@@ -52,7 +52,7 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
     """
     from statexchange.formats.registry import holds_saves, open_source
     from statexchange.formats.source import abbreviated_list, abbreviated_reasons
-    from statexchange.report.tensor_rows import known_bytes, tensor_rows
+    from statexchange.report.tensor_facts import known_bytes, tensor_rows
     from statexchange.storage.versions import holds_versions
 
     if holds_versions(path):
@@ -93,8 +93,7 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
 
 def _draw_supply(source: Source, rows: list[TensorRow], picture: PictureFile) -> None:
     """Draw which rank or file supplied which bytes of the listed tensors."""
-    from statexchange.report.supply import supply_of
-    from statexchange.report.supply_picture import supply_picture
+    from statexchange.report.supply import supply_of, supply_picture
 
     names = {row.name for row in rows}
     picture.write(supply_picture(supply_of(source).select(names)))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
     from statexchange.report.configs import ConfigComparison
     from statexchange.report.tensor_facts import TensorFacts
-    from statexchange.report.tensor_values import Bin, ValueStatistics
+    from statexchange.report.value_statistics import Bin, ValueStatistics
     from statexchange.sharding.shards import Box
 
 _CORNER = (slice(4), slice(6))  # rows and columns of the default slice
@@ -268,8 +268,7 @@ def _show_tensor(
     is_part: bool,
 ) -> int:
     from statexchange.report.summary import aliases_of
-    from statexchange.report.tensor_facts import tensor_facts
-    from statexchange.report.tensor_rows import tensor_rows
+    from statexchange.report.tensor_facts import tensor_facts, tensor_rows
 
     facts = tensor_facts(source, name, is_part=is_part)
     if facts is None:
@@ -286,12 +285,11 @@ def _show_tensor(
         raise NotFoundError(f"there is no tensor {excerpt(name, 200)} among {len(names):,}{hint}", path=source.path)
 
     from statexchange.cli.progress import Progress
-    from statexchange.report.tensor_values import read_slice, read_statistics
+    from statexchange.report.value_statistics import read_slice, read_statistics
 
     box = _box_of(facts, index)
     if picture is not None:
-        from statexchange.report.supply import supply_of
-        from statexchange.report.supply_picture import supply_picture
+        from statexchange.report.supply import supply_of, supply_picture
 
         picture.write(supply_picture(supply_of(source).select({facts.tied_to or facts.name})))
     values = read_slice(facts, box)

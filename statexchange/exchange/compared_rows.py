@@ -12,7 +12,7 @@ from statexchange.formats.open_checkpoint import StoredTensor
 from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies
 from statexchange.formats.source import Source
 from statexchange.report.diff import TensorDiff
-from statexchange.report.value_sums import ValueSums, same_bytes
+from statexchange.report.value_statistics import ValueSums, same_bytes
 from statexchange.sharding.plan import RankShards, plan_merge
 from statexchange.sharding.shards import Box
 from statexchange.state.describe import LocalTensor

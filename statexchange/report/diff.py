@@ -20,7 +20,7 @@ from statexchange.formats.converted import configs_beside, convert_source, read_
 from statexchange.formats.registry import has_master_weights, open_source
 from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies, check_tied
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
-from statexchange.report.value_sums import ValueDiff, ValueSums, same_bytes
+from statexchange.report.value_statistics import ValueDiff, ValueSums, same_bytes
 from statexchange.sharding.options import CallOptions, ExportOptions, Rename, renamed
 from statexchange.sharding.paths import without_wrappers
 from statexchange.sharding.plan import TensorPlan, plan_tensors

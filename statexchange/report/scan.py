@@ -31,7 +31,7 @@ from statexchange.formats.model_files import unread_weights
 from statexchange.formats.registry import UNFINISHED_DOWNLOAD, Probe, probe
 from statexchange.formats.source import abbreviated_names
 from statexchange.report.summary import count_parameters, model_of
-from statexchange.report.tensor_rows import tensor_rows
+from statexchange.report.tensor_facts import tensor_rows
 from statexchange.storage.files import hidden_target
 from statexchange.storage.location import is_remote, resolve_path
 from statexchange.storage.steps import step_of

@@ -15,13 +15,11 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
 from statexchange.formats.source import FLAT_PARAMETERS, Part, Source, is_flat_parameter
 from statexchange.report.configs import model_config
-from statexchange.report.tensor_rows import TensorRow, known_bytes, tensor_rows
-from statexchange.report.tree import ModuleNode, module_tree
+from statexchange.report.tensor_facts import ModuleNode, TensorRow, aliases_of, known_bytes, module_tree, tensor_rows
 
 __all__ = [
     "SectionSummary",
     "Summary",
-    "aliases_of",
     "count_parameters",
     "model_of",
     "model_rows",
@@ -197,16 +195,6 @@ def _sections(source: Source, rows: list[TensorRow]) -> dict[str, SectionSummary
         of_section = [row for row in rows if row.name in section.names]
         sections[section.name] = SectionSummary(len(of_section), known_bytes(of_section))
     return sections
-
-
-def aliases_of(source: Source) -> dict[str, str]:
-    """Return the names of tied tensors, with the names under which they are kept. Not collective."""
-    aliases: dict[str, str] = {}
-    if source.manifest is not None:
-        aliases |= source.manifest.get("aliases", {})
-    for shard_file in source.files:
-        aliases |= shard_file.aliases
-    return aliases
 
 
 def model_of(source: Source) -> str | None:

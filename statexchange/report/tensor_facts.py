@@ -1,25 +1,124 @@
-"""Find out what a checkpoint's headers say of one tensor: dtype, shape, and which file has which region of it."""
+"""What a checkpoint's headers say of its tensors: a row for each, all facts about one, and the tree of modules."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.errors import IncompleteError, OverlapError, StateExchangeError, UnsupportedError
 from statexchange.formats.sections import sections_of
-from statexchange.report.summary import aliases_of
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.plan import RankShards, plan_tensors, replica_error
-from statexchange.sharding.shards import Box, full_box
+from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.tensors import ITEMSIZE, PACKED, element_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from statexchange.formats.source import ShardFile, Source
     from statexchange.storage.store import ByteRange
 
-__all__ = ["Region", "TensorFacts", "cover_problems", "element_box", "group_box", "tensor_facts"]
+__all__ = [
+    "ModuleNode",
+    "Region",
+    "TensorFacts",
+    "TensorRow",
+    "aliases_of",
+    "cover_problems",
+    "element_box",
+    "group_box",
+    "known_bytes",
+    "module_tree",
+    "tensor_facts",
+    "tensor_rows",
+]
+
+
+# --- All tensors ---
+
+
+class TensorRow(NamedTuple):
+    """One tensor of a checkpoint.
+
+    Attributes:
+        name: its name.
+        dtype: its dtype; "?" if only the name is known.
+        shape: its global shape, in elements; None if only the name is known.
+        nbytes: its bytes; None if they are not known.
+        holders: ranks (or numbers of files) that have a part of it; empty if it cannot be read.
+        num_boxes: number of stored boxes.
+        file: the first file that has a part of it.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...] | None
+    nbytes: int | None
+    holders: tuple[int, ...]
+    num_boxes: int
+    file: str
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of its elements; 0 if only the name is known."""
+        return 0 if self.shape is None else full_box(self.shape).numel
+
+
+def tensor_rows(source: Source) -> list[TensorRow]:
+    """Return a row for each tensor of a source, in its order. Not collective."""
+    first: dict[str, tuple[ShardFile, Shard]] = {}
+    more: dict[str, list[tuple[ShardFile, Shard]]] = {}  # of tensors of which several files have a part
+    for shard_file, tensor in source.shards():
+        part = shard_file, tensor.shard
+        if tensor.shard.name not in first:
+            first[tensor.shard.name] = part
+        else:
+            more.setdefault(tensor.shard.name, []).append(part)
+    rows: dict[str, TensorRow] = {}
+    for name, (shard_file, shard) in first.items():
+        holders: tuple[int, ...] = (shard_file.rank,)
+        # The shape of the last part, as by the ends of its parts a tensor's shape is known.
+        last, num_boxes = shard, len(shard.boxes)
+        if name in more:
+            last = more[name][-1][1]
+            holders += tuple([other.rank for other, _ in more[name]])
+            num_boxes += sum([len(other.boxes) for _, other in more[name]])
+        rows[name] = TensorRow(
+            name,
+            last.dtype,
+            element_shape(last.dtype, last.global_shape),
+            full_box(last.global_shape).numel * ITEMSIZE[last.dtype],
+            holders,
+            num_boxes,
+            shard_file.name,
+        )
+    for unreadable in source.unreadable:
+        if unreadable.name not in rows:
+            dtype, shape, nbytes = unreadable.dtype or "?", unreadable.shape, unreadable.nbytes
+            if nbytes is None and shape is not None and dtype in ITEMSIZE:
+                nbytes = full_box(shape).numel * ITEMSIZE[dtype]
+            file = unreadable.path.rpartition("/")[2]
+            rows[unreadable.name] = TensorRow(unreadable.name, dtype, shape, nbytes, (), 0, file)
+    return list(rows.values())
+
+
+def known_bytes(rows: Iterable[TensorRow]) -> int:
+    """Return the sum of the bytes of tensors, without tensors whose size is not known."""
+    return sum(row.nbytes or 0 for row in rows)
+
+
+def aliases_of(source: Source) -> dict[str, str]:
+    """Return the names of tied tensors, with the names under which they are kept. Not collective."""
+    aliases: dict[str, str] = {}
+    if source.manifest is not None:
+        aliases |= source.manifest.get("aliases", {})
+    for shard_file in source.files:
+        aliases |= shard_file.aliases
+    return aliases
+
+
+# --- One tensor ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +279,113 @@ def _refuse_unreadable(source: Source, name: str) -> None:
             if problem.name == name or problem.path == unreadable.path:
                 raise problem
         raise IncompleteError("its file is missing or broken", name=name, path=unreadable.path)
+
+
+# --- The tree of modules ---
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNode:
+    """A module, or a run of numbered ones that are alike, with all that lies below.
+
+    Attributes:
+        name: its own part of the dotted name, as "self_attn"; "0..31" for modules that are alike; "" at the top.
+        path: the dotted name, which ends in `name`.
+        num_alike: number of modules that this stands for.
+        num_tensors: number of tensors, of all of these modules.
+        num_parameters: number of their elements.
+        nbytes: their bytes.
+        children: the modules and tensors directly below.
+    """
+
+    name: str
+    path: str
+    num_alike: int
+    num_tensors: int
+    num_parameters: int
+    nbytes: int
+    children: tuple[ModuleNode, ...]
+
+    def walk(self, depth: int) -> Iterator[tuple[int, ModuleNode]]:
+        """Yield (depth, node) for this node, which has `depth`, and all below it, parents first."""
+        waiting = [(depth, self)]
+        while waiting:
+            level, node = waiting.pop()
+            yield level, node
+            waiting += [(level + 1, child) for child in reversed(node.children)]
+
+
+class _Branch:
+    """A module while the tree is built. Branches are alike if their `form` is equal."""
+
+    def __init__(self) -> None:
+        self.below: dict[str, _Branch] = {}
+        self.tensors: list[TensorRow] = []
+        self.num_tensors = self.num_parameters = self.nbytes = 0
+        self.form = 0
+
+
+def module_tree(rows: Iterable[TensorRow], depth: int) -> ModuleNode:
+    """Return the tree of the tensors' names, down to `depth` parts of a name.
+
+    Successive numbered modules, such as layers.0 to layers.31, are one node if all below them has the same names,
+    dtypes and shapes.
+    """
+    top = _Branch()
+    branches = [top]
+    for row in rows:
+        branch = top
+        parts = row.name.split(".", depth)[:depth]  # deeper parts count in the last one
+        path = [top]
+        for part in parts:
+            if part not in branch.below:
+                branch.below[part] = _Branch()
+                branches.append(branch.below[part])
+            branch = branch.below[part]
+            path.append(branch)
+        branch.tensors.append(row)
+        for one in path:
+            one.num_tensors += 1
+            one.num_parameters += row.num_parameters
+            one.nbytes += row.nbytes or 0
+    forms: dict[Hashable, int] = {}  # numbers, so that a form does not hold all forms below
+    for branch in reversed(branches):  # children come after their parents
+        own = tuple(sorted((row.name.split(".", depth)[depth:], row.dtype, row.shape) for row in branch.tensors))
+        below = tuple(sorted((name, child.form) for name, child in branch.below.items()))
+        branch.form = forms.setdefault((repr(own), below), len(forms))
+    return _node("", "", [top])
+
+
+def _node(name: str, path: str, alike: list[_Branch]) -> ModuleNode:
+    """Return the node of branches that are alike. The work is bounded by their number and the depth."""
+    children = []
+    for run in _runs(alike[0].below):
+        shown = run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}"
+        below = [branch.below[part] for branch in alike for part in run]
+        children.append(_node(shown, f"{path}.{shown}".removeprefix("."), below))
+    return ModuleNode(
+        name,
+        path,
+        len(alike),
+        sum(branch.num_tensors for branch in alike),
+        sum(branch.num_parameters for branch in alike),
+        sum(branch.nbytes for branch in alike),
+        tuple(children),
+    )
+
+
+def _runs(below: dict[str, _Branch]) -> list[list[str]]:
+    """Return the names in order of their numbers, successive ones whose branches are alike together."""
+    runs: list[list[str]] = []
+    for name in sorted(below, key=lambda name: (0, int(name), "") if _is_number(name) else (1, 0, "")):
+        last = runs[-1][-1] if runs else ""
+        is_next = _is_number(name) and _is_number(last) and int(name) == int(last) + 1
+        if is_next and below[name].form == below[last].form:
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    return runs
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdigit() and len(name) < 10 and str(int(name)) == name

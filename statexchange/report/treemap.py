@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from statexchange.errors import NotFoundError
 from statexchange.report.summary import model_of, model_rows
 from statexchange.report.svg import MARGIN, WIDTH, Drawing, lightened, palette, text_width, title_of
-from statexchange.report.tensor_rows import TensorRow, known_bytes, tensor_rows
+from statexchange.report.tensor_facts import TensorRow, known_bytes, tensor_rows
 from statexchange.units import format_bytes, format_count, format_number, format_shape, shortened
 
 if TYPE_CHECKING:

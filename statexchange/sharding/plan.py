@@ -212,7 +212,9 @@ def plan_tensors(
     The arguments and errors are those of `plan_merge`.
     """
     reductions = reductions or {}
-    selected = _select(_by_name(rank_shards), options)
+    selected = _by_name(rank_shards)
+    if options.include or options.exclude:
+        selected = _select(selected, options)
     if sorts:
         selected = dict(sorted(selected.items()))
     dtypes = _OutputDTypes(selected, options)
@@ -349,8 +351,6 @@ def _by_name(rank_shards: Sequence[RankShards]) -> dict[str, _TensorShards]:
 
 
 def _select(by_name: Mapping[str, _TensorShards], options: ExportOptions) -> dict[str, _TensorShards]:
-    if not options.include and not options.exclude:
-        return dict(by_name)
     options.check_include(by_name)
     return {name: shards for name, shards in by_name.items() if options.wants(name)}
 

@@ -35,8 +35,7 @@ import statexchange as sx
 from statexchange.cli.main import main
 from statexchange.cli.output import EXIT_CODES
 from statexchange.formats.registry import open_source
-from statexchange.report.supply import supply_of
-from statexchange.report.supply_picture import supply_picture
+from statexchange.report.supply import supply_of, supply_picture
 from statexchange.sharding.shards import full_box
 from statexchange.storage.regions import slices_within
 from statexchange.tensors import PACKED

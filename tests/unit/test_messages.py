@@ -25,7 +25,7 @@ from statexchange.exchange.rank_metadata import DescribedShard, RankMetadata, ch
 from statexchange.exchange.reading import Overflows, WantedBox
 from statexchange.exchange.saving import _Start, _Written
 from statexchange.messages import decode, encoded
-from statexchange.report.value_sums import ValueSums
+from statexchange.report.value_statistics import ValueSums
 from statexchange.sharding.pieces import SpecPieces
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpec

@@ -15,7 +15,7 @@ import statexchange as sx
 from statexchange.errors import CorruptError, UnsupportedError
 from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
-from statexchange.report.tensor_rows import tensor_rows
+from statexchange.report.tensor_facts import tensor_rows
 from statexchange.report.verify import verify
 from statexchange.testing import run_ranks
 

@@ -16,8 +16,7 @@ from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import NotFoundError
 from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source
-from statexchange.report.supply import Supplied, cells_of, nbytes_by_rank, supply_of
-from statexchange.report.supply_picture import supply_picture
+from statexchange.report.supply import Supplied, cells_of, nbytes_by_rank, supply_of, supply_picture
 from statexchange.sharding.shards import Box
 from statexchange.storage.tensorfile import ShardData
 from statexchange.units import format_bytes, format_shape

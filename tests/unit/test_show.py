@@ -27,7 +27,7 @@ from statexchange.errors import IncompleteError
 from statexchange.formats.registry import open_source
 from statexchange.report.rounds import list_rounds
 from statexchange.report.tensor_facts import tensor_facts
-from statexchange.report.tensor_values import read_slice, read_statistics
+from statexchange.report.value_statistics import read_slice, read_statistics
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace

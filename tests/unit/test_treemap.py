@@ -10,7 +10,7 @@ from drawn import SVG, texts
 
 from statexchange.errors import NotFoundError
 from statexchange.report.svg import lightened, palette
-from statexchange.report.tensor_rows import TensorRow
+from statexchange.report.tensor_facts import TensorRow
 from statexchange.report.treemap import _INK, _LIGHTENED, _OTHERS, treemap
 
 WHOLE = 860 * 520

@@ -21,9 +21,9 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from commands import STATEXCHANGE, Ran, run
 from machine import machine_text
 from safetensors.numpy import save_file
+from timed_command import STATEXCHANGE, Ran, run
 
 DIFF = [STATEXCHANGE, "diff"]
 TENSORS, COLUMNS = 16, 1024

@@ -18,8 +18,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from commands import STATEXCHANGE, Ran, run
 from machine import machine_text
+from timed_command import STATEXCHANGE, Ran, run
 
 TENSORS_PER_FILE = 10_000
 NBYTES = 4 * 4 * 2

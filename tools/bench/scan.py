@@ -16,8 +16,8 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from commands import STATEXCHANGE, Ran, run
 from machine import machine_text
+from timed_command import STATEXCHANGE, Ran, run
 
 CONFIG = json.dumps({"architectures": ["LlamaForCausalLM"], "hidden_size": 8})
 
