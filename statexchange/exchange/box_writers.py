@@ -41,7 +41,7 @@ from statexchange.sharding.plan import RankShards, cover_sum, covers_evenly, pla
 from statexchange.sharding.shards import Box, LongTuple, Shard
 from statexchange.state.describe import LocalTensor, MeshLayout
 from statexchange.storage.files import digest
-from statexchange.storage.tensorfile import digests_of
+from statexchange.storage.rank_writer import digests_of
 from statexchange.tensors import collector_paused
 
 __all__ = ["Shares", "share_writing"]

@@ -29,11 +29,10 @@ from statexchange.sharding.shards import Shard
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.location import open_path
 from statexchange.storage.publish import link_into_build, write_into_build
+from statexchange.storage.rank_writer import check_unchanged, digests_of
 from statexchange.storage.tensorfile import (
     MANIFEST,
     SavedFile,
-    check_unchanged,
-    digests_of,
     frozen_file_name,
     open_rank_file,
     rank_metadata,

@@ -52,9 +52,10 @@ from statexchange.storage.memory_directory import (
     files_of,
 )
 from statexchange.storage.publish.build import Build, WrittenFile
+from statexchange.storage.rank_writer import DigestedTensors
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.store import ByteRange, Store, StoredFile
-from statexchange.storage.tensorfile import DigestedTensors, rank_file_names
+from statexchange.storage.tensorfile import rank_file_names
 
 __all__ = ["MemoryCopies"]
 

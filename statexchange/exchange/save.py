@@ -34,7 +34,7 @@ from statexchange.exchange.saving import (
 from statexchange.sharding.options import CallOptions, LoadOptions
 from statexchange.state.describe import Description, LocalTensor, State
 from statexchange.state.state_dict import SavedState, describe_save
-from statexchange.storage.location import target_path
+from statexchange.storage.location import is_remote, target_path
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -207,7 +207,7 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
         index = gather_index(comm, saved, described, file, frozen_files) if comm.world_size > 1 else ""
         published = publish(build, file, frozen_files, index, request, starts[0], comm)
     seconds = time.perf_counter() - began
-    shown = without_secrets(request.path)
+    shown = without_secrets(request.path) if is_remote(request.path) else request.path
     sizes, linked_nbytes = published
     report = SaveReport(shown, request.step, len(described.tensors), sum(sizes), seconds, sizes, notes, linked_nbytes)
     if comm.rank == 0:

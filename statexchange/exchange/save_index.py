@@ -21,13 +21,13 @@ from statexchange.storage.files import digest
 from statexchange.storage.publish.build import WrittenFile
 from statexchange.storage.save_index import (
     Group,
-    IndexedState,
     IndexedTensor,
     SavedLayout,
     index_text,
     is_readable,
     layout_of,
 )
+from statexchange.storage.tensorfile import IndexedState
 from statexchange.tensors import collector_paused
 
 __all__ = ["RankIndex", "gather_index", "index_of_rank", "joined"]

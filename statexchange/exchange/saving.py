@@ -34,11 +34,11 @@ from statexchange.state.state_dict import SavedState
 from statexchange.storage.location import is_remote
 from statexchange.storage.publish import open_build, write_into_build
 from statexchange.storage.publish.build import Build, WrittenFile
+from statexchange.storage.rank_writer import check_unchanged
 from statexchange.storage.tensorfile import (
     MANIFEST,
     SavedFile,
     SaveManifest,
-    check_unchanged,
     frozen_file_name,
     is_stray,
     rank_file_names,

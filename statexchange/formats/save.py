@@ -10,9 +10,10 @@ from statexchange.formats.listed_files import ListedFiles
 from statexchange.formats.source import ShardFile, Source, parsing
 from statexchange.storage.location import OpenedPath, parse_stored
 from statexchange.storage.publish.claim import claim_of
-from statexchange.storage.save_index import IndexedState, SaveIndex
+from statexchange.storage.save_index import SaveIndex
 from statexchange.storage.tensorfile import (
     MANIFEST,
+    IndexedState,
     SaveManifest,
     is_of_a_save,
     open_rank_file,

@@ -33,11 +33,11 @@ from statexchange.sharding.sharding_spec import DimSplit, Placement, coordinate_
 from statexchange.sharding.shards import Box, Shard, shape_from_json
 from statexchange.storage.location import check_parsed_size, parse_json
 from statexchange.storage.store import Budget
+from statexchange.storage.tensorfile import IndexedState
 from statexchange.tensors import ITEMSIZE
 
 __all__ = [
     "Group",
-    "IndexedState",
     "IndexedTensor",
     "SaveIndex",
     "SavedLayout",
@@ -165,36 +165,6 @@ class GroupInFile(NamedTuple):
 
     group: int
     mesh_rank: int
-
-
-class IndexedState(NamedTuple):
-    """The metadata of a rank's file that are not about its tensors."""
-
-    aliases: Mapping[str, str]
-    per_rank: Sequence[str]
-    optimizers: Mapping[str, str]
-    left_out: Sequence[str]
-
-    def to_json(self) -> dict[str, object]:
-        """Return the state as a JSON value, without what is empty."""
-        return {name: value for name, value in self._asdict().items() if value}
-
-    @classmethod
-    def from_json(cls, raw: object) -> IndexedState:
-        """Return the state of such an object, which may have other keys, too; raise ValueError for anything else."""
-        if not isinstance(raw, dict):
-            raise ValueError(f"not a state: {excerpt(raw)}")
-        mappings, lists = (raw.get("aliases", {}), raw.get("optimizers", {})), []
-        for name in ("per_rank", "left_out"):
-            lists.append(_listed(raw.get(name, [])))
-        texts = [*lists[0], *lists[1]]
-        for mapping in mappings:
-            if not isinstance(mapping, dict):
-                raise ValueError(f"not an object: {excerpt(mapping)}")
-            texts += mapping.values()
-        if {*map(type, texts)} - {str}:
-            raise ValueError("the aliases, optimizers and paths of a state are not texts")
-        return cls(mappings[0], [*map(str, lists[0])], mappings[1], [*map(str, lists[1])])
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,15 +12,12 @@ parameters that do not train, which later saves link: the manifest has the id of
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-import os
 import re
 import struct
 from collections.abc import Mapping  # ranks send manifests, so that their hints are read at run time
 from dataclasses import dataclass, field
-from itertools import islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,24 +31,20 @@ from statexchange.errors import (
     UnsafeError,
     excerpt,
 )
-from statexchange.sharding.shards import MAX_SIZE, Box, LongTuple, Shard, full_box, numel_of, sizes_from_json
-from statexchange.storage.atomic import new_file
-from statexchange.storage.files import PART_BYTES, REPORTED_BYTES, WINDOW_BYTES, digest
+from statexchange.sharding.shards import MAX_SIZE, Box, Shard, full_box, numel_of, sizes_from_json
+from statexchange.storage.files import digest
 from statexchange.storage.location import parse_json, read_json, seal, unseal
 from statexchange.storage.store import ByteRange
 from statexchange.storage.wrong_kinds import wrong_kind_of
 from statexchange.tensors import (
     ITEMSIZE,
     PACKED,
-    TensorLike,
-    collector_paused,
     element_shape,
     group_shape,
-    run_bytes,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Sequence
 
     import numpy as np
     from numpy.typing import NDArray
@@ -60,17 +53,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MANIFEST",
+    "METADATA_KEY",
     "SCHEMA",
     "TORCH_SHARDING_KEY",
-    "DigestedTensors",
+    "TORCH_VERSION_KEY",
+    "WORKSPACE_KEY",
     "Entry",
     "Header",
+    "IndexedState",
     "RankFile",
     "SaveManifest",
     "SavedFile",
-    "ShardData",
-    "check_unchanged",
-    "digests_of",
     "encode_header",
     "frozen_file_name",
     "header_text",
@@ -84,21 +77,18 @@ __all__ = [
     "read_header_bytes",
     "read_manifest",
     "removable_files",
-    "write_tensor_file",
 ]
 
 MAX_HEADER_BYTES = 100_000_000
 _MAX_NAME_BYTES = 512
-_METADATA_KEY = "__metadata__"
+METADATA_KEY = "__metadata__"
 WORKSPACE_KEY = "statexchange"
 # torch's HuggingFaceStorageWriter keeps a shard's offsets under this key, and its version beside it.
-TORCH_SHARDING_KEY, _TORCH_VERSION_KEY, _TORCH_VERSION = "DCP_SHARDING_INFO", "DCP_VERSION", "1.0"
-_PER_FILE_KEYS = (WORKSPACE_KEY, TORCH_SHARDING_KEY, _TORCH_VERSION_KEY)
+TORCH_SHARDING_KEY, TORCH_VERSION_KEY = "DCP_SHARDING_INFO", "DCP_VERSION"
+_PER_FILE_KEYS = (WORKSPACE_KEY, TORCH_SHARDING_KEY, TORCH_VERSION_KEY)
 _ENTRY_KEYS = {"dtype", "shape", "data_offsets"}
 _CHANGED_IN_FILE = frozenset({"C128", *PACKED})  # dtypes whose shape, or name, is another in a file
 _INT = frozenset({int})
-_PLACE_OF = {dtype: -place for place, dtype in enumerate(ITEMSIZE)}
-_SHARD_OF = attrgetter("shard")
 _DTYPE = re.compile(r"[A-Z][A-Z0-9_]{0,31}")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -154,24 +144,11 @@ class Header:
         return metadata
 
 
-@dataclass(frozen=True, slots=True)
-class ShardData:
-    """A rank's shard of one tensor, with its bytes.
-
-    `data` has one tensor for each box, of any dtype and shape, whose bytes (`run_bytes`) are the box in C order; or it
-    is a function that takes a box's index and returns the box's bytes in C order, part by part, each of which is valid
-    until the next one is requested.
-    """
-
-    shard: Shard
-    data: tuple[TensorLike, ...] | Callable[[int], Iterable[memoryview]]
-
-
 def _refused_name(names: Mapping[str, object]) -> tuple[str, str] | None:
     """Return the first name that no tensor of a file may have, with the reason; None if there is none."""
     # Nearly always none is refused, which one look at all of them shows: what is printable has neither control
     # characters nor surrogates, and no character has more than 4 bytes.
-    is_reserved = "" in names or _METADATA_KEY in names
+    is_reserved = "" in names or METADATA_KEY in names
     if not is_reserved and "".join(names).isprintable() and 4 * max(map(len, names), default=0) <= _MAX_NAME_BYTES:
         return None
     for name in names:
@@ -183,7 +160,7 @@ def _refused_name(names: Mapping[str, object]) -> tuple[str, str] | None:
             return name, "it is empty"
         if nbytes > _MAX_NAME_BYTES:
             return name, f"it has {nbytes} bytes, and {_MAX_NAME_BYTES} are allowed"
-        if name == _METADATA_KEY:
+        if name == METADATA_KEY:
             return name, "safetensors reserves it for a file's metadata"
         # A terminal would obey them, and they would break the lines of a log.
         if _CONTROL.search(name):
@@ -220,7 +197,7 @@ def header_text(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Map
         name, reason = refused
         problem = f"a tensor cannot be written under the name {excerpt(name, 60)}: {reason}; rename the tensor"
         raise UnsafeError(problem)
-    return json.dumps({_METADATA_KEY: metadata, **entries}, ensure_ascii=False, separators=(",", ":"))
+    return json.dumps({METADATA_KEY: metadata, **entries}, ensure_ascii=False, separators=(",", ":"))
 
 
 def encode_header(text: str) -> bytes:
@@ -248,7 +225,7 @@ def read_header(file: StoredFile, *, whole: bool = True) -> Header:
         raise CorruptError("not a safetensors file: its header is not a JSON object", path=path)
     raw = parse_json(text, path, file.budget)
     assert isinstance(raw, dict)  # the text begins with a brace
-    metadata = raw.pop(_METADATA_KEY, {})
+    metadata = raw.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or set(map(type, metadata.values())) - {str}:
         raise CorruptError("header metadata must map text to text", path=path)
     refused = _refused_name(raw)
@@ -331,244 +308,35 @@ def _entries(raw: Mapping[str, object], data_start: int, path: str) -> list[Entr
     return entries
 
 
-def write_tensor_file(
-    dir_fd: int,
-    name: str,
-    path: str,
-    shards: Sequence[ShardData],
-    metadata: Mapping[str, object],
-    *,
-    durable: bool,
-    mode: int = 0o600,
-    progress: Callable[[], object] | None = None,
-) -> DigestedTensors:
-    """Write one rank's tensors and metadata as a new file; return them with their digests.
-
-    The digests are computed while the tensors are written, so the header, which has them, is written last. `progress`
-    is called about once in a megabyte.
-    """
-    ordered = _in_file_order(shards)
-    header = _RankHeader(ordered, metadata)
-    nbytes, begin = header.file_nbytes, header.nbytes
-    with new_file(dir_fd, name, nbytes, path=path, durable=durable, mode=mode, begin=begin) as file:
-        # The tensors are read once: each part is digested, and written.
-        digests = _digests(ordered, progress, write_part=file.write)
-        first_bytes = header.with_digests(digests)
-        file.write_header(first_bytes)
-    return DigestedTensors(first_bytes, nbytes, tuple(ordered), tuple(digests), progress)
+SCHEMA = 1  # of a rank's metadata
 
 
-@dataclass(frozen=True, slots=True)
-class DigestedTensors:
-    """One rank's tensors as the file that `write_tensor_file` writes, to write them once more, or to a store.
+class IndexedState(NamedTuple):
+    """The metadata of a rank's file that are not about its tensors."""
 
-    A store takes bytes in order. The header comes first and has the digests, so the tensors are read twice for it.
+    aliases: Mapping[str, str]
+    per_rank: Sequence[str]
+    optimizers: Mapping[str, str]
+    left_out: Sequence[str]
 
-    Attributes:
-        header: the first bytes of the file.
-        nbytes: the size of the file.
-    """
-
-    header: bytes
-    nbytes: int
-    _shards: tuple[ShardData, ...]
-    _digests: tuple[str, ...]
-    _progress: Callable[[], object] | None = None
+    def to_json(self) -> dict[str, object]:
+        """Return the state as a JSON value, without what is empty."""
+        return {name: value for name, value in self._asdict().items() if value}
 
     @classmethod
-    def of(
-        cls,
-        shards: Sequence[ShardData],
-        metadata: Mapping[str, object],
-        progress: Callable[[], object] | None = None,
-    ) -> DigestedTensors:
-        """Read the tensors once, for their digests; `progress` is called about once in a megabyte, then and later."""
-        ordered = _in_file_order(shards)
-        digests = _digests(ordered, progress)
-        header = _RankHeader(ordered, metadata)
-        return cls(header.with_digests(digests), header.file_nbytes, tuple(ordered), tuple(digests), progress)
-
-    @property
-    def digests(self) -> dict[str, list[str]]:
-        """The digests of each tensor's boxes."""
-        return _by_name(self._shards, self._digests)
-
-    @property
-    def shards(self) -> list[Shard]:
-        """The shards, in file order."""
-        return list(map(_SHARD_OF, self._shards))
-
-    def write_to(self, write_at: Callable[[memoryview, int], object]) -> None:
-        """Call `write_at(part, at)` with the bytes after the header, part by part in their order.
-
-        A part is valid only during the call; `at` is where it begins in the file.
-
-        Raises:
-            CorruptError: a tensor was changed since its digest was made.
-        """
-        at = len(self.header)
-
-        def write_part(part: memoryview) -> None:
-            nonlocal at
-            write_at(part, at)
-            at += len(part)
-
-        # Each part is digested after its use, so that a change before or during the use is found.
-        digests = _digests(self._shards, self._progress, write_part=write_part, after_use=True)
-        check_unchanged(self.digests, _by_name(self._shards, digests))
-
-
-def check_unchanged(expected: Mapping[str, Sequence[str]], actual: Mapping[str, Sequence[str]]) -> None:
-    """Raise CorruptError if a tensor has other digests than when it was read before; `expected` may lack some."""
-    for name, digests in actual.items():
-        if expected.get(name, digests) != digests:
-            text = "changed while it was saved: do not write into the state during a save, or use background=True"
-            raise CorruptError(text, name=name)
-
-
-def digests_of(shards: Sequence[ShardData], progress: Callable[[], object] | None = None) -> dict[str, list[str]]:
-    """Return the digests of each tensor's boxes; `progress` is called about once in a megabyte."""
-    return _by_name(shards, _digests(shards, progress))
-
-
-def _in_file_order(shards: Sequence[ShardData]) -> list[ShardData]:
-    """Return the shards in the order of safetensors: those of large elements first, so that each tensor is aligned."""
-    keys = []
-    for data in shards:
-        keys.append((_PLACE_OF[data.shard.dtype], data.shard.name))
-    order = sorted(range(len(shards)), key=keys.__getitem__)
-    return list(map(shards.__getitem__, order))
-
-
-def _by_name(shards: Sequence[ShardData], digests: Sequence[str]) -> dict[str, list[str]]:
-    """Return the digests of each tensor's boxes, from those of all boxes in file order."""
-    following = iter(digests)
-    return {data.shard.name: list(islice(following, len(data.shard.boxes))) for data in shards}
-
-
-_BEFORE_METADATA = f'{{"{_METADATA_KEY}":{{"{WORKSPACE_KEY}":"'
-
-
-class _TensorText(NamedTuple):
-    """The part of a header that follows from the tensors.
-
-    Attributes:
-        text: the text, which has `no_digest` in the place of each box's digest.
-        no_digest: a text as long as a digest.
-        data_nbytes: the bytes of all tensors.
-    """
-
-    text: str
-    no_digest: str
-    data_nbytes: int
-
-
-# A save writes a file for each top-level key that does not train, too, and ranks may be threads.
-@functools.lru_cache(8)
-def _tensor_text(shards: LongTuple[Shard]) -> _TensorText:
-    """Return the header of a rank's file from the records of its tensors on.
-
-    Before them it has what changes with each save, see `_RankHeader`; after them "format" and torch's sharding keys.
-    """
-    no_digest = os.urandom(16).hex()  # random, so that no name and no value contains it
-    entries, tensors, torch_sharding, nbytes = [], {}, {}, 0
-    with collector_paused():
-        for shard in shards:
-            name, dtype, boxes = shard.name, shard.dtype, shard.boxes
-            if len(boxes) == 1:
-                offsets, shape = boxes[0]
-                if dtype == "C128":
-                    offsets = (*offsets, 0)  # in the file a number is a pair, in a dim of its own
-                torch_sharding[name] = {"saved_offsets": offsets}
-            else:
-                shape = shard.local_shape
-            entries.append((name, dtype, shape))
-            nbytes += math.prod(shape) * ITEMSIZE[dtype]
-            # JSON has tuples as lists, so that a box is written as `Box.to_json` returns it.
-            digests = [no_digest] * len(boxes)
-            tensors[name] = {"dtype": dtype, "global_shape": shard.global_shape, "boxes": boxes, "digests": digests}
-        texts = {
-            WORKSPACE_KEY: json.dumps({"tensors": tensors}, separators=(",", ":"))[1:],
-            "format": "pt",
-            TORCH_SHARDING_KEY: json.dumps(torch_sharding, separators=(",", ":")),
-            _TORCH_VERSION_KEY: _TORCH_VERSION,
-        }
-        text = header_text(entries, texts).removeprefix(_BEFORE_METADATA)
-    return _TensorText(text, no_digest, nbytes)
-
-
-class _RankHeader:
-    """The header of a rank's file, known before the digests are: they all have the same length.
-
-    The metadata of a save are encoded each time; what follows from the tensors is most often as at the last save.
-    """
-
-    def __init__(self, shards: Sequence[ShardData], metadata: Mapping[str, object]) -> None:
-        of_tensors = _tensor_text(LongTuple(map(_SHARD_OF, shards)))
-        begin = json.dumps(metadata, separators=(",", ":"))[:-1]
-        if metadata:
-            begin += ","
-        # The beginning of a JSON text within a JSON text: a quote in it becomes a backslash and a quote.
-        header = encode_header(_BEFORE_METADATA + json.dumps(begin, ensure_ascii=False)[1:-1] + of_tensors.text)
-        self.nbytes = len(header)
-        self.file_nbytes = len(header) + of_tensors.data_nbytes
-        self._between_digests = header.split(of_tensors.no_digest.encode())
-
-    def with_digests(self, digests: Sequence[str]) -> bytes:
-        """Return the header with the digests of all boxes."""
-        parts = [b""] * (2 * len(digests) + 1)
-        parts[::2] = self._between_digests
-        parts[1::2] = map(str.encode, digests)
-        return b"".join(parts)
-
-
-def _digests(
-    shards: Sequence[ShardData],
-    progress: Callable[[], object] | None,
-    *,
-    write_part: Callable[[memoryview], object] | None = None,
-    after_use: bool = False,
-) -> list[str]:
-    """Read all boxes part by part; call `write_part` with each part, and return the digests of the boxes, in order.
-
-    A part is valid only during the call. It is digested before it is written, while it is in the processor's cache, or
-    with `after_use` afterwards.
-    """
-    import xxhash
-
-    digests: list[str] = []
-    unreported = 0
-    for data in shards:
-        source = data.data
-        for index in range(len(data.shard.boxes)):
-            parts: Iterable[memoryview]
-            if isinstance(source, tuple):
-                box = run_bytes(source[index])
-                # In parts that stay in the processor's cache from the digest to the write.
-                parts = [box]
-                if len(box) > WINDOW_BYTES:
-                    parts = [box[at : at + WINDOW_BYTES] for at in range(0, len(box), WINDOW_BYTES)]
-            else:
-                parts = source(index)
-            hasher = xxhash.xxh3_128()
-            for part in parts:
-                if not after_use:
-                    hasher.update(part)
-                if write_part is not None:
-                    write_part(part)
-                if after_use:
-                    hasher.update(part)
-                # Not for each part: a report takes as long as the writing of a small tensor.
-                unreported += len(part) + PART_BYTES
-                if unreported >= REPORTED_BYTES:
-                    unreported = 0
-                    if progress is not None:
-                        progress()
-            digests.append(hasher.hexdigest())
-    return digests
-
-
-SCHEMA = 1  # of a rank's metadata
+    def from_json(cls, raw: object) -> IndexedState:
+        """Return the state of such an object, which may have other keys, too; raise ValueError for anything else."""
+        if not isinstance(raw, dict):
+            raise ValueError(f"not a state: {excerpt(raw)}")
+        aliases, optimizers = raw.get("aliases", {}), raw.get("optimizers", {})
+        per_rank, left_out = raw.get("per_rank", []), raw.get("left_out", [])
+        kinds = [*map(type, (aliases, optimizers, per_rank, left_out))]
+        if kinds != [dict, dict, list, list]:
+            raise ValueError("the aliases, optimizers and paths of a state are of another kind")
+        texts = [*aliases.values(), *optimizers.values(), *per_rank, *left_out]
+        if {*map(type, texts)} - {str}:
+            raise ValueError("the aliases, optimizers and paths of a state are not texts")
+        return cls(aliases, per_rank, optimizers, left_out)
 
 
 class RankFile:

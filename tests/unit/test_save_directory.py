@@ -32,8 +32,9 @@ from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
 from statexchange.storage import files
 from statexchange.storage.location import seal
+from statexchange.storage.rank_writer import write_tensor_file
 from statexchange.storage.store import Budget
-from statexchange.storage.tensorfile import SaveManifest, rank_metadata, write_tensor_file
+from statexchange.storage.tensorfile import SaveManifest, rank_metadata
 from statexchange.testing import run_ranks
 
 RANKS = 2

@@ -26,7 +26,6 @@ from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage.location import seal
 from statexchange.storage.save_index import (
     Group,
-    IndexedState,
     IndexedTensor,
     SavedLayout,
     SaveIndex,
@@ -35,6 +34,7 @@ from statexchange.storage.save_index import (
     layout_of,
 )
 from statexchange.storage.store import Budget, LocalStore
+from statexchange.storage.tensorfile import IndexedState
 from statexchange.testing import run_ranks
 
 ROWS, WHOLE = SavedLayout(Placement((4,), (DimSplit(0),))), SavedLayout(Placement((), ()))

@@ -92,13 +92,8 @@ def write_save(folder: str, num_tensors: int, world_size: int, written: list[int
     from statexchange.exchange.staging import Staging, shard_data
     from statexchange.sharding.options import LoadOptions
     from statexchange.state.state_dict import describe_save
-    from statexchange.storage.tensorfile import (
-        MANIFEST,
-        SaveManifest,
-        rank_file_names,
-        rank_metadata,
-        write_tensor_file,
-    )
+    from statexchange.storage.rank_writer import write_tensor_file
+    from statexchange.storage.tensorfile import MANIFEST, SaveManifest, rank_file_names, rank_metadata
 
     names, save = rank_file_names(world_size), "0123456789abcdef"
     sizes = [1] * world_size

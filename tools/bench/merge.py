@@ -88,7 +88,7 @@ def make(folder: str, megabytes: int, ranks: int, dim: int) -> str:
     import numpy as np
 
     from statexchange.sharding.shards import Box, Shard
-    from statexchange.storage.tensorfile import ShardData
+    from statexchange.storage.rank_writer import ShardData
     from statexchange.storage.workspace import Workspace
 
     width = int((megabytes * 2**20 / 4 / LAYERS) ** 0.5) // ranks * ranks

@@ -27,14 +27,14 @@ from statexchange.storage import files
 from statexchange.storage.atomic import invalidate_listings, link_same
 from statexchange.storage.location import is_remote, open_path
 from statexchange.storage.publish.build import WrittenFile
-from statexchange.storage.tensorfile import write_tensor_file
+from statexchange.storage.rank_writer import write_tensor_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from statexchange.storage.files import Buffer
     from statexchange.storage.publish.build import Build, OwnCheck, ReplaceCheck, UnfinishedBuild
-    from statexchange.storage.tensorfile import ShardData
+    from statexchange.storage.rank_writer import ShardData
 
 __all__ = [
     "can_link",

@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from statexchange.errors import StorageError, TargetExistsError
 from statexchange.processes import Owner
 from statexchange.storage.files import Buffer
+from statexchange.storage.rank_writer import DigestedTensors
 from statexchange.storage.store import Store
-from statexchange.storage.tensorfile import DigestedTensors
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -72,14 +72,14 @@ from statexchange.storage.publish.build import (
 )
 from statexchange.storage.publish.claim import CLAIM_NAME, Claim
 from statexchange.storage.publish.objects import Objects, conditional, etag_of
-from statexchange.storage.tensorfile import DigestedTensors
+from statexchange.storage.rank_writer import DigestedTensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from statexchange.storage.files import Buffer
     from statexchange.storage.publish.build import OwnCheck, ReplaceCheck
-    from statexchange.storage.tensorfile import ShardData
+    from statexchange.storage.rank_writer import ShardData
 __all__ = [
     "ObjectBuild",
     "ObjectFile",
