@@ -325,7 +325,7 @@ WRONG: dict[str, tuple[int, str, str, Any, str]] = {
         "rank_0_mp_rank_00_optim",
         "single_partition_of_fp32_groups",
         [torch.ones(3)],
-        "the end of its flat buffer",
+        "end of its flat",
     ),
     "no group": (2, "rank_1_mp_rank_00_optim", "single_partition_of_fp32_groups", [], "0 flat buffers"),
     "a larger shape": (
@@ -353,7 +353,7 @@ WRONG: dict[str, tuple[int, str, str, Any, str]] = {
     "no places": (2, "rank_1_mp_rank_00_optim", "param_slice_mappings", None, "old release"),
     "a matrix": (2, "rank_1_mp_rank_00_optim", "single_partition_of_fp32_groups", [torch.ones(2, 8)], "flat one"),
     "tensor parallelism": (2, "mp_rank_00_model", "mp_world_size", 2, "ds_to_universal"),
-    "no parameters by name": (2, "mp_rank_00_model", "param_shapes", [[1, 2]], "in the place of a dict"),
+    "no parameters by name": (2, "mp_rank_00_model", "param_shapes", [[1, 2]], "place of a dict"),
 }
 
 
