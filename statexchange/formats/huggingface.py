@@ -87,7 +87,7 @@ MANIFEST = "statexchange.json"
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = f"{_SUFFIX}{INDEX}"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-_SHARD_NAME = re.compile(r"shard-[0-9]{5,9}-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
+_SHARD_NAME = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
 _NUMBERED = re.compile(r"(.*?)([0-9]{5,9})(-of-[0-9]{5,9}\.[a-z]+)")
 _OF_TOTAL = re.compile(r"-of-([0-9]{5,9})\.")
 _OF = re.compile(r"[0-9][-_.]of[-_.]?0*([0-9]{1,9})(?![0-9])")
@@ -136,7 +136,9 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
             header = read_header(file)
             offsets = _offsets_of_parts(header, file)
             parts.update(offsets)
-            shard_files.append(shard_file_of(number, file, header, offsets, published, placed))
+            match = _SHARD_NAME.fullmatch(name)
+            rank = int(match[1]) - 1 if match is not None else number
+            shard_files.append(shard_file_of(rank, file, header, offsets, published, placed))
             unreadable += unknown_dtypes(header, file.path)
             texts.append(header.common_metadata)
         except StateExchangeError as error:
