@@ -171,7 +171,7 @@ _BUILTINS_THAT_RUN_CODE = {"__import__", "breakpoint", "compile", "eval", "exec"
 # Exceptions: classes of these modules that only hold data.
 _ONLY_DATA = {("types", "SimpleNamespace"), ("_io", "BytesIO"), ("_io", "StringIO")}
 _MAX_NAME = 200  # characters of a module's name, and of a class's
-_KEY_TYPES = {str, int, float, bool, bytes, type(None), GlobalRef, OpaqueObject}
+_KEY_TYPES = {str, int, float, bool, bytes, type(None), GlobalRef}
 _CONTAINER_TYPES = {dict, list, tuple, set, frozenset, OpaqueObject}
 
 
@@ -343,11 +343,13 @@ class _Machine:
         return UnsafeError(f"refused: the pickle uses {name}, which is not known to be harmless", path=self.path)
 
     def check_key(self, key: Any) -> None:
-        """Check a key: a scalar, an object or a flat tuple of these, so that hashing it does not recurse.
+        """Check a key: an object, a scalar or a flat tuple of scalars, so that hashing it does not recurse.
 
         Python randomises the hashes of str and bytes, but a pickle can choose those of long integers and of tuples of
         numbers. Of float no more than some hundreds have one hash.
         """
+        if type(key) is OpaqueObject:  # its hash is its identity
+            return
         items = key if type(key) is tuple else (key,)
         if not _KEY_TYPES.issuperset(map(type, items)):
             raise UnsafeError(f"refused: {type_text(key)} as a key, or in one", path=self.path)
@@ -454,7 +456,7 @@ def _put(machine: _Machine, index: int) -> None:
 
 # What each opcode does, from its argument.
 _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
-    **dict.fromkeys(("PROTO", "FRAME"), lambda machine, _: None),  # they only announce what follows
+    **dict.fromkeys(("PROTO", "FRAME"), lambda _, __: None),  # they only announce what follows
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "BINFLOAT"), _push),
     **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _push),
     **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _push_text),
