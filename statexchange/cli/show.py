@@ -267,8 +267,7 @@ def _show_tensor(
     *,
     is_part: bool,
 ) -> int:
-    from statexchange.report.summary import aliases_of
-    from statexchange.report.tensor_facts import tensor_facts, tensor_rows
+    from statexchange.report.tensor_facts import aliases_of, tensor_facts, tensor_rows
 
     facts = tensor_facts(source, name, is_part=is_part)
     if facts is None:

@@ -244,7 +244,7 @@ class _Comparison:
 
     def __init__(self, a: _Side, b: _Side, selected: ExportOptions, call: CallOptions) -> None:
         self._a, self._b = a, b
-        names = list(a.tensors | b.tensors)
+        names = list(dict.fromkeys((*a.tensors, *b.tensors)))
         self._names = [name for name in names if selected.wants(name)]
         if not names:
             text = "there is nothing to compare: neither has a tensor"
