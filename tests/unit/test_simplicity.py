@@ -43,10 +43,10 @@ class Walk(NamedTuple):
 
 
 CEILINGS = {
-    "load": Walk(25, 636, 47, 0),
+    "load": Walk(25, 620, 47, 0),
     "save": Walk(25, 557, 39, 2),
     "export": Walk(25, 488, 24, 0),
-    "merge": Walk(28, 863, 111, 0),
+    "merge": Walk(25, 669, 58, 0),
     "synchronize": Walk(10, 231, 35, 1),
 }
 
