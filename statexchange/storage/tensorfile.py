@@ -16,7 +16,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping  # ranks send manifests, so that their hints are read at run time
+from collections.abc import Mapping, Sequence  # ranks send manifests, so that their hints are read at run time
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
