@@ -10,7 +10,7 @@ import numpy as np
 from committed import MANIFEST, manifest_bytes
 
 from statexchange.sharding.shards import Box, Shard, full_box
-from statexchange.storage.rank_writer import ShardData
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Receipt, Workspace
 from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
 

@@ -29,7 +29,7 @@ from statexchange.sharding.shards import Shard
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.location import open_path
 from statexchange.storage.publish import link_into_build, write_into_build
-from statexchange.storage.rank_writer import check_unchanged, digests_of
+from statexchange.storage.rank_writer import digests_of
 from statexchange.storage.tensorfile import (
     MANIFEST,
     SavedFile,
@@ -198,7 +198,7 @@ def _written(
     with collector_paused():
         shards = shard_data(tensors, Staging())
     file = write_into_build(target.path, target.key, (name, MANIFEST), shards, metadata, comm.progress)
-    check_unchanged(digests, file.content.digests)
+    file.content.check_unchanged(digests)
     identity: Sequence[str | int] = [file.content.nbytes, file.version]
     if not file.version:
         with open_path(file.folder) as opened:

@@ -22,8 +22,7 @@ from statexchange.storage.files import make_path, private_directory
 from statexchange.storage.location import OpenedPath, directory_of, is_remote, open_path, resolve_path, seal
 from statexchange.storage.publish import clear_all, open_build, write_into_build
 from statexchange.storage.publish.build import NO_PLAN, Build
-from statexchange.storage.rank_writer import ShardData
-from statexchange.storage.tensorfile import MANIFEST, SCHEMA, RankFile, rank_file_names, rank_of_file
+from statexchange.storage.tensorfile import MANIFEST, SCHEMA, RankFile, ShardData, rank_file_names, rank_of_file
 from statexchange.tensors import ITEMSIZE, TensorLike, array_over, from_bytes, memory_of, same_memory, torch_dtype
 
 if TYPE_CHECKING:

@@ -34,7 +34,6 @@ from statexchange.state.state_dict import SavedState
 from statexchange.storage.location import is_remote
 from statexchange.storage.publish import open_build, write_into_build
 from statexchange.storage.publish.build import Build, WrittenFile
-from statexchange.storage.rank_writer import check_unchanged
 from statexchange.storage.tensorfile import (
     MANIFEST,
     SavedFile,
@@ -276,7 +275,7 @@ def write_rank_file(
             raise _unseen(error, comm.rank, 0, request.path, comm, start.folder) from error
         # What another rank relies on must be what was compared.
         if shares.digests:
-            check_unchanged(shares.digests, file.content.digests)
+            file.content.check_unchanged(shares.digests)
         return file
 
 

@@ -16,8 +16,8 @@ from statexchange.sharding.shards import Box, full_box
 from statexchange.state.describe import LocalTensor
 from statexchange.state.types import Leaf
 from statexchange.storage.files import WINDOW_BYTES
-from statexchange.storage.rank_writer import ShardData
 from statexchange.storage.regions import slices_within, windows
+from statexchange.storage.tensorfile import ShardData
 from statexchange.tensors import (
     ITEMSIZE,
     TensorLike,

@@ -20,18 +20,17 @@ from statexchange.storage.tensorfile import (
     TORCH_SHARDING_KEY,
     TORCH_VERSION_KEY,
     WORKSPACE_KEY,
+    ShardData,
     encode_header,
     header_text,
 )
-from statexchange.tensors import ITEMSIZE, TensorLike, collector_paused, run_bytes
+from statexchange.tensors import ITEMSIZE, collector_paused, run_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 __all__ = [
     "DigestedTensors",
-    "ShardData",
-    "check_unchanged",
     "digests_of",
     "write_tensor_file",
 ]
@@ -39,19 +38,6 @@ __all__ = [
 _PLACE_OF = {dtype: -place for place, dtype in enumerate(ITEMSIZE)}
 _SHARD_OF = attrgetter("shard")
 _TORCH_VERSION = "1.0"
-
-
-@dataclass(frozen=True, slots=True)
-class ShardData:
-    """A rank's shard of one tensor, with its bytes.
-
-    `data` has one tensor for each box, of any dtype and shape, whose bytes (`run_bytes`) are the box in C order; or it
-    is a function that takes a box's index and returns the box's bytes in C order, part by part, each of which is valid
-    until the next one is requested.
-    """
-
-    shard: Shard
-    data: tuple[TensorLike, ...] | Callable[[int], Iterable[memoryview]]
 
 
 def write_tensor_file(
@@ -138,11 +124,14 @@ class DigestedTensors:
 
         # Each part is digested after its use, so that a change before or during the use is found.
         digests = _digests(self._shards, self._progress, write_part=write_part, after_use=True)
-        check_unchanged(self.digests, _by_name(self._shards, digests))
+        _check_unchanged(self.digests, _by_name(self._shards, digests))
+
+    def check_unchanged(self, expected: Mapping[str, Sequence[str]]) -> None:
+        """Raise CorruptError if a tensor had other digests when it was read before; `expected` may lack some."""
+        _check_unchanged(expected, self.digests)
 
 
-def check_unchanged(expected: Mapping[str, Sequence[str]], actual: Mapping[str, Sequence[str]]) -> None:
-    """Raise CorruptError if a tensor has other digests than when it was read before; `expected` may lack some."""
+def _check_unchanged(expected: Mapping[str, Sequence[str]], actual: Mapping[str, Sequence[str]]) -> None:
     for name, digests in actual.items():
         if expected.get(name, digests) != digests:
             text = "changed while it was saved: do not write into the state during a save, or use background=True"

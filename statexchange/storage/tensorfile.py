@@ -39,12 +39,13 @@ from statexchange.storage.wrong_kinds import wrong_kind_of
 from statexchange.tensors import (
     ITEMSIZE,
     PACKED,
+    TensorLike,
     element_shape,
     group_shape,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable
 
     import numpy as np
     from numpy.typing import NDArray
@@ -64,6 +65,7 @@ __all__ = [
     "RankFile",
     "SaveManifest",
     "SavedFile",
+    "ShardData",
     "encode_header",
     "frozen_file_name",
     "header_text",
@@ -142,6 +144,19 @@ class Header:
         if not isinstance(metadata, dict):
             raise CorruptError("metadata is not a JSON object", path=path)
         return metadata
+
+
+@dataclass(frozen=True, slots=True)
+class ShardData:
+    """A rank's shard of one tensor, with its bytes.
+
+    `data` has one tensor for each box, of any dtype and shape, whose bytes (`run_bytes`) are the box in C order; or it
+    is a function that takes a box's index and returns the box's bytes in C order, part by part, each of which is valid
+    until the next one is requested.
+    """
+
+    shard: Shard
+    data: tuple[TensorLike, ...] | Callable[[int], Iterable[memoryview]]
 
 
 def _refused_name(names: Mapping[str, object]) -> tuple[str, str] | None:

@@ -48,9 +48,9 @@ from statexchange.storage.location import (
     seal,
     unseal,
 )
-from statexchange.storage.rank_writer import ShardData, write_tensor_file
+from statexchange.storage.rank_writer import write_tensor_file
 from statexchange.storage.store import Store, StoredFile
-from statexchange.storage.tensorfile import SCHEMA, RankFile
+from statexchange.storage.tensorfile import SCHEMA, RankFile, ShardData
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -301,7 +301,7 @@ class Workspace:
     Example:
         >>> import numpy as np
         >>> from statexchange.sharding.shards import Box, Shard
-        >>> from statexchange.storage.rank_writer import ShardData
+        >>> from statexchange.storage.tensorfile import ShardData
         >>> workspace = Workspace("ws")
         >>> shard = Shard("w", "U8", (4,), (Box((0,), (4,)),))
         >>> receipt = workspace.write(

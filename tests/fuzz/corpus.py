@@ -26,7 +26,7 @@ import statexchange as sx
 from statexchange import values
 from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.publish.claim import CLAIM_NAME, Claim
-from statexchange.storage.rank_writer import ShardData
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 from statexchange.testing import run_ranks
 

@@ -34,7 +34,7 @@ from pickled import (
 from safetensors.numpy import save_file
 
 from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.rank_writer import ShardData
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 
 Build = Callable[[Path], Path]

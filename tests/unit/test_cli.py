@@ -30,7 +30,7 @@ from statexchange.cli.output import EXIT_CODES, Output, most_severe
 from statexchange.cli.progress import Progress
 from statexchange.errors import CorruptError, IncompleteError, ReplicaError, StorageError
 from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.rank_writer import ShardData
+from statexchange.storage.tensorfile import ShardData
 from statexchange.testing import run_ranks
 from statexchange.units import format_ranks, format_seconds, printable
 

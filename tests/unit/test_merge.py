@@ -38,7 +38,7 @@ from statexchange.errors import (
 from statexchange.formats.registry import open_source
 from statexchange.report.verify import verify
 from statexchange.sharding.shards import Box, full_box
-from statexchange.storage.rank_writer import ShardData
+from statexchange.storage.tensorfile import ShardData
 from statexchange.tensors import DTYPE_NAMES
 
 

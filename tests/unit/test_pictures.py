@@ -18,7 +18,7 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.source import Source
 from statexchange.report.supply import Supplied, cells_of, nbytes_by_rank, supply_of, supply_picture
 from statexchange.sharding.shards import Box
-from statexchange.storage.rank_writer import ShardData
+from statexchange.storage.tensorfile import ShardData
 from statexchange.units import format_bytes, format_shape
 
 Part = tuple[str, Sequence[int], Sequence[int], Sequence[int]]

@@ -29,7 +29,7 @@ from statexchange.report.rounds import list_rounds
 from statexchange.report.tensor_facts import tensor_facts
 from statexchange.report.value_statistics import read_slice, read_statistics
 from statexchange.sharding.shards import Box, Shard
-from statexchange.storage.rank_writer import ShardData
+from statexchange.storage.tensorfile import ShardData
 from statexchange.storage.workspace import Workspace
 
 pytestmark = pytest.mark.usefixtures("plain_environment")

@@ -46,7 +46,7 @@ CEILINGS = {
     "load": Walk(25, 620, 47, 0),
     "save": Walk(25, 557, 39, 2),
     "export": Walk(25, 488, 24, 0),
-    "merge": Walk(25, 669, 58, 0),
+    "merge": Walk(25, 673, 58, 0),
     "synchronize": Walk(10, 231, 35, 1),
 }
 

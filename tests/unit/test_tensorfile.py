@@ -20,9 +20,9 @@ from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage import files
 from statexchange.storage.files import digest
 from statexchange.storage.location import open_path
-from statexchange.storage.rank_writer import ShardData, write_tensor_file
+from statexchange.storage.rank_writer import write_tensor_file
 from statexchange.storage.store import Budget
-from statexchange.storage.tensorfile import encode_header, header_text
+from statexchange.storage.tensorfile import ShardData, encode_header, header_text
 from statexchange.tensors import DTYPE_NAMES
 
 DTYPES = {name: getattr(torch, long_name) for long_name, name in DTYPE_NAMES.items()}

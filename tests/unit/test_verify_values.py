@@ -24,7 +24,7 @@ from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentEr
 from statexchange.report.value_checks import CHECKS, ValueFindingError
 from statexchange.report.verify import verify
 from statexchange.sharding.shards import Box
-from statexchange.storage.rank_writer import ShardData
+from statexchange.storage.tensorfile import ShardData
 
 PAGE = 4096
 Array = np.ndarray[Any, Any]

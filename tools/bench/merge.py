@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from commands import STATEXCHANGE, Ran, run
 from machine import machine_text
+from timed_command import STATEXCHANGE, Ran, run
 
 LAYERS = 16
 
@@ -88,7 +88,7 @@ def make(folder: str, megabytes: int, ranks: int, dim: int) -> str:
     import numpy as np
 
     from statexchange.sharding.shards import Box, Shard
-    from statexchange.storage.rank_writer import ShardData
+    from statexchange.storage.tensorfile import ShardData
     from statexchange.storage.workspace import Workspace
 
     width = int((megabytes * 2**20 / 4 / LAYERS) ** 0.5) // ranks * ranks

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from statexchange.storage.files import Buffer
     from statexchange.storage.publish.build import Build, OwnCheck, ReplaceCheck, UnfinishedBuild
-    from statexchange.storage.rank_writer import ShardData
+    from statexchange.storage.tensorfile import ShardData
 
 __all__ = [
     "can_link",

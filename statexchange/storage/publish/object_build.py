@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
     from statexchange.storage.files import Buffer
     from statexchange.storage.publish.build import OwnCheck, ReplaceCheck
-    from statexchange.storage.rank_writer import ShardData
+    from statexchange.storage.tensorfile import ShardData
 __all__ = [
     "ObjectBuild",
     "ObjectFile",
