@@ -336,7 +336,7 @@ class _Directory:
                 if of_part.name != section:
                     unread.add(of_part.name)
                 elif part.row.section is None:
-                    read.append((part, section_of(source, of_part)))
+                    read.append((part, replace(section_of(source, of_part), selected=of_part.name)))
                 else:
                     read.append((part, source))
         rest = [repr(name) for name in SECTIONS if name in unread]
