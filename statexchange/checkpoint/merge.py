@@ -752,7 +752,7 @@ def _parts(file: FilePlan, count: int) -> list[Sequence[TensorPlan]]:
     count = max(1, min(count, file.data_nbytes // _LEAST_PART_BYTES))
     begins = [tensor.begin for tensor in file.tensors]
     cuts = [bisect.bisect_left(begins, file.data_nbytes * number // count) for number in range(count)]
-    parts = []
+    parts: list[Sequence[TensorPlan]] = []
     for first, end in itertools.pairwise([*cuts, len(begins)]):
         if first < end or count == 1:
             parts.append(file.tensors[first:end])

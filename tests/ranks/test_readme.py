@@ -202,6 +202,7 @@ def run_bench(bench: str, *arguments: str) -> str:
         slow("losses.py", ["--steps", "2"]),
         slow("merge.py", ["--megabytes", "8", "--rounds", "1", "--dirs", "/dev/shm"]),
         slow("scan.py", ["--directories", "20", "--rounds", "1"]),
+        slow("startup.py", ["--rounds", "1"]),
         slow("large_sets.py", ["--names", "20000", "--tensors", "20000", "--rounds", "1"]),
         slow("diff.py", ["--megabytes", "16", "--rounds", "1", "--dirs", "/dev/shm"]),
         slow("plan.py", ["--quick"]),

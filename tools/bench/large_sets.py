@@ -19,14 +19,14 @@ import tempfile
 from pathlib import Path
 
 from machine import machine_text
-from timed_command import STATEXCHANGE, Ran, run
+from timed_command import STATEXCHANGE, Ran, in_child, run
 
 TENSORS_PER_FILE = 10_000
 NBYTES = 4 * 4 * 2
 INDEX = "model.safetensors.index.json"
 
 
-def make(folder: Path, num_tensors: int, *, with_index: bool) -> None:
+def make(folder: Path, num_tensors: int, with_index: bool) -> None:
     """Write a Hugging Face checkpoint of experts, 10,000 tensors a file."""
     folder.mkdir()
     num_files = -(-num_tensors // TENSORS_PER_FILE)
@@ -58,8 +58,8 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         many, few, copy = (Path(folder, name) for name in ("many", "few", "copy"))
-        make(many, options.names, with_index=True)
-        make(few, options.tensors, with_index=False)
+        in_child(make, many, options.names, True)
+        in_child(make, few, options.tensors, False)
         shutil.copytree(few, copy)
         index = str(many / INDEX)
         ways: dict[tuple[str, int], list[str]] = {

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from machine import machine_text
-from timed_command import STATEXCHANGE, Ran, run
+from timed_command import STATEXCHANGE, Ran, in_child, run
 
 LAYERS = 16
 
@@ -109,7 +109,7 @@ def make(folder: str, megabytes: int, ranks: int, dim: int) -> str:
 def measure(directory: str, megabytes: int, ranks: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         for dim, kind in ((0, "rows"), (1, "columns")):
-            source = make(f"{folder}/{kind}", megabytes, ranks, dim)
+            source = in_child(make, f"{folder}/{kind}", megabytes, ranks, dim)
             runs: dict[str, list[Ran]] = {way: [] for way in WAYS}
             for number in range(rounds + 1):  # the first warms up
                 for way, start in WAYS.items():

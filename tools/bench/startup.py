@@ -17,7 +17,7 @@ import tempfile
 import numpy as np
 from machine import machine_text
 from safetensors.numpy import save_file
-from scan import Ran, run
+from timed_command import Ran, run
 
 COMMAND = [sys.executable, "-m", "statexchange"]
 PASS = "python -c pass"

@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeVar
 
-__all__ = ["STATEXCHANGE", "Ran", "run"]
+__all__ = ["STATEXCHANGE", "Ran", "in_child", "run"]
+
+T = TypeVar("T")
 
 STATEXCHANGE = str(Path(sys.executable).parent / "statexchange")
 
@@ -23,7 +26,7 @@ class Ran:
     Attributes:
         seconds: from start to end.
         processor_s: seconds of processors, of the user and the system.
-        peak: the most bytes of memory.
+        peak: the most bytes of memory, of the command or of the process that started it: see `in_child`.
     """
 
     seconds: float
@@ -41,3 +44,13 @@ def run(command: Sequence[str], expected: int = 0, *, stdout: int | IO[bytes] = 
     if process.returncode != expected:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}, not {expected}")
     return Ran(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def in_child(function: Callable[..., T], *arguments: Any) -> T:
+    """Call a function in a process of its own, and return its result.
+
+    So the memory that it needs does not count as that of the commands that are started later: to Linux the peak of a
+    process is at least what its parent had when it was forked.
+    """
+    with ProcessPoolExecutor(1) as pool:
+        return pool.submit(function, *arguments).result()
