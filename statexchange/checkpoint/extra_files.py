@@ -25,8 +25,8 @@ from statexchange.errors import (
 from statexchange.formats.box_digests import DIGESTS
 from statexchange.formats.config_check import LIVE_MODEL, is_adapter, live_name, named_adapters
 from statexchange.formats.huggingface import MANIFEST
-from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG, WEIGHT_SUFFIXES
-from statexchange.formats.source import abbreviated_list
+from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG
+from statexchange.formats.source import KINDS_BESIDE_CONFIGS, WEIGHT_SUFFIXES, abbreviated_list
 from statexchange.sharding.options import FLOATS, FilesFrom
 from statexchange.storage.location import open_path, parse_json, resolve_path
 from statexchange.storage.store import Budget
@@ -49,7 +49,6 @@ __all__ = [
 ]
 
 _TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
-_KINDS = ("torch", "deepspeed", "dcp", "rank files")  # formats beside which a config of the model may lie
 _MAX_BYTES = 64 << 20  # of a file, and of all files in subdirectories
 _MAX_DEPTH, _MAX_ENTRIES = 3, 1000  # of subdirectories
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
@@ -178,7 +177,7 @@ def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
     opened, store = source.opened, source.small_files
     if store is None:
         store = opened.store
-        has_config = source.kind in _KINDS and not {CONFIG, ADAPTER_CONFIG}.isdisjoint(store.listing)
+        has_config = source.kind in KINDS_BESIDE_CONFIGS and not {CONFIG, ADAPTER_CONFIG}.isdisjoint(store.listing)
         if opened.file is not None or not (has_config or source.kind == "huggingface"):
             return {}, ()
     base = f"{store.path.rstrip('/')}/"

@@ -16,7 +16,7 @@ from statexchange.exchange.reading import StoredTensors
 from statexchange.formats.listed_files import ListedFiles
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, SECTIONS, sections_of, select_section
-from statexchange.formats.source import Source
+from statexchange.formats.source import KINDS_WITH_KEYS, Source
 from statexchange.state.entries import (
     Entries,
     Entry,
@@ -34,7 +34,6 @@ from statexchange.storage.location import decode_stored
 __all__ = ["LoadSource", "located", "open_for_state", "source_content"]
 
 T = TypeVar("T")
-_KEYED_KINDS = ("dcp", "deepspeed", "torch")  # formats whose first keys show the sections
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +72,7 @@ def open_for_state(request: LoadRequest, comm: Communicator) -> Source:
         text = f"{error.message} on {comm.hosts[comm.rank]}; all hosts must see the source"
         raise NotFoundError(text, rank=comm.rank, path=error.path) from error
     # A mapping says by its keys what it wants of a job's state; a module wants the model.
-    if section is None or not is_module(request.state) or source.kind not in _KEYED_KINDS:
+    if section is None or not is_module(request.state) or source.kind not in KINDS_WITH_KEYS:
         return source
     return _model_of_job(request, source)
 

@@ -39,6 +39,7 @@ from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Budget, ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import Header, read_header
+from statexchange.units import format_number
 
 __all__ = ["METADATA", "matches", "read"]
 
@@ -189,7 +190,8 @@ class _Reader:
         entries, rank, path = self.entries[name], _order(name)[0], self._store.path_of(name)
         names = sorted({entry.name for entry in entries})
         try:
-            missing = f"a file of this checkpoint is missing, with parts of {len(names)} tensors"
+            parts_of = format_number(len(names), "tensor")
+            missing = f"a file of this checkpoint is missing, with parts of {parts_of}"
             file = open_listed(self._store, name, missing, rank=rank, name=names[0])
             header = None if _is_zip(file) else read_header(file)
             if header is None:

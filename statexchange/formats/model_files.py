@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.formats.part_names import state_file
-from statexchange.formats.source import ShardFile, abbreviated_names
+from statexchange.formats.source import WEIGHT_SUFFIXES, ShardFile, abbreviated_names
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 from statexchange.units import format_number
@@ -27,7 +27,6 @@ __all__ = [
     "INDEX",
     "SAFETENSORS",
     "TORCH",
-    "WEIGHT_SUFFIXES",
     "ModelFiles",
     "are_of_ranks",
     "has_safetensors_model",
@@ -41,9 +40,6 @@ __all__ = [
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 ADAPTER_PREFIX = "base_model.model."  # all names in an adapter that PEFT saves begin with it
 SAFETENSORS, TORCH, INDEX = (".safetensors",), (".pt", ".pth", ".bin"), ".index.json"
-# Weights of other programs, which no format reads beside a model: a note names them.
-_OTHERS = (".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz", ".tflite", ".ot")
-WEIGHT_SUFFIXES = (*SAFETENSORS, *TORCH, *_OTHERS)
 _PREFERRED = (
     "model.safetensors",
     "model.safetensors.index.json",

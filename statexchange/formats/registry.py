@@ -53,7 +53,8 @@ class Format(Protocol):
     """A module that reads one kind of checkpoint.
 
     Whatever a file holds, the outcome is a source or an error of `statexchange.errors` that names the file. Files are
-    opened by `Store.open`, JSON is read by `storage.location`, shapes and offsets are checked by `sharding.shards`,
+    opened by `Store.open`, JSON is read by `storage.location.read_json` within `source.parsing`, shapes and offsets are
+    checked by `shape_from_json` and `sizes_from_json` of `sharding.shards`, dtypes are named by `tensors.DTYPE_NAMES`,
     and text from a file enters a message through `errors.excerpt`. torch is never imported, numpy only inside of
     functions.
     """
@@ -64,9 +65,10 @@ class Format(Protocol):
     def read(self, opened: OpenedPath) -> Source:
         """Return the source, reading headers only.
 
-        A broken file is a CorruptError. A file that an index lists and that is absent is an IncompleteError, although
-        `Store.open` raises NotFoundError: that would mean that there is no checkpoint. Such errors are the source's
-        `problems`, and the tensors that they affect are in `unreadable`.
+        A broken listing, such as an index, raises CorruptError. What is wrong with one file is one of the source's
+        `problems`, and the tensors that it affects are in `unreadable`: CorruptError for a broken file,
+        IncompleteError for one that is listed and absent (`open_listed`), although `Store.open` raises NotFoundError,
+        which would mean that there is no checkpoint. A tensor of an unsupported dtype is in `unreadable` alone.
         """
 
 

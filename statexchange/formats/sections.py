@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import get_args
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt
-from statexchange.formats.source import Section, SectionName, Source
+from statexchange.formats.source import KINDS_OF_JOBS, Section, SectionName, Source
 from statexchange.storage.location import parse_stored
 
 __all__ = [
@@ -62,12 +62,11 @@ _END_OF_KEY, _NUMBER = re.compile(r"[.\[]"), re.compile(r"_?[0-9]+$")
 # An optimizer's own state dict, below its key. In a save, a key that is a number stands in brackets: state[0].exp_avg.
 _OF_OPTIMIZER = re.compile(r"[^.]+\.(param_groups|state)(?:[.\[]|$)")
 _HAS_STATE = re.compile(r"(^|\.)(state|param_groups)[.\[]")
-_NESTED = ("save", "dcp", "torch", "workspace")  # formats whose tensors may be a whole job's state
 
 
 def sections_of(source: Source) -> tuple[Section, ...]:
     """Return the sections of a source, in the order of `SECTIONS`; none if it is not known what its tensors are."""
-    if source.sections or source.selected or source.kind not in _NESTED:
+    if source.sections or source.selected or source.kind not in KINDS_OF_JOBS:
         return source.sections
     tensors = source.tensor_names.union(tensor.name for tensor in source.unreadable)
     values = {*source.others, *_values_of_save(source, tensors)}

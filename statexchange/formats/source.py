@@ -58,9 +58,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FLAT_PARAMETERS",
+    "KINDS_BESIDE_CONFIGS",
+    "KINDS_OF_JOBS",
+    "KINDS_WITH_KEYS",
     "KINDS_WITH_RANKS",
     "TORCHAO_NAMES",
     "WEIGHTS",
+    "WEIGHT_SUFFIXES",
     "Part",
     "Section",
     "SectionName",
@@ -106,7 +110,17 @@ SourceKind = Literal[
 SectionName = Literal["model", "ema", "optimizer", "scheduler", "rng", "other"]
 Weights = Literal["master", "model"]  # of a DeepSpeed checkpoint
 WEIGHTS: tuple[Weights, ...] = get_args(Weights)
+# Lists of kinds, for a new format to choose from.
 KINDS_WITH_RANKS = ("save", "workspace", "megatron torch_dist", "megatron ranks", "dcp", "deepspeed", "rank files")
+KINDS_OF_JOBS = ("save", "workspace", "dcp", "torch")  # whose tensors may be a whole job's state
+KINDS_WITH_KEYS = ("dcp", "deepspeed", "torch")  # whose first keys show the sections of a job's state
+KINDS_BESIDE_CONFIGS = ("torch", "deepspeed", "dcp", "rank files")  # beside which a config of the model may lie
+# Endings of files of weights, also of programs that no format reads: a note names those that lie beside a model and are
+# not read, and none is copied with its small files.
+WEIGHT_SUFFIXES = (
+    *(".safetensors", ".pt", ".pth", ".bin"),
+    *(".ckpt", ".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz", ".tflite", ".ot"),
+)
 
 
 @dataclass(frozen=True, slots=True)
