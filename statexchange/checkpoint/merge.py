@@ -1,7 +1,7 @@
 """Merge a sharded checkpoint on disk into one directory: offline, in bounded memory, without torch.
 
-The story is `_merge`: open the source; select what is merged and convert it; plan the output, which proves that each
-element is supplied exactly once, and compare copies; write the output files, one thread per file, window by window;
+Its steps are in `_merge`: open the source; select what is merged and convert it; plan the output, which proves that
+each element is supplied exactly once, and compare copies; write the output files by several threads, window by window;
 publish all together (checkpoint/publication.py).
 """
 
@@ -220,7 +220,7 @@ def merge_checkpoint(
         overwrite: replace a published checkpoint at `path`.
         resume: also reuse or remove files that processes on other hosts left. The caller must know that they have
             ended: one that still runs would fail.
-        threads: number of files written at once; by default one per core.
+        threads: number of threads that write; by default one per core.
         dry_run: write nothing; check everything that can be checked without reading the tensors' bytes.
         on_progress: called with (bytes done, bytes in total).
 
@@ -288,7 +288,7 @@ def copy_source(opened: Source, path: str, on_progress: Callable[[int, int], Non
 class _Request:
     """A call: the target, the options, the conversion that these name and its numbers, and the time when it began.
 
-    `is_copy`: tensors are in the order of their names, and nothing is known of an interrupted copy.
+    `is_copy`: this is `copy_source`, with tensors in the order of their names, and a killed copy is not resumed.
     """
 
     path: str
@@ -438,7 +438,7 @@ def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
     if not plan.num_tensors:
         raise _nothing_to_merge(opened, request.call.section)
     if options.replicas == "equal":
-        check_replicas(selected.source, plan, left_options)
+        _check_replicas(selected.source, plan, left_options)
     updates_dtype = bool(options.dtype) or opened.kind == "deepspeed"
     extra = extra_files(selected.given.contents, plan, selected.files, updates_dtype=updates_dtype)
     metadata, metadata_notes = kept_metadata(opened, left_options)
@@ -599,7 +599,7 @@ def _unwrapping(rules: Sequence[tuple[str, str]], rename: Rename) -> Rename:
 
 
 _COPIED_SHARD_BYTES, _MOST_COPIED_SHARDS = 64 << 20, 64
-_RECORD_VERSION = 2  # of what `_write_file` records of a file: an older one is not resumed
+_RECORD_VERSION = 2  # of what `_write_part` records of a file: an older one is not resumed
 
 
 def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]) -> str:
@@ -632,7 +632,7 @@ def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
     return tuple(planned)
 
 
-def check_replicas(source: Source, plan: Plan, options: ExportOptions) -> None:
+def _check_replicas(source: Source, plan: Plan, options: ExportOptions) -> None:
     """Raise ReplicaError unless all copies of each box are equal, and selected tied tensors equal each other."""
     # A layout would concatenate what are copies or versions of one model in files of no rank.
     are_parts = source.has_ranks or are_of_ranks([shard_file.name for shard_file in source.files])
@@ -652,7 +652,14 @@ def check_replicas(source: Source, plan: Plan, options: ExportOptions) -> None:
 
 @dataclass(slots=True)
 class _OpenFile:
-    """An output file that is being written: its parts that are not done, and the boxes of the tensors that are."""
+    """An output file that is being written.
+
+    Attributes:
+        plan: the file.
+        output: where it is written.
+        num_left: the parts of it that are not written yet.
+        provenance: the boxes of the tensors that are written, by tensor name.
+    """
 
     plan: FilePlan
     output: OutputFile
@@ -694,7 +701,7 @@ class _FileWriter:
             outputs = list(pool.map(self._publication.create, plans))  # a full disk is found before anything is written
             futures = []
             for number, (plan, output) in enumerate(zip(plans, outputs, strict=True)):
-                # The files that are left over when each thread has written equally many are divided.
+                # Each thread gets equally many whole files. Those that are left over are divided among all threads.
                 num_last = len(plans) % threads
                 is_divided = number >= len(plans) - num_last and not output.is_sequential
                 parts = _parts(plan, -(-threads // num_last) if is_divided else 1)
@@ -754,6 +761,6 @@ def _parts(file: FilePlan, count: int) -> list[Sequence[TensorPlan]]:
     cuts = [bisect.bisect_left(begins, file.data_nbytes * number // count) for number in range(count)]
     parts: list[Sequence[TensorPlan]] = []
     for first, end in itertools.pairwise([*cuts, len(begins)]):
-        if first < end or count == 1:
+        if first < end or count == 1:  # also a file without tensors is finished
             parts.append(file.tensors[first:end])
     return parts

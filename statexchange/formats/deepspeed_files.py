@@ -23,10 +23,10 @@ from statexchange.storage.store import ByteRange, Store
 from statexchange.tensors import ITEMSIZE
 
 __all__ = [
+    "MASTER_KEY",
     "MODEL",
     "STATE",
     "UNIVERSAL",
-    "WEIGHTS",
     "DeepSpeedFile",
     "FlatBuffer",
     "FlatRun",
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 MODEL, STATE = "model.", "optimizer.state."
-WEIGHTS = "fp32"  # the key of the master weights, beside those of the optimizer's states
+MASTER_KEY = "fp32"  # the key of the master weights, beside those of the optimizer's states
 UNIVERSAL = "zero"  # the directory with a directory for each parameter
 
 _NUMBER = "([0-9]{1,9})"
@@ -143,7 +143,7 @@ class Step:
 
 def source_name(parameter: str, key: str) -> str:
     """Return the name in a source of a parameter's master weights, or of one of its optimizer's states."""
-    return MODEL + parameter if key == WEIGHTS else f"{STATE}{parameter}.{key}"
+    return MODEL + parameter if key == MASTER_KEY else f"{STATE}{parameter}.{key}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,9 @@ class ModelStates:
 
     def add_frozen(self) -> None:
         """Add the parameters that are not trained, where they are saved apart: whole in ZeRO-2, in parts in ZeRO-3."""
-        for rank, file in enumerate(self._files) if self.frozen else ():
+        if not self.frozen:
+            return
+        for rank, file in enumerate(self._files):
             with file.parsing():
                 fragments = file.entry("frozen_param_fragments")
                 for name, shape in self.frozen.items():

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 from statexchange.errors import IncompleteError, UnsupportedError
 from statexchange.formats.deepspeed_files import (
+    MASTER_KEY,
     UNIVERSAL,
-    WEIGHTS,
     DeepSpeedFile,
     Step,
     count_of,
@@ -25,7 +25,7 @@ from statexchange.storage.store import Store
 __all__ = ["add_tensors", "is_universal"]
 
 _SUFFIX = ".pt"
-_WEIGHTS_FILE, _STEP_FILE = WEIGHTS + _SUFFIX, "step" + _SUFFIX
+_WEIGHTS_FILE, _STEP_FILE = MASTER_KEY + _SUFFIX, "step" + _SUFFIX
 _MISSING = "the file of a parameter is missing: the conversion did not finish"
 
 
@@ -76,14 +76,16 @@ def _add_parameters(
     present: dict[str, frozenset[str]] = {}
     for name in {**stores, **shapes}:
         of_name = stores[name].non_directories if name in stores else []
-        present[name] = frozenset(file for file in of_name if file.endswith(_SUFFIX)) - {_STEP_FILE} | {_WEIGHTS_FILE}
+        states = {file for file in of_name if file.endswith(_SUFFIX)} - {_STEP_FILE}
+        present[name] = frozenset(states | {_WEIGHTS_FILE})
     for name, files in present.items():
-        # Parameters of different optimizers may have different states, but none has a part of another's.
-        expected = max((fuller for fuller in set(present.values()) if files <= fuller), key=len)
+        # Parameters of different optimizers may have different states, but none has a part of another's: complete is
+        # the largest set of files of any parameter that contains these.
+        expected = max((fuller for fuller in present.values() if files <= fuller), key=len)
         shape = shapes.get(name)
         for file_name in sorted(expected):
             key = file_name.removesuffix(_SUFFIX)
-            if key == WEIGHTS and not takes_master:
+            if key == MASTER_KEY and not takes_master:
                 continue
             with step.collecting({source_name(name, key): shape}):
                 if name not in stores:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 from statexchange.errors import CorruptError, UnsupportedError
 from statexchange.formats.deepspeed_files import (
-    WEIGHTS,
+    MASTER_KEY,
     DeepSpeedFile,
     FlatBuffer,
     FlatRun,
@@ -69,7 +69,7 @@ def add_flat(files: Sequence[DeepSpeedFile], shapes: Shapes, *, takes_master: bo
         with part.file.parsing():
             for run in of_part:
                 for key, buffer in part.groups[run.group].items():
-                    if takes_master or key != WEIGHTS:
+                    if takes_master or key != MASTER_KEY:
                         part.file.add_run(source_name(run.name, key), shapes[run.name], run, buffer)
     with first.file.parsing():
         first.add_rest()
@@ -107,7 +107,7 @@ class _FlatFile:
 
     def _buffers(self, group: int, weights: FlatBuffer, padding: int) -> dict[str, FlatBuffer]:
         """Return a group's weights, and its states that are as long, or longer by the padding."""
-        buffers = {WEIGHTS: weights}
+        buffers = {MASTER_KEY: weights}
         lengths = (weights.numel,), (weights.numel + padding,)
         for key, value in self._states(group).items():
             if is_tensor(value) and weights.numel and self.file.view(value).shape in lengths:
@@ -142,14 +142,14 @@ class _FlatFile:
             end = 0
             for at, numel, name in sorted(places):
                 begin, end = end, at + numel
-                if at < begin or end > self.groups[group][WEIGHTS].numel:
+                if at < begin or end > self.groups[group][MASTER_KEY].numel:
                     text = "in param_slice_mappings this parameter overlaps another, or the end of its flat buffer"
                     raise CorruptError(text, name=name)
                 yield name, group, at, numel
 
     def runs_of_parameters(self, shapes: Shapes, rank: int, num_ranks: int) -> list[FlatRun]:
         """Return the runs that this rank has in ZeRO-3; raise CorruptError if they do not fill its buffers."""
-        sizes = [buffers[WEIGHTS].numel for buffers in self.groups]
+        sizes = [buffers[MASTER_KEY].numel for buffers in self.groups]
         parts = {name: part_of(shape, rank, num_ranks) for name, shape in shapes.items()}
         expected = sum(size for _, _, size in parts.values())
         runs = []

@@ -86,8 +86,8 @@ class _Framework(NamedTuple):
 
     Attributes:
         kind: the format that `info` shows.
-        mark: the directory is recognised if it has a file of such a name, and a part. A name with a "/" begins with the
-            name of the directory itself.
+        mark: the directory is recognised if it has an entry of such a name, and a part. A name with a "/" begins with
+            the name of the directory itself.
         rows: the parts. Of each section the first way that is there counts.
         small_files: the subdirectory with config and tokenizer; "" for the directory itself, None if it has none.
     """

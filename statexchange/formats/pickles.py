@@ -1,9 +1,9 @@
 """Read pickles that torch writes as plain data, without importing, calling or constructing anything that they name.
 
-This is an interpreter for the opcodes that Python's pickler emits since protocol 2; pickletools of the
-standard library has their names and reads their arguments. Where the pickle would construct an object, the result is an
-`OpaqueObject` with the class's name, the arguments and the state. Where it refers to a global, the result is a
-`GlobalRef` with the name. A pickle may refer to:
+This is an interpreter for the opcodes that torch's files have; all others (POP, NEWOBJ_EX, EXT, buffers out of band)
+are refused. pickletools of the standard library has their names and reads their arguments. Where the pickle would
+construct an object, the result is an `OpaqueObject` with the class's name, the arguments and the state. Where it refers
+to a global, the result is a `GlobalRef` with the name. A pickle may refer to:
 
 1. The names known here (`_SPELLINGS`). A pickle that must be understood completely (the metadata of a DCP directory,
    the entry of a tensor) may use no others.
@@ -61,7 +61,7 @@ class GlobalRef:
 
     @property
     def class_name(self) -> str:
-        """The name."""
+        """The name, as an OpaqueObject has it, for callers that take either."""
         return self.name
 
 
@@ -190,7 +190,7 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown
         The value. torch.Size becomes a tuple, OrderedDict a dict, and a persistent id an OpaqueObject "persistent".
 
     Raises:
-        UnsafeError: the pickle uses a name that is refused, or an opcode that picklers no longer emit.
+        UnsafeError: the pickle uses a name that is refused, or an opcode that torch's files do not have.
         CorruptError: the bytes are not a valid pickle, or exceed the budget.
     """
     if budget is None:
@@ -267,7 +267,7 @@ class _Machine:
         return value
 
     def refused_opcode(self, code: bytes) -> Exception:
-        """Return the error for an opcode that is not read: no pickle has it, or none of Python since protocol 2."""
+        """Return the error for an opcode that is not read: no pickle has it, or none of torch."""
         if code.decode("latin-1") not in [opcode.code for opcode in pickletools.opcodes]:
             return ValueError(f"{code!r} instead of an opcode")
         return UnsafeError(f"refused: a pickle with opcode {code!r} at {self.file.tell() - 1}", path=self.path)
@@ -286,7 +286,7 @@ class _Machine:
     def pop(self, count: int) -> list[Any]:
         """Remove the last `count` values of the stack, and return them."""
         if len(self.stack) < count:
-            raise ValueError("the stack is empty")
+            raise ValueError("too few values on the stack")
         values = self.stack[-count:]
         del self.stack[-count:]
         return values

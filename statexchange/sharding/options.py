@@ -248,7 +248,7 @@ class CallOptions(Options):
         section: the section of a job's state that is read; None: the model, where it is known.
         weights: which weights of a DeepSpeed checkpoint are read; None: the master weights, where they can be read.
         tolerance: by how much equal values may differ; None: bits are compared.
-        threads: files or tensors at once; None: one per core.
+        threads: threads that write or compare; None: one per core.
         overwrite: replace the target.
         resume: also use or remove what killed processes on other hosts have left.
         dry_run: write nothing.
@@ -279,7 +279,7 @@ class CallOptions(Options):
         None,
         functools.partial(_from_zero, kind=int),
         metavar="N",
-        help="Number of files written at once; by default one per core.",
+        help="Number of threads that write; by default one per core.",
     )
     overwrite: bool = _option(False, _flag, help="Replace the checkpoint at PATH.")
     resume: bool = _option(
