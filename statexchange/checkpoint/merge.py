@@ -751,12 +751,13 @@ class _FileWriter:
                 self._call.on_progress(self._done, self._total)
 
 
-_LEAST_PART_BYTES = 4 << 20  # of a file that several threads write: less is not worth a thread
+# Of a file that several threads write: less is not worth a thread, and each part needs memory for its windows.
+_LEAST_PART_BYTES, _MOST_PARTS = 4 << 20, 8
 
 
 def _parts(file: FilePlan, count: int) -> list[Sequence[TensorPlan]]:
     """Divide the tensors of a file into at most `count` runs of about equally many bytes."""
-    count = max(1, min(count, file.data_nbytes // _LEAST_PART_BYTES))
+    count = max(1, min(count, _MOST_PARTS, file.data_nbytes // _LEAST_PART_BYTES))
     begins = [tensor.begin for tensor in file.tensors]
     cuts = [bisect.bisect_left(begins, file.data_nbytes * number // count) for number in range(count)]
     parts: list[Sequence[TensorPlan]] = []

@@ -150,7 +150,7 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
         shard_files, stale = only_indexed(shard_files, weight_map, parts)
         notes += stale
     problems += _contradicted(published, shard_files)
-    if parts:
+    if parts or _has_repeated_names(shard_files):
         try:
             shard_files = _whole(shard_files)
         except StateExchangeError as error:
@@ -342,6 +342,12 @@ def _offsets_of_parts(header: Header, file: StoredFile) -> dict[str, tuple[int, 
             if name in parts and len(parts[name]) != len(entry.shape):
                 raise ValueError(f"{excerpt(name)} differs from its offsets in the number of dims")
     return parts
+
+
+def _has_repeated_names(shard_files: Sequence[ShardFile]) -> bool:
+    """Whether a name occurs in two files: where their shapes differ, a part of the larger one is missing."""
+    total = sum(len(shard_file.tensors) for shard_file in shard_files)
+    return len(set().union(*(shard_file.tensors for shard_file in shard_files))) < total
 
 
 def _whole(shard_files: list[ShardFile]) -> list[ShardFile]:

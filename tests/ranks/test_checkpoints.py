@@ -61,7 +61,7 @@ def test_the_newest_save_or_the_named_one_is_loaded(tmp_path: Path) -> None:
 
 def test_a_directory_of_saves_is_not_loaded_as_one(tmp_path: Path) -> None:
     save_steps(sx.Checkpoints(tmp_path), 10, 20)
-    with pytest.raises(sx.errors.InvalidArgumentError, match=r"2 checkpoints.*step-000000020"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match=r"contains checkpoints.*step-000000020"):
         sx.load_checkpoint(state_of(0), tmp_path)
 
 

@@ -115,7 +115,7 @@ def test_steps_are_listed_kept_and_deleted(store: Any, caplog: pytest.LogCapture
         sx.load_checkpoint(state, step_url(saves.path, 30))
     with pytest.raises(sx.errors.TargetExistsError, match="step 20"):
         saves.save(state_of(1), 20, metrics={"loss": 1})
-    with pytest.raises(sx.errors.InvalidArgumentError, match="4 checkpoints"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="contains checkpoints"):
         sx.load_checkpoint(state, "memory://bucket/saves")
     saves.delete(50)
     assert saves.steps() == [10, 20, 40]

@@ -202,6 +202,15 @@ def test_the_size_of_a_broken_checkpoint_counts_the_files_in_its_folders_and_tho
     }
 
 
+@pytest.mark.parametrize("shape", [(8, 2), (12,)], ids=["longer", "of other dims"])
+def test_files_with_one_name_and_different_shapes_are_not_whole(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    save_file({"a": torch.ones(6, 2), "b": torch.ones(2)}, model / "model-00001-of-00002.safetensors")
+    save_file({"a": torch.ones(shape), "c": torch.ones(2)}, model / "model-00002-of-00002.safetensors")
+    assert rows_of(tmp_path)["model"].status == "broken"
+
+
 def test_links_are_not_followed(tmp_path: Path) -> None:
     hugging_face(tmp_path / "outside")
     (tmp_path / "inside").mkdir()
