@@ -247,7 +247,7 @@ def _add_experts(step: Step, counts: Sequence[int]) -> None:
 
 def _add_file(step: Step, name: str, prefix: str, elsewhere: set[str], missing: str) -> None:
     """Add a file of a part of the model, without the parameters that are `elsewhere`, or a problem of all tensors."""
-    with step.collecting({}):
+    with step.collecting({f"{prefix}*": None}):
         file = step.open(name, 0, missing)
         with file.parsing():
             entries = file.named(file.root)

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -443,3 +444,29 @@ def test_a_frozen_tensor_without_elements_is_kept(tmp_path: Path) -> None:
     for stage in (2, 3):
         write_zero(tmp_path / f"run{stage}", stage, [{"v": torch.ones(2)}], 2, frozen=frozen)
         assert_same(merged(tmp_path / f"run{stage}", tmp_path), {"v": torch.ones(2), **frozen})
+
+
+@pytest.mark.parametrize(
+    ("kind", "damaged", "weights"),
+    [
+        ("experts", "layer_0_expert_1_mp_rank_00_model_states.pt", None),
+        ("pipeline", "layer_01-model_states.pt", "model"),
+    ],
+)
+def test_a_file_of_experts_or_a_layer_that_lacks_values_is_refused(
+    tmp_path: Path, kind: str, damaged: str, weights: str | None
+) -> None:
+    """The error names a tensor, which is then in no section: it must not pass for one of another section."""
+    job = copy_of(kind, tmp_path)
+    (path,) = job.rglob(damaged)
+    with zipfile.ZipFile(path) as file:
+        members = {info: file.read(info) for info in file.infolist()}
+    last = max((info.filename for info in members if "/data/" in info.filename), key=lambda name: int(Path(name).name))
+    with zipfile.ZipFile(path, "w") as file:
+        for info, content in members.items():
+            if info.filename != last:
+                file.writestr(info, content)
+    for section in (None, "model", "all"):
+        with pytest.raises(CorruptError, match="no storage"):
+            sx.merge_checkpoint(job, tmp_path / "out", section=section, weights=weights)
+    assert not (tmp_path / "out").exists()
