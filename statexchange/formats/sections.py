@@ -124,7 +124,7 @@ def _by_keys(tensors: set[str], values: set[str]) -> tuple[Section, ...]:
             names = by_section[section]
             prefix = f"{keys[section][0]}."
             # The names of a model may begin with one key themselves.
-            has_prefix = all(name.startswith(prefix) for name in names)
+            has_prefix = {name[: len(prefix)] for name in names} == {prefix}
             is_model_part = section == "model" and keys[section][0] not in _MODEL_KEYS
             sections.append(Section(section, prefix if has_prefix and not is_model_part else "", frozenset(names)))
     return tuple(sections)
