@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.checkpoint.publication import index_name, single_file_name
-from statexchange.conversions.choice import conversion_of
 from statexchange.errors import (
     CorruptError,
     InvalidArgumentError,
@@ -305,6 +304,8 @@ def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:
     names = list(plan.tensors)
     if not any(".layers." in f".{name}" for name in names):  # built-in conversions are of models with layers
         return ()
+    from statexchange.conversions.choice import conversion_of
+
     conversion = conversion_of(names)
     if conversion is None:
         return ()

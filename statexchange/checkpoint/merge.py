@@ -32,8 +32,6 @@ from statexchange.checkpoint.extra_files import (
 )
 from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about, notes_on_tensors, notes_on_written
 from statexchange.checkpoint.publication import Provenance, Publication, check_publication
-from statexchange.conversions.config_facts import check_configs
-from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -50,20 +48,11 @@ from statexchange.formats.config_check import (
     unties_heads,
     without_heads,
 )
-from statexchange.formats.converted import (
-    Converted,
-    config_files_beside,
-    config_of,
-    configs_beside,
-    convert_source,
-    model_tensors,
-    read_conversion,
-)
 from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG, are_of_ranks
 from statexchange.formats.registry import open_source, open_with, read_opened
 from statexchange.formats.replicas import check_tensor_copies, check_tied
-from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, section_of, select_section
-from statexchange.formats.source import Section, SectionName, Source, Weights, abbreviated_list
+from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, select_section
+from statexchange.formats.source import SectionName, Source, Weights, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.sharding.options import (
     ADAPTER_PATTERN,
@@ -86,6 +75,9 @@ from statexchange.units import format_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from statexchange.conversions.rules import ConversionRules
+    from statexchange.formats.converted import Converted
 
 __all__ = ["MergeReport", "PlannedTensor", "copy_source", "merge_checkpoint"]
 
@@ -260,7 +252,12 @@ def merge_checkpoint(
     if threads == 0:
         raise InvalidArgumentError("threads must be a number from 1 on, not 0")
     options = ExportOptions.of({**arguments, "layout": _read_layout(layout)})
-    conversion, numbers = read_conversion(options) if options.converts else (None, {})
+    conversion: ConversionRules | None = None
+    numbers: Mapping[str, int] = {}
+    if options.converts:
+        from statexchange.formats.converted import read_conversion  # late, as in `_select`: most merges convert nothing
+
+        conversion, numbers = read_conversion(options)
     request = _Request(target_path(path), call, options, conversion, numbers, began)
     try:
         return _merge(*_open(source, call, options), request)
@@ -406,9 +403,13 @@ def _select(opened: Source, reductions: Mapping[str, str], request: _Request) ->
     if request.conversion is None:
         left_options, notes = _unwrapping_options(opened, options, config)
     else:
-        converted, notes = _converted(opened, request, request.conversion, given.config(), is_copied=CONFIG in files)
+        from statexchange.checkpoint.converting import converted_selection
+
+        converted, notes = converted_selection(
+            opened, options, request.conversion, request.numbers, given.config(), is_copied=CONFIG in files
+        )
         source, reductions = converted.source, converted.renamed_keys(reductions)
-        left_options = replace(options, include=(), exclude=())  # `_converted` has applied them
+        left_options = replace(options, include=(), exclude=())  # they have been applied
     if unties_heads(config):
         # Without the aliases of heads that config.json does not tie, so that they are written.
         untied = [replace(shard_file, aliases=without_heads(shard_file.aliases)) for shard_file in source.files]
@@ -556,38 +557,6 @@ def _unwrapping_options(
             advice = f'the options of a merge ({section}--rename "^model\\.=")'
             notes.insert(0, f"all names begin with 'model.', {reason}; to remove it: {advice}")
     return options, tuple(notes)
-
-
-def _converted(
-    source: Source, request: _Request, conversion: ConversionRules, config: bytes | None, *, is_copied: bool
-) -> tuple[Converted, tuple[str, ...]]:
-    """Convert the selected tensors under their names without wrappers' parts; return notes about names, too.
-
-    `config` is the config.json that the caller gives; without one the source's own may be copied.
-    """
-    options, numbers = request.options, request.numbers
-    names = source.tensor_names
-    options.check_include(names)
-    wanted = frozenset(filter(options.wants, names))
-    selected = section_of(source, Section("model", "", wanted)).unwrapped()
-    given_configs = [] if config is None else config_of(f"{CONFIG} of files_from", config)
-    converted = convert_source(selected, conversion, numbers, [*given_configs, *configs_beside(source)])
-    config_files = [*given_configs, *config_files_beside(source)]
-    # A config describes the model of transformers, which an inverse conversion has as its input.
-    model = selected if conversion.is_inverse else converted.source
-    written = config_files[0] if config_files and (given_configs or is_copied) else None
-    check_configs(
-        conversion.facts,
-        conversion.model_type,
-        model_tensors(model, is_whole=len(wanted) == len(names)),
-        config_files,
-        written,
-        numbers,
-    )
-    # The source's own notes come with the others of the report.
-    notes = [*selected.notes[len(source.notes) :], *options.notes_on_exclude({*names, *source.unsupported})]
-    notes += options.notes_on_rename(converted.source.tensor_names)
-    return converted, tuple(notes)
 
 
 def _unwrapping(rules: Sequence[tuple[str, str]], rename: Rename) -> Rename:

@@ -332,11 +332,12 @@ class _Directory:
                 unread.add(part.row.section)
                 continue
             source = self._read(part)
-            for of_part in _sections_of(part, source):
+            sections = _sections_of(part, source)
+            for of_part in sections:
                 if of_part.name != section:
                     unread.add(of_part.name)
                 elif part.row.section is None:
-                    read.append((part, replace(section_of(source, of_part), selected=of_part.name)))
+                    read.append((part, replace(section_of(source, of_part, sections), selected=of_part.name)))
                 else:
                     read.append((part, source))
         rest = [repr(name) for name in SECTIONS if name in unread]

@@ -174,7 +174,7 @@ def select_section(source: Source, section: str | None) -> Source:
     if section is None and not rest and not wanted.prefix:
         return source
     notes = (*source.notes, section_note(name, rest, prefix=wanted.prefix))
-    return replace(section_of(source, wanted), sections=(), selected=wanted.name, notes=notes)
+    return replace(section_of(source, wanted, sections), sections=(), selected=wanted.name, notes=notes)
 
 
 def section_note(section: str, unread: Sequence[str], of: str = "", *, prefix: str = "") -> str:
@@ -197,11 +197,24 @@ def no_section(source: Source, section: str) -> InvalidArgumentError:
     return InvalidArgumentError("; ".join((text, *source.notes)), path=source.path)
 
 
-def section_of(source: Source, section: Section) -> Source:
-    """Return the source with the tensors and other entries of a section alone, without its prefix."""
+def section_of(source: Source, section: Section, sections: Sequence[Section] = ()) -> Source:
+    """Return the source with the tensors and other entries of a section alone, without its prefix.
+
+    If all `sections` are given, a problem stays if it names a tensor of this one, or one that none of the others has: a
+    tensor that could not be read may be of any.
+    """
+
+    def affects(name: str) -> bool:
+        if name in section.names or not sections:
+            return name in section.names
+        for rest in sections:
+            if name in rest.names or (rest.prefix and rest != section and name.startswith(rest.prefix)):
+                return False
+        return True
+
     selected = source.renamed({name: name.removeprefix(section.prefix) for name in section.names}.get)
     files = tuple(shard_file for shard_file in selected.files if shard_file.tensors)
-    problems = problems_of(source, section.names.__contains__)
+    problems = problems_of(source, affects)
     return replace(selected, files=files or selected.files[:1], problems=problems)
 
 

@@ -363,7 +363,7 @@ class Selection(Options):
     @property
     def converts(self) -> bool:
         """Whether a conversion is named, or numbers for one."""
-        return self.convert is not None or self.convert_with is not None
+        return self.convert is not None or self.convert_with not in (None, {})
 
     def texts(self) -> dict[str, str]:
         """Return the options that must be equal on all ranks and are not at their defaults, as text by name.
