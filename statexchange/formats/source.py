@@ -420,67 +420,72 @@ def _renamed_keys(entries: Mapping[str, str], new_name: Callable[[str], str | No
 class Source:
     """A checkpoint on disk, pinned as it was opened.
 
+    A format fills the first ten fields, and of the others those that it knows.
+
     Attributes:
         kind: the format.
         opened: the opened path, which holds the files open until `close` or the end of a with block.
         files: the files with their tensors.
-        run: the run of a workspace, or the run of the job that made a save.
-        round: the round of a workspace.
-        save: the random id of a save of ours; "" of anything else.
-        step: the training step of a save or of Trainer's directory, or the iteration of a Megatron checkpoint.
-        created: the time of a save, in seconds since the epoch.
-        metrics: numbers that a job gave with a save.
-        world_size: number of ranks, where the format has it.
-        configs: each rank's config as JSON text of `values.encode`.
-        per_rank: the paths of what belongs to a rank, and fits no other number of ranks than saved it.
-        optimizers: by the path of each optimizer, the qualified names of its class; several if ranks differ.
-        left_out: by rank, the paths of what a save was asked to leave out.
-        manifest: content of the statexchange.json of a published directory.
         others: descriptions, by name, of entries that are not tensors.
         texts: those of `others` that are plain values, as JSON text of `values.encode`.
         problems: errors for everything that is missing or broken.
         unreadable: tensors that are affected by `problems` or are unsupported.
         metadata: text metadata on which all files agree.
         differing: metadata keys on which files differ.
-        sections: its sections, if the format knows them (formats/sections.py).
-        selected: the section whose tensors alone are here, without its prefix; None for all.
-        arguments: numbers that describe the model, from the arguments of a Megatron run.
         notes: what a user should know about how it was read.
+        sections: its sections, if the format knows them (formats/sections.py).
+        paths: by name of a tensor or of another entry, its keys, where the format records them (sharding/paths.py).
+        padding: by tensor, the boxes that only fill up a buffer: their bytes may be anything.
+        step: the training step of a save or of Trainer's directory, or the iteration of a Megatron checkpoint.
+        manifest: content of the statexchange.json of a published directory.
+        arguments: numbers that describe the model, from the arguments of a Megatron run.
         parts: the parts of a framework's directory.
         small_files: the directory with the model's config and tokenizer, where the format knows it.
-        padding: by tensor, the boxes that only fill up a buffer: their bytes may be anything.
-        paths: by name of a tensor or of another entry, its keys, where the format records them (sharding/paths.py).
+        world_size: number of ranks, where the format has it.
+        configs: each rank's config as JSON text of `values.encode`.
+        run: the run of a workspace, or the run of the job that made a save.
+        round: the round of a workspace.
+        save: the random id of a save of ours; "" of anything else.
+        created: the time of a save, in seconds since the epoch.
+        metrics: numbers that a job gave with a save.
+        per_rank: the paths of what belongs to a rank, and fits no other number of ranks than saved it.
+        optimizers: by the path of each optimizer, the qualified names of its class; several if ranks differ.
+        left_out: by rank, the paths of what a save was asked to leave out.
+        selected: the section whose tensors alone are here, without its prefix; None for all.
     """
 
     kind: SourceKind
     opened: OpenedPath
     files: Sequence[ShardFile]
-    run: str | None = None
-    round: int | None = None
-    save: str = ""
-    step: int | None = None
-    created: float | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    world_size: int | None = None
-    configs: Mapping[int, str] = field(default_factory=dict)
-    per_rank: frozenset[str] = frozenset()
-    optimizers: Mapping[str, frozenset[str]] = field(default_factory=dict)
-    left_out: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    manifest: Mapping[str, Any] | None = None
     others: Mapping[str, str] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
     problems: tuple[StateExchangeError, ...] = ()
     unreadable: tuple[UnreadableTensor, ...] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
-    sections: tuple[Section, ...] = ()
-    selected: SectionName | None = None
-    arguments: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    # Where the format knows them.
+    sections: tuple[Section, ...] = ()
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    padding: Mapping[str, frozenset[Box]] = field(default_factory=dict)
+    step: int | None = None
+    manifest: Mapping[str, Any] | None = None
+    arguments: Mapping[str, int] = field(default_factory=dict)
     parts: tuple[Part, ...] = ()
     small_files: Store | None = None
-    padding: Mapping[str, frozenset[Box]] = field(default_factory=dict)
-    paths: Mapping[str, Path] = field(default_factory=dict)
+    # Of a save or a round of a workspace.
+    world_size: int | None = None
+    configs: Mapping[int, str] = field(default_factory=dict)
+    run: str | None = None
+    round: int | None = None
+    save: str = ""
+    created: float | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    per_rank: frozenset[str] = frozenset()
+    optimizers: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    left_out: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    # Set by `select_section`.
+    selected: SectionName | None = None
 
     @property
     def tensor_names(self) -> set[str]:
