@@ -26,14 +26,12 @@ from statexchange.errors import NotFoundError, StorageError, TargetExistsError, 
 from statexchange.storage import files
 from statexchange.storage.atomic import invalidate_listings, link_same
 from statexchange.storage.location import is_remote, open_path
-from statexchange.storage.publish.build import WrittenFile
-from statexchange.storage.rank_writer import write_tensor_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from statexchange.storage.files import Buffer
-    from statexchange.storage.publish.build import Build, OwnCheck, ReplaceCheck, UnfinishedBuild
+    from statexchange.storage.publish.build import Build, OwnCheck, ReplaceCheck, UnfinishedBuild, WrittenFile
     from statexchange.storage.tensorfile import ShardData
 
 __all__ = [
@@ -135,6 +133,9 @@ def write_into_build(
         from statexchange.storage.publish.object_build import ObjectMember
 
         return ObjectMember(path, key, manifest).write_tensors(name, shards, metadata, progress)
+    from statexchange.storage.publish.build import WrittenFile
+    from statexchange.storage.rank_writer import write_tensor_file
+
     # The key is the name of the directory under construction, beside the target.
     folder = os.path.join(os.path.dirname(path), os.path.basename(key))
     durable = not files.mount_of(folder).is_memory
