@@ -88,7 +88,7 @@ def _add_parameters(
             if key == MASTER_KEY and not takes_master:
                 continue
             with step.collecting({source_name(name, key): shape}):
-                if name not in stores:
+                if name not in stores or file_name not in stores[name].non_directories:
                     path = step.store.path_of(f"{UNIVERSAL}/{name}/{file_name}")
                     raise IncompleteError(_MISSING, name=name, path=path)
                 file = DeepSpeedFile(open_listed(stores[name], file_name, _MISSING, name=name), 0)

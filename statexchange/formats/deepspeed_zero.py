@@ -17,6 +17,7 @@ optimizer's states. Everything is checked against the shapes and the sizes of th
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 
 from statexchange.errors import CorruptError, UnsupportedError
@@ -180,15 +181,34 @@ class _FlatFile:
 
 
 def _runs_of_partitions(parts: Sequence[_FlatFile], shapes: Shapes) -> list[list[FlatRun]]:
-    """Return the runs that each rank has in ZeRO-1 or 2; raise CorruptError if they do not cover the parameters."""
+    """Return the runs that each rank has in ZeRO-1 or 2; raise CorruptError if they do not cover the parameters.
+
+    No file says whose it is. Of files in the wrong order a parameter that goes on in the next rank's buffer does not
+    reach the end of its own, or does not begin with the next; or a buffer is longer than the one before, of which only
+    the last ones lack the padding.
+    """
     ends = dict.fromkeys(shapes, 0)  # of the parts of the ranks before
     runs = []
+    before: list[int] = []
+    reaching = set()  # parameters whose part reaches the end of a rank's buffer, and may go on in the next rank's
     for part in parts:
         of_part = []
         with part.file.parsing():
+            sizes = [buffers[MASTER_KEY].numel for buffers in part.groups]
+            is_in_order = not before or all(map(operator.ge, before, sizes))
+            before = sizes
             for name, group, at, numel in part.places():
                 begin, ends[name] = ends[name], ends[name] + numel
+                if begin and (at or name not in reaching):
+                    is_in_order = False
+                reaching.discard(name)
+                if at + numel == sizes[group]:
+                    reaching.add(name)
                 of_part.append(FlatRun(name, begin, ends[name], group, at))
+            if not is_in_order:
+                raise CorruptError(
+                    "its flat buffers do not follow those of the rank before: files are swapped or mixed"
+                )
         runs.append(of_part)
     for name, shape in shapes.items():
         if ends[name] != math.prod(shape):

@@ -470,3 +470,13 @@ def test_a_file_of_experts_or_a_layer_that_lacks_values_is_refused(
         with pytest.raises(CorruptError, match="no storage"):
             sx.merge_checkpoint(job, tmp_path / "out", section=section, weights=weights)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero1_fp32_gradients", "zero2", "llama1"])
+def test_files_of_the_optimizer_that_are_swapped_are_refused(tmp_path: Path, kind: str) -> None:
+    job = copy_of(kind, tmp_path)
+    first, second = sorted(job.rglob("*_optim_states.pt"))
+    first.rename(tmp_path / "other")
+    second.rename(first)
+    (tmp_path / "other").rename(second)
+    refused(CorruptError, "swapped", job)

@@ -524,13 +524,12 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     # Nothing in these files says whose they are.
     **_all(
         ["swap_two_files"],
-        ["dcp", "ZeRO-3", "DeepSpeed pipeline", "Universal Checkpoint", "torch_checkpointing"],
+        ["dcp", "ZeRO-3", "Universal Checkpoint", "torch_checkpointing"],
         WHOLE,
     ),
     **_all(
         ["copy_a_file_over_another"],
-        ["huggingface without index", "torch shards without index", "dcp", "ZeRO-3", "DeepSpeed pipeline",
-         "Universal Checkpoint"],
+        ["huggingface without index", "torch shards without index", "dcp", "ZeRO-3", "Universal Checkpoint"],
         WHOLE,
     ),
     **_all(

@@ -72,7 +72,7 @@ CODES: dict[str, dict[str, tuple[int, int]]] = {
         "a list in itself": (CORRUPT, CORRUPT),
         "arguments": (CORRUPT, CORRUPT),
         "ranks, equal and not the same": (CORRUPT, CORRUPT),
-        "ranks of meshes": (CORRUPT, CORRUPT),
+        "ranks of meshes": (INCOMPLETE, INCOMPLETE),
         "parts": (CORRUPT, CORRUPT),
     },
     "opaque": {
