@@ -669,9 +669,9 @@ class _FileWriter:
         with ThreadPoolExecutor(threads) as pool:
             outputs = list(pool.map(self._publication.create, plans))  # a full disk is found before anything is written
             futures = []
+            # Each thread gets equally many whole files. Those that are left over are divided among all threads.
+            num_last = len(plans) % threads
             for number, (plan, output) in enumerate(zip(plans, outputs, strict=True)):
-                # Each thread gets equally many whole files. Those that are left over are divided among all threads.
-                num_last = len(plans) % threads
                 is_divided = number >= len(plans) - num_last and not output.is_sequential
                 parts = _parts(plan, -(-threads // num_last) if is_divided else 1)
                 file = _OpenFile(plan, output, len(parts), {})

@@ -45,8 +45,10 @@ _OF_MODEL = {
 def matches(opened: OpenedPath) -> bool:
     """Whether a path is the directory of a step, or a directory with such directories and `latest`."""
     store = opened.store
-    if opened.file is not None or _is_step(store):
-        return opened.file is None
+    if opened.file is not None:
+        return False
+    if _is_step(store):
+        return True
     latest = next((name for name in _LATEST if name in store.files), None)
     if latest is None:
         return False

@@ -205,12 +205,12 @@ def section_of(source: Source, section: Section, sections: Sequence[Section] = (
     """
 
     def affects(name: str) -> bool:
-        if name in section.names or not sections:
-            return name in section.names
+        if name in section.names:
+            return True
         for rest in sections:
             if name in rest.names or (rest.prefix and rest != section and name.startswith(rest.prefix)):
                 return False
-        return True
+        return bool(sections)
 
     selected = source.renamed({name: name.removeprefix(section.prefix) for name in section.names}.get)
     files = tuple(shard_file for shard_file in selected.files if shard_file.tensors)

@@ -1,4 +1,4 @@
-"""What a checkpoint's headers say of its tensors: a row for each, all facts about one, and the tree of modules."""
+"""Tensors as the headers of a checkpoint have them: a row for each, all facts about one, and the tree of modules."""
 
 from __future__ import annotations
 

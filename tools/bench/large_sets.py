@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 from machine import machine_text
-from timed_command import STATEXCHANGE, Ran, in_child, run
+from timed_command import STATEXCHANGE, in_child, run_in_turns
 
 TENSORS_PER_FILE = 10_000
 NBYTES = 4 * 4 * 2
@@ -75,12 +75,7 @@ def main() -> None:
             ("verify", options.tensors): [STATEXCHANGE, "verify", str(few)],
             ("diff, equal", options.tensors): [STATEXCHANGE, "diff", str(few), str(copy)],
         }
-        runs: dict[tuple[str, int], list[Ran]] = {way: [] for way in ways}
-        for number in range(options.rounds + 1):  # the first warms up
-            for way, command in ways.items():
-                ran = run(command)
-                if number:
-                    runs[way].append(ran)
+        runs = run_in_turns(ways, options.rounds)
     print(f"{options.rounds} rounds, {machine_text()}\n")
     print("| way | tensors | processor seconds | a tensor | peak |\n|---|---|---|---|---|")
     for (name, num_tensors), of_way in runs.items():

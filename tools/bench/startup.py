@@ -17,7 +17,7 @@ import tempfile
 import numpy as np
 from machine import machine_text
 from safetensors.numpy import save_file
-from timed_command import Ran, run
+from timed_command import run_in_turns
 
 COMMAND = [sys.executable, "-m", "statexchange"]
 PASS = "python -c pass"
@@ -41,12 +41,7 @@ def main() -> None:
             "statexchange info": [*COMMAND, "info", source],
             "statexchange merge of 10 MB": [*COMMAND, "merge", source, os.path.join(folder, "out"), "--overwrite"],
         }
-        runs: dict[str, list[Ran]] = {way: [] for way in ways}
-        for number in range(options.rounds + 1):
-            for way, command in ways.items():
-                ran = run(command)
-                if number:
-                    runs[way].append(ran)
+        runs = run_in_turns(ways, options.rounds)
     print(f"{options.rounds} rounds, {machine_text()}\n")
     print("| way | seconds | processor seconds |\n|---|---|---|")
     wall = {way: statistics.median(ran.seconds for ran in those) for way, those in runs.items()}

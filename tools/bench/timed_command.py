@@ -6,15 +6,16 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
-__all__ = ["STATEXCHANGE", "Ran", "in_child", "run"]
+__all__ = ["STATEXCHANGE", "Ran", "in_child", "run", "run_in_turns"]
 
 T = TypeVar("T")
+Way = TypeVar("Way")
 
 STATEXCHANGE = str(Path(sys.executable).parent / "statexchange")
 
@@ -44,6 +45,17 @@ def run(command: Sequence[str], expected: int = 0, *, stdout: int | IO[bytes] = 
     if process.returncode != expected:
         raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}, not {expected}")
     return Ran(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def run_in_turns(commands: Mapping[Way, Sequence[str]], rounds: int) -> dict[Way, list[Ran]]:
+    """Run all commands in turns, `rounds` times after a round that warms up; return the runs of each way."""
+    runs: dict[Way, list[Ran]] = {way: [] for way in commands}
+    for number in range(rounds + 1):
+        for way, command in commands.items():
+            ran = run(command)
+            if number:
+                runs[way].append(ran)
+    return runs
 
 
 def in_child(function: Callable[..., T], *arguments: Any) -> T:
