@@ -14,8 +14,8 @@ Under MPI nothing is joined: all ranks have taken part when they have the addres
 
 Failure. Rank 0 gives up at its deadline, and raises StallError with the ranks that have not joined; the ranks that have
 joined read the error and raise it, too. They also have deadlines of their own. A rank that dies after it has joined is
-not noticed here, but when the communicator is formed. When rank 0 dies, its server ends: at an address the others try
-again until their deadline, since another server may follow; elsewhere they raise at once.
+not noticed here, but when the communicator is formed. When rank 0 dies, its server ends: the others look for it again
+until their deadline, since another server may follow; without torchrun's they raise at once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import json
 import secrets
 import socket
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -33,8 +34,8 @@ import torch.distributed as dist
 from statexchange.comm import tcp_store
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.torch_groups import as_timedelta, torch_errors, unused_prefix
-from statexchange.comm.rendezvous_directory import DirectoryRendezvous
-from statexchange.comm.tcp_store import Joining, LostServerError, Server, SharedStore
+from statexchange.comm.rendezvous_directory import MeetingDirectory
+from statexchange.comm.tcp_store import Joining, LostServerError, Place, Server, SharedStore
 from statexchange.comm.wait import Wait
 from statexchange.errors import InvalidArgumentError, NotInitializedError, StateExchangeError
 from statexchange.settings import Launch, has_agent_store
@@ -43,7 +44,6 @@ __all__ = ["store_at", "store_of"]
 
 _stores: Any = dist  # torch exports its stores there, but not for type checkers
 _POLL_S = 0.02
-_CONNECT_S = 10.0
 
 # The nonces of servers at which this process has completed a rendezvous. Such a server may still run, as rank 0 has not
 # shut down yet; a later rendezvous at the same address waits for a new server.
@@ -106,13 +106,13 @@ def _store_by_mpi(backend: Backend, timeout_s: float) -> SharedStore:
     host, port, nonce, refusal = json.loads(backend.all_gather_bytes(json.dumps(offer).encode(), wait)[0])
     if refusal is not None:
         raise NotInitializedError(f"rank 0 on {host}: {refusal}", rank=0)
+    place = Place([host], port, nonce, host)
     try:
-        store = tcp_store.connect(host, port, timeout_s, min(timeout_s, _CONNECT_S))
+        store, _ = tcp_store.connect(place, timeout_s)
     except OSError as error:
-        raise NotInitializedError(
-            tcp_store.unreachable_text(backend.rank, host, host, port, error), rank=backend.rank
-        ) from error
-    return SharedStore(tcp_store.namespaced(store, nonce), backend.rank, backend.world_size, server)
+        text = tcp_store.unreachable_text(backend.rank, place, error)
+        raise NotInitializedError(text, rank=backend.rank) from error
+    return SharedStore(store, backend.rank, backend.world_size, server)
 
 
 def store_at(url: str, rank: int, world_size: int, timeout_s: float) -> SharedStore:
@@ -131,7 +131,7 @@ def store_at(url: str, rank: int, world_size: int, timeout_s: float) -> SharedSt
     if world_size == 1:
         return SharedStore(_stores.HashStore(), 0, 1)
     if is_directory:
-        return DirectoryRendezvous(Path(parts.path), rank, world_size, timeout_s).store()
+        return _store_in_directory(Path(parts.path), rank, world_size, timeout_s)
     assert parts.hostname is not None
     assert port is not None
     return _store_at_address(parts.hostname, port, rank, world_size, timeout_s)
@@ -145,42 +145,75 @@ def _port_of(url: str) -> int | None:
         return None
 
 
-# At an address that all ranks were given
-
-
 def _store_at_address(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> SharedStore:
     joining = Joining(rank, world_size, timeout_s, f"tcp://{host}:{port}")
-    if rank != 0:
-        return SharedStore(_joined_store(host, port, joining), rank, world_size)
-    server = Server.at(host, port, timeout_s)
+    place = Place([host], port)
+    if rank == 0:
+        return _lead(Server.at(host, port, timeout_s), joining)
+    return SharedStore(_follow(joining, lambda: [place]), rank, world_size)
+
+
+def _store_in_directory(path: Path, rank: int, world_size: int, timeout_s: float) -> SharedStore:
+    joining = Joining(rank, world_size, timeout_s, str(path))
+    directory = MeetingDirectory(path, joining)
     try:
-        store = tcp_store.namespaced(tcp_store.connect(host, server.port, timeout_s, timeout_s), server.nonce)
-        joining.join(store, server.nonce)
+        if rank == 0:
+            return _lead(Server.at("localhost", 0, timeout_s), joining, directory)
+        store = _follow(joining, directory.places, directory.note_failure, directory.poll_s)
+        return SharedStore(store, rank, world_size)
+    finally:
+        directory.leave()
+
+
+def _lead(server: Server, joining: Joining, directory: MeetingDirectory | None = None) -> SharedStore:
+    """Return the store that `server`, of this rank, has, once all ranks have joined it. Collective."""
+    try:
+        place = Place(["localhost"], server.port, server.nonce)
+        store, _ = tcp_store.connect(place, joining.timeout_s)
+        if directory is None:
+            joining.join(store, server.nonce)
+        else:
+            directory.announce(server)
+            joining.join(store, server.nonce, directory.poll, directory.finish)
     except BaseException:
         server.close()  # else a caller that keeps the error would keep the port open
         raise
-    return SharedStore(store, 0, world_size, server)
+    return SharedStore(store, 0, joining.world_size, server)
 
 
-def _joined_store(host: str, port: int, joining: Joining) -> Any:
-    """Return a client of the store that rank 0 serves or will serve, once all ranks have joined it."""
+def _follow(
+    joining: Joining,
+    places: Callable[[], Sequence[Place]],
+    note_failure: Callable[[Place, str], None] = lambda *_: None,
+    poll_s: float = _POLL_S,
+) -> Any:
+    """Return a client of the store that rank 0 serves, or will serve, at one of `places`, once all ranks have joined.
+
+    Collective.
+    """
     nonce = secrets.token_hex(16)
     has_joined = False
-    reason: object = ""
+    reason = ""
     while True:
-        try:
-            store = tcp_store.connect(host, port, joining.timeout_s, joining.deadline - time.monotonic())
-            server = tcp_store.server_nonce(store)
-            if server is not None and server not in _completed:
-                has_joined = True
-                store = tcp_store.namespaced(store, server)
-                joining.join(store, nonce)
-                _completed.add(server)
-                return store
-        except StateExchangeError:  # of which a StallError is an OSError
-            raise
-        except (OSError, LostServerError) as error:
-            reason = error  # a server of an earlier rendezvous, or of one that was given up: another may follow
+        for place in places():
+            if place.nonce in _completed:
+                continue
+            try:
+                store, server = tcp_store.connect(place, joining.timeout_s)
+                if server not in _completed:
+                    has_joined = True
+                    joining.join(store, nonce)
+                    _completed.add(server)
+                    return store
+            except StateExchangeError:  # of which a StallError is an OSError
+                raise
+            except LostServerError as error:
+                reason = str(error)  # of an earlier rendezvous, or of one that was given up: another server may follow
+            except OSError as error:
+                reason = str(error)
+                if place.nonce is not None:
+                    reason = tcp_store.unreachable_text(joining.rank, place, error.strerror or error)
+                note_failure(place, reason)
         if time.monotonic() > joining.deadline:
             raise joining.left_error([0]) if has_joined else joining.absent_error([0], reason)
-        time.sleep(_POLL_S)
+        time.sleep(poll_s)

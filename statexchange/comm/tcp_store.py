@@ -7,11 +7,11 @@ Keys and who writes them:
 
     server           rank 0, before it joins: a nonce of this server; all other keys lie below this nonce, as torch may
                      serve a store of its own at the same port of this process
+    world_size       each rank; the first one's is kept, and a rank that has another one fails the rendezvous
     joined/<rank>    each rank, once: a nonce of its process. A second process with that rank reads another nonce there,
-                     and raises
+                     and fails the rendezvous
     complete         rank 0, when all have joined
-    failed           rank 0, instead of `complete`: the error that it raises; the other ranks raise it, too
-    failure_reads    a counter of the ranks that have read `failed`; rank 0 serves a second longer for them
+    failed           rank 0, instead of `complete`, or a rank that contradicts another one: the error that all raise
 
 Only `get` and `wait` of torch's clients block, and they are called only for keys that exist already; everything else is
 polled with a deadline. If rank 0 dies, all clients lose their connections, which raises LostServerError.
@@ -20,6 +20,7 @@ polled with a deadline. If rank 0 dies, all clients lose their connections, whic
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import platform
 import secrets
@@ -33,6 +34,7 @@ import torch.distributed as dist
 
 from statexchange.comm.backends.torch_groups import as_timedelta, first_line
 from statexchange.errors import (
+    InvalidArgumentError,
     NotInitializedError,
     StallError,
     StateExchangeError,
@@ -44,17 +46,17 @@ __all__ = [
     "PHASE",
     "Joining",
     "LostServerError",
+    "Place",
     "Server",
     "SharedStore",
     "connect",
-    "namespaced",
-    "server_nonce",
     "unreachable_text",
 ]
 
 _stores: Any = dist  # torch.distributed exports the store classes, but hides them from type checkers
 _POLL_S = 0.02
-_ATTEMPT_S = 5.0  # for one attempt to connect
+_ATTEMPT_S = 3.0  # for one attempt to connect
+_HANDSHAKE_S = 10.0  # for torch's client to be served; it cannot be interrupted
 _NOTICE_S = 1.0  # for the other ranks to read an error
 PHASE = "the rendezvous"
 
@@ -74,7 +76,9 @@ class Server:
 
     @classmethod
     def at(cls, host: str, port: int, timeout_s: float) -> Server:
-        """Serve on all interfaces, at `port`; `host` must be a name of this host. NotInitializedError if it cannot.
+        """Serve on all interfaces, at `port`, or for 0 at one that the system picks; `host` is a name of this host.
+
+        Raises NotInitializedError if it cannot.
 
         torch.distributed may serve its store at the same port later: scripts set one MASTER_PORT for both.
         """
@@ -84,33 +88,10 @@ class Server:
         except RuntimeError as error:
             raise NotInitializedError(f"cannot listen at tcp://{host}:{port}: {first_line(error)}") from error
 
-    @classmethod
-    def on(cls, address: str, timeout_s: float) -> Server:
-        """Serve on the interface that has `address`, at a port that the system picks. OSError if it cannot."""
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family)
-        port = listener.getsockname()[1]
-        try:
-            socket.create_connection((address, port), _ATTEMPT_S).close()  # the interface may be down
-        except OSError:
-            listener.close()
-            raise
-        options = {"is_master": True, "wait_for_workers": False, "timeout": as_timedelta(timeout_s)}
-        try:
-            # The store owns the descriptor and closes it.
-            return cls(_stores.TCPStore(address, port, master_listen_fd=listener.detach(), **options))
-        except RuntimeError as error:
-            raise OSError(first_line(error)) from error
-
-    @property
-    def address(self) -> str:
-        """The address that the server listens at."""
-        return str(self._store.host)
-
     @property
     def store(self) -> Any:
         """A torch Store that keeps the server alive."""
-        return namespaced(self._store, self.nonce)
+        return _stores.PrefixStore(self.nonce, self._store)
 
     def close(self) -> None:
         """Free the port; clients lose their connections. May be called again."""
@@ -131,37 +112,43 @@ class SharedStore(NamedTuple):
         return self.store if self.server is None else self.server.store
 
 
-def connect(address: str, port: int, timeout_s: float, attempt_s: float) -> Any:
-    """Return a client of the store at `address` and `port`; OSError if nothing answers within `attempt_s`.
+class Place(NamedTuple):
+    """Where a server is reached: its addresses, the likeliest first, its port, and what is known of it already."""
 
-    A plain connection is tried first: torch's own attempts cannot be interrupted, and write many lines to the log.
+    addresses: Sequence[str]
+    port: int
+    nonce: str | None = None
+    host: str = ""
+
+
+def connect(place: Place, timeout_s: float) -> tuple[Any, str]:
+    """Return a client of the store at `place`, and the nonce of its server; OSError if it does not answer.
+
+    `timeout_s` is the limit of the client's later requests.
     """
-    deadline = time.monotonic() + attempt_s
-    while True:
-        remaining = max(deadline - time.monotonic(), 0.01)
+    refusal: OSError = OSError(errno.EADDRNOTAVAIL, f"{place.host} has no network address")
+    for address in place.addresses:
         try:
-            socket.create_connection((address, port), min(remaining, _ATTEMPT_S)).close()
-            break
-        except OSError:
-            if time.monotonic() + _POLL_S > deadline:
-                raise
-        time.sleep(_POLL_S)
-    limit = as_timedelta(timeout_s)
+            return _connect(address, place, timeout_s)
+        except OSError as error:
+            refusal = error
+    raise refusal
+
+
+def _connect(address: str, place: Place, timeout_s: float) -> tuple[Any, str]:
+    # A plain connection is tried first, as torch's client goes on trying, and writes many lines to the log.
+    socket.create_connection((address, place.port), min(timeout_s, _ATTEMPT_S)).close()
+    limit = as_timedelta(min(timeout_s, _HANDSHAKE_S))
     try:
-        return _stores.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+        store = _stores.TCPStore(address, place.port, is_master=False, wait_for_workers=False, timeout=limit)
     except RuntimeError as error:
         raise OSError(first_line(error)) from error
-
-
-def server_nonce(store: Any) -> str | None:
-    """Return the nonce of the server that this client is connected to; None if the server has not set one yet."""
+    store.set_timeout(as_timedelta(timeout_s))
     with _lost_server():
-        return store.get("server").decode() if store.check(["server"]) else None
-
-
-def namespaced(store: Any, nonce: str) -> Any:
-    """Return `store` with all keys prefixed by its server's nonce. Not collective."""
-    return _stores.PrefixStore(nonce, store)
+        nonce = store.get("server").decode() if store.check(["server"]) else None
+    if nonce is None or place.nonce not in (None, nonce):
+        raise OSError(errno.ECONNREFUSED, "another program answers there")
+    return _stores.PrefixStore(nonce, store), nonce
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,30 +171,45 @@ class Joining:
     ) -> None:
         """Join `store`, and return when all ranks have, which rank 0 decides. Collective.
 
-        Rank 0 calls `poll` between two looks at who has joined, and `finish` before the others return. What `poll`
-        raises is raised on all ranks that have joined. Raises NotInitializedError if another process has joined as this
-        rank.
+        Rank 0 calls `poll` between two looks at who has joined, and `finish` before the others return. What they raise
+        is raised on all ranks that have joined, and so is what a rank finds that has another world_size, or the number
+        of a rank that has joined already.
         """
         with _lost_server():
-            if store.compare_set(_joined(self.rank), "", nonce).decode() != nonce:
-                text = f"rank {self.rank} has already joined the rendezvous at {self.where}: does another job use it?"
-                raise NotInitializedError(text, rank=self.rank)
+            self._introduce(store, nonce)
             if self.rank != 0:
                 self.wait_until_complete(store)
                 return
             try:
                 self._wait_for_all(store, poll)
+                finish()
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):  # if the server itself has failed
-                    store.set("failed", json.dumps(to_record(error, 0, PHASE)))
-                    self._wait_until_read(store)
+                    store.compare_set("failed", "", json.dumps(to_record(error, 0, PHASE)))
+                    is_alone = len(self._missing(store)) >= self.world_size - 1
+                    time.sleep(0.0 if is_alone else _NOTICE_S)
                 raise
-            finish()
             store.set("complete", "1")
+
+    def _introduce(self, store: Any, nonce: str) -> None:
+        """Tell the others of this rank; fail the rendezvous if it contradicts one of them."""
+        world_size = int(store.compare_set("world_size", "", str(self.world_size)))
+        error: StateExchangeError
+        if world_size != self.world_size:
+            text = f"rank {self.rank} has another world_size at {self.where}"
+            error = InvalidArgumentError(text, expected=world_size, found=self.world_size, rank=self.rank)
+        elif store.compare_set(_joined(self.rank), "", nonce).decode() != nonce:
+            text = f"rank {self.rank} has already joined the rendezvous at {self.where}: does another job use it?"
+            error = NotInitializedError(text, rank=self.rank)
+        else:
+            return
+        store.compare_set("failed", "", json.dumps(to_record(error, self.rank, PHASE)))
+        raise error
 
     def _wait_for_all(self, store: Any, poll: Callable[[], None]) -> None:
         while missing := self._missing(store):
             poll()
+            self._raise_failure(store)
             if time.monotonic() > self.deadline:
                 raise self.absent_error(missing)
             time.sleep(_POLL_S)
@@ -218,12 +220,6 @@ class Joining:
             return []
         return [rank for rank in range(self.world_size) if not store.check([_joined(rank)])]
 
-    def _wait_until_read(self, store: Any) -> None:
-        deadline = time.monotonic() + _NOTICE_S
-        others = self.world_size - len({0, *self._missing(store)})
-        while int(store.add("failure_reads", 0)) < others and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
-
     def wait_until_complete(self, store: Any) -> None:
         """Wait until rank 0 has seen that all ranks have joined, or raise its error. For all ranks but 0.
 
@@ -231,16 +227,17 @@ class Joining:
         then publishes that error.
         """
         while not store.check(["complete"]):
-            if store.check(["failed"]):
-                record = json.loads(store.get("failed"))
-                store.add("failure_reads", 1)
-                raise from_record(record)
+            self._raise_failure(store)
             if time.monotonic() > self.deadline:
                 if missing := self._missing(store):
                     raise self.absent_error(missing)
                 if time.monotonic() > self.deadline + _NOTICE_S:
                     raise self.unanswered_error()
             time.sleep(_POLL_S)
+
+    def _raise_failure(self, store: Any) -> None:
+        if store.check(["failed"]):
+            raise from_record(json.loads(store.get("failed")))
 
     def absent_error(self, ranks: Sequence[int], reason: object = "") -> StallError:
         """Return the error for ranks that did not join."""
@@ -259,10 +256,11 @@ class Joining:
         return StallError(text, missing=(0,))
 
 
-def unreachable_text(rank: int, root_host: str, address: str, port: int, reason: object) -> str:
+def unreachable_text(rank: int, place: Place, reason: object) -> str:
     """Return the message for a rank that cannot connect to the store of rank 0."""
+    where = f"{place.host} at {', '.join(place.addresses)}, port {place.port}"
     return (
-        f"rank {rank} on {platform.node()} cannot reach rank 0 on {root_host} at {address}, port {port}: {reason}. Set "
+        f"rank {rank} on {platform.node()} cannot reach rank 0 on {where}: {reason}. Set "
         "GLOO_SOCKET_IFNAME on all ranks to a network interface that connects the hosts (`ip addr` lists them), or use "
         'rendezvous="tcp://host:port" with an address of rank 0'
     )
