@@ -94,11 +94,10 @@ class Call:
     """The description of a call, `text`, which ranks compare.
 
     `public` names the public call of which this is a step; None if the user made this one. `failure` is the record of
-    an error that this rank reports by it. `site` is where the user made it, if another thread runs it. `is_first` is
-    whether this rank was the first to make it in a new thread, and has not compared that with the other ranks.
+    an error that this rank reports by it. `site` is where the user made it, if another thread runs it.
     """
 
-    __slots__ = ("failure", "is_first", "public", "site", "text")
+    __slots__ = ("failure", "public", "site", "text")
 
     def __init__(self, step: str, failure: dict[str, Any] | None = None) -> None:
         public = under_way.get()
@@ -106,7 +105,6 @@ class Call:
         self.text = step_text(step)
         self.failure = failure
         self.site: str | None = None
-        self.is_first = False
 
     @classmethod
     def of_all(cls, text: str) -> Call:

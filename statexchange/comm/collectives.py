@@ -378,16 +378,7 @@ def _repeat_all_reduce(route: Route, tensor: TensorT, op: object, known: KnownCa
 
 def _repeat(route: Route, known: KnownCall, transfer_data: Callable[[Wait], object]) -> None:
     """Make a call that was made before; `transfer_data` moves the data. Collective."""
-    session = route.session
-
-    def body() -> None:
-        wait = known.wait
-        # `guarded` runs this a second time if the threads of some ranks are new. Then `begin` compares threads first.
-        if session.is_caller_new:
-            wait = session.begin(known.call)
-        transfer_data(wait)
-
-    session.run(known.call, body)
+    route.session.run(known.call, lambda: transfer_data(known.wait))
 
 
 def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:

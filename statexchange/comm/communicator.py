@@ -66,8 +66,8 @@ class Communicator:
 
     Collective methods must be called by all ranks, with matching arguments, in the same order: if the ranks are in
     different calls, all raise MismatchError. One thread uses a communicator at a time, as two have no common order: it
-    belongs to the first thread that calls, until that thread has ended, and a call of another one is an
-    InvalidArgumentError on all ranks. Give each thread its own, from `duplicate`, and a pool of threads, as that of
+    belongs to the thread that made it, until that thread calls `hand_over` or has ended, and a call of another one is
+    an InvalidArgumentError on all ranks. Give each thread its own, from `duplicate`, and a pool of threads, as that of
     `asyncio.to_thread`, one worker.
 
     When a rank dies, leaves or does not call, the others raise PeerError or StallError, and every later call raises the
@@ -259,13 +259,15 @@ class Communicator:
         call = Call(operation if root is None else f"{operation} on {root}")
         return self._session.all_gather_bytes(call, payload, root, timeout_s)
 
-    def release_caller(self) -> None:
-        """Let any thread be the one that calls, which need not be the one that made this communicator. Not collective.
+    def hand_over(self) -> None:
+        """Give this communicator to the thread that calls next. Not collective.
+
+        Two threads must not call next at the same time: each could be the next one of another rank.
 
         Example:
-            >>> sx.init("single").release_caller()
+            >>> sx.init("single").hand_over()
         """
-        self._session.release_caller()
+        self._session.hand_over()
 
     # Failure
 

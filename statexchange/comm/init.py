@@ -121,7 +121,6 @@ def init(
     try:
         with public_call("init"), comm.phase("choosing a device"):
             comm.compute_on(_choose(devices, defaults.local_rank_of(comm)))
-        comm.release_caller()
     except BaseException:
         comm.close()
         raise

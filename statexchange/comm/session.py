@@ -2,13 +2,10 @@
 
 Order. The order of calls must be the same on all ranks, and two threads of a rank have none:
 
-* A session belongs to the first thread that calls it, until that thread has ended. A call of another thread ends the
-  session on all ranks. Threads of autograd's engine, which run hooks, may call: the thread that called `backward` waits
-  for them.
-* Two threads that begin at once may be first on one rank each, and would get each other's results. So before the first
-  collective of a thread the ranks compare the names of their threads. Where they differ, all wait a moment, in which
-  the call of a second thread ends the session. A thread may be new on some ranks only. Then their calls differ in that
-  alone, which the ranks find out as they explain them (`_explanation`), and all begin anew with this comparison.
+* A session belongs to the thread that made it, until that thread hands it over or has ended: then to the thread that
+  calls next. A call of another thread ends the session on all ranks, since it could meet that of this thread on another
+  rank, and each would get the other's result. Threads of autograd's engine, which run hooks, may call: the thread that
+  called `backward` waits for them.
 * One collective runs at a time. Work that was begun with `async_op` runs in the queue's thread, for which later calls
   wait. Sends and receives have a queue for each peer and direction.
 
@@ -49,7 +46,6 @@ import contextlib
 import functools
 import operator
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from threading import current_thread
@@ -90,7 +86,6 @@ __all__ = ["KnownCall", "Route", "Session"]
 
 T = TypeVar("T")
 _CLOSE_S = 1.0
-_SECOND_CALLER_S = 0.05  # for a second thread, which begins at the same time, to make its first call
 _MOST_KNOWN = 1024  # calls that a route remembers
 _ARGUMENT_ERRORS = (TypeError, ValueError, AttributeError)
 # Errors that all ranks raise together, after they have exchanged messages.
@@ -110,7 +105,6 @@ class Session:
         dead: the error that every call raises once the group has failed or this rank has closed it.
         shared_error: the error that all ranks have raised together in their last call; see the top of this file.
         has_begun_work: whether a call with `async_op` was made.
-        is_caller_new: whether the ranks have yet to compare the names of their callers.
     """
 
     def __init__(
@@ -148,9 +142,8 @@ class Session:
         self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._call_lock = threading.Lock()  # held during a call: two at once would take each other's messages
         self._last_call = ""  # the text of the call that holds it, or last did
-        self._caller: threading.Thread | None = None  # the thread to which this session belongs
+        self._caller: threading.Thread | None = current_thread()  # None: the thread that calls next
         self._claiming = threading.Lock()  # held by a thread that becomes the caller
-        self.is_caller_new = True
         self.is_inherited = False
         forks.cut_off_in_children(self)
 
@@ -168,7 +161,7 @@ class Session:
             queue.disown(self.dead)
 
     def _claim(self, call: Call) -> None:
-        """Make this thread the caller. If another one is it and still runs, fail: end this group on all ranks."""
+        """Make this thread the caller. If another one is it and still runs, end this group on all ranks, and raise."""
         thread = current_thread()
         if thread is self._caller or is_autograd_thread():
             return
@@ -176,34 +169,20 @@ class Session:
             caller = self._caller
             # In a world of one there is no rank whose calls those of another thread could meet.
             if caller is None or not caller.is_alive() or self.world_size == 1:
-                # The first collective may be that of a thread of autograd on another rank, which is no caller.
-                self.is_caller_new = self.is_caller_new or caller is not None
                 self._caller = thread
                 return
         error = InvalidArgumentError(
             f"thread {thread.name!r} called {call.text} at {call_site()}, but the communicator belongs to thread "
-            f"{caller.name!r}, which called {self._last_call or 'it'} and still runs: give each thread a communicator "
-            "of its own, from duplicate()",
+            f"{caller.name!r}, which {f'called {self._last_call}' if self._last_call else 'made it'} and still runs: "
+            "give each thread a communicator of its own, from duplicate(), or call hand_over() in that thread first",
             rank=self.rank,
         )
         self.fail(call, error)
         raise error
 
-    def release_caller(self) -> None:
-        """Let any thread be the caller from now on. Not collective."""
+    def hand_over(self) -> None:
+        """Let the thread that calls next be the caller. Not collective."""
         self._caller = None
-        self.is_caller_new = True
-
-    def _compare_callers(self, call: Call, wait: Wait) -> None:
-        """Wait for the call of a second thread, which ends this group, if the ranks' callers differ. Collective."""
-        self.is_caller_new = False
-        call.is_first = True
-        comparison = Call.of_all(f"{call.text}, the first of its thread")
-        name = (self._caller or current_thread()).name
-        if len(set(self.messages(comparison, name.encode(), None, wait))) > 1:
-            time.sleep(_SECOND_CALLER_S)
-            self.messages(comparison, b"", None, wait)
-        call.is_first = False
 
     # Messages
 
@@ -285,12 +264,7 @@ class Session:
             self.monitor.set_current_op(call.text)
             self.monitor.check(call.text)  # a rank may have given up the call before, which this one had completed
         seconds = self.timeout_s if timeout_s is None else check_timeout(timeout_s)
-        wait = Wait(seconds, call.text, self.monitor, functools.partial(self._enter, call))
-        # Ranks that trust each other's calls would not notice that a thread is new on some of them only.
-        is_compared = self._check or self.backend.enters_itself
-        if self.is_caller_new and is_compared and self.world_size > 1:
-            self._compare_callers(call, wait)
-        return wait
+        return Wait(seconds, call.text, self.monitor, functools.partial(self._enter, call))
 
     def refuse(self, verb: str, refusal: Exception) -> NoReturn:
         """Raise `refusal` of this rank's arguments, on all ranks, as others may have called with good ones. Collective.
@@ -406,9 +380,6 @@ class Session:
             result = body()
         except DifferentCallsError:
             error = self.guarded(call, lambda: self._explanation(call), is_shared=is_shared)
-            if error is None:
-                self.is_caller_new = True
-                return self.guarded(call, body, is_shared=is_shared)  # nothing has been moved: all ranks begin anew
             self._note_shared_error(call, error, is_shared)
             raise error from None
         except _SHARED_ERRORS as error:
@@ -434,27 +405,20 @@ class Session:
         if self._has_cut_message:
             self.fail(call, error)
 
-    def _explanation(self, call: Call) -> StateExchangeError | None:
-        """Return the error that all ranks raise, after they have exchanged what they were about to do. Collective.
-
-        None if their calls are equal, and only some of the ranks make theirs in a new thread.
-        """
+    def _explanation(self, call: Call) -> StateExchangeError:
+        """Return the error that all ranks raise, after they have exchanged what they were about to do. Collective."""
         own: dict[str, Any] = {
             "text": call.text,
             "site": call.site or call_site(),
             "failure": call.failure or self._pending_failure,
             "public": call.public,
-            "is_first": call.is_first,
         }
-        call.is_first = False
         explaining = Call.of_all("an explanation")
         answers = self.messages(explaining, encoded(own), None, self.begin(explaining))
         accounts = [values.decode(answer) for answer in answers]
         failures = [account["failure"] for account in accounts if account["failure"] is not None]
         if failures:
             return from_record(failures[0])
-        if any(account["is_first"] for account in accounts) and len({account["text"] for account in accounts}) == 1:
-            return None
         if len({account["public"] for account in accounts}) > 1:
             # Name the public calls, which the user has made, and not their steps.
             for account in accounts:
@@ -587,7 +551,7 @@ class Route:
         or to raise.
         """
         session = self.session
-        return session.dead is None and not session.is_caller_new and under_way.get() is None
+        return session.dead is None and under_way.get() is None
 
     def backend_for(self, device_type: str) -> Backend:
         """Return the backend for tensors of this device."""

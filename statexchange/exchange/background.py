@@ -49,7 +49,9 @@ def run_in_background(
     state = _backgrounds.get(comm)
     failure = None if state is None else state.take_failure()
     if state is None or state.comm.is_closed:  # `is_closed` is equal on all ranks only after the wait above
-        state = _backgrounds[comm] = _Background(comm.duplicate())
+        copy = comm.duplicate()
+        copy.hand_over()
+        state = _backgrounds[comm] = _Background(copy)
     try:
         if failure is not None:  # raised again on all ranks, also where the caller has received it
             raise failure.located() if isinstance(failure, StateExchangeError) else failure

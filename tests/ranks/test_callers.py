@@ -64,12 +64,37 @@ def two_threads(backend: str) -> list[Any]:
 def test_two_threads_never_get_each_others_results(ranks_backend: str, backend: str) -> None:
     for wrong, ends in run_ranks(two_threads, 2, backend=ranks_backend, args=(backend,), timeout_s=120):
         assert wrong == []
-        assert all(end == "ok" or end.startswith(REFUSED) for end in ends), ends
+        assert all(end.startswith(REFUSED) for end in ends), ends
+
+
+def one_thread_beside_the_maker(backend: str) -> list[Any]:
+    """On each rank another thread begins to call first: the one that made the communicator, or a new one."""
+    comm = sx.init(backend)
+    wrong: list[float] = []
+    thread = threading.Thread(target=lambda: ends.append(sums(comm, 1.0, wrong)))
+    ends: list[str] = []
+    if comm.rank == 0:
+        thread.start()
+    ends.append(sums(comm, 1000.0, wrong))
+    if comm.rank == 1:
+        thread.start()
+    thread.join(30)
+    return [wrong, ends]
+
+
+@pytest.mark.parametrize(("ranks_backend", "backend"), TRANSPORTS)
+def test_a_thread_beside_the_maker_is_refused_on_all_ranks(ranks_backend: str, backend: str) -> None:
+    found = run_ranks(one_thread_beside_the_maker, 2, backend=ranks_backend, args=(backend,), timeout_s=120)
+    assert [wrong for wrong, _ in found] == [[], []]
+    texts = [end for _, ends in found for end in ends]
+    assert any("which made it and still runs" in text or "which called all_reduce" in text for text in texts), texts
+    assert all(text == "ok" or text.startswith(REFUSED) for text in texts), texts
 
 
 def from_one_thread(backend: str) -> list[Any]:
     """Call from one thread: the first of rank 0, the second thread of that name on rank 1, rank 2's main thread."""
     comm = sx.init(backend)
+    comm.hand_over()
     stop = threading.Event()
     idle = threading.Thread(target=stop.wait, name="worker")
     idle.start()
@@ -96,6 +121,7 @@ def test_a_single_caller_may_be_any_thread_of_each_rank(ranks_backend: str, back
 def save_beside_a_thread() -> list[str]:
     """Rank 0 calls from a thread that then stays; on all ranks the main thread calls next."""
     comm = sx.init()
+    comm.hand_over()
     stop, called = threading.Event(), threading.Event()
 
     def train() -> None:
@@ -157,12 +183,13 @@ def with_a_reducer(backend: str) -> list[Any]:
 def test_a_reducer_and_another_thread_do_not_mix_results(ranks_backend: str, backend: str) -> None:
     for wrong, ends in run_ranks(with_a_reducer, 2, backend=ranks_backend, args=(backend,), timeout_s=120):
         assert wrong == []
-        assert all(end == "ok" or end.startswith(REFUSED) for end in ends), ends
+        assert all(end.startswith(REFUSED) for end in ends), ends
 
 
 def new_thread_for_each_call(backend: str, check: str) -> list[Any]:
     """Rank 0 makes each call in a new thread, which ends; the others call from their main threads."""
     comm = sx.init(backend, check=check, timeout_s=10)
+    comm.hand_over()
     found: list[Any] = []
     for value in (1.0, 2.0, 3.0):
         tensor = torch.full((4,), value)
@@ -185,9 +212,12 @@ def test_a_thread_that_is_new_on_one_rank_alone_is_no_mismatch(backend: str, che
 @pytest.mark.ranks(2, backend=["gloo", slow("mpi")])
 def test_threads_that_take_turns_and_threads_of_their_own_communicators_are_right() -> None:
     comm = sx.init()
+    comm.hand_over()
     for _ in range(3):  # one thread after another; their ids may be reused
         assert in_threads(lambda: float(comm.all_reduce(torch.ones(1)))) == [2.0]
     pair = [comm.duplicate(), comm.duplicate()]
+    for duplicate in pair:
+        duplicate.hand_over()
     wrong: list[float] = []
     ends = in_threads(lambda: sums(pair[0], 1.0, wrong), lambda: sums(pair[1], 1000.0, wrong))
     assert (wrong, ends) == ([], ["ok", "ok"])
