@@ -322,6 +322,9 @@ def all_reduce(
     known = route.known.get(("all_reduce", op, tensor.dtype, tensor.shape)) if is_plain else None
     if known is not None and route.may_repeat:
         return _repeat_all_reduce(route, tensor, op, known)
+    kind: object = type(tensor)
+    if kind in (float, int):
+        return cast("TensorT", _all_reduce_number(route, tensor, op, out, scale, async_op))
     if route.session.dead is not None:
         route.session.raise_if_dead()
     try:
@@ -342,6 +345,18 @@ def all_reduce(
     if is_plain and reduction.native:
         route.remember(("all_reduce", op, given.tensor.dtype, given.tensor.shape), call, backend)
     return result
+
+
+def _all_reduce_number(route: Route, number: object, op: object, out: object, scale: float, async_op: bool) -> float:
+    """Reduce a float as float64, or an int as int64. Collective."""
+    with route.session.checking("all_reduce"):
+        if out is not None or async_op:
+            raise InvalidArgumentError("the sum of numbers is returned at once: use a tensor with out= and async_op=")
+        if isinstance(number, int) and not -_INT64_MAX - 1 <= number <= _INT64_MAX:
+            raise InvalidArgumentError(f"{number} does not fit into int64: use a float or a tensor")
+        tensor = torch.tensor(number, dtype=torch.int64 if isinstance(number, int) else torch.float64, device="cpu")
+    all_reduce(route, tensor, op, None, scale, async_op=False)
+    return tensor.item()
 
 
 # From the third call on with one dtype, shape and options, their checks are skipped: of a small tensor they take longer

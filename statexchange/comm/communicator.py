@@ -521,6 +521,8 @@ class Communicator:
     # Tensors
 
     @overload
+    def all_reduce(self, tensor: float, op: ReduceOpLike = ..., *, scale: float = ...) -> float: ...
+    @overload
     def all_reduce(
         self,
         tensor: TensorT,
@@ -546,27 +548,28 @@ class Communicator:
     ) -> TensorT | Work[TensorT]: ...
     def all_reduce(
         self,
-        tensor: TensorT,
+        tensor: Any,
         op: ReduceOpLike = "sum",
         *,
-        out: TensorT | None = None,
+        out: Any = None,
         scale: float = 1.0,
         async_op: bool = False,
-    ) -> TensorT | Work[TensorT]:
+    ) -> Any:
         """Reduce the tensors of all ranks, in place or into `out`.
 
         Collective. All ranks get equal bits. float16 and bfloat16 are added up in float32 where that matters. Averages
         of integers, reductions of float8, and "min" and "max" of complex numbers are refused before anything is sent.
 
         Args:
-            tensor: a torch tensor or numpy array, of one shape and dtype on all ranks.
+            tensor: a torch tensor or numpy array, of one shape and dtype on all ranks. Or a float or int of Python,
+                which is reduced as float64 or int64; `out` and `async_op` are for tensors.
             op: "sum", "avg", "min", "max", "prod" or a torch ReduceOp.
             out: the tensor to write the result to, instead of `tensor`.
             scale: a factor for the result.
             async_op: return at once.
 
         Returns:
-            `tensor` or `out`; with `async_op` a Work whose `wait` returns it.
+            `tensor` or `out`; with `async_op` a Work whose `wait` returns it. For a number, a number.
 
         Raises:
             UnsupportedError: the dtype cannot be reduced by `op`. It is a TypeError.
@@ -577,6 +580,9 @@ class Communicator:
             >>> comm = sx.init("single")
             >>> comm.all_reduce(torch.tensor([1.0, 2.0]), "avg", scale=0.5)
             tensor([0.5000, 1.0000])
+            >>> loss = comm.all_reduce(3.0, "avg")
+            >>> loss
+            3.0
         """
         return collectives.all_reduce(self._route, tensor, op, out, scale, async_op)
 

@@ -78,9 +78,9 @@ def init(
         rank: this rank, with `rendezvous`.
         world_size: the number of ranks, with `rendezvous`.
         rendezvous: the place at which ranks without a launcher find each other: "file:///directory" or
-            "tcp://host:port". In a directory, which may lie on NFS, rank 0 publishes the address of the store that it
-            serves: the loopback address if all ranks share a host, else that of the interface GLOO_SOCKET_IFNAME, else
-            that of its host's name. No file remains there.
+            "tcp://host:port". In a directory, which may lie on NFS, rank 0 announces the store that it serves on all
+            interfaces, for other hosts at the address of the interface GLOO_SOCKET_IFNAME, else at those of its host's
+            name and interfaces. No file remains there.
         devices: the device on which this rank computes. None assigns the GPUs to the ranks of a host in turn, a list
             names the device of each `local_rank`, False is the CPU.
         timeout_s: the limit of a wait for peers, in seconds without progress.

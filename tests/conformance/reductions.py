@@ -25,7 +25,7 @@ from conformance.checking import (
 )
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.work import Work
-from statexchange.errors import NumericOverflowError, UnsupportedError
+from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError, UnsupportedError
 
 
 @check
@@ -203,3 +203,25 @@ def several_tensors_take_op_scale_and_async(comm: Communicator) -> None:
             expect_all(tensor, n + 1.0, "twice the average of several")
         assert list(comm.all_reduce_multiple([], contiguous=contiguous)) == [], "an empty list must stay empty"
     assert list(comm.all_reduce_multiple([], async_op=True).wait()) == [], "an empty list must stay empty"
+
+
+@check
+def numbers_of_python_are_reduced_in_64_bits(comm: Communicator) -> None:
+    """A float gives a float, an int an int; what does not fit, and options of tensors, are refused on all ranks."""
+    n = comm.world_size
+    total = comm.all_reduce(0.1 * (comm.rank + 1))
+    assert type(total) is float, total
+    assert abs(total - 0.1 * n * (n + 1) / 2) < 1e-14, total
+    assert comm.all_reduce(float(comm.rank), "max") == n - 1.0
+    assert comm.all_reduce(1.0, "avg", scale=3.0) == 3.0
+    count = comm.all_reduce(2**40 + comm.rank)
+    assert type(count) is int, count
+    assert count == n * 2**40 + n * (n - 1) // 2
+    raised(UnsupportedError, "the average of ints", comm.all_reduce, 1, "avg")
+    raised(UnsupportedError, "a bool", comm.all_reduce, True)
+    raised(InvalidArgumentError, "an int beyond int64", comm.all_reduce, 2**63)
+    raised(InvalidArgumentError, "a number with async_op", comm.all_reduce, 1.0, async_op=True)
+    if n > 1:
+        raised(NumericOverflowError, "a sum beyond int64", comm.all_reduce, 2**62 + 2**61)
+        raised(MismatchError, "an int and floats", comm.all_reduce, 1 if comm.rank else 1.0)
+    assert comm.all_reduce(1.0) == n
