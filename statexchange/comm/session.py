@@ -248,7 +248,7 @@ class Session:
             raise DifferentCallsError
         return [answer[8:] for answer in answers] if root is None or root == self.rank else []
 
-    def _enter(self, call: Call, location: int, wait: Wait) -> Sequence[int]:
+    def _enter(self, call: Call, location: int | None, wait: Wait) -> Sequence[int]:
         """Compare the ranks' calls at the entry of a collective on tensors. This is what `Wait.enter` calls."""
         if self.page is not None and (self._check or self.backend.enters_itself):
             return self.page.enter(call.fingerprint, location, wait)

@@ -73,7 +73,7 @@ class Wait:
         timeout_s: float,
         operation: str,
         monitor: FailureMonitor | None = None,
-        enter: Callable[[int, Wait], Sequence[int]] | None = None,
+        enter: Callable[[int | None, Wait], Sequence[int]] | None = None,
     ) -> None:
         self.timeout_s = timeout_s
         self.operation = operation
@@ -84,17 +84,18 @@ class Wait:
         self._progress_at = time.monotonic()
         self._has_looked_for_late_ranks = False
 
-    def enter(self, location: int = 0) -> Sequence[int]:
+    def enter(self, location: int | None = None) -> Sequence[int]:
         """Enter a collective: wait for all ranks, and compare their calls.
 
         A backend whose `enters_itself` is true calls this itself, once per collective; for the others the session has
         called it before. Raises DifferentCallsError, on all ranks, if their calls differ.
 
         Args:
-            location: a number for the other ranks, such as the location of a tensor in shared memory.
+            location: a number for the other ranks, such as the location of a tensor in shared memory; on all ranks or
+                on none.
 
         Returns:
-            The locations of all ranks, in rank order; () where ranks are not compared.
+            The locations of all ranks, in rank order; () where there are none, or ranks are not compared.
         """
         return () if self._enter is None else self._enter(location, self)
 

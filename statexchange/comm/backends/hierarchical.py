@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HierarchicalBackend"]
 
-EnterOnNode: TypeAlias = Callable[[int, Wait], Sequence[int]]
+EnterOnNode: TypeAlias = Callable[[int | None, Wait], Sequence[int]]
 
 
 class _StepMonitor(OuterMonitor):

@@ -35,7 +35,7 @@ import contextlib
 import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from statexchange.comm import forks
@@ -106,9 +106,10 @@ class ControlPage(FailureMonitor):
         self._count = 0
         self._spill: dict[int, Arena] = {}
         self._attached: dict[int, tuple[str, Attached]] = {}
-        # Where the words _ARRIVED lie in `_words`
-        self._own_word = rank * _ROW_WORDS + _ARRIVED
-        self._words_of_others = [r * _ROW_WORDS + _ARRIVED for r in range(world_size) if r != rank]
+        # Where the rows begin in `_words`
+        self._own_row = rank * _ROW_WORDS
+        self._rows = range(0, world_size * _ROW_WORDS, _ROW_WORDS)
+        self._rows_of_others = [row for row in self._rows if row != self._own_row]
         # Spinning on a core that the missing rank needs would only delay that rank.
         self._pace = _PACE if world_size <= usable_cores() else _PACE._replace(spins=0)
         self._set(_START, process_start(os.getpid()) or 0)
@@ -154,7 +155,7 @@ class ControlPage(FailureMonitor):
         """
         parity = (self._count + 1) & 1
         self._post(payload, parity)
-        self.enter(fingerprint, 0, wait)
+        self.enter(fingerprint, None, wait)
         reads = root is None or root == self.rank
         answers = [self._read(r, parity, wait) for r in range(self.world_size)] if reads else []
         if any(_is_spilled(self._slot(r, parity)) for r in range(self.world_size)):
@@ -164,24 +165,25 @@ class ControlPage(FailureMonitor):
             self._attached = {key: kept for key, kept in self._attached.items() if len(kept[1].view) <= _KEPT_BYTES}
         return answers
 
-    def enter(self, fingerprint: int, location: int, wait: Wait) -> list[int]:
+    def enter(self, fingerprint: int, location: int | None, wait: Wait) -> Sequence[int]:
         """Return every rank's `location`; raise DifferentCallsError, on all, unless fingerprints are equal.
 
-        Collective.
+        Collective. A call that needs no locations gives None on all ranks, and gets ().
         """
         parity = (self._count + 1) & 1
         words = self._words
-        mine = self.rank * _ROW_WORDS
-        if words[mine + _LEFT]:
+        if words[self._own_row + _LEFT]:
             raise closed_error(self.rank)
-        words[mine + _FINGERPRINT + parity] = fingerprint
-        words[mine + _LOCATION + parity] = location
+        words[self._own_row + _FINGERPRINT + parity] = fingerprint
+        if location is not None:
+            words[self._own_row + _LOCATION + parity] = location
         self.sync(wait)
-        rows = range(0, self.world_size * _ROW_WORDS, _ROW_WORDS)
-        for row in rows:
+        for row in self._rows_of_others:
             if words[row + _FINGERPRINT + parity] != fingerprint:
                 raise DifferentCallsError
-        return [words[row + _LOCATION + parity] for row in rows]
+        if location is None:
+            return ()
+        return [words[row + _LOCATION + parity] for row in self._rows]
 
     def _slot(self, rank: int, which: int) -> memoryview:
         begin = (rank * 3 + which) * _SLOT_BYTES
@@ -228,22 +230,22 @@ class ControlPage(FailureMonitor):
         """Return when all ranks are here: a barrier without a comparison, for the inside of a collective."""
         count = self._count = self._count + 1
         words = self._words
-        words[self._own_word] = count
+        words[self._own_row + _ARRIVED] = count
         try:
-            for word in self._words_of_others:
-                if words[word] < count:
+            for row in self._rows_of_others:
+                if words[row + _ARRIVED] < count:
                     wait.restart()
                     wait.until(self._are_all_here, self._pace, self)
                     break
         except BaseException:
             self._set(_GIVEN_UP, count)  # first, so that the others do not name this rank as one that did not come
-            words[self._own_word] = count - 1  # taken back, see the top of this file
+            words[self._own_row + _ARRIVED] = count - 1  # taken back, see the top of this file
             raise
 
     def _are_all_here(self) -> bool:
         """Whether all ranks have arrived at this rank's barrier."""
         words = self._words
-        return all(words[word] >= self._count for word in self._words_of_others)
+        return all(words[row + _ARRIVED] >= self._count for row in self._rows_of_others)
 
     def _behind(self) -> list[int]:
         """Return the ranks that have not come to this rank's barrier."""
