@@ -559,6 +559,7 @@ class Communicator:
 
         Collective. All ranks get equal bits. float16 and bfloat16 are added up in float32 where that matters. Averages
         of integers, reductions of float8, and "min" and "max" of complex numbers are refused before anything is sent.
+        After a PeerError or StallError `tensor` may hold a part of the result.
 
         Args:
             tensor: a torch tensor or numpy array, of one shape and dtype on all ranks. Or a float or int of Python,
@@ -575,6 +576,8 @@ class Communicator:
             UnsupportedError: the dtype cannot be reduced by `op`. It is a TypeError.
             NumericOverflowError: the result does not fit into an integer dtype.
             MismatchError: the ranks are in different calls.
+            PeerError: a rank has failed or left.
+            StallError: a rank did not call in time.
 
         Example:
             >>> comm = sx.init("single")

@@ -3,11 +3,12 @@
 Works are polled, never waited for, so that the deadline of `Wait` holds. Sends and receives are the exception: Gloo
 completes them only for a thread that waits inside it, so each gets a thread that waits there.
 
-A Gloo work cannot be cancelled. When a wait is given up, the group's connections are closed (`_break_off`). That ends
-all works under way, here and on the other ranks; they would otherwise last until Gloo's own timeout, and keep the
-process from exiting until then. After a StallError of a collective the connections stay open, as Gloo's own timeout is
-only a second longer. After an AbandonedError they stay open until `leave`, so that the other ranks first receive
-the error for which the message was abandoned.
+A Gloo work cannot be cancelled. When a wait is given up, or Gloo fails, the group's connections are closed
+(`_break_off`): for an adopted group, those of torch.distributed's own calls, too. That ends all works under way, here
+and on the other ranks; they would otherwise last until Gloo's own timeout, and keep the process from exiting until
+then. After a StallError of a collective the connections stay open, as Gloo's own timeout is only a second longer. After
+an AbandonedError they stay open until `leave`, so that the other ranks first receive the error for which the message
+was abandoned.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _GlooBackend(Backend):
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._abandoned: list[Any] = []
+        self._unfinished: list[Any] = []  # works that were given up: Gloo may still write to the tensors that they hold
         self._is_broken_off = False
         self._break_off_lock = threading.RLock()  # a signal handler may call `_break_off` while this thread is in it
         self._has_abandoned_message = False
@@ -90,7 +91,7 @@ class _GlooBackend(Backend):
                     wait.until(work.is_completed)
                     work.wait()  # completed: this only raises what went wrong
         except BaseException as error:
-            self._abandoned.append(works)
+            self._unfinished.append(works)
             if isinstance(error, AbandonedError):
                 self._has_abandoned_message = True  # until `leave`, see the top of this file
             elif not isinstance(error, StallError):  # after which Gloo's own timeout comes soon

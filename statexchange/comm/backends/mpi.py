@@ -91,7 +91,7 @@ class MPIBackend(Backend):
         self._guard: contextlib.AbstractContextManager[Any] = _one_at_a_time
         if is_thread_safe:
             self._guard = contextlib.nullcontext()
-        self._abandoned: list[Any] = []
+        self._unfinished: list[Any] = []  # requests that were given up: MPI may still write to their buffers
         self._datatypes: dict[Any, Any] = {}  # of MPI, by those of torch
         self.rank = int(comm.Get_rank())
         self.world_size = int(comm.Get_size())
@@ -138,7 +138,7 @@ class MPIBackend(Backend):
         try:
             yield
         except BaseException as error:
-            self._abandoned.append(requests)
+            self._unfinished.append(requests)
             if isinstance(error, self._mpi.Exception):
                 raise PeerError(-1, wait.operation, (str(error).splitlines() or ["MPI failed"])[0]) from error
             raise

@@ -21,6 +21,18 @@ How a failure shows:
 
 A rank that gives up waiting raises, and reports why. The others raise that from their waits, or at the beginning of
 their next call: so a failure ends the group on all ranks, although one may just have completed the call.
+
+For example, rank 1 of three, on a host of its own, is killed in an all_reduce over Gloo. What happens on rank 2:
+
+    at once    Rank 0's thread reads the end of rank 1's connection: `Coordinator._lose`.
+    0.4 s      The grace is over: `_report_deaths`, `_post_failure`, and the status goes to all members.
+               Rank 2's thread takes it: `Member._take_status` sets `_failure`.
+    0.5 s      Rank 2's wait, which looks every 50 ms, raises it: `Wait._poll`, `check`. This is PeerError: "rank 1 on
+               its-host failed in all_reduce sum float32[10]: its process 4711 died".
+    then       The backend closes its connections (gloo.py); `Session.fail` keeps the error for later calls.
+
+Gloo may see the end of its own connection first, without a name: PeerError of rank -1. Then `Session.fail` waits for
+the status above, 2 s at most (`named_failure`), and raises the error with the name.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class AbandonedError(Exception):
 
 
 class FailureMonitor:
-    """One rank's side of the failure detection of its group. This one, which has no other side, knows of no failure.
+    """One rank's side of the failure detection of its group. This one is for a group without any: it reports nothing.
 
     Attributes:
         rank: this rank's number in the group; -1 where `missing_ranks` does not list the ranks of the group.
