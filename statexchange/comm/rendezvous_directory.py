@@ -53,7 +53,8 @@ _SETTLE_S = 0.04  # four ticks of the slowest server clock seen, 100 Hz
 _MANY_RANKS = 64  # with more ranks each scans less often, so that the file server's load does not grow
 _REACH_S = 10.0  # of attempts to connect to a server, before a rank refuses it
 _EMPTY_S = 2.0  # for the other ranks to remove their files from directories that this one has made
-_PUT_ATTEMPTS = 20  # tries to put a file into a directory that others may remove at the same moment
+_ATTEMPTS = 20  # tries to open a directory, or to put a file there, that others may remove at the same moment
+_REMOVED = (errno.ENOENT, errno.ESTALE)  # errors of a directory that is removed; the second one of NFS
 _SERVER = re.compile(r"server-[0-9a-f]{32}\.json")
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -82,6 +83,27 @@ def _open_directory(path: Path) -> tuple[int, int]:
         return os.open(path.name, _DIRECTORY, dir_fd=parent), num_made
     finally:
         os.close(parent)
+
+
+def _opened_again(path: Path) -> tuple[int, int]:
+    """Return what `_open_directory` does; other ranks may remove directories of the path meanwhile."""
+    for _ in range(_ATTEMPTS):
+        try:
+            return _open_directory(path)
+        except OSError as error:
+            if error.errno not in _REMOVED:
+                raise
+    return _open_directory(path)
+
+
+def _names_in(directory: int) -> list[str]:
+    """Return the names in an open directory; none if another rank has removed it."""
+    try:
+        return os.listdir(directory)
+    except OSError as error:
+        if error.errno in _REMOVED:
+            return []
+        raise
 
 
 def _read(directory: int, name: str, kind: type[T]) -> T | None:
@@ -161,7 +183,7 @@ class MeetingDirectory:
             self._put(f"settled-{self._nonce}")
             self._settle_at = float("inf")
         with self._opened() as directory:
-            for name in os.listdir(directory):
+            for name in _names_in(directory):
                 if name.startswith("refusal-") and self._nonce in name:
                     refusal = _read(directory, name, _Refusal)
                     if refusal is not None:
@@ -181,7 +203,7 @@ class MeetingDirectory:
         Raise NotInitializedError once a server that this rank has refused is not announced any more.
         """
         with self._opened() as directory:
-            names = os.listdir(directory)
+            names = _names_in(directory)
             for name in names:
                 if _SERVER.fullmatch(name) and name not in self._announced:
                     record = _read(directory, name, _Announcement)
@@ -210,7 +232,7 @@ class MeetingDirectory:
     def _opened(self) -> Iterator[int]:
         """Yield a new descriptor of the directory, which is made if it is missing."""
         try:
-            directory, num_made = _open_directory(self._path)
+            directory, num_made = _opened_again(self._path)
             try:
                 self._num_made = max(self._num_made, num_made)
                 yield directory
@@ -223,7 +245,7 @@ class MeetingDirectory:
 
     def _put(self, name: str, content: bytes = b"") -> None:
         """Write a new file; retry if another rank removes the directory meanwhile."""
-        for attempt in range(_PUT_ATTEMPTS):
+        for attempt in range(_ATTEMPTS):
             try:
                 with (
                     self._opened() as directory,
@@ -231,7 +253,7 @@ class MeetingDirectory:
                 ):
                     file.write(content)
             except StorageError as error:
-                if error.errno not in (errno.ENOENT, errno.ESTALE) or attempt == _PUT_ATTEMPTS - 1:
+                if error.errno not in _REMOVED or attempt == _ATTEMPTS - 1:
                     raise
             else:
                 break
@@ -243,7 +265,7 @@ class MeetingDirectory:
         except OSError:
             return  # another rank has removed it
         try:
-            _remove_files(directory, os.listdir(directory), self._nonce)
+            _remove_files(directory, _names_in(directory), self._nonce)
         finally:
             os.close(directory)
         deadline = time.monotonic() + _EMPTY_S

@@ -41,7 +41,7 @@ def peer_dies(kind: str, path: str, verb: str) -> str:
         else:
             b.all_reduce(torch.ones(4_000_000), "sum", Finish(), wait())
     assert caught.value.phase == "a test"
-    assert b._abandoned  # type: ignore[attr-defined]
+    assert b._unfinished  # type: ignore[attr-defined]
     return "abandoned"
 
 
@@ -117,7 +117,7 @@ def waits_beside_a_failure() -> None:
     with pytest.raises(sx.errors.PeerError) as caught:
         b.all_gather_bytes(b"", Wait(10, "a test", _FailedMonitor()))
     assert (caught.value.rank, caught.value.phase) == (7, "its own work")
-    assert b._abandoned  # type: ignore[attr-defined]
+    assert b._unfinished  # type: ignore[attr-defined]
 
 
 def test_a_failure_in_the_monitor_ends_a_wait() -> None:

@@ -3,12 +3,15 @@
 Works are polled, never waited for, so that the deadline of `Wait` holds. Sends and receives are the exception: Gloo
 completes them only for a thread that waits inside it, so each gets a thread that waits there.
 
-A Gloo work cannot be cancelled. When a wait is given up, or Gloo fails, the group's connections are closed
-(`_break_off`): for an adopted group, those of torch.distributed's own calls, too. That ends all works under way, here
-and on the other ranks; they would otherwise last until Gloo's own timeout, and keep the process from exiting until
-then. After a StallError of a collective the connections stay open, as Gloo's own timeout is only a second longer. After
-an AbandonedError they stay open until `leave`, so that the other ranks first receive the error for which the message
-was abandoned.
+A Gloo work cannot be cancelled: it ends with Gloo's own timeout, or when the group's connections are closed
+(`_break_off`). That ends all works under way, here and on the other ranks; for an adopted group also those of
+torch.distributed's own calls. Until then they would keep the process from exiting. When a wait (`_complete`) ends with
+
+    a failure of Gloo, or any other error    the connections are closed at once
+    a StallError of a collective             they stay open, as Gloo's own timeout is only a second longer
+    a StallError of a send or receive        they are closed: its thread waits inside Gloo for a day
+    an AbandonedError                        they stay open until `leave`, so that the other ranks first receive the
+                                             error for which the message was abandoned
 """
 
 from __future__ import annotations
@@ -80,7 +83,7 @@ class _GlooBackend(Backend):
         self._is_broken_off = True
         self._break_off_lock = threading.RLock()  # another thread of the parent may hold the old one
 
-    def _run(self, wait: Wait, *posts: Callable[[], Any]) -> None:
+    def _complete(self, wait: Wait, *posts: Callable[[], Any]) -> None:
         """Start all works, then wait for all. While a work is under way it holds its tensors."""
         works: list[Any] = []
         try:
@@ -141,7 +144,7 @@ class _GlooBackend(Backend):
     def broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> None:
         """Broadcast by Gloo's tree. Collective."""
         if data.numel():
-            self._run(wait, lambda: self._broadcast(data, root, wait))
+            self._complete(wait, lambda: self._broadcast(data, root, wait))
 
     def _broadcast(self, data: torch.Tensor, root: int, wait: Wait) -> Any:
         options = dist.BroadcastOptions()
@@ -158,7 +161,7 @@ class _GlooBackend(Backend):
             return
         rows = into.view(self.world_size, -1)
         rows[self.rank].copy_(data)
-        self._run(wait, *(functools.partial(self._broadcast, row, rank, wait) for rank, row in enumerate(rows)))
+        self._complete(wait, *(functools.partial(self._broadcast, row, rank, wait) for rank, row in enumerate(rows)))
 
     def all_to_all(
         self, data: torch.Tensor, sizes: Sequence[int], into: torch.Tensor, into_sizes: Sequence[int], wait: Wait
@@ -166,7 +169,7 @@ class _GlooBackend(Backend):
         """Exchange by Gloo's all-to-all. Collective."""
         options = dist.AllToAllOptions()
         options.timeout = torch_timeout(wait)
-        self._run(wait, lambda: self._group.alltoall_base(into, data, list(into_sizes), list(sizes), options))
+        self._complete(wait, lambda: self._group.alltoall_base(into, data, list(into_sizes), list(sizes), options))
 
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
         """Send by Gloo. Not collective."""
@@ -180,7 +183,7 @@ class _GlooBackend(Backend):
 
     def _transfer(self, post: Callable[[], Any], wait: Wait) -> None:
         try:
-            self._run(wait, lambda: self._wait_in_thread(post(), wait))
+            self._complete(wait, lambda: self._wait_in_thread(post(), wait))
         except StallError:
             self._break_off()
             raise
@@ -222,7 +225,7 @@ class _GlooBackend(Backend):
         elif op in ("sum", "prod") and tensor.dtype in _WIDE:
             options = reduce_options(dist.AllreduceOptions(), op)
             options.timeout = torch_timeout(wait)
-            self._run(wait, lambda: self._group.allreduce([tensor], options))
+            self._complete(wait, lambda: self._group.allreduce([tensor], options))
             finish(tensor)
         else:
             for block in torch.split(tensor, _BLOCK_BYTES // tensor.itemsize):  # to need little memory besides it

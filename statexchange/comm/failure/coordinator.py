@@ -83,7 +83,7 @@ class Coordinator(FailureDetector):
             raise ConnectionEndedError
         connection.rank = rank
         self._connections[rank] = connection
-        self._ended_at.pop(rank, None)
+        self._seen_dead_at.pop(rank, None)
         self._received_at[rank] = time.monotonic()
         connection.send(self._status())
 
@@ -93,7 +93,7 @@ class Coordinator(FailureDetector):
         if self._connections.get(connection.rank) is connection:
             del self._connections[connection.rank]
             if connection.rank not in self._view.departed:
-                self._ended_at.setdefault(connection.rank, time.monotonic())
+                self._seen_dead_at.setdefault(connection.rank, time.monotonic())
 
     # What is sent to all
 

@@ -22,17 +22,21 @@ How a failure shows:
 A rank that gives up waiting raises, and reports why. The others raise that from their waits, or at the beginning of
 their next call: so a failure ends the group on all ranks, although one may just have completed the call.
 
-For example, rank 1 of three, on a host of its own, is killed in an all_reduce over Gloo. What happens on rank 2:
+For example, rank 1 of three, each on a host of its own, is killed in an all_reduce of 10 million floats over Gloo. What
+happens on rank 2:
 
+    at once    Most often Gloo sees the end of a connection. It does not know the rank: `torch_errors` makes that a
+               PeerError of rank -1, the backend closes its connections (gloo.py), and `Session.fail` waits for the name
+               (`named_failure`).
     at once    Rank 0's thread reads the end of rank 1's connection: `Coordinator._lose`.
-    0.4 s      The grace is over: `_report_deaths`, `_post_failure`, and the status goes to all members.
+    0.4 s      The grace is over: `_report_deaths` on rank 0, `_post_failure`, and the status goes to all members.
                Rank 2's thread takes it: `Member._take_status` sets `_failure`.
-    0.5 s      Rank 2's wait, which looks every 50 ms, raises it: `Wait._poll`, `check`. This is PeerError: "rank 1 on
-               its-host failed in all_reduce sum float32[10]: its process 4711 died".
-    then       The backend closes its connections (gloo.py); `Session.fail` keeps the error for later calls.
+    0.4 s      `named_failure`, which looks each 20 ms, returns the error of `check`: PeerError "rank 1 on its-host
+               failed in all_reduce sum float32[10000000]: its process 4711 died". `fail` keeps it for later calls.
 
-Gloo may see the end of its own connection first, without a name: PeerError of rank -1. Then `Session.fail` waits for
-the status above, 2 s at most (`named_failure`), and raises the error with the name.
+If Gloo notices nothing, the wait finds the same error at its next look, each 50 ms (`Wait._poll`), and the backend
+closes its connections then. If no name comes in 2 s, or at once where there is no detector, the error stays that of
+rank -1. The tensor may hold a part of the result.
 """
 
 from __future__ import annotations
@@ -102,7 +106,7 @@ class FailureDetector(FailureMonitor):
         self._progress = 0
         self._failure: dict[str, Any] | None = None
         self._view = GroupView([0] * self._world_size)
-        self._ended_at: dict[int, float] = {}  # when a process was first seen to have ended
+        self._seen_dead_at: dict[int, float] = {}  # when its connection or process was first seen to have ended
         self._period_s = _PERIOD_S * max(1.0, self._world_size / _LARGE_GROUP)
         self._silent_s = _SILENT_PERIODS * self._period_s
         self._requests: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
@@ -249,23 +253,23 @@ class FailureDetector(FailureMonitor):
         for rank in self._watched_ranks:
             with contextlib.suppress(OSError):  # no file descriptor is left to look with: check it in the next period
                 if not process_is_alive(*self._processes[rank]):
-                    self._ended_at.setdefault(rank, now)
+                    self._seen_dead_at.setdefault(rank, now)
 
     def _until_next_death_s(self) -> float:
         """Return the seconds until the next process that has ended is to be reported as dead."""
-        if not self._ended_at:
+        if not self._seen_dead_at:
             return self._period_s
-        return max(0.0, min(self._ended_at.values()) + _GRACE_S - time.monotonic())
+        return max(0.0, min(self._seen_dead_at.values()) + _GRACE_S - time.monotonic())
 
     def _report_deaths(self) -> None:
         """Report processes that have ended without a goodbye, when their grace is over."""
         now = time.monotonic()
-        for rank, since in list(self._ended_at.items()):
+        for rank, since in list(self._seen_dead_at.items()):
             if rank in self._view.departed:
-                del self._ended_at[rank]
+                del self._seen_dead_at[rank]
             elif now - since >= _GRACE_S:
                 self._post_failure(to_record(self._peer_error(rank, "", self._cause_of_death(rank)), rank, ""))
-                del self._ended_at[rank]
+                del self._seen_dead_at[rank]
                 self._watched_ranks = [watched for watched in self._watched_ranks if watched != rank]
 
     def _post_failure(self, record: dict[str, Any]) -> None:

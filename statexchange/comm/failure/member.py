@@ -78,7 +78,7 @@ class Member(FailureDetector):
         self._view = GroupView(**view)
         self._refusals = 0
         self._host_answers = None
-        self._ended_at.pop(0, None)
+        self._seen_dead_at.pop(0, None)
         if self._failure is None:
             self._failure = failure
 
@@ -110,7 +110,7 @@ class Member(FailureDetector):
             self._use_connection(connection)
         self._attempted_at = time.monotonic()
         if self._refusals >= _REFUSALS_OF_DEAD:
-            self._ended_at.setdefault(0, time.monotonic())
+            self._seen_dead_at.setdefault(0, time.monotonic())
 
     def _use_connection(self, connection: socket.socket) -> None:
         """Use `connection` if there is no other; else the attempt has only shown that the host answers."""
