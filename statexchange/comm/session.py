@@ -13,14 +13,15 @@ Comparison. Before a collective the ranks compare the fingerprints of their call
 one small message elsewhere. If they differ, all ranks exchange what they were about to do (`_explanation`), and all
 raise the same MismatchError. If a rank was about to report an error of its own, all raise that instead.
 
-States. A session is *usable* until it is *dead*; it never becomes usable again.
+States. A session is *usable* until it is *dead*; it never becomes usable again. detector.py has an example, step by
+step, of a rank that dies.
 
 * An error that all ranks raise together, as a MismatchError or a refused argument, leaves it usable (`shared_error`).
 * Any other error inside a call ends it: `fail` keeps the error as `dead`, which every later call raises, and reports it
   to the other ranks by the page, the backend and the monitor. They raise it from their waits, and are then dead, too.
 * A rank that had completed the call in which another one failed raises the error in its next call.
 * A rank that dies reports nothing. On one host each other rank notices by itself (control_page.py). Between hosts rank
-  0, or a rank of the same host, notices and tells the others (detector.py has an example). Their waits raise PeerError,
+  0, or a rank of the same host, notices and tells the others (detector.py). Their waits raise PeerError,
   which ends their sessions likewise. Where the transport fails first, it does not know the rank: `fail` then waits a
   moment for the monitor to name it (`named_failure`).
 * `close` ends this rank's session. A rank that waits for this one raises PeerError, or the `error` given to `close`.
@@ -428,7 +429,10 @@ class Session:
         return _different_calls_error(range(self.world_size), [(each["text"], each["site"]) for each in accounts])
 
     def fail(self, call: Call, error: BaseException) -> None:
-        """End this group: keep the error for later calls, and report it to the other ranks. Not collective."""
+        """End this group: keep the error for later calls, and report it to the other ranks. Not collective.
+
+        Blocks for 3 s at most: until the rank that has failed is named, and the report is sent.
+        """
         if isinstance(error, PeerError):
             error = named_failure(error, self.monitor, self.topology.hosts)
         self.dead = error if isinstance(error, StateExchangeError) else from_record(self.record(error, call.text))

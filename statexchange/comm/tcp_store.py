@@ -176,18 +176,19 @@ class Joining:
         of a rank that has joined already.
         """
         with _lost_server():
-            self._introduce(store, nonce)
             if self.rank != 0:
+                self._introduce(store, nonce)
                 self.wait_until_complete(store)
                 return
             try:
+                self._introduce(store, nonce)
                 self._wait_for_all(store, poll)
                 finish()
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):  # if the server itself has failed
                     store.compare_set("failed", "", json.dumps(to_record(error, 0, PHASE)))
-                    is_alone = len(self._missing(store)) >= self.world_size - 1
-                    time.sleep(0.0 if is_alone else _NOTICE_S)
+                    if len({0, *self._missing(store)}) < self.world_size:  # others have joined, and are to read it
+                        time.sleep(_NOTICE_S)
                 raise
             store.set("complete", "1")
 

@@ -19,7 +19,7 @@ from sweeps import slow
 import statexchange as sx
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.reduction import Finish
-from statexchange.comm.failure.control_page import ControlPage
+from statexchange.comm.failure.control_page import _ARRIVED, ControlPage
 from statexchange.comm.failure.monitor import FailureMonitor
 from statexchange.comm.wait import Wait
 from statexchange.testing import run_ranks
@@ -255,7 +255,7 @@ def dies_with_a_long_message() -> list[Any]:
 
 
 def die_at(page: ControlPage) -> None:
-    page._words[page._own_word] = page._count + 1
+    page._words[page._own_row + _ARRIVED] = page._count + 1
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -4,8 +4,9 @@ Works are polled, never waited for, so that the deadline of `Wait` holds. Sends 
 completes them only for a thread that waits inside it, so each gets a thread that waits there.
 
 A Gloo work cannot be cancelled: it ends with Gloo's own timeout, or when the group's connections are closed
-(`_break_off`). That ends all works under way, here and on the other ranks; for an adopted group also those of
-torch.distributed's own calls. Until then they would keep the process from exiting. When a wait (`_complete`) ends with
+(`_break_off`). That ends all works under way, here and on the other ranks; in torch's default group, which
+`init("gloo")` makes, and in an adopted one also those of torch's own calls. Until then they would keep the process from
+exiting. How a dead rank gets its name: detector.py. When a wait (`_complete`) ends with
 
     a failure of Gloo, or any other error    the connections are closed at once
     a StallError of a collective             they stay open, as Gloo's own timeout is only a second longer
