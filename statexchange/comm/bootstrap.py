@@ -241,11 +241,11 @@ def _failing_together(monitor: FailureMonitor, topology: Topology) -> Iterator[N
 
 
 def _shared_memory_backend(page: ControlPage, bootstrap: Backend, timeout_s: float) -> Backend | None:
-    """Return the backend over `page`; None, on all ranks, if /dev/shm has too little room for it. Collective."""
+    """Return the backend over `page`; None, on all ranks, if there is too little memory for it. Collective."""
     from statexchange.comm.backends.shared_memory import SharedMemoryBackend
 
     backend = SharedMemoryBackend(page, "threads" if bootstrap.name == "threads" else "shm")
-    if page.kind == "memfd" or backend.reserve(Wait(timeout_s, "the reservation of shared memory")):
+    if backend.set_up(Wait(timeout_s, "the reservation of shared memory")):
         return backend
     backend.close()
     return None

@@ -1,6 +1,6 @@
 """Collectives of ranks on one host, through shared memory alone.
 
-Memory. Every rank has a staging buffer: two windows of 1 MiB, made at its first use. Each rank writes only its own
+Memory. Every rank has a staging buffer: two windows of 1 MiB, made at the start. Each rank writes only its own
 windows, and all ranks read them. What lies in ordinary memory is copied through the windows piece by piece, so that it
 stays in cache. A tensor from `empty` lies in shared memory already (a *region*), and is reduced there: rank r then
 writes slice r of every rank's tensor. Each rank reduces one slice, in rank order, so that all ranks get equal bits.
@@ -124,56 +124,40 @@ class SharedMemoryBackend(Backend):
 
     # Where memory lies
 
-    def _window(self, dtype: torch.dtype, wait: Wait) -> list[torch.Tensor]:
-        """Switch windows, and return every rank's, as `dtype`. Collective, the first time."""
-        typed = self._typed_windows(dtype, wait)
-        self._turn ^= 1
-        return typed[self._turn]
-
-    def _typed_windows(self, dtype: torch.dtype, wait: Wait) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return every rank's two windows, as `dtype`. Collective, the first time."""
-        typed = self._typed.get(dtype)
-        if typed is None:
-            if not self._windows[0]:
-                self._set_up_staging(wait)
-            with torch.inference_mode(False):  # see _tensor_over
-                first, second = ([window.view(dtype) for window in windows] for windows in self._windows)
-            typed = self._typed[dtype] = (first, second)
-        return typed
-
-    def reserve(self, wait: Wait) -> bool:
-        """Allocate the staging buffers now; return False, on all ranks, if there is too little memory. Collective.
+    def set_up(self, wait: Wait) -> bool:
+        """Make the staging buffers; return False, on all ranks, if one has too little memory. Collective.
 
         A memfd is limited only by the memory of the machine, but /dev/shm may be tiny, as in containers.
         """
         with contextlib.suppress(StorageError):
             self._staging = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
-        answers = self._offer_staging(wait)
-        if any(answer is None for answer in answers):
-            return False
-        self._attach_staging(answers, wait)
-        return True
-
-    def _set_up_staging(self, wait: Wait) -> None:
-        if self._staging is None:  # else an earlier attempt has made it, and then raised MismatchError
-            self._staging = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
-        self._attach_staging(self._offer_staging(wait), wait)
-
-    def _offer_staging(self, wait: Wait) -> list[Any]:
-        """Return the address of every rank's memory, None where it has none. Collective."""
         offer = None if self._staging is None else self._staging.address
         answers = self._page.all_gather_bytes(json.dumps(offer).encode(), None, _STAGING, wait)
-        return [json.loads(answer) for answer in answers]
-
-    def _attach_staging(self, addresses: Sequence[Any], wait: Wait) -> None:
+        addresses = [json.loads(answer) for answer in answers]
+        if self._staging is None or None in addresses:
+            return False
         staging = [_tensor_over(self._base_of(address, rank, wait)) for rank, address in enumerate(addresses)]
         self._page.sync(wait)
-        assert self._staging is not None
         self._staging.unlink()
-        with torch.inference_mode(False):
+        with torch.inference_mode(False):  # see _tensor_over
             first = [memory[:_WINDOW_BYTES] for memory in staging]
             second = [memory[_WINDOW_BYTES:] for memory in staging]
-            self._windows = (first, second)
+        self._windows = (first, second)
+        return True
+
+    def _window(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Switch windows, and return every rank's, as `dtype`."""
+        self._turn ^= 1
+        return self._typed_windows(dtype)[self._turn]
+
+    def _typed_windows(self, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return every rank's two windows, as `dtype`."""
+        typed = self._typed.get(dtype)
+        if typed is None:
+            with torch.inference_mode(False):  # see _tensor_over
+                first, second = ([window.view(dtype) for window in windows] for windows in self._windows)
+            typed = self._typed[dtype] = (first, second)
+        return typed
 
     def _base_of(self, address: dict[str, Any], rank: int, wait: Wait) -> Any:
         ident = address["id"]
@@ -278,7 +262,7 @@ class SharedMemoryBackend(Backend):
 
     def _reduce_all(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait, *, keeps: bool) -> None:
         """Reduce a small tensor: every rank that `keeps` the result computes all of it."""
-        parts = self._small_parts(tensor.dtype, tensor.numel(), wait)
+        parts = self._small_parts(tensor.dtype, tensor.numel())
         parts[self.rank].copy_(tensor)
         try:
             wait.enter()
@@ -288,14 +272,14 @@ class SharedMemoryBackend(Backend):
         if keeps:
             reduce_parts(tensor, parts, op, finish)
 
-    def _small_parts(self, dtype: torch.dtype, n: int, wait: Wait) -> list[torch.Tensor]:
+    def _small_parts(self, dtype: torch.dtype, n: int) -> list[torch.Tensor]:
         """Switch windows, and return the first `n` elements of every rank's.
 
         The views are kept, as making them takes longer than adding the elements up.
         """
         views = self._small_views.get((dtype, n))
         if views is None:
-            typed = self._typed_windows(dtype, wait)
+            typed = self._typed_windows(dtype)
             if len(self._small_views) >= _MAX_KEPT_VIEWS:
                 self._small_views.clear()
             with torch.inference_mode(False):  # see _tensor_over
@@ -333,23 +317,23 @@ class SharedMemoryBackend(Backend):
         last = pieces[-1].numel()
         full = self._slices(pieces[0])
         slices = [full] * (len(pieces) - 1) + [[(min(begin, last), min(end, last)) for begin, end in full]]
-        staging = self._lay_out(pieces[0], slices[0], wait)
+        staging = self._lay_out(pieces[0], slices[0])
         self._page.sync(wait)
         for i, piece in enumerate(pieces):
             begin, end = slices[i][self.rank]
             parts = [piece if rank == self.rank else buffer for rank, buffer in enumerate(staging)]
             result = staging[self.rank][begin:end]
             reduce_parts(result, [part[begin:end] for part in parts], op, finish)
-            following = self._lay_out(pieces[i + 1], slices[i + 1], wait) if i + 1 < len(pieces) else []
+            following = self._lay_out(pieces[i + 1], slices[i + 1]) if i + 1 < len(pieces) else []
             self._page.sync(wait)
             if keeps:
                 for rank, (first, past) in enumerate(slices[i]):
                     piece[first:past].copy_(staging[rank][first:past])
             staging = following
 
-    def _lay_out(self, piece: torch.Tensor, slices: list[tuple[int, int]], wait: Wait) -> list[torch.Tensor]:
+    def _lay_out(self, piece: torch.Tensor, slices: list[tuple[int, int]]) -> list[torch.Tensor]:
         """Switch windows; write all but the own slice of `piece` into this rank's; return every rank's."""
-        staging = self._window(piece.dtype, wait)
+        staging = self._window(piece.dtype)
         begin, end = slices[self.rank]
         n = piece.numel()
         staging[self.rank][:begin].copy_(piece[:begin])
@@ -364,7 +348,7 @@ class SharedMemoryBackend(Backend):
         for at in range(0, into.numel(), step):
             block = rows[:, at : at + step]
             width = block.shape[1]
-            staging = [buffer[: block.numel()].view_as(block) for buffer in self._window(tensor.dtype, wait)]
+            staging = [buffer[: block.numel()].view_as(block) for buffer in self._window(tensor.dtype)]
             staging[self.rank].copy_(block)
             self._page.sync(wait)
             reduce_parts(into[at : at + width], [buffer[self.rank] for buffer in staging], op, finish)
@@ -412,7 +396,7 @@ class SharedMemoryBackend(Backend):
             wait: the wait of the collective.
         """
         for at in range(0, longest, _WINDOW_BYTES):
-            staging = self._window(torch.uint8, wait)
+            staging = self._window(torch.uint8)
             if ours is not None:
                 shown = ours[at : at + _WINDOW_BYTES]
                 staging[self.rank][: shown.numel()].copy_(shown)
