@@ -322,8 +322,7 @@ def all_reduce(
     known = route.known.get(("all_reduce", op, tensor.dtype, tensor.shape)) if is_plain else None
     if known is not None and route.may_repeat:
         return _repeat_all_reduce(route, tensor, op, known)
-    kind: object = type(tensor)
-    if kind in (float, int):
+    if isinstance(tensor, float | int) and not isinstance(tensor, bool):
         return cast("TensorT", _all_reduce_number(route, tensor, op, out, scale, async_op))
     if route.session.dead is not None:
         route.session.raise_if_dead()

@@ -67,8 +67,8 @@ class Communicator:
     Collective methods must be called by all ranks, with matching arguments, in the same order: if the ranks are in
     different calls, all raise MismatchError. One thread uses a communicator at a time, as two have no common order: it
     belongs to the thread that made it, until that thread calls `hand_over` or has ended, and a call of another one is
-    an InvalidArgumentError on all ranks. Give each thread its own, from `duplicate`, and a pool of threads, as that of
-    `asyncio.to_thread`, one worker.
+    an InvalidArgumentError on all ranks. Give each thread its own, from `duplicate`, which is handed over to it. A pool
+    of threads, as that of `asyncio.to_thread`, has one worker then.
 
     When a rank dies, leaves or does not call, the others raise PeerError or StallError, and every later call raises the
     same. A rank that has completed the call, as its result had arrived before, raises it in its next call.
@@ -262,12 +262,16 @@ class Communicator:
     def hand_over(self) -> None:
         """Give this communicator to the thread that calls next. Not collective.
 
-        Two threads must not call next at the same time: each could be the next one of another rank.
+        So are its groups, as `node` and those from `new_group`. Two threads must not call next at the same time: each
+        could be the next one of another rank.
 
         Example:
             >>> sx.init("single").hand_over()
         """
         self._session.hand_over()
+        for group in self._groups.values():
+            if group is not self:
+                group.hand_over()
 
     # Failure
 

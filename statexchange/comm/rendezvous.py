@@ -8,8 +8,8 @@ Who serves the store, and how the other ranks find it:
     tcp://host:port              rank 0, at that address
     file:///directory            rank 0; a file in the directory has the address (rendezvous_directory.py)
 
-States. Each rank *joins* the store by writing a key; rank 0 waits for all, and then writes either that the rendezvous
-is *complete* or that it has *failed*, with the error; the other ranks poll for that key (tcp_store.py lists all keys).
+States. Each rank *joins* the store by writing a key; rank 0 waits for all, and then writes the decision, that the
+rendezvous is complete or has failed; the other ranks poll for that key (tcp_store.py lists all keys).
 Under MPI nothing is joined: all ranks have taken part when they have the address.
 
 Failure. Rank 0 gives up at its deadline, and raises StallError with the ranks that have not joined; the ranks that have
@@ -196,10 +196,10 @@ def _follow(
     reason = ""
     while True:
         for place in places():
-            if place.nonce in _completed:
+            if place.nonce in _completed or (reason and time.monotonic() > joining.deadline):
                 continue
             try:
-                store, server = tcp_store.connect(place, joining.timeout_s)
+                store, server = tcp_store.connect(place, joining.timeout_s, joining.deadline)
                 if server not in _completed:
                     has_joined = True
                     joining.join(store, nonce)

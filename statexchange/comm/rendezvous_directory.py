@@ -39,8 +39,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from statexchange import messages
-from statexchange.comm import network, tcp_store
-from statexchange.comm.tcp_store import Joining, LostServerError, Place, Server
+from statexchange.comm import network
+from statexchange.comm.tcp_store import Joining, Place, Server
 from statexchange.errors import NotInitializedError, StateExchangeError, StorageError
 from statexchange.processes import Owner, network_identity
 from statexchange.settings import gloo_interface
@@ -158,7 +158,10 @@ class MeetingDirectory:
     # Rank 0
 
     def announce(self, server: Server) -> None:
-        """Announce `server`; raise NotInitializedError if another rank 0 announces one that runs."""
+        """Announce `server`; raise NotInitializedError if another rank 0 of this host does so.
+
+        Removes what processes of this host have left that have ended.
+        """
         self._nonce = server.nonce
         addresses: list[str] = []
         try:
@@ -169,13 +172,14 @@ class MeetingDirectory:
         record = _Announcement(Owner.current(), network_identity(), addresses, server.port, server.nonce)
         self._put(f"server-{self._nonce}.json", messages.encoded(record, _Announcement))
         self._settle_at = time.monotonic() + _SETTLE_S
-        for place in self.places():
-            if place.nonce == server.nonce:
-                continue
-            with contextlib.suppress(OSError, LostServerError):
-                tcp_store.connect(place, self._joining.timeout_s)
-                text = f"another rank 0, on {place.host}, serves a rendezvous in {self._path} at port {place.port}"
-                raise NotInitializedError(text, rank=0)
+        with self._opened() as directory:
+            names = _names_in(directory)
+            for other in self._announcements(directory, names):
+                if other.owner.is_dead:
+                    _remove_files(directory, names, other.nonce)
+                elif other.owner.is_visible and other.nonce != server.nonce:
+                    text = f"another rank 0, process {other.owner.pid}, serves a rendezvous in {self._path}"
+                    raise NotInitializedError(text, rank=0)
 
     def poll(self) -> None:
         """Let all clients see the announcement; raise what a rank reports that cannot connect."""
@@ -198,24 +202,30 @@ class MeetingDirectory:
     # The other ranks
 
     def places(self) -> list[Place]:
-        """Return where servers are announced whose processes have not provably ended.
+        """Return where servers are announced whose processes have not provably ended, the newest first.
 
-        Raise NotInitializedError once a server that this rank has refused is not announced any more.
+        Raise NotInitializedError once a server that this rank has refused is not announced any more, and no other is:
+        it was that of rank 0, which has given up.
         """
         with self._opened() as directory:
-            names = _names_in(directory)
-            for name in names:
-                if _SERVER.fullmatch(name) and name not in self._announced:
-                    record = _read(directory, name, _Announcement)
-                    if record is not None:
-                        self._announced[name] = record
-            for name in self._announced.keys() & set(names):
-                if self._announced[name].owner.is_dead:
-                    _remove_files(directory, names, self._announced.pop(name).nonce)
-        records = [self._announced[name] for name in names if name in self._announced]
-        for nonce in self._refused.keys() - {record.nonce for record in records}:
-            raise NotInitializedError(self._refused[nonce], rank=self._joining.rank)
-        return [record.place for record in records]
+            records = self._announcements(directory, _names_in(directory))
+        places = [record.place for record in records if not record.owner.is_dead]
+        if not places:
+            for why in self._refused.values():
+                raise NotInitializedError(why, rank=self._joining.rank)
+        return places
+
+    def _announcements(self, directory: int, names: list[str]) -> list[_Announcement]:
+        """Return what is announced, the newest first by the clock of the file server."""
+        by_age: list[tuple[float, str]] = []
+        for name in filter(_SERVER.fullmatch, names):
+            with contextlib.suppress(FileNotFoundError):
+                by_age.append((os.stat(name, dir_fd=directory, follow_symlinks=False).st_mtime, name))
+            if name not in self._announced:
+                record = _read(directory, name, _Announcement)
+                if record is not None:
+                    self._announced[name] = record
+        return [self._announced[name] for _, name in sorted(by_age, reverse=True) if name in self._announced]
 
     def note_failure(self, place: Place, why: str) -> None:
         """Note that an attempt to connect has failed; after 10 s of them, refuse the server."""

@@ -145,7 +145,8 @@ class Session:
         self.dependents: weakref.WeakSet[Any] = weakref.WeakSet()
         self._call_lock = threading.Lock()  # held during a call: two at once would take each other's messages
         self._last_call = ""  # the text of the call that holds it, or last did
-        self._caller: threading.Thread | None = current_thread()  # None: the thread that calls next
+        # The thread to which this belongs; None for the one that calls next. Autograd's threads never end.
+        self._caller: threading.Thread | None = None if is_autograd_thread() else current_thread()
         self._claiming = threading.Lock()  # held by a thread that becomes the caller
         self.is_inherited = False
         forks.cut_off_in_children(self)

@@ -8,31 +8,35 @@ Keys and who writes them:
     server           rank 0, before it joins: a nonce of this server; all other keys lie below this nonce, as torch may
                      serve a store of its own at the same port of this process
     world_size       each rank; the first one's is kept, and a rank that has another one fails the rendezvous
-    joined/<rank>    each rank, once: a nonce of its process. A second process with that rank reads another nonce there,
-                     and fails the rendezvous
-    complete         rank 0, when all have joined
-    failed           rank 0, instead of `complete`, or a rank that contradicts another one: the error that all raise
+    joined/<rank>    each rank, once: its process, and a nonce. Another process with that rank fails the rendezvous,
+                     unless the first one has ended
+    decision         what is written first counts: "complete", by rank 0, when all have joined; or the error that all
+                     raise, by rank 0 or by a rank that contradicts another one
 
-Only `get` and `wait` of torch's clients block, and they are called only for keys that exist already; everything else is
-polled with a deadline. If rank 0 dies, all clients lose their connections, which raises LostServerError.
+If rank 0 dies, all clients lose their connections, which raises LostServerError. While it is stopped, or its host is
+cut off, each request of torch's clients blocks, and cannot be interrupted: so they are made in another thread, for
+which the caller waits with a deadline.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import platform
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from statexchange.comm.backends.torch_groups import as_timedelta, first_line
+from statexchange.comm.work import Work
 from statexchange.errors import (
     InvalidArgumentError,
     NotInitializedError,
@@ -41,6 +45,7 @@ from statexchange.errors import (
     from_record,
     to_record,
 )
+from statexchange.processes import Owner
 
 __all__ = [
     "PHASE",
@@ -53,11 +58,14 @@ __all__ = [
     "unreachable_text",
 ]
 
+T = TypeVar("T")
 _stores: Any = dist  # torch.distributed exports the store classes, but hides them from type checkers
 _POLL_S = 0.02
 _ATTEMPT_S = 3.0  # for one attempt to connect
-_HANDSHAKE_S = 10.0  # for torch's client to be served; it cannot be interrupted
+_HANDSHAKE_S = 10.0  # for torch's client to be served
 _NOTICE_S = 1.0  # for the other ranks to read an error
+_ANSWER_S = 3.0  # for rank 0 to decide after a deadline, and to answer
+_COMPLETE = b"complete"
 PHASE = "the rendezvous"
 
 
@@ -121,26 +129,30 @@ class Place(NamedTuple):
     host: str = ""
 
 
-def connect(place: Place, timeout_s: float) -> tuple[Any, str]:
+def connect(place: Place, timeout_s: float, deadline: float = float("inf")) -> tuple[Any, str]:
     """Return a client of the store at `place`, and the nonce of its server; OSError if it does not answer.
 
-    `timeout_s` is the limit of the client's later requests.
+    `timeout_s` is the limit of the client's later requests. No attempt begins after `deadline`, a time of the monotonic
+    clock.
     """
     refusal: OSError = OSError(errno.EADDRNOTAVAIL, f"{place.host} has no network address")
     for address in place.addresses:
+        left_s = max(deadline - time.monotonic(), _POLL_S)
         try:
-            return _connect(address, place, timeout_s)
+            # A plain connection is tried first, as torch's client goes on trying, and writes many lines to the log.
+            socket.create_connection((address, place.port), min(left_s, _ATTEMPT_S)).close()
+            return _in_time(min(left_s, _HANDSHAKE_S), functools.partial(_client, address, place, timeout_s))
         except OSError as error:
             refusal = error
+        if time.monotonic() > deadline:
+            break
     raise refusal
 
 
-def _connect(address: str, place: Place, timeout_s: float) -> tuple[Any, str]:
-    # A plain connection is tried first, as torch's client goes on trying, and writes many lines to the log.
-    socket.create_connection((address, place.port), min(timeout_s, _ATTEMPT_S)).close()
-    limit = as_timedelta(min(timeout_s, _HANDSHAKE_S))
+def _client(address: str, place: Place, timeout_s: float) -> tuple[Any, str]:
+    options = {"is_master": False, "wait_for_workers": False, "timeout": as_timedelta(_HANDSHAKE_S)}
     try:
-        store = _stores.TCPStore(address, place.port, is_master=False, wait_for_workers=False, timeout=limit)
+        store = _stores.TCPStore(address, place.port, **options)
     except RuntimeError as error:
         raise OSError(first_line(error)) from error
     store.set_timeout(as_timedelta(timeout_s))
@@ -149,6 +161,17 @@ def _connect(address: str, place: Place, timeout_s: float) -> tuple[Any, str]:
     if nonce is None or place.nonce not in (None, nonce):
         raise OSError(errno.ECONNREFUSED, "another program answers there")
     return _stores.PrefixStore(nonce, store), nonce
+
+
+def _in_time(seconds: float, call: Callable[[], T]) -> T:
+    """Return what `call` returns, in another thread, which is left behind if it takes longer: then TimeoutError."""
+    work: Work[T] = Work(PHASE)
+    thread = threading.Thread(target=work.run, args=(call,), name="statexchange rendezvous", daemon=True)
+    thread.start()
+    thread.join(min(seconds, threading.TIMEOUT_MAX))
+    if thread.is_alive():
+        raise TimeoutError(errno.ETIMEDOUT, "it does not answer")
+    return work.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,20 +200,32 @@ class Joining:
         """
         with _lost_server():
             if self.rank != 0:
-                self._introduce(store, nonce)
-                self.wait_until_complete(store)
+                self._follow(store, nonce)
                 return
             try:
                 self._introduce(store, nonce)
                 self._wait_for_all(store, poll)
                 finish()
+                self._decide(store, _COMPLETE)
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):  # if the server itself has failed
-                    store.compare_set("failed", "", json.dumps(to_record(error, 0, PHASE)))
+                    store.compare_set("decision", "", json.dumps(to_record(error, 0, PHASE)))
                     if len({0, *self._missing(store)}) < self.world_size:  # others have joined, and are to read it
                         time.sleep(_NOTICE_S)
                 raise
-            store.set("complete", "1")
+
+    def _follow(self, store: Any, nonce: str) -> None:
+        def join() -> None:
+            self._introduce(store, nonce)
+            self.wait_until_complete(store)
+
+        try:
+            _in_time(self.deadline - time.monotonic() + _ANSWER_S, join)
+        except TimeoutError as error:
+            if isinstance(error, StateExchangeError):
+                raise
+            text = f"rank 0 does not answer at {self.where}: its process is stopped, or its host is cut off"
+            raise StallError(text, missing=(0,), rank=0) from None
 
     def _introduce(self, store: Any, nonce: str) -> None:
         """Tell the others of this rank; fail the rendezvous if it contradicts one of them."""
@@ -199,18 +234,37 @@ class Joining:
         if world_size != self.world_size:
             text = f"rank {self.rank} has another world_size at {self.where}"
             error = InvalidArgumentError(text, expected=world_size, found=self.world_size, rank=self.rank)
-        elif store.compare_set(_joined(self.rank), "", nonce).decode() != nonce:
-            text = f"rank {self.rank} has already joined the rendezvous at {self.where}: does another job use it?"
+        elif not self._takes_its_place(store, nonce):
+            text = f"another process has joined as rank {self.rank} at {self.where}: does another job use it?"
             error = NotInitializedError(text, rank=self.rank)
         else:
             return
-        store.compare_set("failed", "", json.dumps(to_record(error, self.rank, PHASE)))
+        store.compare_set("decision", "", json.dumps(to_record(error, self.rank, PHASE)))
         raise error
+
+    def _takes_its_place(self, store: Any, nonce: str) -> bool:
+        """Join as this rank; return False if another process has, which may still run."""
+        key, process = _joined(self.rank), Owner.current()
+        mine = json.dumps({"nonce": nonce, "process": process.to_json()})
+        present = store.compare_set(key, "", mine).decode()
+        if present == mine:
+            return True
+        # A rank that was restarted, or has given up once.
+        earlier = Owner.from_json(json.loads(present)["process"])
+        may_replace = earlier == process or earlier.is_dead
+        return may_replace and store.compare_set(key, present, mine).decode() == mine
+
+    def _decide(self, store: Any, decision: bytes) -> None:
+        """Raise the error that was decided, unless the decision is, or was, to complete the rendezvous."""
+        decided = store.compare_set("decision", "", decision.decode())
+        if decided != _COMPLETE:
+            raise from_record(json.loads(decided))
 
     def _wait_for_all(self, store: Any, poll: Callable[[], None]) -> None:
         while missing := self._missing(store):
             poll()
-            self._raise_failure(store)
+            if store.check(["decision"]):
+                self._decide(store, _COMPLETE)
             if time.monotonic() > self.deadline:
                 raise self.absent_error(missing)
             time.sleep(_POLL_S)
@@ -227,18 +281,14 @@ class Joining:
         If all have joined at the deadline, wait a second more: rank 0 may have reached its own deadline just now, and
         then publishes that error.
         """
-        while not store.check(["complete"]):
-            self._raise_failure(store)
+        while not store.check(["decision"]):
             if time.monotonic() > self.deadline:
                 if missing := self._missing(store):
                     raise self.absent_error(missing)
                 if time.monotonic() > self.deadline + _NOTICE_S:
                     raise self.unanswered_error()
             time.sleep(_POLL_S)
-
-    def _raise_failure(self, store: Any) -> None:
-        if store.check(["failed"]):
-            raise from_record(json.loads(store.get("failed")))
+        self._decide(store, _COMPLETE)
 
     def absent_error(self, ranks: Sequence[int], reason: object = "") -> StallError:
         """Return the error for ranks that did not join."""

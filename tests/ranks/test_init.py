@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -190,7 +191,8 @@ def test_at_its_deadline_a_rank_waits_a_moment_for_rank_0_to_decide(decision: st
     for rank in range(3):
         store.set(f"joined/{rank}", f"process {rank}")
     record = json.dumps(to_record(sx.errors.StallError("rank 1 came too late", missing=(1,)), 0, "the rendezvous"))
-    decides = threading.Timer(0.3, lambda: server.store.set(decision, record))
+    decided = "complete" if decision == "complete" else record
+    decides = threading.Timer(0.3, lambda: server.store.set("decision", decided))
     if decision is not None:
         decides.start()
 
@@ -290,9 +292,13 @@ def test_after_a_crash_in_the_rendezvous_the_next_run_starts(tmp_path: Path) -> 
     assert found == [["shm", rank, 3, rank, 1, 6.0] for rank in range(3)]
 
 
-def contradicts(kind: str, place: str, what: str) -> str:
+def contradicts(place: str, what: str, directory: str) -> str:
     """Two ranks call themselves rank 1, or rank 2 has another world_size."""
     rank, _ = rank_and_size()
+    (Path(directory) / str(rank)).touch()
+    while rank == 2 and len(os.listdir(directory)) < 3:
+        time.sleep(0.05)
+    time.sleep(1.0 if rank == 2 else 0.0)  # else it might fail the rendezvous before the others have found it
     claimed, size = (min(rank, 1), 4) if what == "rank" else (rank, 4 + rank // 2)
     with pytest.raises(sx.StateExchangeError) as caught:
         sx.init(rendezvous=place, rank=claimed, world_size=size, timeout_s=20)
@@ -302,11 +308,89 @@ def contradicts(kind: str, place: str, what: str) -> str:
 @pytest.mark.parametrize("what", ["rank", "world_size"])
 @pytest.mark.parametrize("kind", ["file", "tcp"])
 def test_ranks_that_contradict_each_other_are_named_on_all(kind: str, what: str, tmp_path: Path) -> None:
-    expected = {"rank": "rank 1 has already joined the rendezvous", "world_size": "has another world_size"}[what]
-    with rendezvous_of(kind, tmp_path) as place:
-        messages = run_ranks(contradicts, 3, backend="processes", args=(kind, place, what))
+    expected = {"rank": "another process has joined as rank 1", "world_size": "has another world_size"}[what]
+    (tmp_path / "meeting").mkdir()
+    (tmp_path / "marks").mkdir()
+    with rendezvous_of(kind, tmp_path / "meeting") as place:
+        messages = run_ranks(contradicts, 3, backend="processes", args=(place, what, str(tmp_path / "marks")))
     assert all(expected in message for message in messages), messages
-    assert list(tmp_path.iterdir()) == []
+    assert list((tmp_path / "meeting").iterdir()) == []
+
+
+def begins_again(directory: str, how: str) -> int:
+    """Rank 1 is killed while it waits, and started again; or gives up, and calls again."""
+    rank, size = rank_and_size()
+    if rank == 1 and how == "killed":
+        program = f"import statexchange as sx; sx.init(rendezvous='file://{directory}', rank=1, world_size={size})"
+        waits = subprocess.Popen([sys.executable, "-c", program])
+        time.sleep(3)
+        waits.kill()
+        waits.wait()
+    elif rank == 1:
+        with pytest.raises(sx.errors.StallError):
+            init_by_hand(f"file://{directory}", timeout_s=0.5)
+    elif rank == 2:
+        time.sleep(4)
+    return init_by_hand(f"file://{directory}", timeout_s=30.0).world_size
+
+
+@pytest.mark.parametrize("how", ["gave up", slow("killed")])
+def test_a_rank_may_begin_again_while_the_others_wait(how: str, tmp_path: Path) -> None:
+    assert run_ranks(begins_again, 3, backend="processes", args=(str(tmp_path), how), timeout_s=120) == [3] * 3
+
+
+@contextlib.contextmanager
+def silent_server(directory: Path) -> Iterator[None]:
+    """Announce a server of another host, at whose port a program accepts and never answers."""
+    elsewhere = replace(Owner.current(), boot="another boot", pid=1, start=1)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        put_files_of_a_rank_0(directory, "e" * 32, elsewhere, listener.getsockname()[1])
+        yield
+
+
+def names_who_is_late(directory: str) -> str:
+    rank, _ = rank_and_size()
+    if rank == 1:
+        return ""
+    with pytest.raises(sx.errors.StallError) as caught:
+        init_by_hand(f"file://{directory}", timeout_s=20.0)
+    return str(caught.value)
+
+
+def test_a_program_that_never_answers_delays_no_rank(tmp_path: Path) -> None:
+    with silent_server(tmp_path):
+        began = time.monotonic()
+        first, _, third = run_ranks(names_who_is_late, 3, backend="processes", args=(str(tmp_path),), timeout_s=90)
+        assert time.monotonic() - began < 60
+        assert "ranks [1] did not join" in first
+        assert "ranks [1] did not join" in third
+        found = run_ranks(initialises, 2, backend="processes", args=(f"file://{tmp_path}", "shm"))
+    assert [row[0] for row in found] == ["shm", "shm"]
+
+
+def is_stopped(place: str, pid_file: str) -> list[int]:
+    """Rank 0 is stopped when rank 1 has joined; rank 2 does not come."""
+    rank, _ = rank_and_size()
+    if rank == 2:
+        return []
+    if rank == 0:
+        Path(pid_file).write_text(str(os.getpid()))
+        threading.Timer(3, lambda: os.kill(os.getpid(), signal.SIGSTOP)).start()
+        with pytest.raises(sx.errors.StallError, match="did not join"):
+            init_by_hand(place, timeout_s=6)
+        return []
+    with pytest.raises(sx.errors.StallError, match="rank 0 does not answer") as caught:
+        init_by_hand(place, timeout_s=5)
+    os.kill(int(Path(pid_file).read_text()), signal.SIGCONT)
+    return list(caught.value.missing)
+
+
+@pytest.mark.parametrize("kind", ["tcp", slow("file")])
+def test_a_rank_0_that_is_stopped_is_named(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "meeting").mkdir()
+    with rendezvous_of(kind, tmp_path / "meeting") as place:
+        args = (place, str(tmp_path / "pid"))
+        assert run_ranks(is_stopped, 3, backend="processes", args=args, timeout_s=60) == [[], [0], []]
 
 
 def claims_rank_0(directory: str) -> str:
