@@ -355,7 +355,7 @@ def _merge(opened: Source, reductions: Mapping[str, str], request: _Request) -> 
         reused: tuple[str, ...] = ()
         _check_apart(opened, target)
         if call.dry_run:
-            check_publication(target, plan, extra=extra, metadata=metadata, overwrite=overwrite, resume=resume)
+            check_publication(target, plan, extra=extra, metadata=metadata, overwrite=overwrite)
         else:
             with Publication(
                 target,

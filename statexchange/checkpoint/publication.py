@@ -182,7 +182,6 @@ def check_publication(
     extra: Mapping[str, bytes] | None = None,
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
-    resume: bool = False,
 ) -> None:
     """Raise what a `Publication` with these arguments would raise before it writes tensors, changing nothing.
 
@@ -194,7 +193,7 @@ def check_publication(
     """
     draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA)
     check = ReplaceableFiles() if overwrite else None
-    check_build(target_path(path), MANIFEST, check=check, nbytes=draft.nbytes, resume=resume)
+    check_build(target_path(path), MANIFEST, check=check, nbytes=draft.nbytes)
 
 
 class Publication:

@@ -89,7 +89,7 @@ def open_build(
     return DirectoryBuild(path, plan_digest, check=check, reuse=reuse, resume=resume)
 
 
-def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes: int, resume: bool) -> None:
+def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes: int) -> None:
     """Raise what `open_build` would raise, and StorageError if a disk has too little space, without changing anything.
 
     `manifest` is the name of the file that `commit` writes; `nbytes` is the size of all files together.
@@ -101,7 +101,7 @@ def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes:
     else:
         from statexchange.storage.publish.directory_removal import check_directory
 
-        check_directory(path, check, nbytes, resume=resume)
+        check_directory(path, check, nbytes)
 
 
 def write_into_build(
