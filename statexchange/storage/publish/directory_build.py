@@ -68,6 +68,7 @@ from statexchange.storage.atomic import (
     identity_of,
     invalidate_listings,
     invalidate_lookups,
+    link_same,
     new_nonce,
     remove_abandoned,
     rename_new,
@@ -77,21 +78,27 @@ from statexchange.storage.files import mount_of, warn_of_options
 from statexchange.storage.location import MAX_MANIFEST_BYTES, parse_json
 from statexchange.storage.publish.build import (
     Build,
+    Member,
     OutputFile,
     ReplaceCheck,
+    WrittenFile,
     busy_error,
     open_builds,
     owner_state,
     removed_error,
     target_exists,
 )
+from statexchange.storage.rank_writer import write_tensor_file
 from statexchange.storage.store import Budget, open_local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from statexchange.storage.tensorfile import ShardData
 
 __all__ = [
     "DirectoryBuild",
+    "DirectoryMember",
     "Leftover",
     "check_target",
     "conflict",
@@ -255,6 +262,37 @@ class DirectoryFile(OutputFile):
                 os.close(fd)
 
 
+class DirectoryMember(Member):
+    """Puts files into a `DirectoryBuild`; `key` is the name of its directory, beside the target `path`."""
+
+    def __init__(self, path: str, key: str) -> None:
+        self._folder = os.path.join(os.path.dirname(path), os.path.basename(key))
+
+    def write_tensors(
+        self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any], progress: Callable[[], object]
+    ) -> WrittenFile:
+        """Write a rank's tensors and metadata as a file."""
+        path, durable = os.path.join(self._folder, name), not mount_of(self._folder).is_memory
+        with files.directory(self._folder) as dir_fd:
+            content = write_tensor_file(
+                dir_fd, name, path, shards, metadata, durable=durable, mode=0o666, progress=progress
+            )
+            # Before the publisher on another host looks for the file
+            invalidate_listings(dir_fd, path=self._folder)
+        return WrittenFile("", self._folder, content)
+
+    def link(self, name: str, source: str, identity: Sequence[str | int], progress: Callable[[], object]) -> str | None:  # noqa: ARG002 (a link has no parts)
+        """Make a hard link."""
+        with files.directory(self._folder) as dir_fd:
+            if not link_same(source, identity, name, dir_fd, os.path.join(self._folder, name)):
+                return None
+            # By the host that made the link: a sync of another one need not cover it.
+            if not mount_of(self._folder).is_memory:
+                files.sync_directory(dir_fd, self._folder)
+            invalidate_listings(dir_fd, path=self._folder)
+        return ""
+
+
 class DirectoryBuild(Build):
     """A directory under construction on a file system. The top of this file explains the protocol."""
 
@@ -323,9 +361,8 @@ class DirectoryBuild(Build):
         files.audit("symlink", path)
         try:
             os.symlink(text, self._record, dir_fd=self._parent_fd)
-        except (OSError, NotImplementedError) as error:
-            code = getattr(error, "errno", errno.ENOSYS)
-            if code not in NO_LINKS:
+        except OSError as error:
+            if error.errno not in NO_LINKS:
                 raise StorageError.of(error, "write in the target's directory", path=self.path) from error
             remove_abandoned(self._parent_fd)  # temporary files of publishers that were killed here
             write_new(self._parent_fd, self._record, text.encode(), path=path)

@@ -61,6 +61,7 @@ from statexchange.storage.fsspec_store import storage_errors
 from statexchange.storage.location import FilteredStore, read_json
 from statexchange.storage.publish.build import (
     Build,
+    Member,
     OutputFile,
     UnfinishedBuild,
     WrittenFile,
@@ -608,7 +609,7 @@ class _Renewal:
             self._thread.join()
 
 
-class ObjectMember(_ObjectWriter):
+class ObjectMember(_ObjectWriter, Member):
     """Puts objects for a publisher whose claim has the nonce `key`.
 
     Raises:
@@ -660,7 +661,7 @@ class ObjectMember(_ObjectWriter):
             output.close()
         return self._version_of(name)
 
-    def copy(self, name: str, source: str, identity: Sequence[str | int], progress: Callable[[], object]) -> str | None:
+    def link(self, name: str, source: str, identity: Sequence[str | int], progress: Callable[[], object]) -> str | None:
         """Have the store copy an object of this size and version; return the new version.
 
         None if the store makes no such copy, as of a small object, or if another object is at the URL `source`.
