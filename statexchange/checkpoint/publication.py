@@ -25,7 +25,6 @@ from statexchange.sharding.shards import LongTuple
 from statexchange.storage.files import check_size, digest
 from statexchange.storage.location import (
     MAX_MANIFEST_BYTES,
-    MAX_PARSED_BYTES,
     check_parsed_size,
     read_json,
     target_path,
@@ -138,8 +137,12 @@ class _Draft:
         if self.placed.first:
             self.names.append(DIGESTS)
             self.nbytes += self.placed.num_digests * DIGEST_BYTES
-        if self.placed.num_listed > _MANY_BOXES:
-            _check_manifest_fits(plan, self.placed)
+        if self.placed.num_listed > _MOST_BOXES:
+            text = (
+                f"the manifest would list {self.placed.num_listed:,} boxes, and {_MOST_BOXES:,} are allowed: write "
+                "fewer tensors at a time (include, exclude), or from fewer ranks"
+            )
+            raise UnsafeError(text)
 
 
 class _Placed(NamedTuple):
@@ -348,8 +351,7 @@ def _headers_of_delta(plan: Plan, checksums: Mapping[str, str]) -> dict[str, byt
 # Index and manifest
 
 _SCHEMA = 1
-_MANY_BOXES = 1 << 20  # fewer fit into a manifest, but for very long names
-_SAMPLE = 256  # boxes of a tensor whose text is looked at
+_MOST_BOXES = 1 << 21  # more do not fit into a manifest, by what readers accept
 _HEX_DIGITS = 2 * DIGEST_BYTES
 _MOST_LISTED = 1 << 14  # boxes, in 1.5 MB of a manifest: of more, those of tensors on a mesh are not listed
 
@@ -479,31 +481,6 @@ def sealed_manifest_text(
         SEALED: {one.name: one.to_json() for one in sealed},
     }
     return _encoded(record)
-
-
-def _check_manifest_fits(plan: Plan, placed: _Placed) -> None:
-    """Raise UnsafeError if readers would refuse the boxes in a manifest, by an estimate from some of each tensor.
-
-    The end of the publication looks at all of the text.
-    """
-    nbytes = parsed = 0.0
-    for file in plan.files:
-        for tensor in file.tensors:
-            if tensor.name in placed.first:
-                continue
-            num_pieces = len(tensor.pieces)
-            sample = tuple(tensor.pieces[number] for number in range(0, num_pieces, 1 + num_pieces // _SAMPLE))
-            provenance = Provenance([piece.holder for piece in sample], b"\0" * DIGEST_BYTES * len(sample))
-            boxes = json.dumps(listed_boxes(tensor._replace(pieces=sample), provenance), separators=(",", ":"))
-            scale = num_pieces / max(1, len(sample))
-            nbytes += scale * len(boxes)
-            parsed += scale * check_parsed_size(boxes, MANIFEST, Budget(MANIFEST))
-    if nbytes > MAX_MANIFEST_BYTES or parsed > MAX_PARSED_BYTES:
-        text = (
-            f"the manifest would list {placed.num_listed:,} boxes, more than readers accept: write fewer tensors at a "
-            "time (include, exclude), or from fewer ranks"
-        )
-        raise UnsafeError(text)
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:

@@ -35,7 +35,6 @@ __all__ = [
     "can_link",
     "check_build",
     "check_can_be_made",
-    "clear",
     "clear_all",
     "join_build",
     "open_build",
@@ -140,15 +139,8 @@ def check_can_be_made(path: str, absence: NotFoundError) -> None:
         if is_missing_bucket(absence):
             raise absence
         return
-    while not os.path.lexists(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    if os.path.isdir(path):
-        return
-    if os.path.islink(path):
-        text = "a directory of saves is expected, and this link leads to none: make its target, or mount the disk"
-        raise NotFoundError(text, path=path)
-    if os.path.lexists(path):
-        raise NotFoundError("a directory of saves is expected, and this is a file", path=path)
+    dir_fd, _ = files.open_nearest(path)
+    os.close(dir_fd)
 
 
 def remove(path: str, manifest: str, check: ReplaceCheck, *, waits: bool = True) -> None:
@@ -216,21 +208,8 @@ def unfinished_names(path: str, without: Collection[str]) -> list[str]:
     return [name for name in names if name not in without]
 
 
-def clear(path: str, manifest: str, is_own: OwnCheck, *, waits: bool) -> str | None:
-    """Remove the remains of builds and removals of a directory whose processes have provably ended.
-
-    A warning is logged about what is under hidden names of a local directory and is not ours.
-
-    Args:
-        path: the directory.
-        manifest: the name of the file that commits it.
-        is_own: as for `open_build`.
-        waits: watch the claim of another host's process for 60 s. Without it only a claim that this process has seen
-            unchanged for 60 s counts as a dead process's.
-
-    Returns:
-        At a URL the nonce of the claim that was removed; None if there was none, and for a local directory.
-    """
+def _clear(path: str, manifest: str, is_own: OwnCheck | None, *, waits: bool) -> str | None:
+    """Remove the remains of a directory's builds and removals, as `clear_all` does; return the nonce of a claim."""
     if is_remote(path):
         from statexchange.storage.publish.object_build import clear_objects
 
@@ -249,11 +228,33 @@ def clear(path: str, manifest: str, is_own: OwnCheck, *, waits: bool) -> str | N
     return None
 
 
-def clear_all(path: str, prefix: str, manifest: str, without: Collection[str] = ()) -> None:
-    """Remove the remains of killed builds of directories in `path` whose names begin with `prefix`, as `clear` does.
+def clear_all(
+    path: str,
+    prefix: str,
+    manifest: str,
+    without: Collection[str] = (),
+    *,
+    is_own: OwnCheck | None = None,
+    waits: bool = False,
+) -> list[str]:
+    """Remove the remains of builds and removals whose processes have provably ended, and return nonces of claims.
 
-    Those in `without` are known to be whole.
+    A warning is logged about what is under hidden names of a local directory and is not ours.
+
+    Args:
+        path: the directory in which the builds are.
+        prefix: how the names of their targets begin.
+        manifest: the name of the file that commits them.
+        without: names that are known to be whole.
+        is_own: as for `open_build`.
+        waits: at a URL: watch the claim of another host's process for 60 s. Without it only a claim that this process
+            has seen unchanged for 60 s counts as a dead process's.
+
+    Returns:
+        At a URL the nonces of the claims that were removed.
     """
+    cleared = []
     for name in unfinished_names(path, without):
         if name.startswith(prefix):
-            clear(os.path.join(path, name), manifest, lambda _, __: False, waits=False)
+            cleared.append(_clear(os.path.join(path, name), manifest, is_own, waits=waits))
+    return [nonce for nonce in cleared if nonce is not None]
