@@ -38,6 +38,7 @@ __all__ = [
     "UNSUPPORTED",
     "WINDOW_BYTES",
     "Buffer",
+    "Identity",
     "Mount",
     "audit",
     "check_private",
@@ -71,6 +72,7 @@ __all__ = [
     "remove_file",
     "reserve",
     "split_target",
+    "stat_identity",
     "stat_of",
     "sync_directory",
     "sync_file",
@@ -81,6 +83,7 @@ WINDOW_BYTES = 2 << 20  # fits the processor's cache while it is read, digested 
 REPORTED_BYTES = 1 << 20  # after which progress is reported: a report takes as long as the writing of a small tensor
 PART_BYTES = 4 << 10  # that a part counts for, besides its own: a small one takes as long as a copy of so much
 Buffer: TypeAlias = bytes | bytearray | memoryview
+Identity: TypeAlias = tuple[int, int, int, int]  # device, inode, and, as inode numbers are reused, size and mtime
 
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
@@ -221,6 +224,11 @@ def stat_of(name: str, dir_fd: int, path: str, *, follow: bool = False) -> os.st
         return None
     except OSError as error:
         raise StorageError.of(error, "look up", path=path) from error
+
+
+def stat_identity(attributes: os.stat_result) -> Identity:
+    """Return the identity of a file or directory, by which another one of its name is told from it."""
+    return attributes.st_dev, attributes.st_ino, attributes.st_size, attributes.st_mtime_ns
 
 
 def make_directory(name: str, dir_fd: int, path: str, mode: int = 0o700) -> bool:

@@ -209,14 +209,6 @@ class WorkspaceView:
         names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in file_names]
         return sorted(names, key=lambda name: name.rank)
 
-    def abandoned(self, run: str, round: int) -> list[str]:  # noqa: A002 (the workspace's own word)
-        """Return a round's temporary files of ended writers; raise NotFoundError without such a round."""
-        return [name for name in self._round(run, round).files if atomic.is_abandoned(name)]
-
-    def is_empty(self, run: str, round: int) -> bool:  # noqa: A002 (the workspace's own word)
-        """Whether nothing is in a round; raise NotFoundError without such a round."""
-        return not self._round(run, round).listing
-
     def temporary_files(self, run: str, round: int) -> list[tuple[str, int]]:  # noqa: A002
         """Return the name and size of each incomplete file of a round; raise NotFoundError without such a round."""
         store = self._round(run, round)
@@ -470,16 +462,13 @@ class Workspace:
 
         Not collective.
         """
-        abandoned: dict[int, list[str]] = {}
         with contextlib.suppress(*_REMOVED), self.view() as view:
             for number in view.rounds(run):
                 with contextlib.suppress(*_REMOVED):  # another rank removes it
-                    names = view.abandoned(run, number)
-                    if names or view.is_empty(run, number):
-                        abandoned[number] = names
-        for number, names in abandoned.items():
-            # A writer may have just made a directory without a file; it makes it again (`_retried`).
-            self._remove(run, number, names)
+                    names = [name for name, _ in view.temporary_files(run, number) if atomic.is_abandoned(name)]
+                    if names or not view.rank_names(run, number):
+                        # A writer may have just made a directory without a file; it makes it again (`_retried`).
+                        self._remove(run, number, names)
 
     def rounds(self, run: str) -> list[int]:
         """Return the rounds of `run` that have a directory, oldest first. Not collective."""

@@ -50,7 +50,7 @@ import stat
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal
 
 from statexchange.errors import (
     CorruptError,
@@ -110,7 +110,6 @@ __all__ = [
 _log = logging.getLogger(__name__)
 _TAKEN_OVER = "treated this one as dead (--resume) and took over its directory"
 _EMPTYING_S = 3.0  # how long open files of other processes may keep a directory on NFS from being removed
-Identity: TypeAlias = tuple[int, int, int]  # device, inode, and mtime, since inode numbers are reused
 
 
 @dataclass(slots=True)
@@ -184,7 +183,7 @@ def refuse_others(leftovers: Iterable[Leftover], path: str) -> None:
             raise busy_error(leftover.owner, path)
 
 
-def check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> Identity | None:
+def check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> files.Identity | None:
     """Check the target, and return its identity; None if it is absent.
 
     Raises:
@@ -201,7 +200,7 @@ def check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> Identity
     if not stat.S_ISDIR(attributes.st_mode):
         raise UnsafeError("refused to overwrite: the target is not a directory", path=path)
     with files.directory(name, dir_fd, path) as fd:  # opened, so that a client of NFS asks the server
-        identity = _identity(files.fstat_of(fd, path))
+        identity = files.stat_identity(files.fstat_of(fd, path))
         store, _ = open_local(parent)
         try:
             check(store.below(name))
@@ -215,14 +214,10 @@ def check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> Identity
     return identity
 
 
-def _identity(attributes: os.stat_result) -> Identity:
-    return attributes.st_dev, attributes.st_ino, attributes.st_mtime_ns
-
-
-def identity_at(name: str, dir_fd: int, path: str) -> Identity | None:
+def identity_at(name: str, dir_fd: int, path: str) -> files.Identity | None:
     """Return the identity of a file or directory; None if the name does not exist."""
     attributes = files.stat_of(name, dir_fd, path)
-    return None if attributes is None else _identity(attributes)
+    return None if attributes is None else files.stat_identity(attributes)
 
 
 class DirectoryFile(OutputFile):
@@ -312,7 +307,7 @@ class DirectoryBuild(Build):
         self._outputs: list[DirectoryFile] = []
         self._dir_fd = -1
         self._own_identity: tuple[int, int] | None = None
-        self._old_identity: Identity | None = None
+        self._old_identity: files.Identity | None = None
         self._is_published = self._has_successor = self._has_ended = False
         files.make_path(self._parent, 0o777)
         warn_of_options(self._parent)

@@ -629,22 +629,27 @@ class ObjectMember(_ObjectWriter, Member):
     ) -> WrittenFile:
         """Upload one file from begin to end, which needs its digests before: the tensors are read twice."""
         content = DigestedTensors.of(shards, metadata, progress)
-        output = ObjectFile(self, self._objects, name, content.nbytes, content.header)
-        try:
-            content.write_to(output.write)
-            output.finish()
-        finally:
-            output.close()
-        return WrittenFile(self._version_of(name), self.folder, content)
+        version = self._uploaded(name, content.nbytes, content.header, content.write_to)
+        return WrittenFile(version, self.folder, content)
 
     def upload(self, name: str, parts: Iterable[Buffer], nbytes: int) -> str:
         """Upload a file of `nbytes` bytes from begin to end; return its version."""
-        output = ObjectFile(self, self._objects, name, nbytes, b"")
-        try:
+
+        def write_to(write_at: Callable[[Buffer, int], object]) -> None:
             at = 0
             for part in parts:
-                output.write(part, at)
+                write_at(part, at)
                 at += memoryview(part).nbytes
+
+        return self._uploaded(name, nbytes, b"", write_to)
+
+    def _uploaded(
+        self, name: str, nbytes: int, header: bytes, write_to: Callable[[Callable[[Buffer, int], object]], object]
+    ) -> str:
+        """Upload a file, of which `write_to` writes all after the header; return its version."""
+        output = ObjectFile(self, self._objects, name, nbytes, header)
+        try:
+            write_to(output.write)
             output.finish()
         finally:
             output.close()
