@@ -203,10 +203,9 @@ class Publication:
     """One checkpoint that is being published to a path or URL.
 
     Root only. The constructor checks the target and takes over or removes what interrupted publishers left. Call
-    `commit` or `abandon` at the end; leaving a with block abandons an uncommitted publication. `path` is the target,
-    `building_path` the directory of the files until then, `outputs` are those that were created, in this order, and
-    `finished` is the metadata of finished files by name, and `manifest_digest` is that of a version after its
-    `commit`.
+    `commit` or `abandon` at the end; leaving a with block abandons an uncommitted publication. `build` is the directory
+    under construction, `outputs` are the files that were created, in this order, and `manifest_digest` is that of a
+    version after its `commit`.
 
     Args:
         path: the target.
@@ -215,8 +214,8 @@ class Publication:
         extra: content of the extra files by name.
         metadata: text metadata of the tensor files; by default only "format".
         overwrite: replace a published checkpoint at the target.
-        reuse: keep output files that an ended process had finished for the same plan; `finished` maps their names to
-            the metadata that `record` was given. Only for a plan whose digest covers all that the output depends on.
+        reuse: keep output files that an ended process had finished for the same plan (`Build.finished`). Only for a
+            plan whose digest covers all that the output depends on.
         resume: assume that processes of other hosts that left files at the target have ended.
         marks: what makes it a version of weights.
 
@@ -247,7 +246,7 @@ class Publication:
         self._marks = marks
         self._draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA, marks)
         self.manifest_digest = ""
-        self._build = open_build(
+        self.build = open_build(
             target_path(path),
             plan.digest,
             [*self._draft.names, MANIFEST],
@@ -256,26 +255,13 @@ class Publication:
             resume=resume,
         )
         self.outputs: list[OutputFile] = []
-        self.path, self.building_path, self.finished = self._build.path, self._build.building_path, self._build.finished
 
     def create(self, file: FilePlan) -> OutputFile:
         """Create an output file and reserve its disk space; on tmpfs only the free space is checked. Thread-safe."""
         header = self._draft.headers[file.name]
-        output = self._build.create(file.name, len(header) + file.data_nbytes, header)
+        output = self.build.create(file.name, len(header) + file.data_nbytes, header)
         self.outputs.append(output)
         return output
-
-    def share(self) -> str:
-        """Return the key with which other processes put files into the directory, as `Build.share`."""
-        return self._build.share()
-
-    def add_all(self, versions: Mapping[str, str]) -> None:
-        """Take over files that other processes have put there, as `Build.add_all`."""
-        self._build.add_all(versions)
-
-    def record(self, name: str, metadata: object) -> None:
-        """Record that an output file is finished, with JSON metadata, for a publisher that resumes after a kill."""
-        self._build.record(name, metadata)
 
     def commit(self, provenance: Mapping[str, Provenance]) -> list[tuple[str, int]]:
         """Write extra files, index, digests and manifest, and give the directory its name; return their names, sizes.
@@ -288,7 +274,7 @@ class Publication:
         """
         texts = self._draft.texts
         for name, data in texts.items():
-            self._build.put(name, data)
+            self.build.put(name, data)
         written = [(name, len(data)) for name, data in texts.items()]
         placed = self._draft.placed
         sealed: SealedFile | None = None
@@ -299,13 +285,13 @@ class Publication:
         manifest = manifest_text(self._plan, provenance, self._draft.names, self._source, placed, sealed, marked)
         if self._marks is not None:
             self.manifest_digest = digest(manifest)
-        self._build.commit(MANIFEST, manifest)
+        self.build.commit(MANIFEST, manifest)
         return [*written, (MANIFEST, len(manifest))]
 
     def _put_digests(self, digests: Sequence[bytes]) -> SealedFile:
         """Write the file of digests; not as one text, since there may be many."""
         nbytes = sum(map(len, digests))
-        output = self._build.create(DIGESTS, nbytes, b"")
+        output = self.build.create(DIGESTS, nbytes, b"")
         at = 0
         for of_tensor in digests:
             output.write(of_tensor, at)
@@ -315,7 +301,7 @@ class Publication:
 
     def abandon(self) -> None:
         """Remove all files of an uncommitted publication."""
-        self._build.abandon()
+        self.build.abandon()
 
     def __enter__(self) -> Self:
         return self

@@ -119,7 +119,7 @@ def open_upload(
     with comm.phase("opening the target"):
         if root is not None:
             sizes = [len(header) + file.data_nbytes for header, file in zip(root.headers, root.plan.files, strict=True)]
-            target = _Target(url, root.publication.share(), root.headers, sizes)
+            target = _Target(url, root.publication.build.share(), root.headers, sizes)
     target = from_root(comm, target, _Target, "the target")
     nodes = assign_hosts(plan, comm.nodes, [True] * comm.world_size)
     maker = comm.nodes.index(comm.node_rank)  # the first rank of this host

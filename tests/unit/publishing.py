@@ -64,18 +64,18 @@ def begin(path: Any, value: int, **options: Any) -> Publication:
 def build(publication: Publication, value: int) -> None:
     """Write all files but those that are finished."""
     for file in plan_of(value).files:
-        if file.name not in publication.finished:
+        if file.name not in publication.build.finished:
             opened = publication.create(file)
             for tensor in file.tensors:
                 opened.write(bytes([value]) * NBYTES, len(opened.header) + tensor.begin)
             opened.finish()
-            publication.record(file.name, value)
+            publication.build.record(file.name, value)
 
 
 def publish(path: Any, value: int, *, overwrite: bool = True, **options: Any) -> list[str]:
     """Publish a checkpoint of two files full of `value`; return the names that an earlier publisher had finished."""
     with begin(path, value, overwrite=overwrite, **options) as publication:
-        finished = sorted(publication.finished)
+        finished = sorted(publication.build.finished)
         build(publication, value)
         publication.commit(provenance_of(plan_of(value), value))
     return finished

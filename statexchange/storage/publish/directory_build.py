@@ -498,7 +498,7 @@ class DirectoryBuild(Build):
             return None
         if attributes is None or not stat.S_ISREG(attributes.st_mode):
             return None
-        return metadata if _size_and_time(attributes) == [size, mtime_ns] else None
+        return metadata if files.stat_identity(attributes)[2:] == (size, mtime_ns) else None
 
     # Building
 
@@ -534,7 +534,8 @@ class DirectoryBuild(Build):
         attributes = files.stat_of(name, self._dir_fd, path)
         if attributes is None:
             raise removed_error(path)
-        self.put(_receipt(name), json.dumps([*_size_and_time(attributes), metadata], separators=(",", ":")).encode())
+        _, _, size, mtime_ns = files.stat_identity(attributes)
+        self.put(_receipt(name), json.dumps([size, mtime_ns, metadata], separators=(",", ":")).encode())
         self.finished[name] = metadata
 
     def share(self) -> str:
@@ -704,8 +705,3 @@ class DirectoryBuild(Build):
 def _receipt(name: str) -> str:
     """Return the name of the receipt beside a finished output file."""
     return f"{files.hidden_prefix(name)}.finished"
-
-
-def _size_and_time(attributes: os.stat_result) -> list[int]:
-    """Return [size, mtime_ns], to detect a finished file that was changed."""
-    return [attributes.st_size, attributes.st_mtime_ns]
