@@ -110,10 +110,10 @@ def test_a_file_that_a_process_was_killed_in_writing_is_no_content_and_removed(t
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("file", r"(a file|not a directory) .*/file\b"),
-        ("file/saves", r"not a directory .*/file\b"),
-        ("link", r"no such directory .*/link\b"),
-        ("link/saves", r"no such directory .*/link\b"),
+        ("file", r"/file\b"),
+        ("file/saves", r"/file\b"),
+        ("link", r"/link\b"),
+        ("link/saves", r"/link\b"),
     ],
 )
 def test_a_path_that_no_save_could_make_is_not_taken_for_a_new_job(path: str, text: str, tmp_path: Path) -> None:
