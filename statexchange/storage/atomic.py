@@ -107,13 +107,12 @@ def write_new(
     data: Buffer,
     *,
     path: str,
-    durable: bool = True,
     mode: int = 0o600,
     overwrite: bool = False,
 ) -> None:
     """Write `data` as a new file, as `new_file` does with the same arguments."""
     nbytes = memoryview(data).nbytes
-    with new_file(dir_fd, name, nbytes, path=path, durable=durable, mode=mode, overwrite=overwrite) as file:
+    with new_file(dir_fd, name, nbytes, path=path, mode=mode, overwrite=overwrite) as file:
         file.write(data)
 
 
@@ -124,7 +123,6 @@ def new_file(
     nbytes: int,
     *,
     path: str,
-    durable: bool = True,
     mode: int = 0o600,
     begin: int = 0,
     overwrite: bool = False,
@@ -136,7 +134,6 @@ def new_file(
         name: the file's name, which must not exist unless `overwrite`.
         nbytes: size of the whole file.
         path: full path for messages.
-        durable: sync the file and the directory.
         mode: permissions of the file.
         begin: size of the header, which `NewFile.write_header` writes.
         overwrite: replace a file of this name, which keeps its content until the new one is complete.
@@ -152,8 +149,7 @@ def new_file(
             file = NewFile(fd, begin, nbytes, path)
             yield file
             file.finish()
-            if durable:
-                sync_file(fd, path)
+            sync_file(fd, path)
         if overwrite:
             _replace(temporary, name, dir_fd, path)
         else:
@@ -163,8 +159,7 @@ def new_file(
             os.unlink(temporary, dir_fd=dir_fd)
         raise
     try:
-        if durable:
-            sync_directory(dir_fd, path)
+        sync_directory(dir_fd, path)
     except BaseException:  # the name may not survive a power cut, so it must not stay
         if not overwrite:
             with contextlib.suppress(OSError):

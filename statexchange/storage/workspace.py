@@ -22,7 +22,6 @@ import errno
 import os
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import (
@@ -37,7 +36,6 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.storage import atomic, files
-from statexchange.storage.files import mount_of
 from statexchange.storage.location import (
     OpenedPath,
     directory_of,
@@ -366,7 +364,7 @@ class Workspace:
         files.make_path(self.path)
         try:
             with self._round_directories(name.run, name.round, make=True) as dir_fds:
-                content = write_tensor_file(dir_fds[-1], name.file, path, shards, metadata, durable=self.durable)
+                content = write_tensor_file(dir_fds[-1], name.file, path, shards, metadata)
                 # Before the receipt is returned: its recipient may list these directories on another host.
                 atomic.invalidate_listings(*dir_fds, path=self.path)
                 return content.nbytes
@@ -385,11 +383,6 @@ class Workspace:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
         return write()
-
-    @cached_property
-    def durable(self) -> bool:
-        """Whether writes are synced, which tmpfs does not need."""
-        return not mount_of(self.path).is_memory
 
     @contextlib.contextmanager
     def _round_directories(self, run: str, number: int, *, make: bool = False) -> Iterator[tuple[int, int, int]]:

@@ -267,11 +267,9 @@ class DirectoryMember(Member):
         self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any], progress: Callable[[], object]
     ) -> WrittenFile:
         """Write a rank's tensors and metadata as a file."""
-        path, durable = os.path.join(self._folder, name), not mount_of(self._folder).is_memory
+        path = os.path.join(self._folder, name)
         with files.directory(self._folder) as dir_fd:
-            content = write_tensor_file(
-                dir_fd, name, path, shards, metadata, durable=durable, mode=0o666, progress=progress
-            )
+            content = write_tensor_file(dir_fd, name, path, shards, metadata, mode=0o666, progress=progress)
             # Before the publisher on another host looks for the file
             invalidate_listings(dir_fd, path=self._folder)
         return WrittenFile("", self._folder, content)
@@ -282,8 +280,7 @@ class DirectoryMember(Member):
             if not link_same(source, identity, name, dir_fd, os.path.join(self._folder, name)):
                 return None
             # By the host that made the link: a sync of another one need not cover it.
-            if not mount_of(self._folder).is_memory:
-                files.sync_directory(dir_fd, self._folder)
+            files.sync_directory(dir_fd, self._folder)
             invalidate_listings(dir_fd, path=self._folder)
         return ""
 
