@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 LAYOUT = {"rows": {"dim": 0}}
-LEFT = (".out.lock", ".owner", ".partial", ".discarded")
+LEFT = (".owner", ".partial", ".discarded")
 """The ends of names that a killed rank may leave, by docs/shared_storage.md."""
 
 

@@ -355,7 +355,7 @@ def _merge(opened: Source, reductions: Mapping[str, str], request: _Request) -> 
         reused: tuple[str, ...] = ()
         _check_apart(opened, target)
         if call.dry_run:
-            check_publication(target, plan, extra=extra, metadata=metadata, overwrite=overwrite, resume=resume)
+            check_publication(target, plan, extra=extra, metadata=metadata, overwrite=overwrite)
         else:
             with Publication(
                 target,
@@ -367,7 +367,7 @@ def _merge(opened: Source, reductions: Mapping[str, str], request: _Request) -> 
                 reuse=not request.is_copy,
                 resume=resume,
             ) as publication:
-                target, reused = publication.path, tuple(sorted(publication.finished))
+                target, reused = publication.build.path, tuple(sorted(publication.build.finished))
                 provenance = _FileWriter(selected.source, plan, publication, call).write()
                 if selected.converted is not None:
                     selected.converted.check_digests()
@@ -657,9 +657,9 @@ class _FileWriter:
         provenance: dict[str, Provenance] = {}
         plans = []
         for plan in self._plan.files:
-            if plan.name in self._publication.finished:
+            if plan.name in self._publication.build.finished:
                 # What `_write_part` recorded.
-                for tensor, record in zip(plan.tensors, self._publication.finished[plan.name], strict=True):
+                for tensor, record in zip(plan.tensors, self._publication.build.finished[plan.name], strict=True):
                     ranks, digests, num_overflows = record
                     provenance[tensor.name] = Provenance(ranks, bytes.fromhex(digests), num_overflows)
                 self._count(plan.data_nbytes)
@@ -698,7 +698,7 @@ class _FileWriter:
         for tensor in file.plan.tensors:
             ranks, digests, num_overflows = file.provenance[tensor.name]
             record.append([ranks, digests.hex(), num_overflows])
-        self._publication.record(file.plan.name, record)
+        self._publication.build.record(file.plan.name, record)
         return file.provenance
 
     def _write_tensor(self, tensor: TensorPlan, output: OutputFile, memory: memoryview) -> Provenance:

@@ -25,7 +25,6 @@ from statexchange.sharding.shards import LongTuple
 from statexchange.storage.files import check_size, digest
 from statexchange.storage.location import (
     MAX_MANIFEST_BYTES,
-    MAX_PARSED_BYTES,
     check_parsed_size,
     read_json,
     target_path,
@@ -138,8 +137,12 @@ class _Draft:
         if self.placed.first:
             self.names.append(DIGESTS)
             self.nbytes += self.placed.num_digests * DIGEST_BYTES
-        if self.placed.num_listed > _MANY_BOXES:
-            _check_manifest_fits(plan, self.placed)
+        if self.placed.num_listed > _MOST_BOXES:
+            text = (
+                f"the manifest would list {self.placed.num_listed:,} boxes, and {_MOST_BOXES:,} are allowed: write "
+                "fewer tensors at a time (include, exclude), or from fewer ranks"
+            )
+            raise UnsafeError(text)
 
 
 class _Placed(NamedTuple):
@@ -182,7 +185,6 @@ def check_publication(
     extra: Mapping[str, bytes] | None = None,
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
-    resume: bool = False,
 ) -> None:
     """Raise what a `Publication` with these arguments would raise before it writes tensors, changing nothing.
 
@@ -194,17 +196,16 @@ def check_publication(
     """
     draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA)
     check = ReplaceableFiles() if overwrite else None
-    check_build(target_path(path), MANIFEST, check=check, nbytes=draft.nbytes, resume=resume)
+    check_build(target_path(path), MANIFEST, check=check, nbytes=draft.nbytes)
 
 
 class Publication:
     """One checkpoint that is being published to a path or URL.
 
     Root only. The constructor checks the target and takes over or removes what interrupted publishers left. Call
-    `commit` or `abandon` at the end; leaving a with block abandons an uncommitted publication. `path` is the target,
-    `building_path` the directory of the files until then, `outputs` are those that were created, in this order, and
-    `finished` is the metadata of finished files by name, and `manifest_digest` is that of a version after its
-    `commit`.
+    `commit` or `abandon` at the end; leaving a with block abandons an uncommitted publication. `build` is the directory
+    under construction, `outputs` are the files that were created, in this order, and `manifest_digest` is that of a
+    version after its `commit`.
 
     Args:
         path: the target.
@@ -213,8 +214,8 @@ class Publication:
         extra: content of the extra files by name.
         metadata: text metadata of the tensor files; by default only "format".
         overwrite: replace a published checkpoint at the target.
-        reuse: keep output files that an ended process had finished for the same plan; `finished` maps their names to
-            the metadata that `record` was given. Only for a plan whose digest covers all that the output depends on.
+        reuse: keep output files that an ended process had finished for the same plan (`Build.finished`). Only for a
+            plan whose digest covers all that the output depends on.
         resume: assume that processes of other hosts that left files at the target have ended.
         marks: what makes it a version of weights.
 
@@ -245,7 +246,7 @@ class Publication:
         self._marks = marks
         self._draft = _Draft(plan, extra or {}, metadata or FORMAT_METADATA, marks)
         self.manifest_digest = ""
-        self._build = open_build(
+        self.build = open_build(
             target_path(path),
             plan.digest,
             [*self._draft.names, MANIFEST],
@@ -254,26 +255,13 @@ class Publication:
             resume=resume,
         )
         self.outputs: list[OutputFile] = []
-        self.path, self.building_path, self.finished = self._build.path, self._build.building_path, self._build.finished
 
     def create(self, file: FilePlan) -> OutputFile:
         """Create an output file and reserve its disk space; on tmpfs only the free space is checked. Thread-safe."""
         header = self._draft.headers[file.name]
-        output = self._build.create(file.name, len(header) + file.data_nbytes, header)
+        output = self.build.create(file.name, len(header) + file.data_nbytes, header)
         self.outputs.append(output)
         return output
-
-    def share(self) -> str:
-        """Return the key with which other processes put files into the directory, as `Build.share`."""
-        return self._build.share()
-
-    def add_all(self, versions: Mapping[str, str]) -> None:
-        """Take over files that other processes have put there, as `Build.add_all`."""
-        self._build.add_all(versions)
-
-    def record(self, name: str, metadata: object) -> None:
-        """Record that an output file is finished, with JSON metadata, for a publisher that resumes after a kill."""
-        self._build.record(name, metadata)
 
     def commit(self, provenance: Mapping[str, Provenance]) -> list[tuple[str, int]]:
         """Write extra files, index, digests and manifest, and give the directory its name; return their names, sizes.
@@ -286,7 +274,7 @@ class Publication:
         """
         texts = self._draft.texts
         for name, data in texts.items():
-            self._build.put(name, data)
+            self.build.put(name, data)
         written = [(name, len(data)) for name, data in texts.items()]
         placed = self._draft.placed
         sealed: SealedFile | None = None
@@ -297,13 +285,13 @@ class Publication:
         manifest = manifest_text(self._plan, provenance, self._draft.names, self._source, placed, sealed, marked)
         if self._marks is not None:
             self.manifest_digest = digest(manifest)
-        self._build.commit(MANIFEST, manifest)
+        self.build.commit(MANIFEST, manifest)
         return [*written, (MANIFEST, len(manifest))]
 
     def _put_digests(self, digests: Sequence[bytes]) -> SealedFile:
         """Write the file of digests; not as one text, since there may be many."""
         nbytes = sum(map(len, digests))
-        output = self._build.create(DIGESTS, nbytes, b"")
+        output = self.build.create(DIGESTS, nbytes, b"")
         at = 0
         for of_tensor in digests:
             output.write(of_tensor, at)
@@ -313,7 +301,7 @@ class Publication:
 
     def abandon(self) -> None:
         """Remove all files of an uncommitted publication."""
-        self._build.abandon()
+        self.build.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -349,8 +337,7 @@ def _headers_of_delta(plan: Plan, checksums: Mapping[str, str]) -> dict[str, byt
 # Index and manifest
 
 _SCHEMA = 1
-_MANY_BOXES = 1 << 20  # fewer fit into a manifest, but for very long names
-_SAMPLE = 256  # boxes of a tensor whose text is looked at
+_MOST_BOXES = 1 << 21  # more do not fit into a manifest, by what readers accept
 _HEX_DIGITS = 2 * DIGEST_BYTES
 _MOST_LISTED = 1 << 14  # boxes, in 1.5 MB of a manifest: of more, those of tensors on a mesh are not listed
 
@@ -480,31 +467,6 @@ def sealed_manifest_text(
         SEALED: {one.name: one.to_json() for one in sealed},
     }
     return _encoded(record)
-
-
-def _check_manifest_fits(plan: Plan, placed: _Placed) -> None:
-    """Raise UnsafeError if readers would refuse the boxes in a manifest, by an estimate from some of each tensor.
-
-    The end of the publication looks at all of the text.
-    """
-    nbytes = parsed = 0.0
-    for file in plan.files:
-        for tensor in file.tensors:
-            if tensor.name in placed.first:
-                continue
-            num_pieces = len(tensor.pieces)
-            sample = tuple(tensor.pieces[number] for number in range(0, num_pieces, 1 + num_pieces // _SAMPLE))
-            provenance = Provenance([piece.holder for piece in sample], b"\0" * DIGEST_BYTES * len(sample))
-            boxes = json.dumps(listed_boxes(tensor._replace(pieces=sample), provenance), separators=(",", ":"))
-            scale = num_pieces / max(1, len(sample))
-            nbytes += scale * len(boxes)
-            parsed += scale * check_parsed_size(boxes, MANIFEST, Budget(MANIFEST))
-    if nbytes > MAX_MANIFEST_BYTES or parsed > MAX_PARSED_BYTES:
-        text = (
-            f"the manifest would list {placed.num_listed:,} boxes, more than readers accept: write fewer tensors at a "
-            "time (include, exclude), or from fewer ranks"
-        )
-        raise UnsafeError(text)
 
 
 def _encoded(record: Mapping[str, Any]) -> bytes:

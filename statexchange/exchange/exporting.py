@@ -208,14 +208,14 @@ def agree_on_plan(
         with comm.phase("planning"):
             root = _planned([metadata_here], request, options, building)
         clock.lap("plan")
-        return _in_folder(root.write_plan(), root.publication.building_path), root
+        return _in_folder(root.write_plan(), root.publication.build.building_path), root
     metadata, nbytes = gather_distinct(comm, metadata_here.data, root=0)
     clock.lap("describe", nbytes)
     folder, data = "", b""
     with comm.phase("planning"):
         if comm.rank == 0:
             root = _planned(parse_metadata(metadata, comm.rank, metadata_here), request, options, building)
-            folder = root.publication.building_path
+            folder = root.publication.build.building_path
             data = root.write_plan().data
     sent = comm.all_gather_bytes(data, operation="the plan")[0]
     folder = from_root(comm, folder, str, "the directory under construction")
@@ -329,7 +329,7 @@ def publish(
         provenance = gather_provenance(comm, write_plan, written.receipts, tensors)
         if root is not None:
             if written.uploaded is not None:
-                root.publication.add_all(written.uploaded)
+                root.publication.build.add_all(written.uploaded)
             else:
                 for output, node in zip(root.publication.outputs, written.nodes, strict=True):
                     # The file was reserved without its header: a file that a crash leaves behind is no valid one.
@@ -367,7 +367,7 @@ def _report(
     for file, output in zip(plan.files, root.publication.outputs, strict=True):
         files.append((file.name, len(output.header) + file.data_nbytes))
     return ExportReport(
-        root.publication.path,
+        root.publication.build.path,
         tuple(sorted(files)),
         plan.nbytes,
         plan.num_tensors,

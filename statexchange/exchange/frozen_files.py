@@ -28,7 +28,7 @@ from statexchange.formats.source import ShardFile
 from statexchange.sharding.shards import Shard
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.location import open_path
-from statexchange.storage.publish import link_into_build, write_into_build
+from statexchange.storage.publish import join_build
 from statexchange.storage.rank_writer import digests_of
 from statexchange.storage.tensorfile import (
     MANIFEST,
@@ -150,11 +150,11 @@ class FrozenFiles:
     def _linked(self, last: FrozenFile, name: str, target: Target, comm: Communicator) -> FrozenFile | None:
         """Link a file of the last save under a name into a build; return None if it cannot be linked."""
         path = os.path.join(self._folder, last.listed.name)
-        names = name, MANIFEST
         try:
             if not last.is_checked:
                 _check(self._folder, last, comm)
-            version = link_into_build(target.path, target.key, names, path, last.identity, comm.progress)
+            member = join_build(target.path, target.key, MANIFEST)
+            version = member.link(name, path, last.identity, comm.progress)
         except TargetExistsError:  # another publisher has taken over
             raise
         except StateExchangeError as error:  # the file is written, as if there were no earlier save
@@ -197,7 +197,7 @@ def _written(
     metadata = rank_metadata(target.save, comm.rank, comm.world_size, "null", extra)
     with collector_paused():
         shards = shard_data(tensors, Staging())
-    file = write_into_build(target.path, target.key, (name, MANIFEST), shards, metadata, comm.progress)
+    file = join_build(target.path, target.key, MANIFEST).write_tensors(name, shards, metadata, comm.progress)
     file.content.check_unchanged(digests)
     identity: Sequence[str | int] = [file.content.nbytes, file.version]
     if not file.version:

@@ -20,7 +20,7 @@ from statexchange.state.types import Leaf
 from statexchange.storage.atomic import new_nonce
 from statexchange.storage.files import make_path, private_directory
 from statexchange.storage.location import OpenedPath, directory_of, is_remote, open_path, resolve_path, seal
-from statexchange.storage.publish import clear_all, open_build, write_into_build
+from statexchange.storage.publish import clear_all, join_build, open_build
 from statexchange.storage.publish.build import NO_PLAN, Build
 from statexchange.storage.tensorfile import MANIFEST, SCHEMA, RankFile, ShardData, rank_file_names, rank_of_file
 from statexchange.tensors import ITEMSIZE, TensorLike, array_over, from_bytes, memory_of, same_memory, torch_dtype
@@ -246,7 +246,7 @@ class _FileTransport:
         with self._comm.phase("opening the workspace"):
             if self._comm.rank == root:
                 if not is_remote(self._workspace):
-                    # Before the build, which would make it for others to read, and remove it at its end.
+                    # Before the build, which would make it for others to read.
                     make_path(self._workspace)
                 if self._in_memory:
                     with private_directory(os.path.dirname(self._workspace)):
@@ -269,11 +269,12 @@ class _FileTransport:
             if entry.alias is None:
                 shards.append(_shard_data(tensors[entry.name], entry, staging))
         path = os.path.join(self._workspace, self._place.name)
-        names = rank_file_names(comm.world_size)[comm.rank], MANIFEST
+        name = rank_file_names(comm.world_size)[comm.rank]
         file_metadata = seal({"schema": SCHEMA, "config": "null", **self._expected(comm.rank)})
         try:
             self._check_place()
-            written = write_into_build(path, self._place.key, names, shards, file_metadata, comm.progress)
+            member = join_build(path, self._place.key, MANIFEST)
+            written = member.write_tensors(name, shards, file_metadata, comm.progress)
         except NotFoundError as error:
             raise _unseen(error, comm.rank) from None
         return encode(_FileAddress(written.content.nbytes, written.version), _FileAddress)

@@ -165,22 +165,19 @@ class MemoryCopies:
         What no other host has, and what this one has no room for, is read from disk.
         """
         answers = from_all(comm, lacking, dict[str, int], "the files that its host lacks")
-        wanted: list[dict[str, list[int]]] = []  # by host, the hosts that have each file
-        for ranks in hosts:
-            sizes: dict[str, int] = {}
-            for rank in ranks:
-                sizes |= answers[rank]
+        wanted: list[dict[str, int]] = []  # by host, for each file that it lacks a host that has it
+        for node, ranks in enumerate(hosts):
             wanted.append({})
-            for name, size in sorted(sizes.items()):
-                nodes = [node for node, files_there in enumerate(held) if files_there.get(name) == size]
+            for name, size in [item for rank in ranks for item in answers[rank].items()]:
+                nodes = [other for other, files_there in enumerate(held) if files_there.get(name) == size]
                 if nodes:
-                    wanted[-1][name] = nodes
+                    wanted[-1][name] = nodes[node % len(nodes)]  # hosts that lack one file get it from different ones
         if not any(wanted):
             return {}
         folder = ""
         with comm.phase("looking for room"):
             if comm.local_rank == 0 and wanted[comm.node_rank]:
-                nbytes = sum(held[nodes[0]][name] for name, nodes in wanted[comm.node_rank].items())
+                nbytes = sum(held[source][name] for name, source in wanted[comm.node_rank].items())
                 try:
                     folder = opened.enter_context(begin_fetch(nbytes)).building_path
                 except StorageError as error:
@@ -188,11 +185,9 @@ class MemoryCopies:
         folders = from_all(comm, folder, str, "its directory")
         transfers: list[_Transfer] = []
         for node, ranks in enumerate(hosts):
-            for name, nodes in wanted[node].items():
+            for name, source in wanted[node].items():
                 if folders[ranks[0]]:
-                    # Hosts that lack one file get it from different ones that have it.
-                    source, number = nodes[node % len(nodes)], len(transfers)
-                    src, dst = _one_of(hosts[source], number), _one_of(ranks, number)
+                    src, dst = _one_of(hosts[source], len(transfers)), _one_of(ranks, len(transfers))
                     transfers.append(_Transfer(name, held[source][name], src, dst))
         folder = folders[hosts[comm.node_rank][0]]
         with comm.phase("fetching copies in memory", timeout_s=self._stall_timeout_s):

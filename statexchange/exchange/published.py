@@ -24,7 +24,7 @@ from statexchange.exchange.staging import Staging
 from statexchange.sharding.options import ExportOptions
 from statexchange.sharding.pieces import RankPiece, pieces_of_rank
 from statexchange.sharding.plan import TensorPlan
-from statexchange.sharding.shards import Box
+from statexchange.sharding.shards import Box, c_strides
 from statexchange.sharding.write_plan import WritePlan, WriteTensor
 from statexchange.state.describe import Description
 from statexchange.storage.files import digest
@@ -68,7 +68,7 @@ class PublishedBox:
         if self.sums is None:
             itemsize, total = ITEMSIZE[tensor.dtype], _nbytes_of(tensor)
             first = second = 0
-            for begin, part in box_runs(self.box, tensor.shape, itemsize, self.data.data):
+            for begin, part in box_runs(self.box, c_strides(tensor.shape), itemsize, self.data.data):
                 checksum = zlib.adler32(part)
                 of_run = (checksum & 0xFFFF) - 1
                 first += of_run

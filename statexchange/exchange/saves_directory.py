@@ -30,7 +30,6 @@ from statexchange.storage.steps import (
     step_name,
     steps_text,
     superseded_saves,
-    watch_claims,
 )
 from statexchange.storage.tensorfile import SaveManifest
 
@@ -242,8 +241,6 @@ class SavesDirectory:
         saves = read_saves(self.path)
         if self._known is None:
             self._known = set(saves)
-        if is_remote(self.path):
-            watch_claims(self.path, without=saves)
         step = self._step_of(saves, wanted, missing_ok=missing_ok)
         if step is not None:
             self._chosen = _Chosen.of(step, saves)

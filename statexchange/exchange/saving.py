@@ -32,7 +32,7 @@ from statexchange.exchange.staging import Staging, shard_data
 from statexchange.sharding.options import CallOptions, LoadOptions
 from statexchange.state.state_dict import SavedState
 from statexchange.storage.location import is_remote
-from statexchange.storage.publish import open_build, write_into_build
+from statexchange.storage.publish import join_build, open_build
 from statexchange.storage.publish.build import Build, WrittenFile
 from statexchange.storage.tensorfile import (
     MANIFEST,
@@ -269,8 +269,9 @@ def write_rank_file(
         with collector_paused():
             shards = shard_data(shares.written, Staging())
         try:
-            names = (rank_file_names(comm.world_size)[comm.rank], MANIFEST)
-            file = write_into_build(request.path, start.key, names, shards, metadata, comm.progress)
+            name = rank_file_names(comm.world_size)[comm.rank]
+            member = join_build(request.path, start.key, MANIFEST)
+            file = member.write_tensors(name, shards, metadata, comm.progress)
         except NotFoundError as error:
             raise _unseen(error, comm.rank, 0, request.path, comm, start.folder) from error
         # What another rank relies on must be what was compared.

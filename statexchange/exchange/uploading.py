@@ -25,7 +25,6 @@ from statexchange.messages import decode, encoded
 from statexchange.sharding.options import CallOptions
 from statexchange.sharding.write_plan import WriteFile, WritePlan, assign_hosts
 from statexchange.storage import files
-from statexchange.storage.publish import upload_into_build
 
 __all__ = ["Upload", "open_upload"]
 
@@ -89,12 +88,15 @@ class Upload:
 
     def _put(self, number: int, progress: Callable[[], object]) -> str:
         """Upload a file; return its version."""
+        from statexchange.storage.publish.object_build import ObjectMember  # imports fsspec
+
         scratch, target = self._scratch_files[number], self._target
         file = scratch.file
         fd = files.open_for_writing(file.path, file.link, file.identity)
         with files.closing(fd, file.path):
             parts = _parts(fd, scratch.nbytes, file.path, progress)
-            return upload_into_build(target.url, target.key, (self._names[number], MANIFEST), parts, scratch.nbytes)
+            member = ObjectMember(target.url, target.key, MANIFEST)
+            return member.upload(self._names[number], parts, scratch.nbytes)
 
 
 def open_upload(
@@ -117,7 +119,7 @@ def open_upload(
     with comm.phase("opening the target"):
         if root is not None:
             sizes = [len(header) + file.data_nbytes for header, file in zip(root.headers, root.plan.files, strict=True)]
-            target = _Target(url, root.publication.share(), root.headers, sizes)
+            target = _Target(url, root.publication.build.share(), root.headers, sizes)
     target = from_root(comm, target, _Target, "the target")
     nodes = assign_hosts(plan, comm.nodes, [True] * comm.world_size)
     maker = comm.nodes.index(comm.node_rank)  # the first rank of this host

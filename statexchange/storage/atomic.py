@@ -40,20 +40,20 @@ from statexchange.storage.files import (
     UNSUPPORTED,
     Buffer,
     audit,
-    check_room,
     closing,
     create_file,
     libc,
+    make_room,
     mount_of,
     pwrite_all,
     remove_file,
-    reserve,
     stat_of,
     sync_directory,
     sync_file,
 )
 
 __all__ = [
+    "NO_LINKS",
     "exchange_names",
     "identity_of",
     "invalidate_listings",
@@ -72,8 +72,8 @@ _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}(?:\.(.+))?")
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2  # flags of renameat2(2)
 _SMALL_BYTES, _JOINED_BYTES = 16 << 10, 256 << 10  # parts that are joined, and what is written at once
 _CLOCK_TICK_S = 0.03  # longer than the tick of any server's clock (4 or 10 ms)
-# Errors of link(2) on file systems without hard links.
-_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
+# Errors of link(2) and symlink(2) on file systems without such links.
+NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
 
 
 def new_nonce() -> str:
@@ -107,13 +107,12 @@ def write_new(
     data: Buffer,
     *,
     path: str,
-    durable: bool = True,
     mode: int = 0o600,
     overwrite: bool = False,
 ) -> None:
     """Write `data` as a new file, as `new_file` does with the same arguments."""
     nbytes = memoryview(data).nbytes
-    with new_file(dir_fd, name, nbytes, path=path, durable=durable, mode=mode, overwrite=overwrite) as file:
+    with new_file(dir_fd, name, nbytes, path=path, mode=mode, overwrite=overwrite) as file:
         file.write(data)
 
 
@@ -124,7 +123,6 @@ def new_file(
     nbytes: int,
     *,
     path: str,
-    durable: bool = True,
     mode: int = 0o600,
     begin: int = 0,
     overwrite: bool = False,
@@ -136,7 +134,6 @@ def new_file(
         name: the file's name, which must not exist unless `overwrite`.
         nbytes: size of the whole file.
         path: full path for messages.
-        durable: sync the file and the directory.
         mode: permissions of the file.
         begin: size of the header, which `NewFile.write_header` writes.
         overwrite: replace a file of this name, which keeps its content until the new one is complete.
@@ -152,8 +149,7 @@ def new_file(
             file = NewFile(fd, begin, nbytes, path)
             yield file
             file.finish()
-            if durable:
-                sync_file(fd, path)
+            sync_file(fd, path)
         if overwrite:
             _replace(temporary, name, dir_fd, path)
         else:
@@ -163,8 +159,7 @@ def new_file(
             os.unlink(temporary, dir_fd=dir_fd)
         raise
     try:
-        if durable:
-            sync_directory(dir_fd, path)
+        sync_directory(dir_fd, path)
     except BaseException:  # the name may not survive a power cut, so it must not stay
         if not overwrite:
             with contextlib.suppress(OSError):
@@ -176,10 +171,7 @@ class NewFile:
     """A file under construction, whose space is reserved."""
 
     def __init__(self, fd: int, begin: int, nbytes: int, path: str) -> None:
-        if mount_of(path).is_memory:  # tmpfs writes zeros to reserve space
-            check_room(fd, nbytes, path)
-        else:
-            reserve(fd, nbytes, path)
+        make_room(fd, nbytes, path)
         self._fd = fd
         self._nbytes = nbytes
         self._path = path
@@ -226,7 +218,7 @@ def _link(temporary: str, name: str, dir_fd: int, path: str) -> None:
     try:
         os.link(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
     except OSError as error:
-        if error.errno in _NO_LINKS:
+        if error.errno in NO_LINKS:
             rename_new(temporary, name, dir_fd=dir_fd, path=path)
             return
         # A retransmitted NFS request may report failure although the link was made.
@@ -263,7 +255,7 @@ def link_same(source: str, identity: Sequence[object], name: str, dir_fd: int, p
     except OSError as error:
         code = error.errno or errno.EIO
         # The source was removed, or lies on another file system; or this one makes no links, or no more of this file.
-        if code in (*_NO_LINKS, errno.EXDEV, errno.ENOENT):
+        if code in (*NO_LINKS, errno.EXDEV, errno.ENOENT):
             return False
         # A retransmitted NFS request may report failure although the link was made.
         if code != errno.EEXIST:

@@ -38,6 +38,7 @@ __all__ = [
     "UNSUPPORTED",
     "WINDOW_BYTES",
     "Buffer",
+    "Identity",
     "Mount",
     "audit",
     "check_private",
@@ -56,6 +57,7 @@ __all__ = [
     "list_names",
     "make_directory",
     "make_path",
+    "make_room",
     "mount_of",
     "open_directory",
     "open_file",
@@ -68,9 +70,9 @@ __all__ = [
     "remove_directory",
     "remove_entry",
     "remove_file",
-    "remove_made",
     "reserve",
     "split_target",
+    "stat_identity",
     "stat_of",
     "sync_directory",
     "sync_file",
@@ -81,6 +83,7 @@ WINDOW_BYTES = 2 << 20  # fits the processor's cache while it is read, digested 
 REPORTED_BYTES = 1 << 20  # after which progress is reported: a report takes as long as the writing of a small tensor
 PART_BYTES = 4 << 10  # that a part counts for, besides its own: a small one takes as long as a copy of so much
 Buffer: TypeAlias = bytes | bytearray | memoryview
+Identity: TypeAlias = tuple[int, int, int, int]  # device, inode, and, as inode numbers are reused, size and mtime
 
 _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _CLOEXEC = getattr(os, "O_CLOEXEC", 0)
@@ -93,7 +96,7 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 NAME_MAX = 255  # bytes of a file's name
 # The longest ending of a hidden name; directory_build.py lists these names.
 _MAX_ENDING = len(f".{'0' * 32}.{'0' * 16}.partial")
-_HIDDEN = re.compile(r"\.(.+?)(?:(?:\.[0-9a-f]{32})?\.[0-9a-f]{16}\.(?:partial|owner|replaced|discarded)|\.lock)")
+_HIDDEN = re.compile(r"\.(.+?)(?:\.[0-9a-f]{32})?\.[0-9a-f]{16}\.(?:partial|owner|replaced|discarded)")
 _MAX_CHUNK = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
@@ -223,6 +226,11 @@ def stat_of(name: str, dir_fd: int, path: str, *, follow: bool = False) -> os.st
         raise StorageError.of(error, "look up", path=path) from error
 
 
+def stat_identity(attributes: os.stat_result) -> Identity:
+    """Return the identity of a file or directory, by which another one of its name is told from it."""
+    return attributes.st_dev, attributes.st_ino, attributes.st_size, attributes.st_mtime_ns
+
+
 def make_directory(name: str, dir_fd: int, path: str, mode: int = 0o700) -> bool:
     """Make the directory `name` in another one durably; return whether it was new."""
     audit("mkdir", path)
@@ -236,36 +244,17 @@ def make_directory(name: str, dir_fd: int, path: str, mode: int = 0o700) -> bool
     return True
 
 
-def make_path(path: str, mode: int = 0o700) -> list[str]:
-    """Make the directory at an absolute path and its missing parents; return those that were new, outermost first."""
+def make_path(path: str, mode: int = 0o700) -> None:
+    """Make the directory at an absolute path and its missing parents."""
     try:
         os.close(open_directory(path))
     except NotFoundError:
         parent, name = os.path.split(path)
         if not name:
             raise
-        made = make_path(parent, mode)
-        try:
-            with directory(parent) as parent_fd:
-                if make_directory(name, parent_fd, path, mode):
-                    made.append(path)
-        except BaseException:
-            remove_made(made)
-            raise
-        return made
-    return []
-
-
-def remove_made(made: Sequence[str]) -> None:
-    """Remove the directories that `make_path` has made, innermost first, as far as they are empty."""
-    for path in reversed(made):
-        parent, name = os.path.split(path)
-        try:
-            with directory(parent) as parent_fd:
-                if not remove_directory(name, parent_fd, path):
-                    return
-        except (NotFoundError, StorageError):  # it stays: an empty directory does no harm
-            return
+        make_path(parent, mode)
+        with directory(parent) as parent_fd:
+            make_directory(name, parent_fd, path, mode)
 
 
 def open_nearest(path: str) -> tuple[int, str]:
@@ -573,6 +562,17 @@ def reserve(fd: int, nbytes: int, path: str, begin: int = 0) -> bool:
     return not code
 
 
+def make_room(fd: int, nbytes: int, path: str) -> bool:
+    """Reserve a new file's `nbytes`; return whether they are reserved.
+
+    On tmpfs, which would write zeros, only check that they are free.
+    """
+    if mount_of(path).is_memory:
+        check_room(fd, nbytes, path)
+        return False
+    return reserve(fd, nbytes, path)
+
+
 def check_room(fd: int, nbytes: int, path: str) -> None:
     """Raise StorageError if the file system of an open file has fewer than `nbytes` free; reserve nothing."""
     file_system = os.fstatvfs(fd)
@@ -702,17 +702,9 @@ def warn_of_options(path: str) -> None:
         return
     _looked_at.add(device)
     mount = mount_of(path)
-    if mount.kind not in ("nfs", "nfs4"):
-        return
-    if "nocto" in mount.options:
+    if mount.kind in ("nfs", "nfs4") and "nocto" in mount.options:
         _log.warning(
             "%s: mounted with nocto: this host may read stale names and bytes of files that another host has written, "
             "until its attribute cache expires; mount without nocto",
-            mount.point,
-        )
-    if mount.options & {"nolock", "local_lock=all", "local_lock=flock"}:
-        _log.warning(
-            "%s: mounted with nolock or local_lock: two hosts that publish to one name detect each other only at the "
-            "end, when one of them is refused",
             mount.point,
         )

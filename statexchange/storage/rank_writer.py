@@ -47,7 +47,6 @@ def write_tensor_file(
     shards: Sequence[ShardData],
     metadata: Mapping[str, object],
     *,
-    durable: bool,
     mode: int = 0o600,
     progress: Callable[[], object] | None = None,
 ) -> DigestedTensors:
@@ -59,7 +58,7 @@ def write_tensor_file(
     ordered = _in_file_order(shards)
     header = _RankHeader(ordered, metadata)
     nbytes, begin = header.file_nbytes, header.nbytes
-    with new_file(dir_fd, name, nbytes, path=path, durable=durable, mode=mode, begin=begin) as file:
+    with new_file(dir_fd, name, nbytes, path=path, mode=mode, begin=begin) as file:
         # The tensors are read once: each part is digested, and written.
         digests = _digests(ordered, progress, write_part=file.write)
         first_bytes = header.with_digests(digests)

@@ -59,10 +59,6 @@ class Records(ABC):
     def remove(self, name: str) -> None:
         """Remove a file, which may be absent."""
 
-    @abstractmethod
-    def touch(self, name: str, data: bytes) -> None:
-        """Make a file, which has this content, as new as the present time; an object that is absent is put again."""
-
     def read(self, name: str) -> bytes:
         """Return the content of a file; raise NotFoundError if there is none, ReplacedError while it is replaced."""
         with open_path(self.path) as opened:
@@ -117,13 +113,6 @@ class _FileRecords(Records):
         with contextlib.suppress(NotFoundError), files.directory(self.path) as dir_fd:
             files.remove_file(name, f"{self.path}/{name}", dir_fd)
 
-    def touch(self, name: str, data: bytes) -> None:  # noqa: ARG002 (its time alone changes)
-        path = f"{self.path}/{name}"
-        try:
-            os.utime(path)
-        except OSError as error:
-            raise StorageError.of(error, "touch", path=path) from error
-
     def modified(self, name: str) -> float | None:
         path = f"{self.path}/{name}"
         try:
@@ -170,9 +159,6 @@ class _ObjectRecords(Records):
         version = self._objects.version(name)
         if version is not None:
             self._objects.remove(name, version)
-
-    def touch(self, name: str, data: bytes) -> None:
-        self.replace(name, data)
 
     def modified(self, name: str) -> float | None:
         with contextlib.suppress(NotFoundError):

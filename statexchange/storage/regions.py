@@ -93,41 +93,46 @@ def write_box(
     if run_begin is not None:
         pwrite_all(fd, data, begin + run_begin * itemsize, path)
         return
-    if _run_bytes(box, shape, itemsize) < _LONG_RUN_BYTES:
-        strides = c_strides(shape)
+    strides = c_strides(shape)
+    if _run_bytes(box.shape, strides, itemsize) < _LONG_RUN_BYTES:
         first = begin + linear_offset(box, shape) * itemsize
         span = (sum((size - 1) * stride for size, stride in zip(box.shape, strides, strict=True)) + 1) * itemsize
         if reserved or reserve(fd, span, path, first):
             _write_mapped(fd, first, span, strides, elements(data, dtype, box.shape), path)
             return
-    for run, part in box_runs(box, shape, itemsize, data):
+    for run, part in box_runs(box, strides, itemsize, data):
         pwrite_all(fd, part, begin + run * itemsize, path)
 
 
-def _first_contiguous_dim(box: Box, shape: Sequence[int]) -> int:
-    """Return the last dim in which the box is smaller than the tensor: from there on its bytes are contiguous."""
-    return max(dim for dim in range(len(shape)) if box.shape[dim] != shape[dim])
+def _outer_dims(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of leading dims of a strided block that do not belong to its contiguous runs."""
+    run = 1
+    for dim in reversed(range(len(shape))):
+        if shape[dim] != 1 and strides[dim] != run:
+            return dim + 1
+        run *= shape[dim]
+    return 0
 
 
-def _run_bytes(box: Box, shape: Sequence[int], itemsize: int) -> int:
-    """Return the size of each contiguous run of a box that is not contiguous as a whole."""
-    return math.prod(box.shape[_first_contiguous_dim(box, shape) :]) * itemsize
+def _run_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    """Return the size of each contiguous run of a strided block."""
+    return math.prod(shape[_outer_dims(shape, strides) :]) * itemsize
 
 
-def box_runs(box: Box, shape: tuple[int, ...], itemsize: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield (first element in the tensor, bytes) for each contiguous run of a box."""
-    begin = begin_of_run(box, shape)
-    if begin is not None:
-        yield begin, data
-        return
-    dim = _first_contiguous_dim(box, shape)
-    run_bytes = _run_bytes(box, shape, itemsize)
-    for number, prefix in enumerate(np.ndindex(*box.shape[:dim])):
-        offsets = (*map(operator.add, box.offsets, prefix), *box.offsets[dim:])
-        yield (
-            linear_offset(Box(offsets, box.shape), shape),
-            data[number * run_bytes : (number + 1) * run_bytes],
-        )
+def box_runs(box: Box, strides: Sequence[int], itemsize: int, data: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """Yield (first stored element, bytes) for each contiguous run of a box.
+
+    Args:
+        box: the box.
+        strides: stored elements from one index to the next in each dim.
+        itemsize: bytes of an element.
+        data: the bytes of the box in C order.
+    """
+    num_outer = _outer_dims(box.shape, strides)
+    run_bytes = math.prod(box.shape[num_outer:]) * itemsize
+    for number, prefix in enumerate(np.ndindex(*box.shape[:num_outer])):
+        first = (*map(operator.add, box.offsets, prefix), *box.offsets[num_outer:])
+        yield sum(map(operator.mul, first, strides)), data[number * run_bytes : (number + 1) * run_bytes]
 
 
 def _write_mapped(fd: int, first: int, span: int, strides: Sequence[int], source: Any, path: str) -> None:
@@ -170,16 +175,13 @@ def _read_block(
         return
     if not all(window.shape):
         return
-    outer = _outer_dims(window.shape, strides)
-    run_bytes = math.prod(window.shape[outer:]) * itemsize
-    if stored.orders or run_bytes < _LONG_READ_BYTES or stored.file.is_remote:
+    is_short = _run_bytes(window.shape, strides, itemsize) < _LONG_READ_BYTES
+    if stored.orders or is_short or stored.file.is_remote:
         axes = [_Axis(_indices(stored, dim, window), stride) for dim, stride in enumerate(strides)]
         _read_axes(stored.file, stored.begin, elements(target, dtype, window.shape), axes)
         return
-    for number, index in enumerate(np.ndindex(*window.shape[:outer])):
-        first = map(operator.add, window.offsets, (*index, *(0,) * (len(strides) - outer)))
-        at = stored.begin + itemsize * sum(map(operator.mul, first, strides))
-        stored.file.read_into(target[number * run_bytes : (number + 1) * run_bytes], at)
+    for first, part in box_runs(window, strides, itemsize, target):
+        stored.file.read_into(part, stored.begin + first * itemsize)
 
 
 def _indices(stored: ByteRange, dim: int, window: Box) -> Any:
@@ -187,16 +189,6 @@ def _indices(stored: ByteRange, dim: int, window: Box) -> Any:
     begin, size = window.offsets[dim], window.shape[dim]
     order = stored.orders[dim] if stored.orders else None
     return range(begin, begin + size) if order is None else np.asarray(order[begin : begin + size]) - order[0]
-
-
-def _outer_dims(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of leading dims of a strided block that do not belong to its contiguous runs."""
-    run = 1
-    for dim in reversed(range(len(shape))):
-        if shape[dim] != 1 and strides[dim] != run:
-            return dim + 1
-        run *= shape[dim]
-    return 0
 
 
 class _Axis:

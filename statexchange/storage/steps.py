@@ -66,11 +66,11 @@ __all__ = [
     "steps_text",
     "superseded_saves",
     "unfinished_steps",
-    "watch_claims",
 ]
 
 _log = logging.getLogger(__name__)
 MAX_STEP = 10**18 - 1
+_PREFIX = "step-"
 _STEP = re.compile(r"step-([0-9]{9,18})")
 _HIDDEN = re.compile(r"\.(step-[0-9]{9,18})\..+")
 
@@ -303,17 +303,8 @@ def check_only_saves(path: str) -> None:
     except NotFoundError:
         return
     others = sorted(name for name in names if _HIDDEN.fullmatch(name) is None and not is_temporary(name))
-    if others and step_of(others[0]) is not None:
-        text = (
-            f"this directory has no saves, but {others[0]!r}, which is not the directory of a save, or has lost its "
-            f"{MANIFEST}: move it elsewhere to begin anew"
-        )
-        raise InvalidArgumentError(text, path=path)
     if others:
-        text = (
-            f"this directory has no saves by step but other content, such as {others[0]!r}: pass the directory in "
-            "which Checkpoints saved, or a new one"
-        )
+        text = f"this directory has no saves by step but other content, such as {others[0]!r}: pass another directory"
         raise InvalidArgumentError(text, path=path)
 
 
@@ -341,28 +332,12 @@ def unfinished_steps(path: str) -> dict[int, list[UnfinishedBuild]]:
         StorageError: the directory cannot be read.
     """
     found = {}
-    for step in _unfinished_steps(path):
-        builds = publish.unfinished(os.path.join(path, step_name(step)), MANIFEST)
-        if builds:
+    for name in publish.unfinished_names(path, ()):
+        step = step_of(name)
+        builds = [] if step is None else publish.unfinished(os.path.join(path, name), MANIFEST)
+        if step is not None and builds:
             found[step] = builds
-    return found
-
-
-def _unfinished_steps(path: str, without: Collection[int] = ()) -> list[int]:
-    """Return the steps of which there may be an unfinished save or removal; `without` is known to be whole."""
-    names = publish.unfinished_names(path, {step_name(step) for step in without})
-    return sorted(step for name in names if (step := step_of(name)) is not None)
-
-
-def watch_claims(path: str, without: Collection[int]) -> None:
-    """Note the claims of unfinished saves at a URL, so that a later `clear_leftovers` or save need not wait for them.
-
-    Not collective. The steps in `without` are known to be whole.
-    """
-    from statexchange.storage.publish.object_build import watch_claim  # imports fsspec, which local paths do not need
-
-    for step in _unfinished_steps(path, without):
-        watch_claim(os.path.join(path, step_name(step)))
+    return dict(sorted(found.items()))
 
 
 def clear_leftovers(path: str, *, without: Collection[int] = (), waits: bool = False) -> list[str]:
@@ -381,9 +356,5 @@ def clear_leftovers(path: str, *, without: Collection[int] = (), waits: bool = F
     if not is_remote(path):
         with contextlib.suppress(NotFoundError), files.directory(path) as dir_fd:
             remove_abandoned(dir_fd)
-    cleared = []
-    for step in _unfinished_steps(path, without):
-        nonce = publish.clear(os.path.join(path, step_name(step)), MANIFEST, is_stray, waits=waits)
-        if nonce is not None:
-            cleared.append(nonce)
-    return cleared
+    whole = set(map(step_name, without))
+    return publish.clear_all(path, _PREFIX, MANIFEST, whole, is_own=is_stray, waits=waits)

@@ -15,9 +15,10 @@ take a number of steps for each of its bytes. What it takes beyond them comes fr
 reserve, for itself, its subdirectories and all files in them: many small files get no more of it than one. A refused
 file does not use it up.
 
-A local file or subdirectory is pinned by its identity, not by its descriptor. Over a limit the least recently used
-descriptor is closed; the next use opens the file again by name in the pinned directory and compares the identity. So a
-checkpoint of any number of files can be read, and a file that was replaced in between raises ReplacedError.
+A local file is pinned by its identity, not by its descriptor. Over a limit the least recently used descriptor is
+closed; the next use opens the file again by name in the pinned directory and compares the identity. So a checkpoint of
+any number of files can be read, and a file that was replaced in between raises ReplacedError. A subdirectory is opened
+anew for each use, and its identity is compared, too.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ from statexchange.errors import (
 )
 from statexchange.sharding.shards import Box, intersect
 from statexchange.storage.files import (
+    Identity,
     audit,
     check_private,
     check_size,
@@ -69,6 +71,7 @@ from statexchange.storage.files import (
     open_parent,
     pread_into,
     read_error,
+    stat_identity,
     stat_of,
     warn_of_options,
 )
@@ -421,16 +424,6 @@ def local_path(url: str) -> str:
     raise InvalidArgumentError(f"a workspace is a directory or shm://name; {scheme}:// is not supported")
 
 
-class _Pinned(Protocol):
-    """A file or subdirectory whose descriptor may be closed and opened again."""
-
-    path: str
-    number: int
-
-    def reopened(self) -> int:
-        """Return a new descriptor of the same file or directory."""
-
-
 _num_held = 0  # descriptors that all opened paths of this process hold
 
 
@@ -443,14 +436,14 @@ def _held_limit() -> int:
 
 
 class _Descriptors:
-    """The descriptors of one opened path: its directory, files and subdirectories.
+    """The descriptors of one opened path: its directory, and the files in it and below.
 
     Over the limit the least recently used idle descriptors are closed, and reopened on demand. All are closed by
     `close` or when the last reference is dropped. Thread-safe.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant: reopening a file may reopen its directory
+        self._lock = threading.RLock()  # reentrant: `borrow` may call `give_back`
         # Open descriptors by the number of their file, in the order of last use. The keys are numbers: references to
         # files would be cycles, which would delay the finalizer of this object after its last file was dropped.
         self._pinned: dict[int, int] = {}
@@ -460,7 +453,7 @@ class _Descriptors:
         self._finalizer = weakref.finalize(self, _close_all, self._owned)
         self.is_open = True
         # The identity of each file that was opened, by its path below the opened directory.
-        self.identities: dict[str, tuple[int, int, int, int]] = {}
+        self.identities: dict[str, Identity] = {}
 
     def hold(self, fd: int, path: str) -> None:
         """Take ownership of a descriptor, which stays open until `close`."""
@@ -493,8 +486,8 @@ class _Descriptors:
             _num_held -= 1
             os.close(idle_fd)
 
-    def borrow(self, pinned: _Pinned) -> int:
-        """Return the descriptor of a file or directory; it stays open until `give_back`."""
+    def borrow(self, pinned: LocalFile) -> int:
+        """Return the descriptor of a file; it stays open until `give_back`."""
         number = pinned.number
         with self._lock:
             if not self.is_open:
@@ -514,7 +507,7 @@ class _Descriptors:
             self._keep(number, fd)
             return fd
 
-    def give_back(self, pinned: _Pinned) -> None:
+    def give_back(self, pinned: LocalFile) -> None:
         """End a `borrow`: the descriptor may be closed."""
         with self._lock:
             remaining = self._borrow_counts.pop(pinned.number) - 1
@@ -541,10 +534,6 @@ def _close_all(fds: set[int]) -> None:
         os.close(fds.pop())
 
 
-def _identity(attributes: os.stat_result) -> tuple[int, int, int, int]:
-    return attributes.st_dev, attributes.st_ino, attributes.st_size, attributes.st_mtime_ns
-
-
 class LocalFile(StoredFile):
     """A file of a `LocalStore`, pinned by device, inode, size and modification time."""
 
@@ -556,7 +545,7 @@ class LocalFile(StoredFile):
         self._descriptors = descriptors
         fd = store.open_name(name, path)
         try:
-            self._identity = _identity(fstat_of(fd, path))
+            self._identity = stat_identity(fstat_of(fd, path))
         except StorageError:
             os.close(fd)
             raise
@@ -575,13 +564,13 @@ class LocalFile(StoredFile):
         except NotFoundError:
             raise ReplacedError("removed while it was read", path=self.path) from None
         try:
-            self.check_is(_identity(fstat_of(fd, self.path)))
+            self.check_is(stat_identity(fstat_of(fd, self.path)))
         except StorageError:
             os.close(fd)
             raise
         return fd
 
-    def check_is(self, identity: tuple[int, int, int, int]) -> None:
+    def check_is(self, identity: Identity) -> None:
         """Raise ReplacedError unless this file has that identity."""
         if self._identity != identity:
             raise self._replaced()
@@ -611,7 +600,7 @@ class LocalFile(StoredFile):
             raise read_error(error, "read the attributes", self.path) from error
         finally:
             self._descriptors.give_back(self)
-        if _identity(attributes) != self._identity:
+        if stat_identity(attributes) != self._identity:
             raise self._replaced()
 
     def check_current(self) -> None:
@@ -651,7 +640,7 @@ class LocalFile(StoredFile):
         return list(self._identity)
 
 
-def _unpickled_file(store: LocalStore, name: str, identity: tuple[int, int, int, int]) -> LocalFile:
+def _unpickled_file(store: LocalStore, name: str, identity: Identity) -> LocalFile:
     """Open the file of a pickled `LocalFile`; raise ReplacedError if another file has its name now."""
     file = store.open(name)
     file.check_is(identity)
@@ -659,13 +648,13 @@ def _unpickled_file(store: LocalStore, name: str, identity: tuple[int, int, int,
 
 
 class LocalStore(Store):
-    """A local directory, pinned by its descriptor.
+    """A local directory, pinned by its descriptor; a subdirectory is pinned by its identity.
 
     Args:
         path: absolute path.
         fd: descriptor of the directory, owned by this store, also if the constructor raises.
         descriptors: closes all descriptors of the opened path.
-        parent: the store of the parent directory; then this directory's descriptor may be closed and reopened.
+        parent: the store of the parent directory, if this is a subdirectory.
         follow: follow symbolic links to files, as Hugging Face's cache has them.
     """
 
@@ -673,7 +662,7 @@ class LocalStore(Store):
         self, path: str, fd: int, descriptors: _Descriptors, *, parent: LocalStore | None = None, follow: bool = True
     ) -> None:
         self.path = path
-        self._fd = fd if parent is None else -1
+        self._fd = fd
         self._parent = parent
         self._descriptors = descriptors
         self.below_root: str = "" if parent is None else f"{parent.below_root}{os.path.basename(path)}/"
@@ -687,25 +676,10 @@ class LocalStore(Store):
             descriptors.hold(fd, path)
         else:
             self.budget = parent.budget
-            self.number = descriptors.pin(fd, path)
+            os.close(fd)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled_store, (self.path, self._follow, self._identity)
-
-    def reopened(self) -> int:
-        """Open this subdirectory again; raise ReplacedError if it is another one."""
-        assert self._parent is not None
-        with self._parent.descriptor() as parent_fd:
-            try:
-                fd = open_directory(os.path.basename(self.path), parent_fd, self.path)
-            except NotFoundError:
-                raise ReplacedError("removed while it was read", path=self.path) from None
-        try:
-            self.check_is(_directory_identity(fd, self.path))
-        except StorageError:
-            os.close(fd)
-            raise
-        return fd
 
     def check_is(self, identity: tuple[int, int]) -> None:
         """Raise ReplacedError unless this directory has that identity."""
@@ -714,17 +688,22 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def descriptor(self) -> Iterator[int]:
-        """Yield the descriptor of the directory, which stays open in the with block."""
+        """Yield the descriptor of the directory, which is open in the with block."""
         if self._parent is None:
             if not self._descriptors.is_open:
                 raise _closed(self.path)
             yield self._fd
             return
-        fd = self._descriptors.borrow(self)
+        with self._parent.descriptor() as parent_fd:
+            try:
+                fd = open_directory(os.path.basename(self.path), parent_fd, self.path)
+            except NotFoundError:
+                raise ReplacedError("removed while it was read", path=self.path) from None
         try:
+            self.check_is(_directory_identity(fd, self.path))
             yield fd
         finally:
-            self._descriptors.give_back(self)
+            os.close(fd)
 
     @cached_property
     def is_shared(self) -> bool:
@@ -785,15 +764,15 @@ class LocalStore(Store):
         except StorageError:
             return True
 
-    def identity_of(self, name: str) -> tuple[int, int, int, int] | None:
+    def identity_of(self, name: str) -> Identity | None:
         """Return the identity of the file that has a name, or a path, below this directory; None without one."""
         with self.descriptor() as dir_fd:
             try:
                 if not self.is_shared:
-                    return _identity(os.stat(name, dir_fd=dir_fd, follow_symlinks=self._follow))
+                    return stat_identity(os.stat(name, dir_fd=dir_fd, follow_symlinks=self._follow))
                 fd = open_file(name, dir_fd, self.path_of(name), follow=self._follow)  # so that NFS asks the server
                 try:
-                    return _identity(os.fstat(fd))  # which fails where the server has removed it since
+                    return stat_identity(os.fstat(fd))  # which fails where the server has removed it since
                 finally:
                     os.close(fd)
             except (FileNotFoundError, NotADirectoryError):

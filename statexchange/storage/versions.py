@@ -9,8 +9,8 @@
     <run id>/.leases/           who reads which version, and which versions are about to be removed
 
 **Leases.** A reader (1) writes ``.leases/<nonce>.json`` with the number of a version, (2) looks whether the version is
-marked as retired. It touches the file again and again while it reads; a lease that has not been touched for `LEASE_S`
-is one of a reader that has ended. A reader that may not write here has no lease: `keep` alone protects what it reads.
+marked as retired. It writes the file again and again while it reads; a lease that is older than `LEASE_S` is one of a
+reader that has ended. A reader that may not write here has no lease: `keep` alone protects what it reads.
 
 **Removal.** The trainer (1) writes the mark ``.leases/retired-000007``, (2) lets `GRACE_S` pass, as a client of NFS may
 see an old listing for so long, (3) looks for leases. So either the reader sees the mark, and takes another version, or
@@ -268,10 +268,10 @@ class Lease:
 
     def _renew(self) -> None:
         while not self._ended.wait(_RENEW_S):
-            # Not while it is removed: an object that is touched then would be there again.
+            # Not while it is removed: a lease that is written then would be there again.
             with self._lock, contextlib.suppress(OSError):
                 if not self._ended.is_set():
-                    records_at(self._folder).touch(self._name, self._data)
+                    records_at(self._folder).replace(self._name, self._data)
 
     def end(self) -> None:
         """Give the lease back."""

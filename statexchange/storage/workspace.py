@@ -22,7 +22,6 @@ import errno
 import os
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import (
@@ -37,7 +36,6 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.storage import atomic, files
-from statexchange.storage.files import mount_of
 from statexchange.storage.location import (
     OpenedPath,
     directory_of,
@@ -209,14 +207,6 @@ class WorkspaceView:
         names = [RankName.parse(os.path.join(run, f"{round:06d}", name)) for name in file_names]
         return sorted(names, key=lambda name: name.rank)
 
-    def abandoned(self, run: str, round: int) -> list[str]:  # noqa: A002 (the workspace's own word)
-        """Return a round's temporary files of ended writers; raise NotFoundError without such a round."""
-        return [name for name in self._round(run, round).files if atomic.is_abandoned(name)]
-
-    def is_empty(self, run: str, round: int) -> bool:  # noqa: A002 (the workspace's own word)
-        """Whether nothing is in a round; raise NotFoundError without such a round."""
-        return not self._round(run, round).listing
-
     def temporary_files(self, run: str, round: int) -> list[tuple[str, int]]:  # noqa: A002
         """Return the name and size of each incomplete file of a round; raise NotFoundError without such a round."""
         store = self._round(run, round)
@@ -374,7 +364,7 @@ class Workspace:
         files.make_path(self.path)
         try:
             with self._round_directories(name.run, name.round, make=True) as dir_fds:
-                content = write_tensor_file(dir_fds[-1], name.file, path, shards, metadata, durable=self.durable)
+                content = write_tensor_file(dir_fds[-1], name.file, path, shards, metadata)
                 # Before the receipt is returned: its recipient may list these directories on another host.
                 atomic.invalidate_listings(*dir_fds, path=self.path)
                 return content.nbytes
@@ -393,11 +383,6 @@ class Workspace:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
         return write()
-
-    @cached_property
-    def durable(self) -> bool:
-        """Whether writes are synced, which tmpfs does not need."""
-        return not mount_of(self.path).is_memory
 
     @contextlib.contextmanager
     def _round_directories(self, run: str, number: int, *, make: bool = False) -> Iterator[tuple[int, int, int]]:
@@ -470,16 +455,13 @@ class Workspace:
 
         Not collective.
         """
-        abandoned: dict[int, list[str]] = {}
         with contextlib.suppress(*_REMOVED), self.view() as view:
             for number in view.rounds(run):
                 with contextlib.suppress(*_REMOVED):  # another rank removes it
-                    names = view.abandoned(run, number)
-                    if names or view.is_empty(run, number):
-                        abandoned[number] = names
-        for number, names in abandoned.items():
-            # A writer may have just made a directory without a file; it makes it again (`_retried`).
-            self._remove(run, number, names)
+                    names = [name for name, _ in view.temporary_files(run, number) if atomic.is_abandoned(name)]
+                    if names or not view.rank_names(run, number):
+                        # A writer may have just made a directory without a file; it makes it again (`_retried`).
+                        self._remove(run, number, names)
 
     def rounds(self, run: str) -> list[int]:
         """Return the rounds of `run` that have a directory, oldest first. Not collective."""

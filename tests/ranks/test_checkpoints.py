@@ -98,7 +98,7 @@ def test_a_file_that_a_process_was_killed_in_writing_is_no_content_and_removed(t
     owner = "from statexchange.processes import Owner; print(Owner.current().to_name())"
     ended = subprocess.run([sys.executable, "-c", owner], capture_output=True, text=True, check=True).stdout.strip()
     mine = f".tmp-{'1' * 16}.{Owner.current().to_name()}"
-    for name in (f".tmp-{'0' * 16}.{ended}", ".step-000000007.lock", mine):
+    for name in (f".tmp-{'0' * 16}.{ended}", mine):
         (tmp_path / name).write_bytes(b"half")
     saves = sx.Checkpoints(tmp_path)
     state = state_of(0)
@@ -110,10 +110,10 @@ def test_a_file_that_a_process_was_killed_in_writing_is_no_content_and_removed(t
 @pytest.mark.parametrize(
     ("path", "text"),
     [
-        ("file", "a file"),
-        ("file/saves", "a file"),
-        ("link", "this link"),
-        ("link/saves", "this link"),
+        ("file", r"/file\b"),
+        ("file/saves", r"/file\b"),
+        ("link", r"/link\b"),
+        ("link/saves", r"/link\b"),
     ],
 )
 def test_a_path_that_no_save_could_make_is_not_taken_for_a_new_job(path: str, text: str, tmp_path: Path) -> None:
@@ -1009,7 +1009,7 @@ def first_save_fails(path: str, at: str, fault: str, background: bool) -> list[A
             saves.save(shard_of(10, comm.rank, comm.world_size), 10)
     if fault == "full":
         comm.barrier()
-        found = sorted(str(one.relative_to(path)) for one in Path(path).rglob("*")) if Path(path).exists() else None
+        found = sorted(str(one.relative_to(path)) for one in Path(path).rglob("*"))
         comm.barrier()
         return [type(caught.value).__name__, found, save_rows(path, 20)]
     return [type(caught.value).__name__]
@@ -1026,7 +1026,7 @@ FAILING = [
 
 @pytest.mark.parametrize("exists", [False, True], ids=["new directory", "the user's directory"])
 @pytest.mark.parametrize(("at", "fault", "background"), FAILING)
-def test_a_first_save_that_fails_removes_the_directory_that_it_made(
+def test_a_first_save_that_fails_leaves_an_empty_directory(
     at: str, fault: str, background: bool, exists: bool, tmp_path: Path
 ) -> None:
     path = tmp_path / "runs" / "saves"
@@ -1036,12 +1036,11 @@ def test_a_first_save_that_fails_removes_the_directory_that_it_made(
         first_save_fails, 2, backend="gloo", args=(str(path), at, fault, background), allow_failure=True
     )
     if fault == "full":
-        assert outcomes.values == {rank: ["PeerError", [] if exists else None, [20]] for rank in range(2)}, outcomes
+        assert outcomes.values == {rank: ["PeerError", [], [20]] for rank in range(2)}, outcomes
         assert entries(path) == ["step-000000020"]
         return
     assert outcomes[0].value == ["PeerError"], str(outcomes)
-    assert entries(tmp_path) == (["runs"] if exists else [])
-    assert not exists or entries(path) == []
+    assert entries(path) == []
     assert run_ranks(save_rows, 2, args=(str(path), 20)) == [[20], [20]]
 
 

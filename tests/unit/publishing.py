@@ -64,18 +64,18 @@ def begin(path: Any, value: int, **options: Any) -> Publication:
 def build(publication: Publication, value: int) -> None:
     """Write all files but those that are finished."""
     for file in plan_of(value).files:
-        if file.name not in publication.finished:
+        if file.name not in publication.build.finished:
             opened = publication.create(file)
             for tensor in file.tensors:
                 opened.write(bytes([value]) * NBYTES, len(opened.header) + tensor.begin)
             opened.finish()
-            publication.record(file.name, value)
+            publication.build.record(file.name, value)
 
 
 def publish(path: Any, value: int, *, overwrite: bool = True, **options: Any) -> list[str]:
     """Publish a checkpoint of two files full of `value`; return the names that an earlier publisher had finished."""
     with begin(path, value, overwrite=overwrite, **options) as publication:
-        finished = sorted(publication.finished)
+        finished = sorted(publication.build.finished)
         build(publication, value)
         publication.commit(provenance_of(plan_of(value), value))
     return finished
@@ -372,7 +372,7 @@ def sweep_races(
     """Run a second publisher to its end at each event of the first.
 
     Exactly one wins, or one follows the other. With `elsewhere` the second runs as on another host: it cannot see
-    whether the first runs, and shares no lock.
+    whether the first runs.
     """
     write, read = WRITERS[what]
     states: Counter[str] = Counter()
@@ -385,9 +385,6 @@ def sweep_races(
         others: list[str] = []
 
         def second() -> None:
-            if elsewhere:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(own / ".out.lock")  # noqa: B023
             others.append(peer.run(write, out, 3, overwrite=overwrite))  # noqa: B023
 
         def first() -> None:
@@ -405,23 +402,6 @@ def sweep_races(
         _check(read(out) in allowed, number, outcome, other, read(out))
         _check(os.listdir(own) == ["out"], number, outcome, other, os.listdir(own))
     raise AssertionError
-
-
-def sweep_removed_parents(place: Path, *, step: int) -> dict[str, Any]:
-    """At each event of a publication, let another one fail that made the parent directories, and remove them."""
-    number = 1 - step
-    while True:
-        number += step
-        own = place / str(number)
-        first = begin(own / "new" / "saves" / "first", 1)
-        act_at(number, first.abandon)
-        publish(own / "new" / "saves" / "out", 2)
-        if _armed:
-            _armed.clear()
-            first.abandon()
-            return {"points": (number - 1) // step}
-        _check(value_of(own / "new" / "saves" / "out") == 2, number)
-        _check(os.listdir(own / "new" / "saves") == ["out"], number, os.listdir(own / "new" / "saves"))
 
 
 # Sweeps over object stores

@@ -147,7 +147,7 @@ def test_a_broken_state_in_the_file_of_one_rank_is_corrupt(text: str, tmp_path: 
     number, path = "0123456789abcdef", tmp_path / "rank-00000-of-00001.safetensors"
     with files.directory(str(tmp_path)) as dir_fd:
         metadata = rank_metadata(number, 0, 1, text, {})
-        write_tensor_file(dir_fd, path.name, str(path), [], metadata, durable=False)
+        write_tensor_file(dir_fd, path.name, str(path), [], metadata)
     (tmp_path / "save.json").write_bytes(SaveManifest(number, "job", 0.0, (path.stat().st_size,)).to_bytes())
     with pytest.raises(CorruptError, match="rank-00000"):
         sx.load_checkpoint({"w": np.ones(2)}, path)

@@ -164,7 +164,7 @@ def test_nothing_is_left_of_a_publication_that_is_abandoned_or_killed(tmp_path: 
         publication.create(plan.files[0]).finish()
         with pytest.raises(KeyError):  # there is no provenance: the small files are written by then
             publication.commit({})
-        assert files_below(Path(publication.building_path)) >= {"1_Pooling/config.json"}
+        assert files_below(Path(publication.build.building_path)) >= {"1_Pooling/config.json"}
     assert os.listdir(tmp_path) == []
     if os.fork() == 0:
         publication = Publication(tmp_path / "out", plan, source="test", extra={"1_Pooling/config.json": b"{}"})

@@ -40,7 +40,7 @@ def shard(name: str, tensor: torch.Tensor, global_shape: tuple[int, ...] | None 
 
 def write(path: Path, *tensors: ShardData, metadata: dict[str, Any] | None = None) -> Path:
     with files.directory(str(path.parent)) as dir_fd:
-        written = write_tensor_file(dir_fd, path.name, str(path), tensors, metadata or {}, durable=False)
+        written = write_tensor_file(dir_fd, path.name, str(path), tensors, metadata or {})
     assert written.nbytes == path.stat().st_size
     return path
 

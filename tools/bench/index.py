@@ -110,7 +110,7 @@ def write_save(folder: str, num_tensors: int, world_size: int, written: list[int
             metadata = rank_metadata(save, rank, world_size, saved.config, {"aliases": {}})
             folder_fd = os.open(folder, os.O_RDONLY)
             path, parts = f"{folder}/{names[rank]}", shard_data(held, Staging())
-            sizes[rank] = write_tensor_file(folder_fd, names[rank], path, parts, metadata, durable=False).nbytes
+            sizes[rank] = write_tensor_file(folder_fd, names[rank], path, parts, metadata).nbytes
             os.close(folder_fd)
     messages = []
     for rank in range(world_size):

@@ -20,33 +20,27 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from statexchange.errors import NotFoundError, StorageError, TargetExistsError, UnsafeError
 from statexchange.storage import files
-from statexchange.storage.atomic import invalidate_listings, link_same
 from statexchange.storage.location import is_remote, open_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
-    from statexchange.storage.files import Buffer
-    from statexchange.storage.publish.build import Build, OwnCheck, ReplaceCheck, UnfinishedBuild, WrittenFile
-    from statexchange.storage.tensorfile import ShardData
+    from statexchange.storage.publish.build import Build, Member, OwnCheck, ReplaceCheck, UnfinishedBuild
 
 __all__ = [
     "can_link",
     "check_build",
     "check_can_be_made",
-    "clear",
     "clear_all",
-    "link_into_build",
+    "join_build",
     "open_build",
     "remove",
     "unfinished",
     "unfinished_names",
-    "upload_into_build",
-    "write_into_build",
 ]
 
 _log = logging.getLogger(__name__)
@@ -89,7 +83,7 @@ def open_build(
     return DirectoryBuild(path, plan_digest, check=check, reuse=reuse, resume=resume)
 
 
-def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes: int, resume: bool) -> None:
+def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes: int) -> None:
     """Raise what `open_build` would raise, and StorageError if a disk has too little space, without changing anything.
 
     `manifest` is the name of the file that `commit` writes; `nbytes` is the size of all files together.
@@ -101,130 +95,32 @@ def check_build(path: str, manifest: str, *, check: ReplaceCheck | None, nbytes:
     else:
         from statexchange.storage.publish.directory_removal import check_directory
 
-        check_directory(path, check, nbytes, resume=resume)
+        check_directory(path, check, nbytes)
 
 
-def write_into_build(
-    path: str,
-    key: str,
-    names: tuple[str, str],
-    shards: Sequence[ShardData],
-    metadata: Mapping[str, Any],
-    progress: Callable[[], object],
-) -> WrittenFile:
-    """Write a rank's tensors and metadata as a file of a build that another process has opened.
-
-    The file is complete and durable on return.
+def join_build(path: str, key: str, manifest: str) -> Member:
+    """Return what puts files into a build that another process has opened.
 
     Args:
         path: the directory, as this process sees it.
         key: what `Build.share` has returned there.
-        names: the name of the file, and that of the file that `commit` writes.
-        shards: the tensors.
-        metadata: the metadata.
-        progress: called about once in a megabyte.
+        manifest: the name of the file that `commit` writes.
 
     Raises:
         NotFoundError: this process does not see the build.
-        TargetExistsError: another publisher has taken over, or the build was abandoned.
     """
-    name, manifest = names
     if is_remote(path):
         from statexchange.storage.publish.object_build import ObjectMember
 
-        return ObjectMember(path, key, manifest).write_tensors(name, shards, metadata, progress)
-    from statexchange.storage.publish.build import WrittenFile
-    from statexchange.storage.rank_writer import write_tensor_file
+        return ObjectMember(path, key, manifest)
+    from statexchange.storage.publish.directory_build import DirectoryMember
 
-    # The key is the name of the directory under construction, beside the target.
-    folder = os.path.join(os.path.dirname(path), os.path.basename(key))
-    durable = not files.mount_of(folder).is_memory
-    with files.directory(folder) as dir_fd:
-        content = write_tensor_file(
-            dir_fd,
-            name,
-            os.path.join(folder, name),
-            shards,
-            metadata,
-            durable=durable,
-            mode=0o666,
-            progress=progress,
-        )
-        invalidate_listings(dir_fd, path=folder)  # before the publisher on another host looks for the file
-    return WrittenFile("", folder, content)
-
-
-def upload_into_build(
-    url: str,
-    key: str,
-    names: tuple[str, str],
-    parts: Iterable[Buffer],
-    nbytes: int,
-) -> str:
-    """Put a whole file into a build at a URL that another process has opened, from begin to end.
-
-    Args:
-        url: the URL.
-        key: what `Build.share` has returned there.
-        names: the name of the file, and that of the file that `commit` writes.
-        parts: its bytes in order.
-        nbytes: how many they are.
-
-    Returns:
-        The version of the object, for `Build.add_all`.
-
-    Raises:
-        NotFoundError: this process does not see the build.
-        TargetExistsError: another publisher has taken over, or the build was abandoned.
-    """
-    from statexchange.storage.publish.object_build import ObjectMember
-
-    return ObjectMember(url, key, names[1]).upload(names[0], parts, nbytes)
+    return DirectoryMember(path, key)
 
 
 def can_link(path: str) -> bool:
-    """Whether `link_into_build` may succeed below a path or URL. Nothing is looked at there."""
+    """Whether `Member.link` may succeed below a path or URL. Nothing is looked at there."""
     return not is_remote(path) or path.partition("://")[0] in ("s3", "s3a")
-
-
-def link_into_build(
-    path: str,
-    key: str,
-    names: tuple[str, str],
-    source: str,
-    identity: Sequence[str | int],
-    progress: Callable[[], object],
-) -> str | None:
-    """Give a build a file of an earlier checkpoint: a hard link, or at a URL a copy that the store makes itself.
-
-    The file is complete and durable on return.
-
-    Args:
-        path: the directory, as this process sees it.
-        key: what `Build.share` has returned.
-        names: the name in the build, and that of the file that `commit` writes.
-        source: the path or URL of the file.
-        identity: its `StoredFile.local_identity` when it was written or checked.
-        progress: called for each part of a copy.
-
-    Returns:
-        The version of the new object, "" in a directory; None if another file is at `source`, or none, or if no such
-        link or copy can be made.
-    """
-    name, manifest = names
-    if is_remote(path):
-        from statexchange.storage.publish.object_build import ObjectMember
-
-        return ObjectMember(path, key, manifest).copy(name, source, identity, progress)
-    folder = os.path.join(os.path.dirname(path), os.path.basename(key))
-    with files.directory(folder) as dir_fd:
-        if not link_same(source, identity, name, dir_fd, os.path.join(folder, name)):
-            return None
-        # By the host that made the link: a sync of another one need not cover it.
-        if not files.mount_of(folder).is_memory:
-            files.sync_directory(dir_fd, folder)
-        invalidate_listings(dir_fd, path=folder)
-    return ""
 
 
 def check_can_be_made(path: str, absence: NotFoundError) -> None:
@@ -243,15 +139,8 @@ def check_can_be_made(path: str, absence: NotFoundError) -> None:
         if is_missing_bucket(absence):
             raise absence
         return
-    while not os.path.lexists(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    if os.path.isdir(path):
-        return
-    if os.path.islink(path):
-        text = "a directory of saves is expected, and this link leads to none: make its target, or mount the disk"
-        raise NotFoundError(text, path=path)
-    if os.path.lexists(path):
-        raise NotFoundError("a directory of saves is expected, and this is a file", path=path)
+    dir_fd, _ = files.open_nearest(path)
+    os.close(dir_fd)
 
 
 def remove(path: str, manifest: str, check: ReplaceCheck, *, waits: bool = True) -> None:
@@ -319,21 +208,8 @@ def unfinished_names(path: str, without: Collection[str]) -> list[str]:
     return [name for name in names if name not in without]
 
 
-def clear(path: str, manifest: str, is_own: OwnCheck, *, waits: bool) -> str | None:
-    """Remove the remains of builds and removals of a directory whose processes have provably ended.
-
-    A warning is logged about what is under hidden names of a local directory and is not ours.
-
-    Args:
-        path: the directory.
-        manifest: the name of the file that commits it.
-        is_own: as for `open_build`.
-        waits: watch the claim of another host's process for 60 s. Without it only a claim that this process has seen
-            unchanged for 60 s counts as a dead process's.
-
-    Returns:
-        At a URL the nonce of the claim that was removed; None if there was none, and for a local directory.
-    """
+def _clear(path: str, manifest: str, is_own: OwnCheck | None, *, waits: bool) -> str | None:
+    """Remove the remains of a directory's builds and removals, as `clear_all` does; return the nonce of a claim."""
     if is_remote(path):
         from statexchange.storage.publish.object_build import clear_objects
 
@@ -352,11 +228,33 @@ def clear(path: str, manifest: str, is_own: OwnCheck, *, waits: bool) -> str | N
     return None
 
 
-def clear_all(path: str, prefix: str, manifest: str, without: Collection[str] = ()) -> None:
-    """Remove the remains of killed builds of directories in `path` whose names begin with `prefix`, as `clear` does.
+def clear_all(
+    path: str,
+    prefix: str,
+    manifest: str,
+    without: Collection[str] = (),
+    *,
+    is_own: OwnCheck | None = None,
+    waits: bool = False,
+) -> list[str]:
+    """Remove the remains of builds and removals whose processes have provably ended, and return nonces of claims.
 
-    Those in `without` are known to be whole.
+    A warning is logged about what is under hidden names of a local directory and is not ours.
+
+    Args:
+        path: the directory in which the builds are.
+        prefix: how the names of their targets begin.
+        manifest: the name of the file that commits them.
+        without: names that are known to be whole.
+        is_own: as for `open_build`.
+        waits: at a URL: watch the claim of another host's process for 60 s. Without it only a claim that this process
+            has seen unchanged for 60 s counts as a dead process's.
+
+    Returns:
+        At a URL the nonces of the claims that were removed.
     """
+    cleared = []
     for name in unfinished_names(path, without):
         if name.startswith(prefix):
-            clear(os.path.join(path, name), manifest, lambda _, __: False, waits=False)
+            cleared.append(_clear(os.path.join(path, name), manifest, is_own, waits=waits))
+    return [nonce for nonce in cleared if nonce is not None]

@@ -31,9 +31,12 @@ from statexchange.storage.store import Store
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from statexchange.storage.tensorfile import ShardData
+
 __all__ = [
     "NO_PLAN",
     "Build",
+    "Member",
     "OutputFile",
     "OwnCheck",
     "ReplaceCheck",
@@ -175,7 +178,7 @@ class Build(ABC):
 
     @abstractmethod
     def share(self) -> str:
-        """Return the key with which other processes join this build (`write_into_build`) to write files into it."""
+        """Return the key with which other processes join this build (`join_build`) to put files into it."""
 
     @abstractmethod
     def expect(self, names: Sequence[str]) -> None:
@@ -221,3 +224,32 @@ class WrittenFile:
     version: str
     folder: str
     content: DigestedTensors
+
+
+class Member(ABC):
+    """Puts files into a build that another process has opened. Each is complete and durable on return.
+
+    Raises:
+        TargetExistsError: another publisher has taken over, or the build was abandoned.
+    """
+
+    @abstractmethod
+    def write_tensors(
+        self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any], progress: Callable[[], object]
+    ) -> WrittenFile:
+        """Write a rank's tensors and metadata as a file; `progress` is called about once in a megabyte."""
+
+    @abstractmethod
+    def link(self, name: str, source: str, identity: Sequence[str | int], progress: Callable[[], object]) -> str | None:
+        """Put a file of an earlier checkpoint there: by a hard link, or at a URL by a copy that the store makes itself.
+
+        Args:
+            name: the name in the build.
+            source: the path or URL of the file.
+            identity: its `StoredFile.local_identity` when it was written or checked.
+            progress: called for each part of a copy.
+
+        Returns:
+            The version of the new object, "" in a directory; None if another file is at `source`, or none, or if no
+            such link or copy can be made.
+        """

@@ -10,9 +10,9 @@ names with its nonce. Long target names are cut (`files.hidden_prefix`).
 * ``.<name>.<nonce>.replaced``: the old directory, between the two renames of a replacement (see atomic.py).
 * ``.<name>.<nonce>.discarded``: a directory whose files are being removed. It is renamed before the first removal, so
   that a process that still builds in it can never publish a part of it.
-* ``.<name>.lock``: a file lock, only on file systems of this host. With the owner records of this host's live processes
-  it makes the second of two publishers fail at once. Correctness does not depend on it: over NFS a lock may have no
-  effect, or be granted after half a minute.
+
+There is no lock: the owner record of a live process of this host makes a second publisher fail at once, and the final
+rename decides between two that start at the same time or on two hosts.
 
 **Steps of a publisher**: look for other publishers; write the owner record; complete an interrupted replacement; check
 the target; remove the leftovers of dead publishers or take over a directory of the same plan; make the partial
@@ -25,9 +25,7 @@ directory; write its files; commit.
   the later one follows the earlier one, as if it had begun after it. It checks what it has taken from the name, and
   puts back only what no publisher made.
 
-**The parent directory.** A publisher makes it, and its own parents, if they are missing. If it fails, it removes those
-that it has made and that are empty. Another publisher may have opened such a directory and made nothing there yet: it
-finds that its record cannot be made in it, makes the directory again, and begins anew.
+**The parent directory.** A publisher makes it, and its own parents, if they are missing. They stay if it fails.
 
 **After a failure.** `abandon` removes everything under the nonce. After a kill, the next publisher to this target finds
 the record:
@@ -54,8 +52,6 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from filelock import FileLock, Timeout
-
 from statexchange.errors import (
     CorruptError,
     NotFoundError,
@@ -63,16 +59,18 @@ from statexchange.errors import (
     StorageError,
     TargetExistsError,
     UnsafeError,
-    remedy,
 )
 from statexchange.processes import Owner
 from statexchange.storage import files
 from statexchange.storage.atomic import (
+    NO_LINKS,
     exchange_names,
     identity_of,
     invalidate_listings,
     invalidate_lookups,
+    link_same,
     new_nonce,
+    remove_abandoned,
     rename_new,
     write_new,
 )
@@ -80,84 +78,84 @@ from statexchange.storage.files import mount_of, warn_of_options
 from statexchange.storage.location import MAX_MANIFEST_BYTES, parse_json
 from statexchange.storage.publish.build import (
     Build,
+    Member,
     OutputFile,
     ReplaceCheck,
+    WrittenFile,
     busy_error,
     open_builds,
     owner_state,
     removed_error,
     target_exists,
 )
+from statexchange.storage.rank_writer import write_tensor_file
 from statexchange.storage.store import Budget, open_local
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from statexchange.storage.tensorfile import ShardData
 
 __all__ = [
     "DirectoryBuild",
+    "DirectoryMember",
     "Leftover",
     "check_target",
     "conflict",
     "find_leftovers",
     "identity_at",
-    "interrupted",
     "refuse_others",
 ]
 
 _log = logging.getLogger(__name__)
-_BROKEN_RECORD_S = 60.0  # a record still incomplete after that was left by a process that died while writing it
-_ATTEMPTS = 20  # to begin in a directory that other publishers make and remove meanwhile
 _TAKEN_OVER = "treated this one as dead (--resume) and took over its directory"
 _EMPTYING_S = 3.0  # how long open files of other processes may keep a directory on NFS from being removed
-_Identity = tuple[int, int, int]  # device, inode, mtime
 
 
 @dataclass(slots=True)
 class Leftover:
-    """All files and directories beside the target with one nonce."""
+    """All files and directories beside the target with one nonce.
+
+    Attributes:
+        nonce: the nonce.
+        owner: the process; None if the record is absent or broken.
+        record: the attributes of the record; None if it is absent.
+        directories: the hidden name of each directory by its ending.
+        plan: the plan digest in the name of the partial directory.
+    """
 
     nonce: str
     owner: Owner | None = None
-    """None if the record is absent or incomplete."""
     record: os.stat_result | None = None
-    partials: dict[str, str] = field(default_factory=dict)
-    """Hidden name by plan digest."""
-    replaced: str | None = None
-    discarded: str | None = None
-
-    @property
-    def directories(self) -> list[str]:
-        """The hidden names of its directories."""
-        return [*self.partials.values(), *(name for name in (self.replaced, self.discarded) if name)]
+    directories: dict[str, str] = field(default_factory=dict)
+    plan: str = ""
 
     @property
     def state(self) -> Literal["dead", "alive", "unknown"]:
         """Whether the owner runs, as far as can be proved."""
         return owner_state(self.owner, self.nonce)
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether it may have ended between the two renames of a replacement. If the target is absent, too, it has."""
+        return self.owner is not None and {"partial", "replaced"} <= self.directories.keys()
+
 
 def find_leftovers(name: str, dir_fd: int, parent: str) -> list[Leftover]:
     """Return what publishers have left under hidden names beside the target `name`, by nonce."""
-    pattern = re.compile(
-        re.escape(files.hidden_prefix(name))
-        + r"\.(?:(?P<plan>[0-9a-f]{32})\.(?P<of>[0-9a-f]{16})\.partial"
-        + r"|(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|replaced|discarded))"
-    )
+    endings = r"(?:\.(?P<plan>[0-9a-f]{32}))?\.(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|partial|replaced|discarded)"
+    pattern = re.compile(re.escape(files.hidden_prefix(name)) + endings)
     leftovers: dict[str, Leftover] = {}
     for entry in files.list_names(dir_fd, parent):
         match = pattern.fullmatch(entry)
         if match is None:
             continue
-        nonce = match["nonce"] or match["of"]
-        leftover = leftovers.setdefault(nonce, Leftover(nonce))
-        if match["plan"]:
-            leftover.partials[match["plan"]] = entry
-        elif match["kind"] == "replaced":
-            leftover.replaced = entry
-        elif match["kind"] == "discarded":
-            leftover.discarded = entry
-        else:
+        leftover = leftovers.setdefault(match["nonce"], Leftover(match["nonce"]))
+        if match["kind"] == "owner":
             leftover.record, leftover.owner = _read_record(entry, dir_fd, os.path.join(parent, entry))
+        else:
+            leftover.directories[match["kind"]] = entry
+            leftover.plan = match["plan"] or leftover.plan
     return list(leftovers.values())
 
 
@@ -185,23 +183,8 @@ def refuse_others(leftovers: Iterable[Leftover], path: str) -> None:
             raise busy_error(leftover.owner, path)
 
 
-def interrupted(leftovers: Iterable[Leftover]) -> Iterator[tuple[Leftover, str]]:
-    """Yield each leftover whose replacement may have been interrupted between its two renames, with its new directory.
-
-    If the target is absent too, it was interrupted.
-    """
-    for leftover in leftovers:
-        if leftover.replaced and leftover.owner is not None:
-            for partial in leftover.partials.values():
-                yield leftover, partial
-
-
-def check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[int, _Identity] | None:
-    """Check the target and open it.
-
-    Returns:
-        None if the target is absent, else (fd, identity). The caller closes fd; while it is open, the inode number is
-        not reused.
+def check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> files.Identity | None:
+    """Check the target, and return its identity; None if it is absent.
 
     Raises:
         TargetExistsError: `check` is None, or the target was replaced during the check.
@@ -216,9 +199,8 @@ def check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[in
         raise target_exists(path)
     if not stat.S_ISDIR(attributes.st_mode):
         raise UnsafeError("refused to overwrite: the target is not a directory", path=path)
-    fd = files.open_directory(name, dir_fd, path)
-    try:
-        identity = _identity(files.fstat_of(fd, path))
+    with files.directory(name, dir_fd, path) as fd:  # opened, so that a client of NFS asks the server
+        identity = files.stat_identity(files.fstat_of(fd, path))
         store, _ = open_local(parent)
         try:
             check(store.below(name))
@@ -229,21 +211,13 @@ def check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> tuple[in
             store.close()
         if identity_at(name, dir_fd, path) != identity:
             raise conflict(path, "replaced the target meanwhile")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, identity
+    return identity
 
 
-def _identity(attributes: os.stat_result) -> _Identity:
-    """Return (device, inode, mtime); inode numbers alone are reused."""
-    return attributes.st_dev, attributes.st_ino, attributes.st_mtime_ns
-
-
-def identity_at(name: str, dir_fd: int, path: str) -> _Identity | None:
+def identity_at(name: str, dir_fd: int, path: str) -> files.Identity | None:
     """Return the identity of a file or directory; None if the name does not exist."""
     attributes = files.stat_of(name, dir_fd, path)
-    return None if attributes is None else _identity(attributes)
+    return None if attributes is None else files.stat_identity(attributes)
 
 
 class DirectoryFile(OutputFile):
@@ -283,6 +257,34 @@ class DirectoryFile(OutputFile):
                 os.close(fd)
 
 
+class DirectoryMember(Member):
+    """Puts files into a `DirectoryBuild`; `key` is the name of its directory, beside the target `path`."""
+
+    def __init__(self, path: str, key: str) -> None:
+        self._folder = os.path.join(os.path.dirname(path), os.path.basename(key))
+
+    def write_tensors(
+        self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any], progress: Callable[[], object]
+    ) -> WrittenFile:
+        """Write a rank's tensors and metadata as a file."""
+        path = os.path.join(self._folder, name)
+        with files.directory(self._folder) as dir_fd:
+            content = write_tensor_file(dir_fd, name, path, shards, metadata, mode=0o666, progress=progress)
+            # Before the publisher on another host looks for the file
+            invalidate_listings(dir_fd, path=self._folder)
+        return WrittenFile("", self._folder, content)
+
+    def link(self, name: str, source: str, identity: Sequence[str | int], progress: Callable[[], object]) -> str | None:  # noqa: ARG002 (a link has no parts)
+        """Make a hard link."""
+        with files.directory(self._folder) as dir_fd:
+            if not link_same(source, identity, name, dir_fd, os.path.join(self._folder, name)):
+                return None
+            # By the host that made the link: a sync of another one need not cover it.
+            files.sync_directory(dir_fd, self._folder)
+            invalidate_listings(dir_fd, path=self._folder)
+        return ""
+
+
 class DirectoryBuild(Build):
     """A directory under construction on a file system. The top of this file explains the protocol."""
 
@@ -300,54 +302,25 @@ class DirectoryBuild(Build):
         self._check = check
         self._pid = os.getpid()
         self._outputs: list[DirectoryFile] = []
-        self._unreserved: dict[str, int] = {}  # sizes of the files whose disk space is not reserved, by name
-        for attempts_left in reversed(range(_ATTEMPTS)):
-            self._lock: FileLock | None = None
-            self._dir_fd = self._old_fd = -1
-            self._own_identity: tuple[int, int] | None = None
-            self._old_identity: _Identity | None = None
-            self._is_published = self._has_successor = self._has_ended = False
-            try:
-                self._open_parent()
-            except (NotFoundError, StorageError):
-                if os.path.lexists(self._parent) or not attempts_left:
-                    raise
-                continue
-            open_builds.add((self._pid, self._nonce))
-            try:
-                self._begin(plan_digest, reuse=reuse, resume=resume)
-            except BaseException as error:
-                was_removed = isinstance(error, StateExchangeError) and self._has_lost_parent()
-                self.abandon()
-                if not was_removed or not attempts_left:
-                    raise
-            else:
-                return
+        self._dir_fd = -1
+        self._own_identity: tuple[int, int] | None = None
+        self._old_identity: files.Identity | None = None
+        self._is_published = self._has_successor = self._has_ended = False
+        files.make_path(self._parent, 0o777)
+        warn_of_options(self._parent)
+        self._mount = mount_of(self._parent)
+        self._mount.check_takes_files(self._parent)
+        self._parent_fd = files.open_directory(self._parent)
+        open_builds.add((self._pid, self._nonce))
+        try:
+            self._begin(plan_digest if reuse else None, resume=resume)
+        except BaseException:
+            self.abandon()
+            raise
 
     # Beginning
 
-    def _open_parent(self) -> None:
-        """Open the parent directory; make it if it is missing."""
-        self._made = files.make_path(self._parent, 0o777)
-        try:
-            warn_of_options(self._parent)
-            self._mount = mount_of(self._parent)
-            self._mount.check_takes_files(self._parent)
-            self._parent_fd = files.open_directory(self._parent)
-        except BaseException:
-            files.remove_made(self._made)
-            raise
-
-    def _has_lost_parent(self) -> bool:
-        """Whether the parent's path does not lead to the open directory any more."""
-        try:
-            with files.directory(self._parent) as fd:
-                return not os.path.samestat(os.fstat(fd), os.fstat(self._parent_fd))
-        except (NotFoundError, OSError):  # on NFS a removed directory is stale
-            return True
-
-    def _begin(self, plan_digest: str, *, reuse: bool, resume: bool) -> None:
-        self._acquire_lock()
+    def _begin(self, reused_plan: str | None, *, resume: bool) -> None:
         # Look for others before writing the record: two publishers that start together both pass, and the final rename
         # decides between them.
         leftovers = find_leftovers(self._name, self._parent_fd, self._parent)
@@ -357,10 +330,8 @@ class DirectoryBuild(Build):
         record = self._write_record()  # durable before anything else of this nonce
         of_this_user = [leftover for leftover in leftovers if self._is_of_this_user(leftover, record)]
         self._complete_replacements(leftovers, of_this_user)  # before the target is checked: it may get its name here
-        opened_target = check_target(self.path, self._parent_fd, self._check)
-        if opened_target is not None:
-            self._old_fd, self._old_identity = opened_target
-        self._clear_leftovers(of_this_user, record, plan_digest if reuse else None, resume=resume)
+        self._old_identity = check_target(self.path, self._parent_fd, self._check)
+        self._clear_leftovers(of_this_user, reused_plan, resume=resume)
         self._make_partial()
 
     def _make_partial(self) -> None:
@@ -371,66 +342,33 @@ class DirectoryBuild(Build):
         self._own_identity = identity_of(self._partial, self._parent_fd, self.building_path)
         self._keep_finished()
 
-    def _acquire_lock(self) -> None:
-        """Take the file lock on a file system of this host; go on without it if there are no locks."""
-        if self._mount.is_network:
-            return
-        lock = FileLock(os.path.join(self._parent, f"{self._stem}.lock"), thread_local=False)
-        files.audit("lock", lock.lock_file)
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:  # filelock also times out if it cannot make the file
-            if files.stat_of(os.path.basename(lock.lock_file), self._parent_fd, self.path) is not None:
-                refuse_others(find_leftovers(self._name, self._parent_fd, self._parent), self.path)  # names the process
-                raise busy_error(None, self.path) from None
-            return
-        except (OSError, NotImplementedError):  # if no file can be made here, writing the owner record reports it
-            with contextlib.suppress(OSError):
-                os.unlink(lock.lock_file)
-            return
-        self._lock = lock
-
     def _write_record(self) -> os.stat_result:
         """Make the owner record durably and return its attributes.
 
-        It is a symbolic link, because a link is created with its content. A killed writer could leave a file empty, and
-        nothing would prove its owner. File systems without symbolic links (FAT, some network and user-space ones) get a
-        file.
+        It is a symbolic link, because a link is created with its content. File systems without symbolic links (FAT,
+        some network and user-space ones) get a file.
         """
         path = os.path.join(self._parent, self._record)
         text = json.dumps(Owner.current().to_json())
         files.audit("symlink", path)
         try:
             os.symlink(text, self._record, dir_fd=self._parent_fd)
-        except (OSError, NotImplementedError):
-            self._write_record_file(text.encode(), path)
+        except OSError as error:
+            if error.errno not in NO_LINKS:
+                raise StorageError.of(error, "write in the target's directory", path=self.path) from error
+            remove_abandoned(self._parent_fd)  # temporary files of publishers that were killed here
+            write_new(self._parent_fd, self._record, text.encode(), path=path)
         files.sync_directory(self._parent_fd, path)
         attributes = files.stat_of(self._record, self._parent_fd, path)
         if attributes is None:
-            text = (
-                "another process removed the owner record during publishing: check for cleanup jobs, then publish again"
-            )
-            raise StorageError(text, errno=errno.ENOENT, path=path)
+            raise removed_error(path)
         return attributes
-
-    def _write_record_file(self, data: bytes, path: str) -> None:
-        try:
-            fd = files.create_file(self._record, self._parent_fd, path)
-        except StorageError as error:
-            reason = os.strerror(error.errno) if error.errno is not None else error.message
-            advice = remedy(error.errno) or "; choose a directory that you may write"
-            text = f"cannot write in the target's directory: {reason}{advice}"
-            raise StorageError(text, errno=error.errno, path=self.path) from error
-        with files.closing(fd, path):
-            files.audit("write", path)
-            files.pwrite_all(fd, data, 0, path)
-            files.sync_file(fd, path)
 
     def _is_of_this_user(self, leftover: Leftover, record: os.stat_result) -> bool:
         """Whether the record and the directories of its nonce have the uid of this process's own record."""
         if leftover.record is None or leftover.record.st_uid != record.st_uid:
             return False
-        for name in leftover.directories:
+        for name in leftover.directories.values():
             attributes = files.stat_of(name, self._parent_fd, self.path)
             if attributes is not None and (not stat.S_ISDIR(attributes.st_mode) or attributes.st_uid != record.st_uid):
                 return False
@@ -440,7 +378,10 @@ class DirectoryBuild(Build):
         """Rename a complete directory to the target's name if its publisher died between the two renames."""
         if files.stat_of(self._name, self._parent_fd, self.path) is not None:
             return
-        for leftover, partial in interrupted(leftovers):
+        for leftover in leftovers:
+            if not leftover.is_interrupted:
+                continue
+            partial = leftover.directories["partial"]
             if leftover not in of_this_user:
                 raise UnsafeError(
                     f"refused: another user's replacement of the target was interrupted ({leftover.owner})",
@@ -457,30 +398,21 @@ class DirectoryBuild(Build):
                     raise
                 continue
             files.sync_directory(self._parent_fd, self.path)
-            leftover.partials = {plan: name for plan, name in leftover.partials.items() if name != partial}
+            del leftover.directories["partial"]
             return
 
-    def _clear_leftovers(
-        self, leftovers: Iterable[Leftover], record: os.stat_result, plan_digest: str | None, *, resume: bool
-    ) -> None:
-        """Remove the leftovers of dead publishers, or take over a directory of this plan."""
-        unknown = []
+    def _clear_leftovers(self, leftovers: Iterable[Leftover], reused_plan: str | None, *, resume: bool) -> None:
+        """Remove the leftovers of dead publishers, or take over a directory of the plan `reused_plan`."""
         for leftover in leftovers:
             if leftover.owner is None:
-                age_s = (record.st_mtime_ns - leftover.record.st_mtime_ns) / 1e9 if leftover.record else 0.0
-                # Both times come from the file system: the clocks of two hosts are never compared.
-                if age_s > _BROKEN_RECORD_S and not leftover.directories:
-                    self._remove_record(leftover.nonce)
+                continue  # nothing proves whose it is
+            if leftover.state == "dead" or resume:
+                is_reusable = leftover.plan == reused_plan and "partial" in leftover.directories
+                if is_reusable and self._own_identity is None:
+                    self._take_over(leftover.directories.pop("partial"))
+                self._remove_leftover(leftover)
                 continue
-            if leftover.state != "dead" and not resume:
-                unknown.append(leftover)
-                continue
-            if self._own_identity is None and plan_digest in leftover.partials:
-                assert plan_digest is not None
-                self._take_over(leftover.partials.pop(plan_digest))
-            self._remove_leftover(leftover)
-        for leftover in unknown:
-            hidden = [*leftover.directories, f"{self._stem}.{leftover.nonce}.owner"]
+            hidden = [*leftover.directories.values(), f"{self._stem}.{leftover.nonce}.owner"]
             _log.warning(
                 "%s: %s is publishing here, or was interrupted and left %s: if it has ended, resume=True (--resume) "
                 "of a merge removes or reuses these files",
@@ -501,10 +433,10 @@ class DirectoryBuild(Build):
 
     def _remove_leftover(self, leftover: Leftover) -> None:
         """Remove a dead publisher's directories, then its record. A failure is logged: the next build tries again."""
-        if leftover.replaced and files.stat_of(self._name, self._parent_fd, self.path) is None:
+        if "replaced" in leftover.directories and files.stat_of(self._name, self._parent_fd, self.path) is None:
             return  # the only copy of the old checkpoint
         try:
-            for name in leftover.directories:
+            for name in leftover.directories.values():
                 self._discard(name, f"{self._stem}.{leftover.nonce}.discarded")
             self._remove_record(leftover.nonce)  # last: it proves the owner of the directories
         except StateExchangeError as error:
@@ -563,7 +495,7 @@ class DirectoryBuild(Build):
             return None
         if attributes is None or not stat.S_ISREG(attributes.st_mode):
             return None
-        return metadata if _size_and_time(attributes) == [size, mtime_ns] else None
+        return metadata if files.stat_identity(attributes)[2:] == (size, mtime_ns) else None
 
     # Building
 
@@ -572,12 +504,7 @@ class DirectoryBuild(Build):
         path = os.path.join(self.building_path, name)
         fd = files.create_file(name, self._dir_fd, path)
         with files.closing(fd, path):
-            is_reserved = False
-            if self._mount.is_memory:
-                self._unreserved[name] = nbytes
-                files.check_room(fd, self._unwritten_nbytes(), path)
-            else:
-                is_reserved = files.reserve(fd, nbytes, path)
+            is_reserved = files.make_room(fd, nbytes, path)
             try:
                 os.ftruncate(fd, nbytes)
             except OSError as error:
@@ -585,15 +512,6 @@ class DirectoryBuild(Build):
         output = DirectoryFile(path, header, is_reserved=is_reserved)
         self._outputs.append(output)
         return output
-
-    def _unwritten_nbytes(self) -> int:
-        """Return the bytes that unreserved files will still take: what is written of them is no longer free."""
-        unwritten = 0
-        for name, nbytes in list(self._unreserved.items()):  # a copy, as other threads create files meanwhile
-            attributes = files.stat_of(name, self._dir_fd, os.path.join(self.building_path, name))
-            num_blocks = 0 if attributes is None else attributes.st_blocks
-            unwritten += max(0, nbytes - 512 * num_blocks)  # st_blocks counts 512 bytes, whatever the file system
-        return unwritten
 
     def put(self, name: str, data: files.Buffer) -> None:
         """Write a small file durably, and the directories in its name."""
@@ -613,7 +531,8 @@ class DirectoryBuild(Build):
         attributes = files.stat_of(name, self._dir_fd, path)
         if attributes is None:
             raise removed_error(path)
-        self.put(_receipt(name), json.dumps([*_size_and_time(attributes), metadata], separators=(",", ":")).encode())
+        _, _, size, mtime_ns = files.stat_identity(attributes)
+        self.put(_receipt(name), json.dumps([size, mtime_ns, metadata], separators=(",", ":")).encode())
         self.finished[name] = metadata
 
     def share(self) -> str:
@@ -655,11 +574,7 @@ class DirectoryBuild(Build):
             return False  # removed, or another publisher is between two renames: the next rename decides
         if identity != self._old_identity:
             raise conflict(self.path, "replaced or changed the target meanwhile")
-        opened_target = check_target(self.path, self._parent_fd, self._check)
-        if opened_target is None:
-            return False
-        os.close(opened_target[0])
-        return True
+        return check_target(self.path, self._parent_fd, self._check) is not None
 
     def _rename_exclusively(self) -> None:
         try:
@@ -711,10 +626,7 @@ class DirectoryBuild(Build):
         identity = identity_at(name, self._parent_fd, self.path)
         if identity == self._old_identity:
             return
-        opened_target = check_target(os.path.join(self._parent, name), self._parent_fd, self._check)
-        if opened_target is not None:
-            os.close(opened_target[0])
-            self._old_identity = opened_target[1]
+        self._old_identity = check_target(os.path.join(self._parent, name), self._parent_fd, self._check)
 
     def abandon(self) -> None:
         """Remove an uncommitted build. A failure is logged: the next publisher to this target tries again."""
@@ -740,7 +652,7 @@ class DirectoryBuild(Build):
             self._has_successor = True
 
     def _end(self) -> None:
-        """Remove all names of this nonce, the record last, and release the lock."""
+        """Remove all names of this nonce, the record last."""
         try:
             self._clear_own()
             if self._is_published:  # other hosts must see neither the old names nor those just removed
@@ -748,21 +660,12 @@ class DirectoryBuild(Build):
         finally:
             self._has_ended = True
             open_builds.discard((self._pid, self._nonce))
-            if self._lock is not None:
-                with contextlib.suppress(OSError):  # an empty lock file does no harm
-                    # Before the release: after it the file may be another publisher's lock.
-                    os.unlink(self._lock.lock_file)
-                self._lock.release()
-            if self._made and not self._is_published and not self._has_lost_parent():
-                files.remove_made(self._made)
             os.close(self._parent_fd)
 
     def _clear_own(self) -> None:
         try:
-            for fd in (self._dir_fd, self._old_fd):
-                if fd >= 0:
-                    os.close(fd)
-            self._dir_fd = self._old_fd = -1
+            if self._dir_fd >= 0:
+                os.close(self._dir_fd)
             is_clear = self._discard_own()
             if is_clear and files.stat_of(self._record, self._parent_fd, self.path) is not None:
                 self._remove_record(self._nonce)
@@ -799,8 +702,3 @@ class DirectoryBuild(Build):
 def _receipt(name: str) -> str:
     """Return the name of the receipt beside a finished output file."""
     return f"{files.hidden_prefix(name)}.finished"
-
-
-def _size_and_time(attributes: os.stat_result) -> list[int]:
-    """Return [size, mtime_ns], to detect a finished file that was changed."""
-    return [attributes.st_size, attributes.st_mtime_ns]

@@ -16,11 +16,11 @@ from statexchange.storage.files import mount_of
 from statexchange.storage.publish.build import NO_PLAN, ReplaceCheck, UnfinishedBuild, target_exists
 from statexchange.storage.publish.directory_build import (
     DirectoryBuild,
+    Leftover,
     check_target,
     conflict,
     find_leftovers,
     identity_at,
-    interrupted,
     refuse_others,
 )
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = ["DirectoryRemoval", "check_directory", "unfinished_builds"]
-
-_STAT_BLOCK_BYTES = 512  # the unit of st_blocks on every file system
 
 
 def unfinished_builds(path: str) -> list[UnfinishedBuild]:
@@ -42,49 +40,42 @@ def unfinished_builds(path: str) -> list[UnfinishedBuild]:
     try:
         with files.directory(parent) as dir_fd:
             for leftover in find_leftovers(name, dir_fd, parent):
-                nbytes, _ = _sizes_of_files(leftover.directories, dir_fd, parent)
-                paths = tuple(os.path.join(parent, hidden) for hidden in leftover.directories)
-                is_removal = bool(paths) and not leftover.partials
+                nbytes = _size_of_files(leftover.directories.values(), dir_fd, parent)
+                paths = tuple(os.path.join(parent, hidden) for hidden in leftover.directories.values())
+                is_removal = bool(paths) and "partial" not in leftover.directories
                 found.append(UnfinishedBuild(leftover.nonce, paths, is_removal, leftover.owner, leftover.state, nbytes))
     except NotFoundError:
         return []
     return found
 
 
-def check_directory(path: str, check: ReplaceCheck | None, nbytes: int, *, resume: bool) -> None:
-    """Raise what a build of `nbytes` bytes at `path` would raise for the target, without changing anything.
-
-    Disk space of dead publishers' files counts as free: a build removes or reuses them.
-    """
+def check_directory(path: str, check: ReplaceCheck | None, nbytes: int) -> None:
+    """Raise what a build of `nbytes` bytes at `path` would raise for the target, without changing anything."""
     parent, name = files.split_target(path)
     dir_fd, nearest = files.open_nearest(parent)
     try:
         mount_of(nearest).check_takes_files(nearest)
-        needed_bytes = nbytes
+        leftovers: list[Leftover] = []
         if nearest == parent:
             leftovers = find_leftovers(name, dir_fd, parent)
             refuse_others(leftovers, path)
             has_target = files.stat_of(name, dir_fd, path) is not None
-            if check is None and (has_target or any(interrupted(leftovers))):
+            is_interrupted = any(leftover.is_interrupted for leftover in leftovers)
+            if check is None and (has_target or is_interrupted):
                 raise target_exists(path)
             files.check_writable(dir_fd, parent)  # here, so that errors come in a build's order
-            if has_target or not any(interrupted(leftovers)):
-                opened_target = check_target(path, dir_fd, check)
-                if opened_target is not None:
-                    os.close(opened_target[0])
-            for leftover in leftovers:
-                # A build would not remove one without an owner, and would give a replacement the target's name.
-                if leftover.owner is not None and not leftover.replaced and (resume or leftover.state == "dead"):
-                    needed_bytes -= _sizes_of_files(leftover.partials.values(), dir_fd, parent)[1]
+            if has_target or not is_interrupted:
+                check_target(path, dir_fd, check)
         files.check_writable(dir_fd, nearest)
-        files.check_room(dir_fd, needed_bytes, path)
+        if not leftovers:  # a build would remove or reuse them: how much room there is then is not known
+            files.check_room(dir_fd, nbytes, path)
     finally:
         os.close(dir_fd)
 
 
-def _sizes_of_files(names: Iterable[str], dir_fd: int, parent: str) -> tuple[int, int]:
-    """Return the bytes of the files in hidden directories, and their bytes on disk; what cannot be read counts 0."""
-    nbytes = on_disk = 0
+def _size_of_files(names: Iterable[str], dir_fd: int, parent: str) -> int:
+    """Return the bytes of the files in hidden directories; what cannot be read counts 0."""
+    nbytes = 0
     for name in names:
         path = os.path.join(parent, name)
         with contextlib.suppress(StateExchangeError), files.directory(name, dir_fd, path) as hidden_fd:
@@ -92,8 +83,7 @@ def _sizes_of_files(names: Iterable[str], dir_fd: int, parent: str) -> tuple[int
                 attributes = files.stat_of(entry, hidden_fd, path)
                 if attributes is not None:
                     nbytes += attributes.st_size
-                    on_disk += getattr(attributes, "st_blocks", 0) * _STAT_BLOCK_BYTES
-    return nbytes, on_disk
+    return nbytes
 
 
 class DirectoryRemoval(DirectoryBuild):

@@ -34,8 +34,8 @@ every 15 s, and after its put; if the claim is lost by then, it removes its own 
 versions that the members have sent with its listing in step 5.
 
 Removal: a build whose claim has the plan `REMOVAL`. It takes the claim, removes the manifest first and then the other
-objects, and gives the claim up. A process remembers since when it has seen each claim unchanged (`watch_claim`), so
-that a job that looks at its saves repeatedly never has to wait for one.
+objects, and gives the claim up. A process remembers since when it has seen each claim unchanged, so that a job that
+clears the remains of its saves repeatedly never has to wait for one.
 
 Failure: a publisher that fails removes its objects only while it still holds the claim; otherwise its successor removes
 them. A killed publisher leaves the claim and its objects, and the next publisher takes over in step 1; it also cancels
@@ -61,6 +61,7 @@ from statexchange.storage.fsspec_store import storage_errors
 from statexchange.storage.location import FilteredStore, read_json
 from statexchange.storage.publish.build import (
     Build,
+    Member,
     OutputFile,
     UnfinishedBuild,
     WrittenFile,
@@ -88,7 +89,6 @@ __all__ = [
     "clear_objects",
     "remove_objects",
     "unfinished_objects",
-    "watch_claim",
 ]
 
 _log = logging.getLogger(__name__)
@@ -310,16 +310,6 @@ def _list_target(
 _seen_claims: dict[str, tuple[str, str, float]] = {}
 """By directory, the nonce and the version of the last claim that this process has seen there, and since when it has
 seen this version, by its monotonic clock."""
-
-
-def watch_claim(url: str) -> None:
-    """Look at the claim in a directory, if there is one, so that a later publisher or removal need not wait for it."""
-    objects = Objects(url)
-    with contextlib.suppress(CorruptError, TargetExistsError):  # it is broken, or renewed again and again
-        present = objects.read_claim()
-        if present is not None:
-            claim, version = present
-            _seen_since(objects.path, claim.nonce, version)
 
 
 def _seen_since(path: str, nonce: str, version: str) -> float:
@@ -608,7 +598,7 @@ class _Renewal:
             self._thread.join()
 
 
-class ObjectMember(_ObjectWriter):
+class ObjectMember(_ObjectWriter, Member):
     """Puts objects for a publisher whose claim has the nonce `key`.
 
     Raises:
@@ -639,28 +629,33 @@ class ObjectMember(_ObjectWriter):
     ) -> WrittenFile:
         """Upload one file from begin to end, which needs its digests before: the tensors are read twice."""
         content = DigestedTensors.of(shards, metadata, progress)
-        output = ObjectFile(self, self._objects, name, content.nbytes, content.header)
-        try:
-            content.write_to(output.write)
-            output.finish()
-        finally:
-            output.close()
-        return WrittenFile(self._version_of(name), self.folder, content)
+        version = self._uploaded(name, content.nbytes, content.header, content.write_to)
+        return WrittenFile(version, self.folder, content)
 
     def upload(self, name: str, parts: Iterable[Buffer], nbytes: int) -> str:
         """Upload a file of `nbytes` bytes from begin to end; return its version."""
-        output = ObjectFile(self, self._objects, name, nbytes, b"")
-        try:
+
+        def write_to(write_at: Callable[[Buffer, int], object]) -> None:
             at = 0
             for part in parts:
-                output.write(part, at)
+                write_at(part, at)
                 at += memoryview(part).nbytes
+
+        return self._uploaded(name, nbytes, b"", write_to)
+
+    def _uploaded(
+        self, name: str, nbytes: int, header: bytes, write_to: Callable[[Callable[[Buffer, int], object]], object]
+    ) -> str:
+        """Upload a file, of which `write_to` writes all after the header; return its version."""
+        output = ObjectFile(self, self._objects, name, nbytes, header)
+        try:
+            write_to(output.write)
             output.finish()
         finally:
             output.close()
         return self._version_of(name)
 
-    def copy(self, name: str, source: str, identity: Sequence[str | int], progress: Callable[[], object]) -> str | None:
+    def link(self, name: str, source: str, identity: Sequence[str | int], progress: Callable[[], object]) -> str | None:
         """Have the store copy an object of this size and version; return the new version.
 
         None if the store makes no such copy, as of a small object, or if another object is at the URL `source`.
@@ -705,7 +700,7 @@ def unfinished_objects(url: str, manifest: str) -> UnfinishedBuild | None:
     return UnfinishedBuild(claim.nonce, paths, is_removal, claim.owner, state, nbytes)
 
 
-def clear_objects(url: str, manifest: str, is_own: OwnCheck, *, waits: bool) -> str | None:
+def clear_objects(url: str, manifest: str, is_own: OwnCheck | None, *, waits: bool) -> str | None:
     """Remove what a dead publisher or removal has left in the directory `url`; return the nonce of its claim.
 
     Not collective. None if there is nothing, or if its process may still run. Of a directory with a manifest only the
