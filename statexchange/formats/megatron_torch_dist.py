@@ -25,9 +25,8 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats import dcp
-from statexchange.formats.megatron_arguments import RunArguments, section_of_key
-from statexchange.formats.sections import sections_from
-from statexchange.formats.source import SectionName, Source, open_listed
+from statexchange.formats.megatron_arguments import RunArguments, with_sections
+from statexchange.formats.source import Source, open_listed
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.shards import Box
 from statexchange.storage.location import OpenedPath, read_json
@@ -90,15 +89,9 @@ def read(opened: OpenedPath, store: Store) -> Source:
     )
     if common is not None:
         source = _with_common(source, common)
-    tensors = replace(source, others={}).names
-
-    def section_of_name(name: str) -> SectionName:
-        # Tensors without the key of another section are the model's.
-        return section_of_key(name) or ("model" if name in tensors else "other")
-
     source = replace(source, others={**refused, **source.others})
     # Without .metadata nothing is known of the tensors, the model's among them.
-    return replace(source, sections=sections_from(source.names, section_of_name) if stored.files else ())
+    return with_sections(source) if stored.files else source
 
 
 def _with_common(source: Source, common: TorchFile) -> Source:
