@@ -6,6 +6,7 @@ loss scaler, stay opaque.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from statexchange.errors import CorruptError, StateExchangeError, type_text
 from statexchange.formats.part_names import OPTIMIZER_FILE
 from statexchange.formats.pickles import OpaqueObject
 from statexchange.formats.source import SourceTensor, UnreadableTensor, open_listed, parsing
-from statexchange.formats.torch_archive import TensorView, describe, is_tensor, unwrap_tensor, view_of
+from statexchange.formats.torch_archive import describe, is_tensor
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.shards import Shard, boxes_of_run, shape_from_json
 from statexchange.storage.store import ByteRange, Store
@@ -28,7 +29,6 @@ __all__ = [
     "STATE",
     "UNIVERSAL",
     "DeepSpeedFile",
-    "FlatBuffer",
     "FlatRun",
     "Shapes",
     "Step",
@@ -69,6 +69,7 @@ class Step:
         unreadable: the tensors that are affected by these.
         notes: what a user should know about how it was read.
         world_size: the number of ranks, if it is known.
+        universal: the directory with the parameters of a Universal Checkpoint; None if it is none.
     """
 
     def __init__(self, store: Store) -> None:
@@ -95,6 +96,7 @@ class Step:
         self.unreadable: list[UnreadableTensor] = []
         self.notes: list[str] = []
         self.world_size: int | None = None
+        self.universal = store.below(UNIVERSAL) if UNIVERSAL in store.directories else None
 
     @contextmanager
     def collecting(self, affected: Mapping[str, tuple[int, ...] | None]) -> Iterator[None]:
@@ -134,12 +136,6 @@ class Step:
         prefix = next(iter(present.values()), "").partition("zero_pp_rank_")[0]
         return f"{prefix}{of_rank}mp_rank_{stage:02d}_optim_states.pt"
 
-    def add_aliases(self, shared: Mapping[str, str]) -> None:
-        """Add the other names of parameters, given with the names under which they are saved, to each file."""
-        for file in self.files.values():
-            for alias, name in shared.items():
-                file.add_alias(MODEL + alias, MODEL + name)
-
 
 def source_name(parameter: str, key: str) -> str:
     """Return the name in a source of a parameter's master weights, or of one of its optimizer's states."""
@@ -163,20 +159,6 @@ class FlatRun:
     end: int
     group: int = 0
     at: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FlatBuffer:
-    """A tensor of one dim: a rank's flattened parts of parameters."""
-
-    dtype: str
-    numel: int
-    stored: ByteRange
-
-    def range(self, at: int, numel: int) -> ByteRange:
-        """Return the byte range of `numel` elements from element `at` on."""
-        itemsize = ITEMSIZE[self.dtype]
-        return ByteRange(self.stored.file, self.stored.begin + at * itemsize, numel * itemsize)
 
 
 class DeepSpeedFile(TorchFile):
@@ -220,36 +202,38 @@ class DeepSpeedFile(TorchFile):
         self.budget.spend(_STEPS_PER_PART * len(shapes))
         return {name: shape_from_json(shape) for name, shape in shapes.items()}
 
-    def view(self, value: Any) -> TensorView:
-        """Return the strided tensor that a value stands for."""
+    def flat(self, value: Any) -> SourceTensor | None:
+        """Return a flat buffer: a tensor of one dim, in one run of bytes; None for anything else."""
         if not is_tensor(value):
-            raise ValueError(f"{describe(value)} in the place of a tensor")
-        return view_of(unwrap_tensor(value))
+            return None
+        tensor = self._tensor("", value)
+        is_run = tensor.shard.is_whole and tensor.byte_ranges[0].strides is None
+        return tensor if is_run and len(tensor.shard.global_shape) == 1 else None
 
-    def buffer(self, value: Any) -> FlatBuffer:
-        """Return a tensor of one dim as a flat buffer."""
-        view = self.view(value)
-        stored = self._archive.byte_range(view)
-        if len(view.shape) != 1 or stored.strides is not None:
-            raise ValueError(f"a tensor of shape {view.shape} in the place of a flat one")
-        return FlatBuffer(view.dtype, view.shape[0], stored)
-
-    def add_whole(self, name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
-        """Add a whole tensor. `shape` is that of a flattened one."""
+    def add_whole(self, name: str, value: Any, shape: tuple[int, ...] | None) -> None:
+        """Add a whole tensor of this shape, which may be stored flattened; None for any shape."""
         self._check_new(name)
-        self.add_tensor(name, value, shape)
+        self.add_tensor(name, value)
+        if name not in self.tensors or shape in (None, self.tensors[name].shard.global_shape):
+            return
+        flat, numel = self.flat(value), math.prod(shape)
+        stored = self.tensors.pop(name).shard.global_shape
+        if flat is None or stored != (numel,):
+            raise CorruptError(f"a tensor of shape {stored} for shape {shape}", name=name)
+        self.add_run(name, shape, FlatRun(name, 0, numel), flat)
 
-    def add_run(self, name: str, shape: tuple[int, ...], run: FlatRun, buffer: FlatBuffer) -> None:
-        """Add the part of a tensor of this shape that is a run in a buffer."""
+    def add_run(self, name: str, shape: tuple[int, ...], run: FlatRun, buffer: SourceTensor) -> None:
+        """Add the part of a tensor of this shape that is a run in a flat buffer."""
         self.budget.spend(_STEPS_PER_PART)
         self._check_new(name)
-        boxes = boxes_of_run(shape, run.begin, run.end)
+        boxes, dtype, (stored,) = boxes_of_run(shape, run.begin, run.end), buffer.shard.dtype, buffer.byte_ranges
         ranges = []
-        at = run.at
+        begin = stored.begin + run.at * ITEMSIZE[dtype]
         for box in boxes:
-            ranges.append(buffer.range(at, box.numel))
-            at += box.numel
-        self.tensors[name] = SourceTensor(Shard(name, buffer.dtype, shape, boxes), tuple(ranges))
+            nbytes = box.numel * ITEMSIZE[dtype]
+            ranges.append(ByteRange(stored.file, begin, nbytes))
+            begin += nbytes
+        self.tensors[name] = SourceTensor(Shard(name, dtype, shape, boxes), tuple(ranges))
 
     def add_alias(self, alias: str, name: str) -> None:
         """Add another name for a tensor of this file, if it has it, and nothing of the other name."""

@@ -308,7 +308,7 @@ class TorchFile:
         self.unsupported.append(UnreadableTensor(name, None, None, self.path, located))
 
     def _tensor(self, name: str, value: OpaqueObject) -> SourceTensor:
-        with parsing("not what torch writes for a tensor", name=name, path=self.path):
+        with parsing("not what torch writes for a tensor", name=name or None, path=self.path):
             tensor = unwrap_tensor(value)
             if class_of(tensor) == "DTensor":
                 return self._distributed(name, tensor)
