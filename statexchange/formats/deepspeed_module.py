@@ -23,7 +23,6 @@ from statexchange.formats.deepspeed_files import (
 from statexchange.formats.deepspeed_universal import add_parameters
 from statexchange.formats.deepspeed_zero import CONVERTER, add_flat, part_of
 from statexchange.formats.source import Weights
-from statexchange.storage.store import Store
 from statexchange.tensors import ITEMSIZE
 
 __all__ = ["add_tensors"]
@@ -126,7 +125,13 @@ def add_tensors(step: Step, first: DeepSpeedFile, weights: Weights | None) -> No
     all_states = [ModelStates(step, stage, num_ranks) for stage in stages]
     in_zero: set[str] = set()
     if zero is not None:
-        in_zero = _add_parameters(step, zero, all_states, takes_master=takes_master)
+        shapes: dict[str, tuple[int, ...]] = {}
+        in_zero |= set(zero.directories)
+        for states in all_states:
+            # Those without fp32 weights are in the model's files, as they were before the conversion.
+            in_zero -= states.buffers | states.shared.keys() | states.frozen.keys()
+            shapes |= states.shapes
+        add_parameters(step, in_zero, shapes, takes_master=takes_master)
     for states in all_states:
         if zero is None and is_zero and not has_experts:
             _add_flat(step, states, num_ranks, takes_master=takes_master)
@@ -195,17 +200,6 @@ def _note_weights(step: Step, weights: Weights | None, *, has_experts: bool) -> 
         text = f'the fp32 master weights cannot be read here: {reason}. Take weights="model" (--weights model)'
         raise UnsupportedError(text)
     step.notes.append(f"these are the weights of the training, not the fp32 master weights: {reason}")
-
-
-def _add_parameters(step: Step, zero: Store, all_states: Sequence[ModelStates], *, takes_master: bool) -> set[str]:
-    """Add the parameters of a Universal Checkpoint, which are in directories of `zero`; return their names."""
-    names, shapes = set(zero.directories), {}
-    for states in all_states:
-        # Those without fp32 weights are in the model's files, as they were before the conversion.
-        names -= states.buffers | states.shared.keys() | states.frozen.keys()
-        shapes |= states.shapes
-    add_parameters(step, zero, names, shapes, takes_master=takes_master)
-    return names
 
 
 def _add_flat(step: Step, states: ModelStates, num_ranks: int, *, takes_master: bool) -> None:

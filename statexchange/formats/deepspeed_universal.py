@@ -28,16 +28,17 @@ def is_universal(store: Store) -> bool:
     return any(_WEIGHTS_FILE in store.below(name).files for name in store.directories[:1])
 
 
-def add_parameters(step: Step, zero: Store, names: Iterable[str], shapes: Shapes, *, takes_master: bool) -> None:
-    """Add the fp32 weights and the optimizer's states of parameters, each in a directory of `zero`.
+def add_parameters(step: Step, names: Iterable[str], shapes: Shapes, *, takes_master: bool) -> None:
+    """Add the fp32 weights and the optimizer's states of parameters, each in a directory of its own.
 
     Args:
         step: the step.
-        zero: the directory with the directories.
         names: the names of the directories.
         shapes: the shapes of parameters that must be there.
         takes_master: whether the fp32 weights are wanted.
     """
+    zero = step.universal
+    assert zero is not None
     stores = {name: zero.below(name) for name in sorted(names)}
     present: dict[str, set[str]] = {}
     for name in {**stores, **shapes}:

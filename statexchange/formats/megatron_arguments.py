@@ -84,10 +84,8 @@ class RunArguments:
         return self.tensor * self.pipeline * self.expert
 
     def __str__(self) -> str:
-        sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
-        parallel = ", ".join(f"{axis} parallel {size}" for axis, size in sizes.items() if size > 1 or axis != "expert")
-        layers = f", {self.model['num_layers']} layers" if "num_layers" in self.model else ""
-        return f"{self.num_arguments} arguments of the run: {parallel}{layers}"
+        sizes = f"tensor parallel {self.tensor}, pipeline parallel {self.pipeline}, expert parallel {self.expert}"
+        return f"{self.num_arguments} arguments of the run: {sizes}"
 
 
 def _model_numbers(arguments: Mapping[Any, Any]) -> dict[str, int]:

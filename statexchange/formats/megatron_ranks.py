@@ -35,7 +35,7 @@ from statexchange.formats.megatron_arguments import RANK_DIRECTORY, RunArguments
 from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor, open_listed, parsing
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.sharding_spec import DimSplit, local_boxes
-from statexchange.sharding.shards import Shard, full_box
+from statexchange.sharding.shards import Shard
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 
@@ -205,14 +205,13 @@ def _missing(
 ) -> list[StateExchangeError]:
     """Return an error for the first rank without a directory, and one for each directory without a rank."""
     problems: list[StateExchangeError] = []
-    sizes = f"tensor {arguments.tensor} x pipeline {arguments.pipeline} x expert parallel {arguments.expert}"
     absent = [name for name in positions if name not in names]
     if absent:
-        text = f"{len(absent)} of {len(positions)} ranks are missing ({sizes}), first this one"
+        text = f"{len(absent)} of {len(positions)} ranks are missing ({arguments}), first this one"
         problems.append(IncompleteError(text, path=store.path_of(absent[0])))
     for name in names:
         if name not in positions:
-            text = f"the arguments of the run, {sizes}, have no such rank: this directory is of another save"
+            text = f"{arguments}, have no such rank: this directory is of another save"
             problems.append(IncompleteError(text, path=store.path_of(name)))
     return problems
 
@@ -327,7 +326,7 @@ class _Reader:
         _check_experts(shard.name, self._arguments)
         if count == 1:
             return tensor
-        if shard.boxes != (full_box(shard.global_shape),):
+        if not shard.is_whole:
             raise UnsupportedError("it is a DTensor, which the legacy format is not known to have")
         split = division_of(shard.name, shard.global_shape, shapes.get(_gate_sibling(shard.name) or ""))
         if split is None:

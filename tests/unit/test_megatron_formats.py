@@ -103,7 +103,9 @@ def test_a_summary_shows_sections_arguments_and_the_iteration(samples: dict[str,
     assert (summary.kind, summary.step, summary.ranks) == ("megatron torch_dist", 7, (0, 1, 2, 3))
     counts = {name: section.num_tensors for name, section in summary.sections.items()}
     assert (counts["model"], counts["optimizer"]) == (13, 12)
-    assert summary.others["args"] == "19 arguments of the run: tensor parallel 2, pipeline parallel 2, 2 layers"
+    assert (
+        summary.others["args"] == "19 arguments of the run: tensor parallel 2, pipeline parallel 2, expert parallel 1"
+    )
     assert summary.others["content_metadata.distrib_optim_sharding_type"] == "str 'dp_reshardable'"
     assert summary.others["opt_param_scheduler.num_steps"] == "int 448"
 
