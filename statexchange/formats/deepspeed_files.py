@@ -34,6 +34,7 @@ __all__ = [
     "Step",
     "count_of",
     "number_of",
+    "part_of",
     "source_name",
 ]
 
@@ -210,17 +211,25 @@ class DeepSpeedFile(TorchFile):
         is_run = tensor.shard.is_whole and tensor.byte_ranges[0].strides is None
         return tensor if is_run and len(tensor.shard.global_shape) == 1 else None
 
-    def add_whole(self, name: str, value: Any, shape: tuple[int, ...] | None) -> None:
-        """Add a whole tensor of this shape, which may be stored flattened; None for any shape."""
+    def add_part(self, name: str, value: Any, shape: tuple[int, ...] | None, rank: int = 0, num_ranks: int = 1) -> None:
+        """Add a rank's part of a tensor of this shape, as ZeRO-3 divides it: flattened, if it is not the whole.
+
+        Of one rank it is the whole tensor, of any shape if that is None.
+        """
+        flat = self.flat(value)
+        if shape is not None and flat is not None and (num_ranks > 1 or flat.shard.global_shape != shape):
+            begin, end, size = part_of(shape, rank, num_ranks)
+            if flat.shard.global_shape != (size,):
+                text, (numel,) = "this rank's part of the parameter has another size", flat.shard.global_shape
+                raise CorruptError(text, name=name, expected=size, found=numel)
+            if begin < end or 0 in shape:
+                self.add_run(name, shape, FlatRun(name, begin, end), flat)
+            return
         self._check_new(name)
         self.add_tensor(name, value)
-        if name not in self.tensors or shape in (None, self.tensors[name].shard.global_shape):
-            return
-        flat, numel = self.flat(value), math.prod(shape)
-        stored = self.tensors.pop(name).shard.global_shape
-        if flat is None or stored != (numel,):
+        stored = self.tensors[name].shard.global_shape if name in self.tensors else shape
+        if num_ranks > 1 or shape not in (None, stored):
             raise CorruptError(f"a tensor of shape {stored} for shape {shape}", name=name)
-        self.add_run(name, shape, FlatRun(name, 0, numel), flat)
 
     def add_run(self, name: str, shape: tuple[int, ...], run: FlatRun, buffer: SourceTensor) -> None:
         """Add the part of a tensor of this shape that is a run in a flat buffer."""
@@ -258,3 +267,10 @@ def count_of(value: Any) -> int:
     if number < 1:
         raise ValueError(f"{number} in the place of a number of ranks")
     return number
+
+
+def part_of(shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[int, int, int]:
+    """Return the first element and the end of a rank's part of a parameter in ZeRO-3, and its length with padding."""
+    numel = math.prod(shape)
+    size = -(-numel // num_ranks)
+    return min(rank * size, numel), min((rank + 1) * size, numel), size

@@ -10,18 +10,17 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from statexchange.errors import CorruptError, IncompleteError, UnsupportedError
+from statexchange.errors import IncompleteError, UnsupportedError
 from statexchange.formats.deepspeed_files import (
     MODEL,
     STATE,
     DeepSpeedFile,
-    FlatRun,
     Step,
     count_of,
     number_of,
 )
 from statexchange.formats.deepspeed_universal import add_parameters
-from statexchange.formats.deepspeed_zero import CONVERTER, add_flat, part_of
+from statexchange.formats.deepspeed_zero import CONVERTER, add_flat
 from statexchange.formats.source import Weights
 from statexchange.tensors import ITEMSIZE
 
@@ -75,19 +74,7 @@ class ModelStates:
             with file.parsing():
                 fragments = file.entry("frozen_param_fragments")
                 for name, shape in self.frozen.items():
-                    if self._is_divided:
-                        self._add_part(file, rank, name, fragments[name])
-                    else:
-                        file.add_whole(MODEL + name, fragments[name], shape)
-
-    def _add_part(self, file: DeepSpeedFile, rank: int, name: str, fragment: object) -> None:
-        """Add a rank's part of a parameter that ZeRO-3 divides."""
-        shape, buffer = self.frozen[name], file.flat(fragment)
-        begin, end, size = part_of(shape, rank, len(self._files))
-        if buffer is None or buffer.shard.global_shape != (size,):
-            raise CorruptError("this rank's part of the parameter has another size", name=name, expected=size)
-        if begin < end or 0 in shape:
-            file.add_run(MODEL + name, shape, FlatRun(name, begin, end), buffer)
+                    file.add_part(MODEL + name, fragments[name], shape, rank, len(self._files))
 
     def add_module(self, elsewhere: set[str]) -> None:
         """Add what the model's file holds itself: the module without the parameters that are `elsewhere`."""
@@ -96,8 +83,8 @@ class ModelStates:
             module = file.named(file.root["module"] or {})  # None in a pipeline, whose layers have their own files
             elsewhere = elsewhere | {alias for alias, name in self.shared.items() if name in elsewhere}
             entries = {name: value for name, value in module.items() if name not in elsewhere}
-            for name in entries.keys() - self.buffers if self._is_divided else ():
-                flat = file.flat(entries[name])
+            for name, value in entries.items():
+                flat = file.flat(value) if self._is_divided and name not in self.buffers else None
                 if flat is not None and flat.shard.global_shape == (0,):
                     raise IncompleteError("the values of this parameter are in no file", name=name)
             file.add_entries(MODEL, entries)

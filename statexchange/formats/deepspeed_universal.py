@@ -61,4 +61,4 @@ def add_parameters(step: Step, names: Iterable[str], shapes: Shapes, *, takes_ma
                 step.files[file.path] = file
                 with file.parsing():
                     value = file.root if is_tensor(file.root) else file.entry("param")
-                    file.add_whole(source_name(name, key), value, shape)
+                    file.add_part(source_name(name, key), value, shape)

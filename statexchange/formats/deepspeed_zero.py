@@ -27,13 +27,14 @@ from statexchange.formats.deepspeed_files import (
     FlatRun,
     Shapes,
     number_of,
+    part_of,
     source_name,
 )
 from statexchange.formats.source import SourceTensor
 from statexchange.formats.torch_archive import describe
 from statexchange.sharding.shards import sizes_from_json
 
-__all__ = ["CONVERTER", "add_flat", "part_of"]
+__all__ = ["CONVERTER", "add_flat"]
 
 CONVERTER = "convert it with python -m deepspeed.checkpoint.ds_to_universal --input_folder STEP --output_folder OUT"
 # The entries with the weights and with the optimizer's states.
@@ -225,10 +226,3 @@ def _runs_of_partitions(parts: Sequence[_FlatFile], shapes: Shapes) -> list[list
             path = parts[0].file.path
             raise CorruptError(text, name=name, path=path, expected=math.prod(shape), found=ends[name])
     return runs
-
-
-def part_of(shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[int, int, int]:
-    """Return the first element and the end of a rank's part of a parameter in ZeRO-3, and its length with padding."""
-    numel = math.prod(shape)
-    size = -(-numel // num_ranks)
-    return min(rank * size, numel), min((rank + 1) * size, numel), size
