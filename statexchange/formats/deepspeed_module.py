@@ -99,8 +99,9 @@ def add_tensors(step: Step, first: DeepSpeedFile, weights: Weights | None) -> No
         UnsupportedError: the weights that are wanted cannot be read from here.
     """
     zero = step.universal
-    expert_counts = _expert_counts(first) if zero is None else []
-    has_experts = zero is None and (bool(step.names["expert"]) or any(count > 1 for count in expert_counts))
+    # Of each layer with experts their number.
+    expert_counts = [number_of(count) for count in first.listed(first.root.get("num_experts") or ())]
+    has_experts = zero is None and (bool(step.names["expert"]) or max(expert_counts, default=1) > 1)
     is_zero = zero is not None or first.root.get("param_shapes") is not None
     num_ranks = count_of(first.root.get("dp_world_size", 1)) if is_zero else 1
     stages = range(_num_stages(step, first)) if zero is None else sorted({stage for _, stage in step.names["model"]})
@@ -155,12 +156,6 @@ def _num_stages(step: Step, first: DeepSpeedFile) -> int:
         text = f"files of {tensor_parallel} tensor-parallel ranks do not say how they divide the tensors"
         raise UnsupportedError(f"{text}: {CONVERTER}, and give OUT")
     return num_stages
-
-
-def _expert_counts(first: DeepSpeedFile) -> list[int]:
-    """Return the number of experts of each layer with experts."""
-    counts = first.root.get("num_experts")
-    return [number_of(count) for count in first.listed(counts)] if type(counts) is list else []
 
 
 def _check_has_model_weights(step: Step, stages: Sequence[int]) -> None:

@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import io
 import pickletools
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, UnsafeError, excerpt, type_text
@@ -239,7 +238,6 @@ class _Machine:
 
     def __init__(self, data: bytes, path: str, budget: Budget, *, unknown_classes: bool) -> None:
         self.file = io.BytesIO(data)
-        self.read, self.readline = self.file.read, self.file.readline  # for the readers of pickletools
         self.path = path
         self.budget = budget
         self.unknown_classes = unknown_classes
@@ -253,11 +251,12 @@ class _Machine:
 
     def run(self) -> Any:
         """Run to the end and return the one value that is left on the stack."""
-        while (code := self.read(1)) != _STOP:
-            if code not in _INSTRUCTIONS:
+        file, instructions = self.file, _INSTRUCTIONS
+        while (code := file.read(1)) != _STOP:
+            if code not in instructions:
                 raise self.refused_opcode(code)
-            operand, operation = _INSTRUCTIONS[code]
-            operation(self, operand(self))
+            read_argument, operation = instructions[code]
+            operation(self, read_argument(file))
         (value,) = self.stack
         if self.outer_stacks:
             raise ValueError("a mark is left on the stack")
@@ -273,15 +272,7 @@ class _Machine:
             return ValueError(f"{code!r} instead of an opcode")
         return UnsafeError(f"refused: a pickle with opcode {code!r} at {self.file.tell() - 1}", path=self.path)
 
-    def push(self, value: Any) -> None:
-        """Push a value."""
-        self.stack.append(value)
-
-    def put(self, index: int) -> None:
-        """Keep the last value in the memo."""
-        self.memo[index] = self.stack[-1]
-
-    def begin_stack(self, _: None) -> None:
+    def begin_stack(self) -> None:
         """Begin a new stack, which `above_mark` ends."""
         self.outer_stacks.append(self.stack)
         self.stack = []
@@ -325,15 +316,14 @@ class _Machine:
                 self.check_key(key)
         return keys
 
-    def push_global(self, names: Sequence[Any]) -> None:
-        """Push the GlobalRef of a name, given as the module and the name in it."""
+    def push_global(self, module: Any, name: Any) -> None:
+        """Push the GlobalRef of a name."""
         ref = None
-        module, name = names
         if type(module) is type(name) is str:
             ref = _KNOWN.get((module, name)) or self.classes.get((module, name)) or self.unknown_global(module, name)
         if ref is None:
             raise self.unsafe(f"{_plain_text(module)}.{_plain_text(name)}")
-        self.push(ref)
+        self.stack.append(ref)
 
     def unknown_global(self, module: str, name: str) -> GlobalRef | None:
         """Return the GlobalRef of an unknown name; None if the pickle may not use it."""
@@ -389,24 +379,24 @@ def _plain_text(value: Any) -> str:
 def _push_text(machine: _Machine, text: str) -> None:
     if not text.isascii():
         text.encode()  # raises for surrogates, which pickletools and pickle let pass
-    machine.push(text)
+    machine.stack.append(text)
 
 
 def _push_long(machine: _Machine, number: int) -> None:
     if number.bit_length() > _MAX_LONG_BITS:
         raise ValueError(f"a number of {number.bit_length()} bits")
-    machine.push(number)
+    machine.stack.append(number)
 
 
-def _new_object(machine: _Machine, callee_and_args: list[Any]) -> None:
+def _new_object(machine: _Machine, _: None) -> None:
     """NEWOBJ: like REDUCE; the callee must be a class."""
-    callee, args = callee_and_args
+    callee = machine.stack[-2]
     if type(callee) is GlobalRef:
         machine.functions.discard(callee.name)
     elif machine.unknown_classes and _is_nested_class(callee):
         owner, name = callee.args
-        callee = GlobalRef(f"{owner.name}.{name}")
-    _call(machine, [callee, args])
+        machine.stack[-2] = GlobalRef(f"{owner.name}.{name}")
+    _call(machine, None)
 
 
 def _is_nested_class(value: Any) -> bool:
@@ -417,9 +407,9 @@ def _is_nested_class(value: Any) -> bool:
     return _is_class_name(owner.name.rpartition(".")[2]) and _is_class_name(name) and len(name) <= _MAX_NAME
 
 
-def _call(machine: _Machine, callee_and_args: list[Any]) -> None:
+def _call(machine: _Machine, _: None) -> None:
     """REDUCE: push an OpaqueObject instead of calling."""
-    callee, args = callee_and_args
+    args, callee = machine.stack.pop(), machine.stack.pop()
     if type(callee) is not GlobalRef or type(args) is not tuple:
         raise UnsafeError(f"refused: the pickle calls {type_text(callee)}", path=machine.path)
     if callee.name in machine.functions:
@@ -429,11 +419,11 @@ def _call(machine: _Machine, callee_and_args: list[Any]) -> None:
         # Early releases of Python 3.11 pickle an enum member as getattr(class, name).
         raise UnsafeError("refused: the pickle calls getattr on something that is not a known class", path=machine.path)
     if callee.name == "Size" and len(args) == 1 and type(args[0]) is tuple:
-        machine.push(args[0])
+        machine.stack.append(args[0])
     elif callee.name in ("OrderedDict", "defaultdict", "Counter"):
-        machine.push(_dict(machine, callee.name, args))
+        machine.stack.append(_dict(machine, callee.name, args))
     else:
-        machine.push(OpaqueObject(callee.name, args))
+        machine.stack.append(OpaqueObject(callee.name, args))
 
 
 def _dict(machine: _Machine, kind: str, args: tuple[Any, ...]) -> dict[Any, Any]:
@@ -446,70 +436,78 @@ def _dict(machine: _Machine, kind: str, args: tuple[Any, ...]) -> dict[Any, Any]
     return {}
 
 
-def _build(machine: _Machine, states: list[Any]) -> None:
+def _build(machine: _Machine, _: None) -> None:
     """BUILD: store the state of an OpaqueObject; ignore attributes of a dict, such as a state dict's `_metadata`."""
-    (state,), target = states, machine.stack[-1]
+    state = machine.stack.pop()
+    target = machine.stack[-1]
     if type(target) is OpaqueObject:
         target.state = state
     elif type(target) is not dict:
         raise UnsafeError(f"refused: the pickle sets attributes of {type_text(target)}", path=machine.path)
 
 
-def _two_lines(machine: _Machine) -> tuple[str, str]:
+def _push(machine: _Machine, value: Any) -> None:
+    machine.stack.append(value)
+
+
+def _put(machine: _Machine, index: int) -> None:
+    machine.memo[index] = machine.stack[-1]
+
+
+# What each opcode does, from its argument.
+_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+    **dict.fromkeys(("PROTO", "FRAME"), lambda _, __: None),  # they only announce what follows
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "BINFLOAT"), _push),
+    **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _push),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _push_text),
+    **dict.fromkeys(("LONG1", "LONG4"), _push_long),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _put),
+    "MEMOIZE": lambda machine, _: _put(machine, len(machine.memo)),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, index: machine.stack.append(machine.memo[index])),
+    "NONE": lambda machine, _: machine.stack.append(None),
+    "NEWTRUE": lambda machine, _: machine.stack.append(True),
+    "NEWFALSE": lambda machine, _: machine.stack.append(False),
+    "EMPTY_TUPLE": lambda machine, _: machine.stack.append(()),
+    "EMPTY_LIST": lambda machine, _: machine.stack.append([]),
+    "EMPTY_DICT": lambda machine, _: machine.stack.append({}),
+    "EMPTY_SET": lambda machine, _: machine.stack.append(set()),
+    "MARK": lambda machine, _: machine.begin_stack(),
+    "TUPLE1": lambda machine, _: machine.stack.append(tuple(machine.pop(1))),
+    "TUPLE2": lambda machine, _: machine.stack.append(tuple(machine.pop(2))),
+    "TUPLE3": lambda machine, _: machine.stack.append(tuple(machine.pop(3))),
+    "TUPLE": lambda machine, _: _push(machine, tuple(machine.above_mark())),
+    "FROZENSET": lambda machine, _: _push(machine, frozenset(machine.checked_keys(machine.above_mark()))),
+    "APPEND": lambda machine, _: machine.fill(list, machine.pop(1)),
+    "APPENDS": lambda machine, _: machine.fill(list, machine.above_mark()),
+    "ADDITEMS": lambda machine, _: machine.fill(set, machine.above_mark()),
+    "SETITEM": lambda machine, _: machine.fill(dict, machine.pop(2)),
+    "SETITEMS": lambda machine, _: machine.fill(dict, machine.above_mark()),
+    "GLOBAL": lambda machine, names: machine.push_global(*names),
+    "STACK_GLOBAL": lambda machine, _: machine.push_global(*machine.pop(2)),
+    "BINPERSID": lambda machine, _: _push(machine, OpaqueObject("persistent", tuple(machine.pop(1)))),  # a storage
+    "REDUCE": _call,
+    "NEWOBJ": _new_object,
+    "BUILD": _build,
+}
+
+
+def _two_lines(file: io.BytesIO) -> tuple[str, str]:
     """Read the argument of GLOBAL as pickle does: pickletools would undo escapes, and join the lines by a blank."""
-    module, name = machine.readline(), machine.readline()
+    module, name = file.readline(), file.readline()
     if not name.endswith(b"\n"):
         raise ValueError("a line without an end")
     return module[:-1].decode(), name[:-1].decode()
 
 
-def _fill(kind: type[Any]) -> Callable[[_Machine, list[Any]], None]:
-    return lambda machine, items: machine.fill(kind, items)
+def _argument_reader(opcode: pickletools.OpcodeInfo) -> Callable[[io.BytesIO], Any]:
+    if opcode.name == "GLOBAL":
+        return _two_lines
+    return (lambda _: None) if opcode.arg is None else opcode.arg.reader
 
 
-def _push_as(build: Callable[[Any], Any]) -> Callable[[_Machine, Any], None]:
-    return lambda machine, operand: machine.push(build(operand))
-
-
-_LAST, _LAST_TWO, _LAST_THREE = methodcaller("pop", 1), methodcaller("pop", 2), methodcaller("pop", 3)
-_ABOVE_MARK = _Machine.above_mark
-# Of each opcode its operand, which is its argument in the file if that is None here, and what is done with it.
-_OPCODES: tuple[tuple[str, Callable[[_Machine], Any] | None, Callable[[_Machine, Any], None]], ...] = (
-    ("PROTO FRAME", None, lambda _, __: None),  # they only announce what follows
-    ("BININT BININT1 BININT2 BINFLOAT SHORT_BINBYTES BINBYTES BINBYTES8", None, _Machine.push),
-    ("SHORT_BINUNICODE BINUNICODE BINUNICODE8", None, _push_text),
-    ("LONG1 LONG4", None, _push_long),
-    ("BINPUT LONG_BINPUT", None, _Machine.put),
-    ("MEMOIZE", lambda machine: len(machine.memo), _Machine.put),
-    ("BINGET LONG_BINGET", None, lambda machine, index: machine.push(machine.memo[index])),
-    ("NONE", lambda _: None, _Machine.push),
-    ("NEWTRUE", lambda _: True, _Machine.push),
-    ("NEWFALSE", lambda _: False, _Machine.push),
-    ("EMPTY_TUPLE", lambda _: (), _Machine.push),
-    ("EMPTY_LIST", lambda _: [], _Machine.push),
-    ("EMPTY_DICT", lambda _: {}, _Machine.push),
-    ("EMPTY_SET", lambda _: set(), _Machine.push),
-    ("MARK", lambda _: None, _Machine.begin_stack),
-    ("TUPLE1", _LAST, _push_as(tuple)),
-    ("TUPLE2", _LAST_TWO, _push_as(tuple)),
-    ("TUPLE3", _LAST_THREE, _push_as(tuple)),
-    ("TUPLE", _ABOVE_MARK, _push_as(tuple)),
-    ("FROZENSET", _ABOVE_MARK, lambda machine, items: machine.push(frozenset(machine.checked_keys(items)))),
-    ("APPEND", _LAST, _fill(list)),
-    ("APPENDS", _ABOVE_MARK, _fill(list)),
-    ("ADDITEMS", _ABOVE_MARK, _fill(set)),
-    ("SETITEM", _LAST_TWO, _fill(dict)),
-    ("SETITEMS", _ABOVE_MARK, _fill(dict)),
-    ("GLOBAL", _two_lines, _Machine.push_global),
-    ("STACK_GLOBAL", _LAST_TWO, _Machine.push_global),
-    ("BINPERSID", _LAST, _push_as(lambda items: OpaqueObject("persistent", tuple(items)))),  # a storage
-    ("REDUCE", _LAST_TWO, _call),
-    ("NEWOBJ", _LAST_TWO, _new_object),
-    ("BUILD", _LAST, _build),
-)
-# By the opcode's byte. Others are refused before their argument is read.
-_INSTRUCTIONS: dict[bytes, tuple[Callable[[_Machine], Any], Callable[[_Machine, Any], None]]] = {}
-for _opcode in pickletools.opcodes:
-    for _names, _operand, _operation in _OPCODES:
-        if _opcode.name in _names.split():
-            _INSTRUCTIONS[_opcode.code.encode("latin-1")] = _operand or _opcode.arg.reader, _operation
+# By opcode, what reads its argument and what it does. Others are refused before their argument is read.
+_INSTRUCTIONS = {
+    opcode.code.encode("latin-1"): (_argument_reader(opcode), _OPERATIONS[opcode.name])
+    for opcode in pickletools.opcodes
+    if opcode.name in _OPERATIONS
+}

@@ -11,12 +11,11 @@ import struct
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from statexchange.errors import CorruptError, TruncatedError, UnsupportedError, excerpt
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents
-from statexchange.formats.source import strides_of
+from statexchange.formats.source import abbreviated_names, strides_of
 from statexchange.sharding.shards import sizes_from_json
 from statexchange.storage.store import Budget, ByteRange, StoredFile
 from statexchange.tensors import ITEMSIZE, name_of_dtype
@@ -281,8 +280,7 @@ def describe(value: Any) -> str:
     items = value.values() if type(value) is dict else value
     opaque_items = [item for item in items if type(item) in (OpaqueObject, GlobalRef) and item.is_unknown]
     classes = dict.fromkeys(item.class_name for item in opaque_items)
-    more = "" if len(classes) <= _MAX_CLASSES else ", ..."
-    opaque = f" (opaque {', '.join(islice(classes, _MAX_CLASSES))}{more})" if classes else ""
+    opaque = f" (opaque {abbreviated_names([*classes], _MAX_CLASSES)})" if classes else ""
     return f"{type(value).__name__} of {len(value)}{opaque}"
 
 
