@@ -225,7 +225,7 @@ class _Reader:
         self._arguments = arguments
         self._others: dict[str, str] = {"args": str(arguments)}
         self._unreadable: list[UnreadableTensor] = []
-        self._first_layers: dict[tuple[str, int, int], int] = {}  # the number of the first layer of each chunk
+        self._first_layers: Counter[tuple[str, int, int]] = Counter()  # the number of the first layer of each chunk
 
     def source(self, problems: Sequence[StateExchangeError]) -> Source:
         """Return the source, with these problems; without any, all layers must be there."""
