@@ -25,7 +25,6 @@ from dataclasses import replace
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, excerpt
 from statexchange.formats.deepspeed_files import MODEL, STATE, UNIVERSAL, DeepSpeedFile, Step
 from statexchange.formats.deepspeed_module import add_tensors
-from statexchange.formats.deepspeed_universal import is_universal
 from statexchange.formats.sections import sections_from
 from statexchange.formats.source import SectionName, Source, Weights
 from statexchange.storage.location import OpenedPath
@@ -67,7 +66,7 @@ def check_is_no_part(opened: OpenedPath) -> None:
     step, _, name = opened.store.path.rstrip("/").rpartition("/")
     if {"fp32.pt", "exp_avg.pt"} <= set(opened.store.files):
         step = step.rpartition("/")[0]
-    elif name != UNIVERSAL or not is_universal(opened.store):
+    elif name != UNIVERSAL or "optimizer_state.pt" not in opened.store.files:
         return
     text = f"this is a part of a Universal Checkpoint of DeepSpeed: give the directory of its step, {step}"
     raise InvalidArgumentError(text, path=opened.path)
@@ -79,10 +78,8 @@ def _steps(store: Store) -> Iterator[str]:
 
 
 def _is_step(store: Store) -> bool:
-    step = Step(store)
-    if step.names["optimizer"] or step.names["model"] or step.names["layer"]:
-        return True
-    return step.universal is not None and is_universal(step.universal)
+    names = Step(store).names
+    return bool(names["optimizer"] or names["model"] or names["layer"])
 
 
 def _tag(store: Store, latest: str) -> str | None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, type_text
@@ -70,7 +71,6 @@ class Step:
         unreadable: the tensors that are affected by these.
         notes: what a user should know about how it was read.
         world_size: the number of ranks, if it is known.
-        universal: the directory with the parameters of a Universal Checkpoint; None if it is none.
     """
 
     def __init__(self, store: Store) -> None:
@@ -97,7 +97,11 @@ class Step:
         self.unreadable: list[UnreadableTensor] = []
         self.notes: list[str] = []
         self.world_size: int | None = None
-        self.universal = store.below(UNIVERSAL) if UNIVERSAL in store.directories else None
+
+    @cached_property
+    def universal(self) -> Store | None:
+        """The directory with the parameters of a Universal Checkpoint; None if it is none."""
+        return self.store.below(UNIVERSAL) if UNIVERSAL in self.store.directories else None
 
     @contextmanager
     def collecting(self, affected: Mapping[str, tuple[int, ...] | None]) -> Iterator[None]:
