@@ -220,20 +220,18 @@ class DeepSpeedFile(TorchFile):
 
         Of one rank it is the whole tensor, of any shape if that is None.
         """
+        if num_ranks == 1 or shape is None:
+            self._check_new(name)
+            self.add_tensor(name, value)
+            if shape is None or name not in self.tensors or self.tensors[name].shard.global_shape == shape:
+                return
+            del self.tensors[name]
         flat = self.flat(value)
-        if shape is not None and flat is not None and (num_ranks > 1 or flat.shard.global_shape != shape):
-            begin, end, size = part_of(shape, rank, num_ranks)
-            if flat.shard.global_shape != (size,):
-                text, (numel,) = "this rank's part of the parameter has another size", flat.shard.global_shape
-                raise CorruptError(text, name=name, expected=size, found=numel)
-            if begin < end or 0 in shape:
-                self.add_run(name, shape, FlatRun(name, begin, end), flat)
-            return
-        self._check_new(name)
-        self.add_tensor(name, value)
-        stored = self.tensors[name].shard.global_shape if name in self.tensors else shape
-        if num_ranks > 1 or shape not in (None, stored):
-            raise CorruptError(f"a tensor of shape {stored} for shape {shape}", name=name)
+        begin, end, size = part_of(shape, rank, num_ranks)
+        if flat is None or flat.shard.global_shape != (size,):
+            raise CorruptError("this rank's part of the parameter has another size", name=name, expected=size)
+        if begin < end or 0 in shape:
+            self.add_run(name, shape, FlatRun(name, begin, end), flat)
 
     def add_run(self, name: str, shape: tuple[int, ...], run: FlatRun, buffer: SourceTensor) -> None:
         """Add the part of a tensor of this shape that is a run in a flat buffer."""

@@ -22,12 +22,12 @@ from statexchange.formats.deepspeed_files import (
 from statexchange.formats.deepspeed_universal import add_parameters
 from statexchange.formats.deepspeed_zero import CONVERTER, add_flat
 from statexchange.formats.source import Weights
-from statexchange.tensors import ITEMSIZE
 
 __all__ = ["add_tensors"]
 
 _OF_LAYER = re.compile(r"([0-9]{1,9})\.")  # with which the name of a pipeline layer's parameter begins
 _TIED = "tied_modules."
+_16_BITS = ("BF16", "F16")
 
 
 class ModelStates:
@@ -175,7 +175,7 @@ def _note_weights(step: Step, weights: Weights | None, *, has_experts: bool) -> 
     reason = "the parts of experts are not described"
     if not has_experts:
         tensors = [tensor for file in step.files.values() for tensor in file.tensors.values()]
-        if not any(tensor.shard.name.startswith(MODEL) and ITEMSIZE[tensor.shard.dtype] == 2 for tensor in tensors):
+        if not any(tensor.shard.name.startswith(MODEL) and tensor.shard.dtype in _16_BITS for tensor in tensors):
             return
         reason = "DeepSpeed saves them without names if it does not divide them (ZeRO-0)"
     if weights == "master":

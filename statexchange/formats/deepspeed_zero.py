@@ -145,7 +145,7 @@ class _FlatFile:
             raise UnsupportedError(text)
         if len(tables) != len(self.groups):
             raise ValueError(f"{len(self.groups)} flat buffers, and param_slice_mappings of {len(tables)}")
-        for group, table in enumerate(tables):
+        for group, (table, size) in enumerate(zip(tables, self.sizes, strict=True)):
             places = []
             for name, address in self.file.named(table).items():
                 at, numel = sizes_from_json((address.state["start"], address.state["numel"]))
@@ -153,7 +153,7 @@ class _FlatFile:
             end = 0
             for at, numel, name in sorted(places):
                 begin, end = end, at + numel
-                if at < begin or end > self.sizes[group]:
+                if at < begin or end > size:
                     text = "in param_slice_mappings this parameter overlaps another, or the end of its flat buffer"
                     raise CorruptError(text, name=name)
                 yield name, group, at, numel
