@@ -229,7 +229,8 @@ class DeepSpeedFile(TorchFile):
         flat = self.flat(value)
         begin, end, size = part_of(shape, rank, num_ranks)
         if flat is None or flat.shard.global_shape != (size,):
-            raise CorruptError("this rank's part of the parameter has another size", name=name, expected=size)
+            text, numel = "this rank's part of the parameter has another size", flat and flat.shard.global_shape[0]
+            raise CorruptError(text, name=name, expected=size, found=numel)
         if begin < end or 0 in shape:
             self.add_run(name, shape, FlatRun(name, begin, end), flat)
 
