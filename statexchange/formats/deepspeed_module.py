@@ -30,7 +30,7 @@ _TIED = "tied_modules."
 _16_BITS = ("BF16", "F16")
 
 
-class ModelStates:
+class _ModelStates:
     """The files of the model's states of one pipeline stage; without a pipeline, of the whole model.
 
     Attributes:
@@ -110,7 +110,7 @@ def add_tensors(step: Step, first: DeepSpeedFile, weights: Weights | None) -> No
     if weights == "model":
         _check_has_model_weights(step, stages)
     takes_master = is_zero and not has_experts and weights != "model"
-    all_states = [ModelStates(step, stage, num_ranks) for stage in stages]
+    all_states = [_ModelStates(step, stage, num_ranks) for stage in stages]
     in_zero: set[str] = set()
     if zero is not None:
         shapes: dict[str, tuple[int, ...]] = {}
@@ -184,7 +184,7 @@ def _note_weights(step: Step, weights: Weights | None, *, has_experts: bool) -> 
     step.notes.append(f"these are the weights of the training, not the fp32 master weights: {reason}")
 
 
-def _add_flat(step: Step, states: ModelStates, num_ranks: int, *, takes_master: bool) -> None:
+def _add_flat(step: Step, states: _ModelStates, num_ranks: int, *, takes_master: bool) -> None:
     """Add what the flat buffers of all ranks hold, or the problem if something is missing or contradictory."""
     affected: dict[str, tuple[int, ...] | None] = {f"{STATE}*": None}
     if takes_master:
