@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, excerpt
-from statexchange.formats import deepspeed_module, deepspeed_universal
 from statexchange.formats.deepspeed_files import MODEL, STATE, UNIVERSAL, DeepSpeedFile, Step
+from statexchange.formats.deepspeed_module import add_tensors
 from statexchange.formats.sections import sections_from
 from statexchange.formats.source import SectionName, Source, Weights
 from statexchange.storage.location import OpenedPath
@@ -66,7 +66,7 @@ def check_is_no_part(opened: OpenedPath) -> None:
     step, _, name = opened.store.path.rstrip("/").rpartition("/")
     if {"fp32.pt", "exp_avg.pt"} <= set(opened.store.files):
         step = step.rpartition("/")[0]
-    elif name != UNIVERSAL or not deepspeed_universal.is_universal(opened.store):
+    elif name != UNIVERSAL or "optimizer_state.pt" not in opened.store.files:
         return
     text = f"this is a part of a Universal Checkpoint of DeepSpeed: give the directory of its step, {step}"
     raise InvalidArgumentError(text, path=opened.path)
@@ -79,11 +79,7 @@ def _steps(store: Store) -> Iterator[str]:
 
 def _is_step(store: Store) -> bool:
     names = Step(store).names
-    return bool(names["optimizer"] or names["model"] or names["layer"]) or _is_universal(store)
-
-
-def _is_universal(store: Store) -> bool:
-    return UNIVERSAL in store.directories and deepspeed_universal.is_universal(store.below(UNIVERSAL))
+    return bool(names["optimizer"] or names["model"] or names["layer"])
 
 
 def _tag(store: Store, latest: str) -> str | None:
@@ -134,8 +130,7 @@ def read(opened: OpenedPath, *, weights: Weights | None = None) -> Source:
         first = step.open(step.name_of("model", 0, 0), 0, "the file that describes the model is missing")
         with first.parsing():
             _add_entries(first)
-            era = deepspeed_universal if UNIVERSAL in step.store.directories else deepspeed_module
-            era.add_tensors(step, first, weights)
+            add_tensors(step, first, weights)
     descriptions: dict[str, str] = {}
     unreadable = list(step.unreadable)
     for file in step.files.values():

@@ -6,17 +6,19 @@ loss scaler, stay opaque.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, type_text
 from statexchange.formats.part_names import OPTIMIZER_FILE
 from statexchange.formats.pickles import OpaqueObject
 from statexchange.formats.source import SourceTensor, UnreadableTensor, open_listed, parsing
-from statexchange.formats.torch_archive import TensorView, describe, is_tensor, unwrap_tensor, view_of
+from statexchange.formats.torch_archive import describe, is_tensor
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.shards import Shard, boxes_of_run, shape_from_json
 from statexchange.storage.store import ByteRange, Store
@@ -28,12 +30,12 @@ __all__ = [
     "STATE",
     "UNIVERSAL",
     "DeepSpeedFile",
-    "FlatBuffer",
     "FlatRun",
     "Shapes",
     "Step",
     "count_of",
     "number_of",
+    "part_of",
     "source_name",
 ]
 
@@ -96,6 +98,11 @@ class Step:
         self.notes: list[str] = []
         self.world_size: int | None = None
 
+    @cached_property
+    def universal(self) -> Store | None:
+        """The directory with the parameters of a Universal Checkpoint; None if it is none."""
+        return self.store.below(UNIVERSAL) if UNIVERSAL in self.store.directories else None
+
     @contextmanager
     def collecting(self, affected: Mapping[str, tuple[int, ...] | None]) -> Iterator[None]:
         """Turn an error into a problem that affects the tensors of these names."""
@@ -134,12 +141,6 @@ class Step:
         prefix = next(iter(present.values()), "").partition("zero_pp_rank_")[0]
         return f"{prefix}{of_rank}mp_rank_{stage:02d}_optim_states.pt"
 
-    def add_aliases(self, shared: Mapping[str, str]) -> None:
-        """Add the other names of parameters, given with the names under which they are saved, to each file."""
-        for file in self.files.values():
-            for alias, name in shared.items():
-                file.add_alias(MODEL + alias, MODEL + name)
-
 
 def source_name(parameter: str, key: str) -> str:
     """Return the name in a source of a parameter's master weights, or of one of its optimizer's states."""
@@ -163,20 +164,6 @@ class FlatRun:
     end: int
     group: int = 0
     at: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class FlatBuffer:
-    """A tensor of one dim: a rank's flattened parts of parameters."""
-
-    dtype: str
-    numel: int
-    stored: ByteRange
-
-    def range(self, at: int, numel: int) -> ByteRange:
-        """Return the byte range of `numel` elements from element `at` on."""
-        itemsize = ITEMSIZE[self.dtype]
-        return ByteRange(self.stored.file, self.stored.begin + at * itemsize, numel * itemsize)
 
 
 class DeepSpeedFile(TorchFile):
@@ -220,36 +207,45 @@ class DeepSpeedFile(TorchFile):
         self.budget.spend(_STEPS_PER_PART * len(shapes))
         return {name: shape_from_json(shape) for name, shape in shapes.items()}
 
-    def view(self, value: Any) -> TensorView:
-        """Return the strided tensor that a value stands for."""
+    def flat(self, value: Any) -> SourceTensor | None:
+        """Return a flat buffer: a tensor of one dim, in one run of bytes; None for anything else."""
         if not is_tensor(value):
-            raise ValueError(f"{describe(value)} in the place of a tensor")
-        return view_of(unwrap_tensor(value))
+            return None
+        tensor = self._tensor("", value)
+        is_run = tensor.shard.is_whole and tensor.byte_ranges[0].strides is None
+        return tensor if is_run and len(tensor.shard.global_shape) == 1 else None
 
-    def buffer(self, value: Any) -> FlatBuffer:
-        """Return a tensor of one dim as a flat buffer."""
-        view = self.view(value)
-        stored = self._archive.byte_range(view)
-        if len(view.shape) != 1 or stored.strides is not None:
-            raise ValueError(f"a tensor of shape {view.shape} in the place of a flat one")
-        return FlatBuffer(view.dtype, view.shape[0], stored)
+    def add_part(self, name: str, value: Any, shape: tuple[int, ...] | None, rank: int = 0, num_ranks: int = 1) -> None:
+        """Add a rank's part of a tensor of this shape, as ZeRO-3 divides it: flattened, if it is not the whole.
 
-    def add_whole(self, name: str, value: Any, shape: tuple[int, ...] | None = None) -> None:
-        """Add a whole tensor. `shape` is that of a flattened one."""
-        self._check_new(name)
-        self.add_tensor(name, value, shape)
+        Of one rank it is the whole tensor, of any shape if that is None.
+        """
+        if num_ranks == 1 or shape is None:
+            self._check_new(name)
+            self.add_tensor(name, value)
+            if shape is None or name not in self.tensors or self.tensors[name].shard.global_shape == shape:
+                return
+            del self.tensors[name]
+        flat = self.flat(value)
+        begin, end, size = part_of(shape, rank, num_ranks)
+        if flat is None or flat.shard.global_shape != (size,):
+            text, numel = "this rank's part of the parameter has another size", flat and flat.shard.global_shape[0]
+            raise CorruptError(text, name=name, expected=size, found=numel)
+        if begin < end or 0 in shape:
+            self.add_run(name, shape, FlatRun(name, begin, end), flat)
 
-    def add_run(self, name: str, shape: tuple[int, ...], run: FlatRun, buffer: FlatBuffer) -> None:
-        """Add the part of a tensor of this shape that is a run in a buffer."""
+    def add_run(self, name: str, shape: tuple[int, ...], run: FlatRun, buffer: SourceTensor) -> None:
+        """Add the part of a tensor of this shape that is a run in a flat buffer."""
         self.budget.spend(_STEPS_PER_PART)
         self._check_new(name)
-        boxes = boxes_of_run(shape, run.begin, run.end)
+        boxes, dtype, (stored,) = boxes_of_run(shape, run.begin, run.end), buffer.shard.dtype, buffer.byte_ranges
         ranges = []
-        at = run.at
+        begin = stored.begin + run.at * ITEMSIZE[dtype]
         for box in boxes:
-            ranges.append(buffer.range(at, box.numel))
-            at += box.numel
-        self.tensors[name] = SourceTensor(Shard(name, buffer.dtype, shape, boxes), tuple(ranges))
+            nbytes = box.numel * ITEMSIZE[dtype]
+            ranges.append(ByteRange(stored.file, begin, nbytes))
+            begin += nbytes
+        self.tensors[name] = SourceTensor(Shard(name, dtype, shape, boxes), tuple(ranges))
 
     def add_alias(self, alias: str, name: str) -> None:
         """Add another name for a tensor of this file, if it has it, and nothing of the other name."""
@@ -274,3 +270,10 @@ def count_of(value: Any) -> int:
     if number < 1:
         raise ValueError(f"{number} in the place of a number of ranks")
     return number
+
+
+def part_of(shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[int, int, int]:
+    """Return the first element and the end of a rank's part of a parameter in ZeRO-3, and its length with padding."""
+    numel = math.prod(shape)
+    size = -(-numel // num_ranks)
+    return min(rank * size, numel), min((rank + 1) * size, numel), size

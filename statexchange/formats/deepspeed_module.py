@@ -10,30 +10,31 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from statexchange.errors import CorruptError, IncompleteError, UnsupportedError
+from statexchange.errors import IncompleteError, UnsupportedError
 from statexchange.formats.deepspeed_files import (
     MODEL,
     STATE,
     DeepSpeedFile,
-    FlatRun,
     Step,
     count_of,
     number_of,
 )
-from statexchange.formats.deepspeed_zero import CONVERTER, add_flat, part_of
+from statexchange.formats.deepspeed_universal import add_parameters
+from statexchange.formats.deepspeed_zero import CONVERTER, add_flat
 from statexchange.formats.source import Weights
-from statexchange.formats.torch_archive import is_tensor, unwrap_tensor, view_of
 
-__all__ = ["ModelStates", "add_tensors", "check_has_model_weights"]
+__all__ = ["add_tensors"]
 
 _OF_LAYER = re.compile(r"([0-9]{1,9})\.")  # with which the name of a pipeline layer's parameter begins
 _TIED = "tied_modules."
+_16_BITS = ("BF16", "F16")
 
 
-class ModelStates:
+class _ModelStates:
     """The files of the model's states of one pipeline stage; without a pipeline, of the whole model.
 
     Attributes:
+        stage: the stage.
         shapes: the shapes of the parameters that are trained, in the order of the optimizer's groups.
         frozen: the shapes of the parameters that are not trained.
         shared: other names of parameters, with the names under which they are saved.
@@ -42,10 +43,11 @@ class ModelStates:
 
     def __init__(self, step: Step, stage: int, num_ranks: int) -> None:
         """Open the files of a stage, of which ZeRO-3 has one for each of `num_ranks` ranks."""
+        self.stage = stage
         self._is_divided = step.per_rank
         count = num_ranks if step.per_rank else 1
         self._files = step.files_of_stage("model", stage, count, "the file with the model's states is missing")
-        self._first = file = self._files[0]
+        file = self._files[0]
         with file.parsing():
             root = file.root
             self.shapes: dict[str, tuple[int, ...]] = {}
@@ -72,32 +74,18 @@ class ModelStates:
             with file.parsing():
                 fragments = file.entry("frozen_param_fragments")
                 for name, shape in self.frozen.items():
-                    if self._is_divided:
-                        self._add_part(file, rank, name, fragments[name])
-                    else:
-                        file.add_whole(MODEL + name, fragments[name], shape)
-
-    def _add_part(self, file: DeepSpeedFile, rank: int, name: str, fragment: object) -> None:
-        """Add a rank's part of a parameter that ZeRO-3 divides."""
-        shape, buffer = self.frozen[name], file.buffer(fragment)
-        begin, end, size = part_of(shape, rank, len(self._files))
-        if buffer.numel != size:
-            text = "this rank's part of the parameter has another size"
-            raise CorruptError(text, name=name, expected=size, found=buffer.numel)
-        if begin < end or 0 in shape:
-            file.add_run(MODEL + name, shape, FlatRun(name, begin, end), buffer)
+                    file.add_part(MODEL + name, fragments[name], shape, rank, len(self._files))
 
     def add_module(self, elsewhere: set[str]) -> None:
         """Add what the model's file holds itself: the module without the parameters that are `elsewhere`."""
-        file = self._first
+        file = self._files[0]
         with file.parsing():
             module = file.named(file.root["module"] or {})  # None in a pipeline, whose layers have their own files
             elsewhere = elsewhere | {alias for alias, name in self.shared.items() if name in elsewhere}
             entries = {name: value for name, value in module.items() if name not in elsewhere}
             for name, value in entries.items():
-                if not self._is_divided or name in self.buffers or not is_tensor(value):
-                    continue
-                if file.view(value).shape == (0,):
+                flat = file.flat(value) if self._is_divided and name not in self.buffers else None
+                if flat is not None and flat.shard.global_shape == (0,):
                     raise IncompleteError("the values of this parameter are in no file", name=name)
             file.add_entries(MODEL, entries)
 
@@ -106,33 +94,50 @@ def add_tensors(step: Step, first: DeepSpeedFile, weights: Weights | None) -> No
     """Add the model and the optimizer's states; `first` describes them.
 
     Raises:
-        IncompleteError, CorruptError: a file of the model is missing or broken. Those of the optimizer are problems.
+        IncompleteError, CorruptError: a file of the model is missing or broken. Those of the optimizer, and of
+            parameters of a Universal Checkpoint, are problems.
         UnsupportedError: the weights that are wanted cannot be read from here.
     """
-    num_stages = _num_stages(step, first)
-    expert_counts = _expert_counts(first)
-    has_experts = bool(step.names["expert"]) or any(count > 1 for count in expert_counts)
-    is_zero = first.root.get("param_shapes") is not None
+    zero = step.universal
+    # Of each layer with experts their number.
+    expert_counts = [number_of(count) for count in first.listed(first.root.get("num_experts") or ())]
+    has_experts = zero is None and (bool(step.names["expert"]) or max(expert_counts, default=1) > 1)
+    is_zero = zero is not None or first.root.get("param_shapes") is not None
     num_ranks = count_of(first.root.get("dp_world_size", 1)) if is_zero else 1
-    if is_zero:
-        step.world_size = num_ranks * num_stages
-    takes_master = _takes_master(step, first, weights, is_zero=is_zero, has_experts=has_experts)
-    names: set[str] = set()
-    shared: dict[str, str] = {}
-    for stage in range(num_stages):
-        states = ModelStates(step, stage, num_ranks)
-        names |= states.names
-        shared |= states.shared
-        if is_zero and not has_experts:
-            _add_flat(step, states, stage, num_ranks, takes_master=takes_master)
+    stages = range(_num_stages(step, first)) if zero is None else sorted({stage for _, stage in step.names["model"]})
+    if is_zero and zero is None:
+        step.world_size = num_ranks * len(stages)
+    if weights == "model":
+        _check_has_model_weights(step, stages)
+    takes_master = is_zero and not has_experts and weights != "model"
+    all_states = [_ModelStates(step, stage, num_ranks) for stage in stages]
+    in_zero: set[str] = set()
+    if zero is not None:
+        shapes: dict[str, tuple[int, ...]] = {}
+        in_zero |= set(zero.directories)
+        for states in all_states:
+            # Those without fp32 weights are in the model's files, as they were before the conversion.
+            in_zero -= states.buffers | states.shared.keys() | states.frozen.keys()
+            shapes |= states.shapes
+        add_parameters(step, in_zero, shapes, takes_master=takes_master)
+    for states in all_states:
+        if zero is None and is_zero and not has_experts:
+            _add_flat(step, states, num_ranks, takes_master=takes_master)
         if takes_master:
             states.add_frozen()
-        states.add_module(states.names if takes_master else set())
-    step.add_aliases(shared)
-    if step.names["layer"]:
-        _add_layers(step, names, takes_master=takes_master)
+        # A Universal Checkpoint does not say how several files divide the module.
+        if zero is None or len(all_states) == 1:
+            states.add_module(in_zero | states.names if takes_master else set())
+    for file in step.files.values():
+        for states in all_states:
+            for alias, name in states.shared.items():
+                file.add_alias(MODEL + alias, MODEL + name)
+    if zero is None and step.names["layer"]:
+        _add_layers(step, set().union(*(states.names for states in all_states)), takes_master=takes_master)
     if has_experts:
         _add_experts(step, expert_counts)
+    if not takes_master and weights != "model":
+        _note_weights(step, weights, has_experts=has_experts)
 
 
 def _num_stages(step: Step, first: DeepSpeedFile) -> int:
@@ -153,53 +158,33 @@ def _num_stages(step: Step, first: DeepSpeedFile) -> int:
     return num_stages
 
 
-def _expert_counts(first: DeepSpeedFile) -> list[int]:
-    """Return the number of experts of each layer with experts."""
-    counts = first.root.get("num_experts")
-    return [number_of(count) for count in first.listed(counts)] if type(counts) is list else []
-
-
-def _takes_master(
-    step: Step, first: DeepSpeedFile, weights: Weights | None, *, is_zero: bool, has_experts: bool
-) -> bool:
-    """Whether the model is made of the fp32 weights; if it is not, and the caller did not choose, add a note."""
-    if weights == "model":
-        check_has_model_weights(step)
-        return False
-    if has_experts:
-        reason = "the parts of experts are not described"
-    elif not is_zero and _has_16_bits(first):
-        reason = "DeepSpeed saves them without names if it does not divide them (ZeRO-0)"
-    else:
-        return is_zero
-    if weights == "master":
-        text = f'the fp32 master weights cannot be read here: {reason}. Take weights="model" (--weights model)'
-        raise UnsupportedError(text)
-    step.notes.append(f"these are the weights of the training, not the fp32 master weights: {reason}")
-    return False
-
-
-def check_has_model_weights(step: Step) -> None:
-    """Raise UnsupportedError for ZeRO-3, which saves no weights but the fp32 ones."""
+def _check_has_model_weights(step: Step, stages: Sequence[int]) -> None:
+    """Raise UnsupportedError if there are no weights but the fp32 ones."""
     if step.per_rank:
         text = (
             "ZeRO-3 saves only fp32 master weights. Cast to the dtype of the training they give its "
             'weights bit by bit: weights="master", dtype="bfloat16" (--weights master --dtype bfloat16)'
         )
         raise UnsupportedError(text)
+    if step.universal is not None and len(stages) > 1:
+        raise UnsupportedError("there are only fp32 master weights here: leave out weights (--weights)")
 
 
-def _has_16_bits(first: DeepSpeedFile) -> bool:
-    """Whether there are tensors of 16 bits in a module's state."""
-    for value in first.named(first.root["module"] or {}).values():
-        if is_tensor(value):
-            tensor = unwrap_tensor(value)
-            if tensor.name.startswith("_rebuild_tensor") and view_of(tensor).dtype in ("BF16", "F16"):
-                return True
-    return False
+def _note_weights(step: Step, weights: Weights | None, *, has_experts: bool) -> None:
+    """Note why the model is not made of the fp32 weights; raise UnsupportedError if these are wanted."""
+    reason = "the parts of experts are not described"
+    if not has_experts:
+        tensors = [tensor for file in step.files.values() for tensor in file.tensors.values()]
+        if not any(tensor.shard.name.startswith(MODEL) and tensor.shard.dtype in _16_BITS for tensor in tensors):
+            return
+        reason = "DeepSpeed saves them without names if it does not divide them (ZeRO-0)"
+    if weights == "master":
+        text = f'the fp32 master weights cannot be read here: {reason}. Take weights="model" (--weights model)'
+        raise UnsupportedError(text)
+    step.notes.append(f"these are the weights of the training, not the fp32 master weights: {reason}")
 
 
-def _add_flat(step: Step, states: ModelStates, stage: int, num_ranks: int, *, takes_master: bool) -> None:
+def _add_flat(step: Step, states: _ModelStates, num_ranks: int, *, takes_master: bool) -> None:
     """Add what the flat buffers of all ranks hold, or the problem if something is missing or contradictory."""
     affected: dict[str, tuple[int, ...] | None] = {f"{STATE}*": None}
     if takes_master:
@@ -210,7 +195,7 @@ def _add_flat(step: Step, states: ModelStates, stage: int, num_ranks: int, *, ta
     if not step.per_rank:
         missing += '; weights="model" (--weights model) does not need it'
     with step.collecting(affected):
-        files = step.files_of_stage("optimizer", stage, num_ranks, missing)
+        files = step.files_of_stage("optimizer", states.stage, num_ranks, missing)
         add_flat(files, states.shapes, takes_master=takes_master)
 
 

@@ -24,16 +24,17 @@ from statexchange.errors import CorruptError, UnsupportedError
 from statexchange.formats.deepspeed_files import (
     MASTER_KEY,
     DeepSpeedFile,
-    FlatBuffer,
     FlatRun,
     Shapes,
     number_of,
+    part_of,
     source_name,
 )
-from statexchange.formats.torch_archive import is_tensor
+from statexchange.formats.source import SourceTensor
+from statexchange.formats.torch_archive import describe
 from statexchange.sharding.shards import sizes_from_json
 
-__all__ = ["CONVERTER", "add_flat", "part_of"]
+__all__ = ["CONVERTER", "add_flat"]
 
 CONVERTER = "convert it with python -m deepspeed.checkpoint.ds_to_universal --input_folder STEP --output_folder OUT"
 # The entries with the weights and with the optimizer's states.
@@ -87,7 +88,7 @@ class _FlatFile:
 
     def __init__(self, file: DeepSpeedFile) -> None:
         self.file = file
-        self.groups: list[dict[str, FlatBuffer]] = []
+        self.groups: list[dict[str, SourceTensor]] = []
         with file.parsing():
             self._state = state = file.named(file.entry("optimizer_state_dict"))
             if state.get("ds_zero_partition_groups"):
@@ -100,19 +101,28 @@ class _FlatFile:
             paddings = state.get("group_paddings")
             for group, value in enumerate(buffers):
                 padding = number_of(paddings[group]) if type(paddings) is list else 0
-                self.groups.append(self._buffers(group, file.buffer(value), padding))
+                self.groups.append(self._buffers(group, value, padding))
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of elements of each group."""
+        return [buffers[MASTER_KEY].shard.global_shape[0] for buffers in self.groups]
 
     def _states(self, group: int) -> dict[str, object]:
         base = self._base
         return self.file.named(base[group] if type(base) is list else base["state"].get(group, {}))
 
-    def _buffers(self, group: int, weights: FlatBuffer, padding: int) -> dict[str, FlatBuffer]:
+    def _buffers(self, group: int, value: object, padding: int) -> dict[str, SourceTensor]:
         """Return a group's weights, and its states that are as long, or longer by the padding."""
+        weights = self.file.flat(value)
+        if weights is None:
+            raise ValueError(f"{describe(value)} in the place of a flat one")
         buffers = {MASTER_KEY: weights}
-        lengths = (weights.numel,), (weights.numel + padding,)
-        for key, value in self._states(group).items():
-            if is_tensor(value) and weights.numel and self.file.view(value).shape in lengths:
-                buffers[key] = self.file.buffer(value)
+        (numel,) = weights.shard.global_shape
+        for key, state in self._states(group).items():
+            buffer = self.file.flat(state) if numel else None
+            if buffer is not None and buffer.shard.global_shape[0] in (numel, numel + padding):
+                buffers[key] = buffer
         return buffers
 
     def check(self, zero_stage: int, num_ranks: int) -> None:
@@ -135,7 +145,7 @@ class _FlatFile:
             raise UnsupportedError(text)
         if len(tables) != len(self.groups):
             raise ValueError(f"{len(self.groups)} flat buffers, and param_slice_mappings of {len(tables)}")
-        for group, table in enumerate(tables):
+        for group, (table, size) in enumerate(zip(tables, self.sizes, strict=True)):
             places = []
             for name, address in self.file.named(table).items():
                 at, numel = sizes_from_json((address.state["start"], address.state["numel"]))
@@ -143,14 +153,14 @@ class _FlatFile:
             end = 0
             for at, numel, name in sorted(places):
                 begin, end = end, at + numel
-                if at < begin or end > self.groups[group][MASTER_KEY].numel:
+                if at < begin or end > size:
                     text = "in param_slice_mappings this parameter overlaps another, or the end of its flat buffer"
                     raise CorruptError(text, name=name)
                 yield name, group, at, numel
 
     def runs_of_parameters(self, shapes: Shapes, rank: int, num_ranks: int) -> list[FlatRun]:
         """Return the runs that this rank has in ZeRO-3; raise CorruptError if they do not fill its buffers."""
-        sizes = [buffers[MASTER_KEY].numel for buffers in self.groups]
+        sizes = self.sizes
         parts = {name: part_of(shape, rank, num_ranks) for name, shape in shapes.items()}
         expected = sum(size for _, _, size in parts.values())
         runs = []
@@ -194,7 +204,7 @@ def _runs_of_partitions(parts: Sequence[_FlatFile], shapes: Shapes) -> list[list
     for part in parts:
         of_part = []
         with part.file.parsing():
-            sizes = [buffers[MASTER_KEY].numel for buffers in part.groups]
+            sizes = part.sizes
             is_in_order = not before or all(map(operator.ge, before, sizes))
             before = sizes
             for name, group, at, numel in part.places():
@@ -216,10 +226,3 @@ def _runs_of_partitions(parts: Sequence[_FlatFile], shapes: Shapes) -> list[list
             path = parts[0].file.path
             raise CorruptError(text, name=name, path=path, expected=math.prod(shape), found=ends[name])
     return runs
-
-
-def part_of(shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[int, int, int]:
-    """Return the first element and the end of a rank's part of a parameter in ZeRO-3, and its length with padding."""
-    numel = math.prod(shape)
-    size = -(-numel // num_ranks)
-    return min(rank * size, numel), min((rank + 1) * size, numel), size

@@ -29,17 +29,22 @@ _MAX_LISTED = 8
 
 def matches(opened: OpenedPath) -> bool:
     """Whether a path is a run's directory, one of its iterations, or a part of a legacy iteration."""
-    if opened.file is not None:
-        return opened.file == megatron_ranks.FILE
-    return _is_run(opened.store) or _is_iteration(opened.store) or megatron_ranks.is_rank(opened.store)
+    if megatron_ranks.is_rank(opened):
+        return True
+    return opened.file is None and (_is_run(opened.store) or _is_iteration(opened.store))
 
 
 def read(opened: OpenedPath) -> Source:
-    """Return the source at a path: of the newest iteration, if it is a run's directory."""
-    store = opened.store
-    if opened.file is not None or megatron_ranks.is_rank(store):
-        return megatron_ranks.read_one(opened)
-    name = None
+    """Return the source at a path: of the newest iteration, if it is a run's directory.
+
+    Raises:
+        InvalidArgumentError: it is one rank's part of an iteration.
+    """
+    if megatron_ranks.is_rank(opened):
+        above = opened.store.path.rstrip("/").rpartition("/")[0]
+        text = f"this is one rank's part of the model: give the directory of the iteration, with mp_rank_*, {above}"
+        raise InvalidArgumentError(text, path=opened.path)
+    store, name = opened.store, None
     if not _is_iteration(store):
         name = _newest(store)
         store = store.below(name)

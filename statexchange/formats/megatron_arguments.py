@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 from statexchange.errors import CorruptError
 from statexchange.formats.pickles import OpaqueObject
-from statexchange.formats.source import SectionName
+from statexchange.formats.sections import sections_from
+from statexchange.formats.source import SectionName, Source
 
-__all__ = ["RunArguments", "section_of_key"]
+__all__ = ["RANK_DIRECTORY", "RunArguments", "with_sections"]
 
 _NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 _MAX_NUMBER = 1 << 20
@@ -20,7 +21,9 @@ _MODEL = (
     *(_HEADS, _GROUPS, "kv_channels", "num_layers", "hidden_size", "ffn_hidden_size", "vocab_size"),
     *("padded_vocab_size", "swiglu", "apply_layernorm_1p", "rotary_interleaved"),
 )
-_OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer(?:\.|$)")
+RANK_DIRECTORY = re.compile(r"mp_rank_[0-9]{2,6}(_[0-9]{3,6}){0,2}")
+_OF_RANK = re.compile(rf"^{RANK_DIRECTORY.pattern}\.")  # in front of what each rank has for itself
+_OPTIMIZER = re.compile(r"(?:chained_[0-9]+\.)?optimizer(?:\.|$)|distrib_optim\.pt$")
 _KEYS: dict[str, SectionName] = {"opt_param_scheduler": "scheduler", "lr_scheduler": "scheduler", "rng_state": "rng"}
 
 
@@ -33,10 +36,8 @@ class RunArguments:
         pipeline: number of pipeline stages.
         expert: number of expert-parallel ranks.
         expert_tensor: number of tensor-parallel ranks of experts.
-        chunks: chunks of layers on each pipeline stage.
-        num_layers: layers of the model; None if not known.
-        num_experts: experts of each layer; None if not known.
-        is_tied: whether the output layer is the embedding; None if not known.
+        num_experts: experts of each layer; 0 if not known.
+        is_tied: whether it is known that the output layer is the embedding.
         iteration: training iteration; None if not known.
         num_arguments: number of all arguments.
         model: numbers and truth values that tell the model's shape, by their names in Megatron.
@@ -46,13 +47,11 @@ class RunArguments:
     pipeline: int
     expert: int
     expert_tensor: int
-    chunks: int
-    num_layers: int | None
-    num_experts: int | None
-    is_tied: bool | None
+    num_experts: int
+    is_tied: bool
     iteration: int | None
     num_arguments: int
-    model: Mapping[str, int] = field(default_factory=dict, compare=False)
+    model: Mapping[str, int]
 
     @classmethod
     def parse(cls, state: object, path: str) -> RunArguments:
@@ -66,18 +65,15 @@ class RunArguments:
             arguments = arguments.state
         if type(state) is not dict or type(arguments) is not dict:
             raise CorruptError("not what Megatron writes: there are no 'args' of the run in it", path=path)
-        untied = arguments.get("untie_embeddings_and_output_weights")
-        tensor = _number(arguments, "tensor_model_parallel_size", path) or 1
+        tensor = _number(arguments, "tensor_model_parallel_size", path, 1)
         return cls(
             tensor=tensor,
-            pipeline=_number(arguments, "pipeline_model_parallel_size", path) or 1,
-            expert=_number(arguments, "expert_model_parallel_size", path) or 1,
-            expert_tensor=_number(arguments, "expert_tensor_parallel_size", path) or tensor,
-            chunks=_number(arguments, "virtual_pipeline_model_parallel_size", path) or 1,
-            num_layers=_number(arguments, "num_layers", path),
-            num_experts=_number(arguments, "num_experts", path),
-            is_tied=not untied if type(untied) is bool else None,
-            iteration=_number(state, "iteration", path),
+            pipeline=_number(arguments, "pipeline_model_parallel_size", path, 1),
+            expert=_number(arguments, "expert_model_parallel_size", path, 1),
+            expert_tensor=_number(arguments, "expert_tensor_parallel_size", path, tensor),
+            num_experts=_number(arguments, "num_experts", path, 0),
+            is_tied=arguments.get("untie_embeddings_and_output_weights") is False,
+            iteration=None if state.get("iteration") is None else _number(state, "iteration", path, 0),
             num_arguments=len(arguments),
             model=_model_numbers(arguments),
         )
@@ -88,10 +84,8 @@ class RunArguments:
         return self.tensor * self.pipeline * self.expert
 
     def __str__(self) -> str:
-        sizes = {"tensor": self.tensor, "pipeline": self.pipeline, "expert": self.expert}
-        parallel = ", ".join(f"{axis} parallel {size}" for axis, size in sizes.items() if size > 1 or axis != "expert")
-        layers = "" if self.num_layers is None else f", {self.num_layers} layers"
-        return f"{self.num_arguments} arguments of the run: {parallel}{layers}"
+        sizes = f"tensor parallel {self.tensor}, pipeline parallel {self.pipeline}, expert parallel {self.expert}"
+        return f"{self.num_arguments} arguments of the run: {sizes}"
 
 
 def _model_numbers(arguments: Mapping[Any, Any]) -> dict[str, int]:
@@ -106,18 +100,24 @@ def _model_numbers(arguments: Mapping[Any, Any]) -> dict[str, int]:
     return numbers
 
 
-def _number(arguments: Mapping[Any, Any], name: str, path: str) -> int | None:
+def _number(arguments: Mapping[Any, Any], name: str, path: str, default: int) -> int:
+    """Return a number of the arguments, `default` if it is 0 or None; raise CorruptError for anything else."""
     value = arguments.get(name)
-    if value is None:
-        return None
     # An iteration has no limit that would matter here.
-    if type(value) is not int or value < 0 or (value > _MAX_NUMBER and name != "iteration"):
+    if value is not None and (type(value) is not int or value < 0 or (value > _MAX_NUMBER and name != "iteration")):
         raise CorruptError(f"not what Megatron writes: {name} is not a small number", path=path)
-    return value
+    return value or default
 
 
-def section_of_key(name: str) -> SectionName | None:
-    """Return the section of an entry of a job's state by its first key; None for an unknown key."""
-    if _OPTIMIZER.match(name):
-        return "optimizer"
-    return _KEYS.get(name.partition(".")[0].partition("/")[0])
+def with_sections(source: Source) -> Source:
+    """Return the source with its sections: tensors without the first key of another section are the model's."""
+    tensors = source.tensor_names.union(tensor.name for tensor in source.unreadable)
+
+    def section_of(name: str) -> SectionName:
+        key = _OF_RANK.sub("", name)
+        if _OPTIMIZER.match(key):
+            return "optimizer"
+        section = _KEYS.get(key.partition(".")[0].partition("/")[0])
+        return section or ("model" if name in tensors and key == name else "other")
+
+    return replace(source, sections=sections_from(source.names, section_of))

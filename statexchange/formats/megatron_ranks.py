@@ -22,31 +22,24 @@ rank has its part of the gate and then its part of the other half, as two blocks
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from statexchange.errors import (
-    CorruptError,
-    IncompleteError,
-    InvalidArgumentError,
-    StateExchangeError,
-    UnsupportedError,
-)
+from statexchange.errors import CorruptError, IncompleteError, StateExchangeError, UnsupportedError
 from statexchange.formats import torch_file
-from statexchange.formats.megatron_arguments import RunArguments, section_of_key
-from statexchange.formats.sections import sections_from
-from statexchange.formats.source import SectionName, ShardFile, Source, SourceTensor, UnreadableTensor, open_listed
+from statexchange.formats.megatron_arguments import RANK_DIRECTORY, RunArguments, with_sections
+from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor, open_listed, parsing
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.sharding_spec import DimSplit, local_boxes
-from statexchange.sharding.shards import Shard, full_box
+from statexchange.sharding.shards import Shard
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 
-__all__ = ["FILE", "division_of", "is_rank", "matches", "read", "read_one"]
+__all__ = ["FILE", "division_of", "is_rank", "matches", "read"]
 
 _LEAVE_OUT = "leave it out with exclude (--exclude)"
 _ROWS = re.compile(
@@ -106,14 +99,21 @@ def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | No
 _MAX_RANKS = 1 << 17  # more than any run has: the arguments of a damaged file may say anything
 FILE = "model_optim_rng.pt"  # of a rank
 _OPTIMIZER_FILE = "distrib_optim.pt"
-_DIRECTORY = re.compile(r"mp_rank_[0-9]{2,6}(_[0-9]{3,6}){0,2}")
-_MODEL = re.compile(r"model([0-9]{0,4})\.(.+)", re.DOTALL)  # a chunk of the model, and a name in it
-_LAYER = re.compile(r"(?P<block>(?:^|.*?\.))layers\.(?P<number>[0-9]{1,6})(?=\.)")
-_LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.)([0-9]{1,6})(?=\.)")
-_GROUPED_EXPERT = re.compile(r"(\.experts\.linear_fc[12]\.(?:weight|bias))([0-9]{1,6})$")
+_MODEL = re.compile(r"model[0-9]{0,4}\.(.+)", re.DOTALL)  # the name of a parameter, in a chunk of the model
+# A layer: its chunk of the model, and its block, the part of names before "layers.".
+_LAYER = re.compile(r"model(?P<chunk>[0-9]{0,4})\.(?P<block>(?:.*?\.)??)layers\.(?P<number>[0-9]{1,6})(?=\.)")
+_NUMBERED_EXPERT = re.compile(r"(\.experts\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias)))([0-9]{1,6})(?=\.|$)")
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _EXTRA_STATE = "_extra_state"
 _MULTI_TOKEN = "mtp."  # noqa: S105 (layers that predict further tokens, beside those that are counted)
+
+
+class _Position(NamedTuple):
+    """A rank's index along each axis."""
+
+    tensor: int
+    pipeline: int
+    expert: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class _Rank:
 
     Attributes:
         store: its directory.
-        prefix: the directory's name with a dot, which precedes the names of the rank's own entries; "" if it is alone.
+        prefix: the directory's name with a dot, which precedes the names of the rank's own entries.
         number: its number among all ranks.
         position: its index along the tensor, pipeline and expert parallel axes.
         file: its file.
@@ -134,44 +134,19 @@ class _Rank:
     position: _Position
     file: TorchFile
 
-
-class _Position(NamedTuple):
-    tensor: int = 0
-    pipeline: int = 0
-    expert: int = 0
-
-
-# A number by (block of layers, chunk, pipeline stage). A block is the part of names before "layers.".
-_ByChunk = dict[tuple[str, int, int], int]
+    def chunk_of(self, layer: re.Match[str]) -> tuple[str, int, int]:
+        """Return the block, the chunk and the pipeline stage of a layer."""
+        return layer["block"], int(layer["chunk"] or 0), self.position.pipeline
 
 
 def matches(store: Store) -> bool:
     """Whether a directory is an iteration in this format."""
-    return any(map(_DIRECTORY.fullmatch, store.directories))
+    return any(map(RANK_DIRECTORY.fullmatch, store.directories))
 
 
-def is_rank(store: Store) -> bool:
-    """Whether a directory is a rank's."""
-    name = os.path.basename(store.path.rstrip("/"))
-    return FILE in store.listing and _DIRECTORY.fullmatch(name) is not None
-
-
-def read_one(opened: OpenedPath) -> Source:
-    """Return the source of one rank's directory or file, if its run had no other ranks.
-
-    Raises:
-        InvalidArgumentError: the file has only a part of the model.
-    """
-    store = opened.store
-    file = TorchFile.whole(store.open(FILE), 0)
-    if type(file.root) is not dict or "args" not in file.root:  # of another program
-        return torch_file.read(opened)
-    arguments = RunArguments.parse(file.root, file.path)
-    if arguments.num_ranks > 1:
-        above = os.path.dirname(store.path.rstrip("/"))
-        text = f"this is one of {arguments.num_ranks} ranks' parts of the model: give the directory of the iteration"
-        raise InvalidArgumentError(f"{text}, {above}", path=file.path)
-    return _Reader(opened, [_Rank(store, "", 0, _Position(), file)], arguments, []).source()
+def is_rank(opened: OpenedPath) -> bool:
+    """Whether a path is the directory or the file of one rank."""
+    return opened.file == FILE if opened.file is not None else FILE in opened.store.listing
 
 
 def read(opened: OpenedPath, store: Store) -> Source:
@@ -179,7 +154,7 @@ def read(opened: OpenedPath, store: Store) -> Source:
 
     A rank that is missing, or belongs to another save, is a problem of the source.
     """
-    stores = {name: store.below(name) for name in store.directories if _DIRECTORY.fullmatch(name)}
+    stores = {name: store.below(name) for name in store.directories if RANK_DIRECTORY.fullmatch(name)}
     has_optimizer = any(_OPTIMIZER_FILE in below.listing for below in stores.values())
     problems: list[StateExchangeError] = []
     files: dict[str, TorchFile] = {}
@@ -206,7 +181,7 @@ def read(opened: OpenedPath, store: Store) -> Source:
     for number, (name, position) in enumerate(positions.items()):
         if name in files:
             ranks.append(_Rank(stores[name], f"{name}.", number, position, files[name]))
-    return _Reader(opened, ranks, arguments, problems).source()
+    return _Reader(opened, ranks, arguments).source(problems)
 
 
 def _directories(arguments: RunArguments, path: str) -> dict[str, _Position]:
@@ -230,14 +205,13 @@ def _missing(
 ) -> list[StateExchangeError]:
     """Return an error for the first rank without a directory, and one for each directory without a rank."""
     problems: list[StateExchangeError] = []
-    sizes = f"tensor {arguments.tensor} x pipeline {arguments.pipeline} x expert parallel {arguments.expert}"
     absent = [name for name in positions if name not in names]
     if absent:
-        text = f"{len(absent)} of {len(positions)} ranks are missing ({sizes}), first this one"
+        text = f"{len(absent)} of {len(positions)} ranks are missing ({arguments}), first this one"
         problems.append(IncompleteError(text, path=store.path_of(absent[0])))
     for name in names:
         if name not in positions:
-            text = f"the arguments of the run, {sizes}, have no such rank: this directory is of another save"
+            text = f"{arguments}, have no such rank: this directory is of another save"
             problems.append(IncompleteError(text, path=store.path_of(name)))
     return problems
 
@@ -245,68 +219,65 @@ def _missing(
 class _Reader:
     """Builds the source of an iteration from its ranks."""
 
-    def __init__(
-        self, opened: OpenedPath, ranks: list[_Rank], arguments: RunArguments, problems: list[StateExchangeError]
-    ) -> None:
+    def __init__(self, opened: OpenedPath, ranks: list[_Rank], arguments: RunArguments) -> None:
         self._opened = opened
         self._ranks = ranks
         self._arguments = arguments
-        self._problems = problems
         self._others: dict[str, str] = {"args": str(arguments)}
         self._unreadable: list[UnreadableTensor] = []
-        self._section_of: dict[str, SectionName] = {"args": "other"}
-        self._first_layers: _ByChunk = {}
+        self._first_layers: Counter[tuple[str, int, int]] = Counter()  # the number of the first layer of each chunk
 
-    def source(self) -> Source:
-        """Return the source."""
-        self._count_layers()
-        files = tuple(self._shard_file(rank) for rank in self._ranks)
+    def source(self, problems: Sequence[StateExchangeError]) -> Source:
+        """Return the source, with these problems; without any, all layers must be there."""
+        missing_layers = self._number_layers()
+        files = tuple(map(self._shard_file, self._ranks))
         for rank in self._ranks:
-            self._describe_rest(rank)
-        return Source(
-            "megatron ranks",
-            self._opened,
-            files,
-            step=self._arguments.iteration,
-            world_size=self._arguments.num_ranks,
-            others=self._others,
-            problems=tuple(self._problems),
-            unreadable=tuple(self._unreadable),
-            sections=sections_from(self._section_of, self._section_of.__getitem__),
-            arguments=self._arguments.model,
+            for unsupported in rank.file.unsupported:
+                self._unreadable.append(replace(unsupported, name=self._new_name(unsupported.name, rank)))
+            for name, description in rank.file.others.items():
+                self._describe(name, description)
+            if _OPTIMIZER_FILE in rank.store.listing:
+                self._describe(_OPTIMIZER_FILE, "flat buffers of the distributed optimizer, not read")
+        return with_sections(
+            Source(
+                "megatron ranks",
+                self._opened,
+                files,
+                step=self._arguments.iteration,
+                world_size=self._arguments.num_ranks,
+                others=self._others,
+                problems=tuple(problems or missing_layers),
+                unreadable=tuple(self._unreadable),
+                arguments=self._arguments.model,
+            )
         )
 
-    def _count_layers(self) -> None:
-        """Find the number of the first layer of each chunk, and check that all layers are there."""
-        counts: _ByChunk = {}
+    def _number_layers(self) -> list[StateExchangeError]:
+        """Find the number of the first layer of each chunk; return a problem if there are not all layers."""
+        counts: dict[tuple[str, int, int], int] = {}
         for rank in self._ranks:
-            for name in rank.file.tensors:
-                in_model = _MODEL.fullmatch(name)
-                layer = _LAYER.match(in_model[2]) if in_model is not None else None
-                if in_model is not None and layer is not None:
-                    key = layer["block"], int(in_model[1] or 0), rank.position.pipeline
-                    counts[key] = max(counts.get(key, 0), int(layer["number"]) + 1)
-        ends: dict[str, int] = {}
-        for block, chunk, stage in sorted(counts):
-            self._first_layers[block, chunk, stage] = ends.get(block, 0)
-            ends[block] = ends.get(block, 0) + counts[block, chunk, stage]
+            for layer in filter(None, map(_LAYER.match, rank.file.tensors)):
+                key = rank.chunk_of(layer)
+                counts[key] = max(counts.get(key, 0), int(layer["number"]) + 1)
+        ends: Counter[str] = Counter()  # by block
+        of_stage: Counter[tuple[str, int]] = Counter()  # by block and stage
+        for (block, chunk, stage), count in sorted(counts.items()):
+            self._first_layers[block, chunk, stage] = ends[block]
+            ends[block] += count
+            of_stage[block, stage] += count
         blocks = [block for block in ends if not block.startswith(_MULTI_TOKEN)]
-        expected = self._arguments.num_layers
-        if not self._problems and expected is not None and len(blocks) == 1 and ends[blocks[0]] != expected:
-            self._problems.append(self._missing_layers(counts, blocks[0], expected, ends[blocks[0]]))
-
-    def _missing_layers(self, counts: _ByChunk, block: str, expected: int, number: int) -> StateExchangeError:
-        of_stage = dict.fromkeys((rank.position.pipeline for rank in self._ranks), 0)
-        for (of_block, _, stage), count in counts.items():
-            if of_block == block:
-                of_stage[stage] += count
-        fewest = min(of_stage, key=of_stage.__getitem__)
-        return IncompleteError(
-            "the pipeline stages do not have as many layers as the run's arguments; this one has the fewest",
-            path=next(rank.store.path for rank in self._ranks if rank.position.pipeline == fewest),
-            expected=f"{expected} layers",
-            found=f"{number} layers",
-        )
+        expected = self._arguments.model.get("num_layers")
+        if len(blocks) != 1 or expected in (None, ends[blocks[0]]):
+            return []
+        fewest = min(self._ranks, key=lambda rank: of_stage[blocks[0], rank.position.pipeline])
+        return [
+            IncompleteError(
+                "the pipeline stages do not have as many layers as the run's arguments; this one has the fewest",
+                path=fewest.store.path,
+                expected=f"{expected} layers",
+                found=f"{ends[blocks[0]]} layers",
+            )
+        ]
 
     def _shard_file(self, rank: _Rank) -> ShardFile:
         """Return a rank's file with the names of the whole model, and with each tensor as a part of the whole one."""
@@ -322,52 +293,32 @@ class _Reader:
         renamed = rank.file.shard_file.renamed(new_names.get)
         shapes = {name: tensor.shard.global_shape for name, tensor in renamed.tensors.items()}
         tensors: dict[str, SourceTensor] = {}
-        for old_name, name in new_names.items():
-            tensor = renamed.tensors[name]
-            section = self._section_of[name] = _section(old_name)
-            if section == "model":
-                try:
-                    tensor = self._part_of_whole(tensor, rank, shapes)
-                except UnsupportedError as error:
-                    located = error.located(rank=rank.number, name=name, path=rank.file.path)
-                    self._unreadable.append(UnreadableTensor(name, tensor.shard.dtype, None, rank.file.path, located))
-                    continue
-            tensors[name] = tensor
+        for name, tensor in renamed.tensors.items():
+            try:
+                with parsing("not what Megatron writes", rank=rank.number, name=name, path=rank.file.path):
+                    is_of_model = not name.startswith(rank.prefix)
+                    tensors[name] = self._part_of_whole(tensor, rank, shapes) if is_of_model else tensor
+            except UnsupportedError as error:
+                unreadable = UnreadableTensor(name, tensor.shard.dtype, None, rank.file.path, error)
+                self._unreadable.append(unreadable)
         return replace(renamed, rank=rank.number, tensors=tensors)
 
     def _new_name(self, name: str, rank: _Rank) -> str:
         """Return the name in the source: in the model's, layers and experts are numbered over all ranks."""
+        layer, arguments = _LAYER.match(name), self._arguments
+        if layer is not None:
+            number = int(layer["number"]) + self._first_layers[rank.chunk_of(layer)]
+            name = f"model.{layer['block']}layers.{number}{name[layer.end() :]}"
         in_model = _MODEL.fullmatch(name)
         if in_model is None:
             return rank.prefix + name
-        name = in_model[2]
-        layer = _LAYER.match(name)
-        if layer is not None:
-            before = self._first_layers[layer["block"], int(in_model[1] or 0), rank.position.pipeline]
-            name = f"{layer['block']}layers.{int(layer['number']) + before}{name[layer.end() :]}"
-        arguments = self._arguments
-        before = rank.position.expert * ((arguments.num_experts or 0) // arguments.expert)
-        for pattern in (_LOCAL_EXPERT, _GROUPED_EXPERT):
-            name = pattern.sub(lambda expert: f"{expert[1]}{int(expert[2]) + before}", name)
-        return name
+        before = rank.position.expert * (arguments.num_experts // arguments.expert)
+        return _NUMBERED_EXPERT.sub(lambda expert: f"{expert[1]}{int(expert[2]) + before}", in_model[1])
 
-    def _describe_rest(self, rank: _Rank) -> None:
-        """Describe what a rank has beside tensors that can be read."""
-        for unsupported in rank.file.unsupported:
-            new_name = self._new_name(unsupported.name, rank)
-            self._unreadable.append(replace(unsupported, name=new_name))
-            self._section_of[new_name] = _section(unsupported.name)
-        for name, description in rank.file.others.items():
-            self._describe(name, description)
-        if _OPTIMIZER_FILE in rank.store.listing:
-            self._describe(_OPTIMIZER_FILE, "flat buffers of the distributed optimizer, not read", "optimizer")
-
-    def _describe(self, name: str, description: str, section: SectionName | None = None) -> None:
+    def _describe(self, name: str, description: str) -> None:
         """List an entry that is not a tensor, of the first rank that has it."""
         in_model = _MODEL.fullmatch(name)
-        shown = name if in_model is None else in_model[2]
-        self._others.setdefault(shown, description)
-        self._section_of.setdefault(shown, section or section_of_key(name) or "other")
+        self._others.setdefault(name if in_model is None else in_model[1], description)
 
     def _part_of_whole(self, tensor: SourceTensor, rank: _Rank, shapes: Mapping[str, tuple[int, ...]]) -> SourceTensor:
         """Return a tensor of the model as a part of the whole one."""
@@ -375,35 +326,24 @@ class _Reader:
         _check_experts(shard.name, self._arguments)
         if count == 1:
             return tensor
-        if shard.boxes != (full_box(shard.global_shape),):
+        if not shard.is_whole:
             raise UnsupportedError("it is a DTensor, which the legacy format is not known to have")
         split = division_of(shard.name, shard.global_shape, shapes.get(_gate_sibling(shard.name) or ""))
         if split is None:
             return tensor
         shape = list(shard.global_shape)
-        try:
-            if split.dim >= len(shape):
-                raise ValueError(f"a tensor of shape {shard.global_shape} has no dim {split.dim}")
-            shape[split.dim] *= count
-            boxes = local_boxes(shape, [count], [rank.position.tensor], [split])
-            placed = Shard(shard.name, shard.dtype, tuple(shape), tuple(box for box, _ in boxes))
-        except ValueError as error:
-            raise UnsupportedError(f"{error}: {_LEAVE_OUT}") from None
+        shape[split.dim] *= count
+        boxes = local_boxes(shape, [count], [rank.position.tensor], [split])
+        placed = Shard(shard.name, shard.dtype, tuple(shape), tuple(box for box, _ in boxes))
         (byte_range,) = tensor.byte_ranges
         return SourceTensor.of_blocks(placed, byte_range, shard.global_shape, [offsets for _, offsets in boxes])
-
-
-def _section(name: str) -> SectionName:
-    """Return the section of an entry of a rank's file."""
-    return "model" if _MODEL.fullmatch(name) else section_of_key(name) or "other"
 
 
 def _check_experts(name: str, arguments: RunArguments) -> None:
     """Raise UnsupportedError for a parameter of experts whose division over ranks is not known."""
     if _EXPERT.search(name) is None:
         return
-    is_numbered = _LOCAL_EXPERT.search(name) is not None or _GROUPED_EXPERT.search(name) is not None
-    if arguments.expert > 1 and (not is_numbered or not arguments.num_experts):
+    if arguments.expert > 1 and (_NUMBERED_EXPERT.search(name) is None or not arguments.num_experts):
         raise UnsupportedError(f"it is not known which experts a rank has of a parameter of this name: {_LEAVE_OUT}")
     if arguments.expert_tensor != arguments.tensor:
         raise UnsupportedError(

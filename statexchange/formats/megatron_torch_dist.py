@@ -25,9 +25,8 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats import dcp
-from statexchange.formats.megatron_arguments import RunArguments, section_of_key
-from statexchange.formats.sections import sections_from
-from statexchange.formats.source import SectionName, Source, open_listed
+from statexchange.formats.megatron_arguments import RunArguments, with_sections
+from statexchange.formats.source import Source, open_listed
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.shards import Box
 from statexchange.storage.location import OpenedPath, read_json
@@ -69,7 +68,7 @@ def read(opened: OpenedPath, store: Store) -> Source:
     elif (backend := _backend(store)) != "torch_dist":
         text = f"{_BACKEND} is {excerpt(backend, 60)}: only torch_dist is read, which newer releases of Megatron write"
         raise UnsupportedError(text, path=store.path_of(CONFIG))
-    refused: dict[str, str] = {}
+    others: dict[str, str] = {}
     common: TorchFile | None = None
     missing = (
         "the arguments, the iteration and the parameter groups of this checkpoint are missing: copy this file, too"
@@ -77,7 +76,7 @@ def read(opened: OpenedPath, store: Store) -> Source:
     try:
         common = TorchFile.whole(open_listed(store, _COMMON, missing), 0)
     except UnsafeError as error:
-        refused[_COMMON] = error.message
+        others[_COMMON] = error.message
     except StateExchangeError as error:
         problems.append(error)
     stored = dcp.read(OpenedPath(store.path, store, None))
@@ -85,29 +84,23 @@ def read(opened: OpenedPath, store: Store) -> Source:
         stored,
         kind="megatron torch_dist",
         opened=opened,
+        others={**others, **stored.others},
         problems=(*problems, *stored.problems),
         paths={},  # the keys of Megatron's own mapping, not of a state
     )
     if common is not None:
         source = _with_common(source, common)
-    tensors = replace(source, others={}).names
-
-    def section_of_name(name: str) -> SectionName:
-        # Tensors without the key of another section are the model's.
-        return section_of_key(name) or ("model" if name in tensors else "other")
-
-    source = replace(source, others={**refused, **source.others})
     # Without .metadata nothing is known of the tensors, the model's among them.
-    return replace(source, sections=sections_from(source.names, section_of_name) if stored.files else ())
+    return with_sections(source) if stored.files else source
 
 
 def _with_common(source: Source, common: TorchFile) -> Source:
     """Return the source with what common.pt has: the run's arguments, and how the optimizer's state is stored."""
     described = dict(common.others)
-    arguments: RunArguments | None = None
     try:
         arguments = RunArguments.parse(common.root, common.path)
         described["args"] = str(arguments)
+        source = replace(source, step=arguments.iteration, arguments=arguments.model)
     except CorruptError:  # they are not Megatron's, as a job may save anything there
         pass
     kinds = {text for name, text in described.items() if name.endswith(f".{_SHARDING_TYPE}")}  # of chained optimizers
@@ -117,11 +110,9 @@ def _with_common(source: Source, common: TorchFile) -> Source:
         described["optimizer"] = text
     return replace(
         source,
-        step=None if arguments is None else arguments.iteration,
         files=(*source.files, common.shard_file),
         others={**described, **source.others},
         unreadable=(*source.unreadable, *common.unsupported),
-        arguments={} if arguments is None else arguments.model,
         padding=_padding(source) if _FLAT in kinds else {},
     )
 

@@ -5,18 +5,17 @@ A zip directory may contain any numbers, so each offset and size is checked agai
 
 from __future__ import annotations
 
+import io
 import math
-import os
 import struct
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
-from statexchange.errors import CorruptError, StateExchangeError, TruncatedError, UnsupportedError, excerpt
+from statexchange.errors import CorruptError, TruncatedError, UnsupportedError, excerpt
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents
-from statexchange.formats.source import strides_of
+from statexchange.formats.source import abbreviated_names, strides_of
 from statexchange.sharding.shards import sizes_from_json
 from statexchange.storage.store import Budget, ByteRange, StoredFile
 from statexchange.tensors import ITEMSIZE, name_of_dtype
@@ -38,6 +37,7 @@ __all__ = [
 
 _LOCAL = struct.Struct("<4s5H3L2H")  # the header before a member's bytes
 _END_BYTES = 22  # of the record at the end of a zip without a comment
+_ENDS_BYTES = _END_BYTES + 76  # with the records before it that a large zip has, too
 _MAX_DIRECTORY_BYTES = 256 << 20
 _AHEAD_BYTES = 2048  # read at once: a small tensor's archive without its data
 _FREE_VALUES, _FREE_CHARACTERS = 10_000, 1000  # that a plain value may have, in however few bytes it was written
@@ -132,20 +132,22 @@ class Archive:
 
     def _directory(self) -> dict[str, tuple[int, int]]:
         """Return (offset of the local header, bytes) of each member."""
-        end = self._read(max(0, self._length - _END_BYTES), min(_END_BYTES, self._length))
+        ends = self._read(max(0, self._length - _ENDS_BYTES), min(_ENDS_BYTES, self._length))
+        end = ends[-_END_BYTES:]
+        nbytes = int.from_bytes(end[12:16], "little")
+        if nbytes == 0xFFFFFFFF:  # the size stands in the record before
+            nbytes = int.from_bytes(ends[40:48], "little")
+        # Enough for zipfile: the directory, and the records behind it.
+        nbytes = min(nbytes + _ENDS_BYTES, self._length)
+        before = self._length - nbytes
         try:
             # zipfile would also take an archive with a comment, or with anything else, behind it.
-            if not end.startswith(b"PK\5\6") or not end.endswith(b"\0\0"):
+            if not end.startswith(b"PK\5\6") or not end.endswith(b"\0\0") or nbytes > _MAX_DIRECTORY_BYTES:
                 raise zipfile.BadZipFile("it does not end there")
-            members = zipfile.ZipFile(_Window(self._read, self._length)).infolist()
-        except StateExchangeError:
-            raise
+            members = zipfile.ZipFile(io.BytesIO(self._read(before, nbytes))).infolist()
         except (zipfile.BadZipFile, NotImplementedError, OverflowError, ValueError, struct.error):
             text = "truncated, or not a file of torch.save: it does not end like a zip archive"
             raise CorruptError(text, path=self._path) from None
-        # It would take one with other bytes in front, too, and add their number to all offsets.
-        if min((member.header_offset for member in members), default=0) != 0:
-            raise CorruptError("not a file of torch.save: it does not begin like a zip archive", path=self._path)
         entries: dict[str, tuple[int, int]] = {}
         for member in members:
             name = member.filename
@@ -155,7 +157,10 @@ class Archive:
                 raise CorruptError(f"member {excerpt(name)} has two sizes", path=self._path)
             if name in entries:
                 raise CorruptError(f"the zip has two members {excerpt(name)}", path=self._path)
-            entries[name] = member.header_offset, member.file_size
+            entries[name] = before + member.header_offset, member.file_size
+        # zipfile would take one with other bytes in front, too, and add their number to all offsets.
+        if min((begin for begin, _ in entries.values()), default=0) != 0:
+            raise CorruptError("not a file of torch.save: it does not begin like a zip archive", path=self._path)
         return entries
 
     def _member(self, name: str) -> tuple[int, int]:
@@ -178,34 +183,6 @@ class Archive:
                 f"member {excerpt(name)} has {nbytes} bytes, more than the limit of {limit}", path=self._path
             )
         return self._read(begin - self._begin, nbytes)
-
-
-class _Window:
-    """The bytes of an archive as the file that zipfile reads."""
-
-    def __init__(self, read: Callable[[int, int], bytes], length: int) -> None:
-        self._read = read
-        self._length = length
-        self._at = 0
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        """Move to an offset from the begin, from here or from the end."""
-        self._at = offset + (0, self._at, self._length)[whence]
-        return self._at
-
-    def tell(self) -> int:
-        """Return the offset of the next byte."""
-        return self._at
-
-    def read(self, nbytes: int = -1) -> bytes:
-        """Return the next bytes; fewer at the end."""
-        left = self._length - self._at
-        nbytes = left if nbytes < 0 else min(nbytes, left)
-        if nbytes > _MAX_DIRECTORY_BYTES:
-            raise ValueError(f"a directory of {nbytes} bytes")
-        data = self._read(self._at, nbytes)
-        self._at += len(data)
-        return data
 
 
 def unwrap_tensor(tensor: OpaqueObject) -> OpaqueObject:
@@ -303,8 +280,7 @@ def describe(value: Any) -> str:
     items = value.values() if type(value) is dict else value
     opaque_items = [item for item in items if type(item) in (OpaqueObject, GlobalRef) and item.is_unknown]
     classes = dict.fromkeys(item.class_name for item in opaque_items)
-    more = "" if len(classes) <= _MAX_CLASSES else ", ..."
-    opaque = f" (opaque {', '.join(islice(classes, _MAX_CLASSES))}{more})" if classes else ""
+    opaque = f" (opaque {abbreviated_names([*classes], _MAX_CLASSES)})" if classes else ""
     return f"{type(value).__name__} of {len(value)}{opaque}"
 
 

@@ -54,7 +54,7 @@ from statexchange.sharding.paths import ListItem, Path, TupleItem, agreed_paths
 from statexchange.sharding.sharding_spec import DimSplit, local_boxes
 from statexchange.sharding.shards import MAX_DIMS, Box, Shard, full_box, sizes_from_json
 from statexchange.storage.location import OpenedPath
-from statexchange.storage.store import Budget, Store, StoredFile
+from statexchange.storage.store import Budget, StoredFile
 from statexchange.storage.wrong_kinds import wrong_kind_of
 from statexchange.values import MAX_DEPTH
 
@@ -65,8 +65,7 @@ __all__ = ["TorchFile", "leaves", "matches", "open_archive", "read"]
 
 _ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
-# Files without a tensor that stand beside those of a DCP, and what writes them.
-_SIDE_FILES = {"meta.pt": "Lightning", "common.pt": "Megatron"}
+_BESIDE_DCP = {"meta.pt", "common.pt"}  # of Lightning and of Megatron
 _OF_DEEPSPEED = ("ds_version", "ds_config", "param_shapes")  # entries of its files of model states
 _STEPS_PER_LEAF = 8  # to encode it takes about 15 us; an empty list has 2 bytes of a pickle
 _STEPS_PER_REFUSAL = 256  # an error takes about 2,000 bytes; a tensor's pickle has 200
@@ -116,8 +115,10 @@ def read(opened: OpenedPath) -> Source:
     if indexed:
         shard_files, stale = only_indexed(shard_files, indexed)
         notes += stale
-    if opened.file is None and not unreadable and not any(file.tensors for file in files):
-        problems += _lone_side_files(store)
+    has_tensors = bool(unreadable) or any(file.tensors for file in files)
+    if opened.file is None and not has_tensors and not _BESIDE_DCP.isdisjoint(names):
+        text = "no file here has a tensor: those of a DCP, .metadata and .distcp files, are missing: copy them, too"
+        problems.append(IncompleteError(text, path=opened.path))
     source = Source(
         "torch",
         opened,
@@ -139,13 +140,12 @@ def _values_of(files: Iterable[TorchFile]) -> tuple[dict[str, str], dict[str, st
     texts: dict[str, str] = {}
     differing: dict[str, str] = {}
     for file in files:
-        for name, text in file.texts.items():
-            if texts.setdefault(name, text) != text:
+        for name in others.keys() & file.others.keys():
+            if texts.get(name) != file.texts.get(name):
                 differing.setdefault(name, f"{others[name]} in one file, {file.others[name]} in another")
         others |= file.others
-    for name in differing:
-        del texts[name]
-    return others | differing, texts
+        texts |= file.texts
+    return others | differing, {name: text for name, text in texts.items() if name not in differing}
 
 
 def _parts_and_notes(opened: OpenedPath, names: Sequence[str]) -> tuple[tuple[Part, ...], tuple[str, ...]]:
@@ -167,16 +167,6 @@ def _sections(names: Iterable[str], files: Iterable[TorchFile]) -> tuple[Section
         if part is not None:
             sections |= dict.fromkeys(file.paths, part.section)
     return sections_from(names if sections else (), lambda name: sections.get(name, "model"))
-
-
-def _lone_side_files(store: Store) -> list[StateExchangeError]:
-    """Return errors for files that frameworks write beside a torch DCP, in a directory without a tensor."""
-    problems: list[StateExchangeError] = []
-    for name, program in _SIDE_FILES.items():
-        if name in store.files:
-            text = f"{program} writes this file beside .metadata and .distcp files, which are missing: copy them, too"
-            problems.append(IncompleteError(text, path=store.path_of(name)))
-    return problems
 
 
 def _files_to_read(opened: OpenedPath) -> tuple[dict[str, str], list[str]]:
@@ -267,18 +257,13 @@ class TorchFile:
                 text = self.texts[name] = values.encode(value)
                 self.budget.spend(1, len(text))
 
-    def add_tensor(self, name: str, value: OpaqueObject, shape: tuple[int, ...] | None = None) -> None:
-        """Add a tensor, as an alias if it has the bytes of another; list it as unsupported if it cannot be read.
-
-        `shape` is that of a tensor that is stored flattened.
-        """
+    def add_tensor(self, name: str, value: OpaqueObject) -> None:
+        """Add a tensor, as an alias if it has the bytes of another; list it as unsupported if it cannot be read."""
         try:
             tensor = self._tensor(name, value)
         except UnsupportedError as error:
             self._refuse(name, error)
             return
-        if shape is not None and shape != tensor.shard.global_shape:
-            tensor = _unflattened(tensor, shape)
         self.tensors[name] = tensor
         key = tensor.shard.dtype, tensor.shard.global_shape, tensor.shard.boxes, tensor.byte_ranges
         if tensor.shard.nbytes and self._first_names.setdefault(key, name) != name:
@@ -308,7 +293,7 @@ class TorchFile:
         self.unsupported.append(UnreadableTensor(name, None, None, self.path, located))
 
     def _tensor(self, name: str, value: OpaqueObject) -> SourceTensor:
-        with parsing("not what torch writes for a tensor", name=name, path=self.path):
+        with parsing("not what torch writes for a tensor", name=name or None, path=self.path):
             tensor = unwrap_tensor(value)
             if class_of(tensor) == "DTensor":
                 return self._distributed(name, tensor)
@@ -362,14 +347,6 @@ class TorchFile:
             problem = "its local tensor does not fit its placements"
             raise CorruptError(problem, name=name, path=self.path, expected=expected, found=local.shape)
         return SourceTensor.of_blocks(shard, local_range, local.shape, [local_offsets for _, local_offsets in boxes])
-
-
-def _unflattened(tensor: SourceTensor, shape: tuple[int, ...]) -> SourceTensor:
-    """Return a tensor of one dim as one of this shape."""
-    flat, whole = tensor.shard, full_box(shape)
-    if flat.boxes != (full_box((whole.numel,)),) or tensor.byte_ranges[0].strides is not None:
-        raise CorruptError(f"a tensor of shape {flat.global_shape} for shape {shape}", name=flat.name)
-    return SourceTensor(Shard(flat.name, flat.dtype, shape, (whole,)), tensor.byte_ranges)
 
 
 def open_archive(file: StoredFile) -> Archive:

@@ -96,12 +96,12 @@ FOREIGN: dict[str, tuple[Files, int, str]] = {
     "Megatron's common.pt": (
         {"common.pt": torch_file({"iteration": 3})},
         5,
-        "Megatron writes this file beside .metadata and .distcp files, which are missing: copy them, too",
+        "no file here has a tensor: those of a DCP, .metadata and .distcp files, are missing",
     ),
     "Lightning's meta.pt": (
         {"meta.pt": (DATA / "lightning/sharded/last.ckpt/meta.pt").read_bytes()},
         5,
-        "Lightning writes this file beside .metadata and .distcp files, which are missing: copy them, too",
+        "no file here has a tensor: those of a DCP, .metadata and .distcp files, are missing",
     ),
 }
 

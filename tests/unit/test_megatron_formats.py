@@ -103,7 +103,9 @@ def test_a_summary_shows_sections_arguments_and_the_iteration(samples: dict[str,
     assert (summary.kind, summary.step, summary.ranks) == ("megatron torch_dist", 7, (0, 1, 2, 3))
     counts = {name: section.num_tensors for name, section in summary.sections.items()}
     assert (counts["model"], counts["optimizer"]) == (13, 12)
-    assert summary.others["args"] == "19 arguments of the run: tensor parallel 2, pipeline parallel 2, 2 layers"
+    assert (
+        summary.others["args"] == "19 arguments of the run: tensor parallel 2, pipeline parallel 2, expert parallel 1"
+    )
     assert summary.others["content_metadata.distrib_optim_sharding_type"] == "str 'dp_reshardable'"
     assert summary.others["opt_param_scheduler.num_steps"] == "int 448"
 
@@ -400,23 +402,24 @@ def test_copies_of_a_tied_embedding_must_be_equal(samples: dict[str, Path], tmp_
         merge_checkpoint(run, tmp_path / "out")
 
 
-def test_one_rank_alone_is_read_only_if_the_run_had_no_other(samples: dict[str, Path], tmp_path: Path) -> None:
+def test_one_rank_alone_is_refused(samples: dict[str, Path], tmp_path: Path) -> None:
     directory = samples["tp2_pp2"] / "legacy" / ITERATION / "mp_rank_00_000"
     for path in (directory, directory / RANK_FILE):
-        with pytest.raises(InvalidArgumentError, match=rf"4 ranks.*{ITERATION} "):
+        with pytest.raises(InvalidArgumentError, match=rf"one rank's part.*{ITERATION} "):
             open_source(path)
+    shutil.copy(directory / RANK_FILE, tmp_path)
+    for path in (tmp_path, tmp_path / RANK_FILE):
+        with pytest.raises(InvalidArgumentError, match=r"one rank's part.*mp_rank_\*"):
+            open_source(path)
+
+
+def test_a_run_of_one_rank_is_read(tmp_path: Path) -> None:
     alone = tmp_path / "mp_rank_00"
     alone.mkdir()
     of_one_rank = argparse.Namespace(tensor_model_parallel_size=1, num_layers=1)
     state = {"model": {"decoder.layers.0.mlp.linear_fc1.weight": torch.ones(3)}, "args": of_one_rank, "iteration": 7}
     torch.save(state, alone / RANK_FILE)
-    for path in (alone, alone / RANK_FILE):
-        assert merged(path, tmp_path / path.name / "out").keys() == {"decoder.layers.0.mlp.linear_fc1.weight"}
-
-
-def test_another_programs_model_optim_rng_is_read_as_a_file_of_torch_save(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(3)}, tmp_path / RANK_FILE)
-    assert merged(tmp_path / RANK_FILE, tmp_path / "out").keys() == {"w"}
+    assert merged(tmp_path, tmp_path / "out").keys() == {"decoder.layers.0.mlp.linear_fc1.weight"}
 
 
 def test_metadata_of_older_releases_is_read(torch_dist: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
