@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["DistributedModule", "data_parallel"]
 
 _PHASE = "switching the algorithm"
-_SET_BY_ALGORITHM = ("bucket_type", "chunking", "communicate", "reducer", "scale")
+_SET_BY_ALGORITHM = ("bucket_type", "communicate", "scale")
 _MAX_STEP_TIMES = 1 << 12
 _IGNORED_NAMES = ("statexchange_ignore", "_ddp_params_and_buffers_to_ignore")
 
@@ -168,7 +168,7 @@ class DistributedModule(nn.Module):
             chosen = optimizers[0].accept(algorithm)
             allreduce_parameters(self, comm=self._comm)
             for optimizer in optimizers:
-                if optimizer.algorithm.averages_weights:
+                if optimizer.algorithm.bucket_type == "weight":
                     optimizer.average_state()
                 optimizer.switch_to(chosen)
         self._tuner = optimizers[0].new_tuner()
@@ -233,7 +233,7 @@ class DistributedModule(nn.Module):
         self._step_times.clear()
         self._is_tuning_due = False
         medians = [value for value in self._comm.all_gather_object(median) if value is not None]
-        if not medians or first.algorithm.averages_weights:
+        if not medians or first.algorithm.bucket_type == "weight":
             return False
         present = first.setting
         num_buckets = sum(len(optimizer.reducer.buckets) for optimizer in optimizers)
