@@ -2,11 +2,10 @@
 
 The protocol of a call:
 
-1. Every rank describes what it holds (`_Held`): paths, kinds, shapes and dtypes. All ranks exchange a digest of that
-   and the kinds of their plain values; root adds its values and the states of its objects, as JSON (`_Part`). Nothing
-   has changed.
-2. If a rank's digest or kinds differ from root's, it receives root's description, and all ranks raise one MismatchError
-   that shows both sides at the first path that differs.
+1. Every rank describes what it holds (`_Held`): paths, kinds, shapes and dtypes. All ranks exchange a digest of that;
+   root adds its plain values and the states of its objects, as JSON (`_Part`). Nothing has changed.
+2. If a rank's digest differs from root's, it receives root's description, and all ranks raise one MismatchError that
+   shows both sides at the first path that differs.
 3. Each rank reads root's parts (`_PartReader`), and prepares the tensors that are to be filled, existing or new ones,
    and callbacks that install states and values. An error here is raised on all ranks, and still nothing has changed.
 4. Root sends the tensors as bytes: many small ones together, large ones in windows.
@@ -34,7 +33,7 @@ from torch import nn
 from statexchange import values
 from statexchange.comm.communicator import CommLike, Communicator, agree, from_root
 from statexchange.comm.defaults import as_communicator, public_call
-from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, excerpt, type_text
+from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, type_text
 from statexchange.sharding.paths import joined
 from statexchange.state.tree import (
     PLAIN_TYPES,
@@ -99,8 +98,7 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
 
             * torch tensors (also non-contiguous or requiring grad) and numpy arrays: the same objects are filled with
               root's data;
-            * numbers, strings, enums, torch dtypes and None: they are replaced by root's; None on one rank may stand
-              for any of the others on another rank;
+            * numbers, strings, enums, torch dtypes and None: they are replaced by root's, also of another type;
             * modules: parameters and all buffers, persistent or not, by name; tied tensors are sent once; names in
               torch's `_ddp_params_and_buffers_to_ignore` stay each rank's own;
             * optimizers: hyperparameters and state become root's; state that a rank lacks is made and state that root
@@ -226,22 +224,17 @@ def _check_integer_views(tensors: dict[str, TensorLike]) -> None:
 
 
 class _Entry(NamedTuple):
-    """An entry of what a rank holds: its path, a text for all that is compared, and the kind of a plain value."""
+    """An entry of what a rank holds: its path, and a text for all that is compared."""
 
     path: str
     text: str
-    kind: str | None = None
-
-    def is_like(self, other: _Entry) -> bool:
-        """Whether two ranks hold the same at one path."""
-        return self[:2] == other[:2] and _are_alike(self.kind, other.kind)
 
 
 class _Held:
     """What a rank holds, by the way in which it is sent.
 
     Attributes:
-        entries: everything, in an order that all ranks share. Ranks that hold the same have like ones.
+        entries: everything, in an order that all ranks share. Ranks that hold the same have equal ones.
         tensors: the dense tensors by path; tied ones once.
         values: the plain values by path.
         objects: the optimizers and other objects with a state, by path.
@@ -281,9 +274,8 @@ class _Held:
                 self._add_value(path, value)
 
     def _add_value(self, path: str, value: Leaf) -> None:
-        kind = _kind_of_value(value)
-        if kind is not None:
-            self.entries.append(_Entry(path, "a value", kind))
+        if _is_value(value):
+            self.entries.append(_Entry(path, "a value"))
             self.values[path] = value
             return
         if isinstance(value, Generator | MappingView):
@@ -365,18 +357,12 @@ def module_tensors(module: Module, *, buffers: bool = True) -> dict[str, torch.T
     return named
 
 
-def _kind_of_value(value: Leaf) -> str | None:
-    """Return the kind of a plain value, which ranks compare; None for anything else."""
-    if value is None:
-        return "None"
-    if values.is_number(value):
-        return "number"
-    if isinstance(value, enum.Enum) and values.has_text(value):
-        return f"enum {type(value).__qualname__}"
-    # Not those of other classes: a rank might not have them.
-    if type(value) in (str, torch.dtype):
-        return type(value).__name__
-    return None
+def _is_value(value: Leaf) -> bool:
+    """Whether this is a plain value, which becomes root's."""
+    if isinstance(value, enum.Enum):
+        return values.has_text(value)
+    # Not of derived classes, which a rank might not have.
+    return value is None or values.is_number(value) or type(value) in (str, torch.dtype)
 
 
 def _dense(value: TensorLike, path: str, *, written: bool) -> TensorLike:
@@ -480,7 +466,7 @@ def _encode(value: Leaf, path: str, tensors: list[TensorLike]) -> _Part:
             tensor = _dense(leaf, path + inner, written=False)
             tensors.append(tensor)
             leaves.append(_LeafSpec.of(tensor, path + inner))
-        elif _kind_of_value(leaf) is not None or _is_container(leaf):
+        elif _is_value(leaf) or _is_container(leaf):
             return None
         else:
             check_no_state_in(leaf, path + inner)
@@ -517,13 +503,8 @@ class _Note:
 
     root: int
     digest: str
-    kinds: Sequence[str]
     shares_memory: bool
     parts: Sequence[_Part] = ()
-
-    def agrees_with(self, other: _Note) -> bool:
-        """Whether two ranks hold the same, where the plain value None matches one of any kind."""
-        return self.digest == other.digest and all(map(_are_alike, self.kinds, other.kinds))
 
 
 def _compare(
@@ -546,36 +527,23 @@ def _compare(
             parts.append(_encode(held.values, "", held.state_tensors))
             for path, value in held.objects.items():
                 parts.append(_encode(_state_of(value, path), path, held.state_tensors))
-        lines, kinds = [], []
-        for path, text, kind in held.entries:
-            lines.append(f"{path}\t{text}")
-            if kind is not None:
-                kinds.append(kind)
-        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-        note = _Note(root, digest, kinds, bool(overlap_groups(held.tensors.values())), parts)
+        text = "\n".join(map("\t".join, held.entries))
+        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        note = _Note(root, digest, bool(overlap_groups(held.tensors.values())), parts)
     except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
         failure = error
     notes = agree(comm, failure, "describing what it holds", note, _Note)
     roots = [theirs.root for theirs in notes]
     if len(set(roots)) > 1:
         raise MismatchError(f"ranks passed different roots: {', '.join(map(str, roots))}")
-    different = [rank for rank, theirs in enumerate(notes) if not theirs.agrees_with(notes[root])]
+    different = [rank for rank, theirs in enumerate(notes) if theirs.digest != notes[root].digest]
     # Nearly always none: only then are whole descriptions sent.
     if different:
-        entries = []
-        for path, text, kind in held.entries:
-            shown = text if kind is None else f"{text}, {excerpt(held.values[path], 60)}"
-            entries.append(_Entry(path, shown, kind))
-        root_entries = from_root(comm, entries, list[_Entry], "what it holds", root)
+        root_entries = from_root(comm, held.entries, list[_Entry], "what it holds", root)
         if comm.rank in different:
-            failure = _difference(entries, root_entries, comm.rank, root, different)
+            failure = _difference(held.entries, root_entries, comm.rank, root, different)
         comm.agree(failure, phase="comparing what ranks hold")
     return held, notes[root].parts, True in [theirs.shares_memory for theirs in notes]
-
-
-def _are_alike(kind: str | None, other: str | None) -> bool:
-    """Whether values of these kinds may stand for each other."""
-    return kind == other or "None" in (kind, other)
 
 
 def _difference(
@@ -585,7 +553,7 @@ def _difference(
     nothing = _Entry("(nothing)", "nothing")
     live = expected = nothing
     for live, expected in itertools.zip_longest(entries, root_entries, fillvalue=nothing):
-        if not live.is_like(expected):
+        if live != expected:
             break
     path = expected.path
     if live.path != path:  # one side lacks the path that the other has here
