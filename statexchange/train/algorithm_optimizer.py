@@ -98,7 +98,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
             self.finalize()
             result = self.inner.step(closure)
             self._steps += 1
-            self._begin()
+            self._is_averaged = False
         else:
             result = super().step(closure)
         self._after_step()
@@ -126,7 +126,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
     def accept(self, algorithm: Algorithm | str) -> Algorithm:
         """Return the Algorithm; raise on all ranks unless all chose it and it allows `weight`. Collective."""
         chosen = as_algorithm(algorithm)
-        check_equal(self._comm, {"algorithms": repr(chosen)})
+        check_equal(self._comm, "algorithms", repr(chosen))
         check_weight(chosen, is_weighted=self._weight is not None)
         return chosen
 
@@ -139,7 +139,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
         self._run = run
         self._algorithm = algorithm
         self._steps = 0
-        self._begin()
+        self._is_averaged = False
 
     def new_tuner(self) -> Tuner:
         """Return a tuner that begins with the present setting. Not collective."""
@@ -150,7 +150,6 @@ class AlgorithmOptimizer(DistributedOptimizer):
         """Apply the bucket size and the hierarchy of a setting. Collective, between steps."""
         self._run.comm = self._whole_comm if setting.hierarchical else self._whole_comm.flat
         self.reducer.reset(comm=self._run.comm, bucket_bytes=setting.bucket_bytes)
-        self._arm()
 
     def average_state(self) -> None:
         """Average every floating tensor of the inner optimizer's state over all ranks. Collective.

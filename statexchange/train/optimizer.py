@@ -1,9 +1,8 @@
 """DistributedOptimizer: a torch optimizer that steps with the average of all ranks' gradients.
 
-Callbacks. The reducer calls `_backward_ended` at the end of each backward that touched a parameter. After the last of
-`accumulate` backwards it finalizes the averages, so that clipping and a GradScaler, which come between backward and
-`step`, see averages. `_arm` decides before each backward whether buckets may be sent during it: only the last one may,
-since a bucket that was sent early would miss what the next backwards add.
+Callbacks. The reducer calls `_backward_ended` at the end of each backward that touched a parameter. That finalizes the
+averages, so that clipping and a GradScaler, which come between backward and `step`, see averages. Inside `no_sync`
+nothing is finalized, and no bucket may be sent during backward: it would miss what the next backwards add.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: any torch optimizer. If it was constructed with named parameters, messages use the names.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         module: the module, or list of modules, that has the optimizer's parameters; messages use its names.
-        accumulate: average after every `accumulate`-th backward; gradients are sums over these.
         init_sync: give all ranks rank 0's parameters and buffers now. Pass False only if they are known to be equal, or
             are loaded afterwards: ranks whose parameters differ train different models without any error.
         weight: a function that returns this rank's weight when gradients are averaged, for the true mean over tokens:
@@ -88,7 +86,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         comm: CommLike | None = None,
         *,
         module: torch.nn.Module | list[torch.nn.Module] | None = None,
-        accumulate: int = 1,
         init_sync: bool = True,
         weight: Callable[[], float] | None = None,
         **settings: Unpack[ReducerOptions],
@@ -99,9 +96,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._comm = as_communicator(comm)
         self._module = module
         self._weight = weight
-        self._accumulate = accumulate
         self._no_sync_depth = 0
-        self._backwards = 0
         self._steps = 0
         self._is_averaged = False
         self._catch_up_root: int | None = None  # the lowest rank that took the last step, if others missed it
@@ -112,7 +107,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if weight is not None:
             settings["overlap"] = False
         self._reducer = BucketReducer(named, self._comm, **settings)
-        check_equal(self._comm, {"values of accumulate": accumulate, "values of init_sync": init_sync})
+        check_equal(self._comm, "values of init_sync", init_sync)
         if init_sync:
             with public_call("DistributedOptimizer"):
                 try:
@@ -120,7 +115,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 except (InvalidArgumentError, UnsupportedError) as error:
                     raise error.located(advice="init_sync=False leaves parameters and buffers as they are") from error
         self._reducer.watch(self._backward_ended)
-        self._arm()
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any attribute of the inner optimizer)
         if name == "_optimizer":
@@ -130,8 +124,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _check(self, settings: Mapping[str, Any]) -> None:
         if not isinstance(self._optimizer, torch.optim.Optimizer):
             raise InvalidArgumentError(f"expected a torch optimizer, not {type(self._optimizer).__name__}")
-        if not isinstance(self._accumulate, int) or self._accumulate < 1:
-            raise InvalidArgumentError("accumulate must be a positive number of backwards", found=self._accumulate)
         if self._weight is not None and not callable(self._weight):
             raise InvalidArgumentError(
                 f"weight must be a function that returns this rank's weight, not {self._weight!r}"
@@ -177,13 +169,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         new = {name: parameter for name, parameter in named.items() if id(parameter) not in ids}
         if new:
             self._reducer.reset({**present, **new})
-            self._arm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients, also those not averaged yet. Not collective, but all ranks must call it."""
         self._reducer.discard()
         self._optimizer.zero_grad(set_to_none)
-        self._begin()
+        self._is_averaged = False
 
     def close(self) -> None:
         """Remove the hooks from the parameters: backward is as before, and the inner optimizer steps alone.
@@ -213,8 +204,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         active = self._reducer.reduce(weight=weight, step=self._steps)
         self._note_active(active)
         self._is_averaged = True
-        self._backwards = 0
-        self._arm()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 (the closure's loss)
         """Average gradients, if they are not averages yet, and let the inner optimizer step.
@@ -240,7 +229,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             result = self._optimizer.step(lambda: self._evaluate(closure))
         self._steps += 1
         self._reducer.end_step()
-        self._begin()
+        self._is_averaged = False
         return result
 
     def _evaluate(self, closure: Callable[[], Any]) -> Any:  # noqa: ANN401 (the closure's loss)
@@ -258,12 +247,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Enter a block whose backwards add to this rank's gradients without averaging. Not collective."""
         self._no_sync_depth += 1
-        self._arm()
+        self._reducer.eager = False
         try:
             yield
         finally:
             self._no_sync_depth -= 1
-            self._arm()
+            self._reducer.eager = not self._no_sync_depth
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -292,20 +281,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _backward_ended(self) -> None:
         self._is_averaged = False
         if not self._no_sync_depth:
-            self._backwards += 1
-            if self._backwards >= self._accumulate:
-                self.finalize()
-        self._arm()
-
-    def _begin(self) -> None:
-        """Begin a new step."""
-        self._is_averaged = False
-        self._backwards = 0
-        self._arm()
-
-    def _arm(self) -> None:
-        """Allow buckets to be sent during the next backward, if gradients are averaged after it."""
-        self._reducer.eager = not self._no_sync_depth and self._backwards + 1 >= self._accumulate
+            self.finalize()
 
 
 def _check_in_module(optimizer: torch.optim.Optimizer, in_module: Mapping[str, torch.Tensor]) -> None:

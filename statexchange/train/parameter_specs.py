@@ -177,16 +177,16 @@ def _side_text(side: ParameterSpec | None) -> str:
     return "no parameter here" if side is None else f"{side.name} {side} {side.device}"
 
 
-def check_equal(comm: Communicator, options: Mapping[str, object]) -> None:
-    """Raise MismatchError on all ranks if an option differs between them. Collective.
+def check_equal(comm: Communicator, names: str, value: object) -> None:
+    """Raise MismatchError on all ranks if an option, whose value is a JSON value, differs between them. Collective.
 
-    Keys name the options in the plural, as in "ranks have different values of accumulate"; values are JSON values.
+    `names` is its name in the plural, as in "ranks have different values of init_sync".
     """
-    for rank, theirs in enumerate(comm.all_gather_object(options)):
-        for names, value in options.items():
-            if theirs[names] != value:
-                text = f"ranks have different {names}: give all ranks the same"
-                raise MismatchError(text, rank=rank, expected=value, found=theirs[names])
+    by_rank = comm.all_gather_object(value)
+    for rank, theirs in enumerate(by_rank):
+        if theirs != by_rank[0]:
+            text = f"ranks have different {names}: give all ranks the same"
+            raise MismatchError(text, rank=rank, expected=by_rank[0], found=theirs)
 
 
 def shortened(items: Sequence[object]) -> str:

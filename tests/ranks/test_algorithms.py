@@ -502,9 +502,10 @@ def test_gradients_of_a_closure_and_accumulated_ones_are_averaged() -> None:
             optimizer.step(functools.partial(closure, wrapped, optimizer, comm.rank))
             found.append(weights(module))
         module = net()
-        wrapped, optimizer = data_parallel(module, sgd(module), accumulate=2)
+        wrapped, optimizer = data_parallel(module, sgd(module))
         for step in range(4):
-            loss_of(wrapped, comm.rank, step).backward()
+            with torch.enable_grad() if step % 2 else optimizer.no_sync():
+                loss_of(wrapped, comm.rank, step).backward()
             if step % 2:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -731,7 +732,7 @@ def test_the_bucket_count_changes_on_all_ranks_at_the_same_step() -> None:
         with torch.no_grad():
             for parameter in module.parameters():
                 parameter.fill_(0.01)
-        wrapped, optimizer = data_parallel(module, sgd(module), bucket_bytes=4096, autotune=True, tune_every=5)
+        wrapped, optimizer = data_parallel(module, sgd(module), bucket_bytes=4096, tune_every=5)
         counts = []
         for step in range(32):
             optimizer.zero_grad()
@@ -1103,8 +1104,8 @@ def test_what_several_optimizers_cannot_do_is_refused() -> None:
     def work() -> None:
         module = net()
         both = [sgd(module[:3]), sgd(module[3:])]
-        with pytest.raises(InvalidArgumentError, match="autotune"):
-            data_parallel(module, both, autotune=True)
+        with pytest.raises(InvalidArgumentError, match="tune_every"):
+            data_parallel(module, both, tune_every=100)
         with pytest.raises(InvalidArgumentError, match="another reducer") as caught:
             data_parallel(module, [sgd(module), sgd(module[3:])])
         assert caught.value.name == "4.weight"

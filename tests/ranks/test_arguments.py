@@ -80,7 +80,6 @@ CALLS: dict[str, Call] = {
     "synchronize": lambda w: sx.synchronize(ones(), root="x" if w else 0),
     "an optimizer that is none": lambda w: sx.DistributedOptimizer(5 if w else sgd(net())),
     "module": lambda w: optimizer(w, module=5),
-    "accumulate": lambda w: optimizer(w, accumulate="2"),
     "weight of an optimizer": lambda w: optimizer(w, weight=5),
     "an unknown setting": lambda w: optimizer(w, message_size=5),
     "weight of a step": lambda w: sx.DistributedOptimizer(sgd(net()), weight=lambda: "x" if w else 1).step(),
@@ -201,11 +200,3 @@ def test_values_of_other_types_are_refused_before_anything_happens(tmp_path: Pat
         sx.register_config(5)
     with pytest.raises(UnsupportedError, match=r"tolist\(\)"):
         comm().all_gather_object([ones()])
-
-
-def test_ranks_that_accumulate_differently_are_told() -> None:
-    def ranks() -> None:
-        with pytest.raises(sx.errors.MismatchError, match="accumulate"):
-            sx.DistributedOptimizer(sgd(net()), accumulate=1 + sx.get_rank())
-
-    run_ranks(ranks, 2)

@@ -566,7 +566,7 @@ def test_bagua_switch_to(comm: Communicator, directory: Path) -> None:
 @on_ranks(1, 2)
 def test_bagua_state_dict_and_forward(comm: Communicator, directory: Path) -> None:
     module = bagua_net()
-    wrapped, optimizer = sx.train.data_parallel(module, sgd(module), autotune=True, tune_every=3)
+    wrapped, optimizer = sx.train.data_parallel(module, sgd(module), tune_every=3)
     assert list(wrapped.state_dict()) == list(module.state_dict())  # without a prefix
     wrapped.load_state_dict({name: value * 0 for name, value in module.state_dict().items()})
     assert flat(module).eq(0).all()

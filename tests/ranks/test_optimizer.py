@@ -435,22 +435,20 @@ def count_averages(optimizer: DistributedOptimizer) -> list[int]:
     return count
 
 
-@pytest.mark.parametrize("how", ["no_sync", "accumulate"])
 @pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"overlap": False}], ids=str)
-def test_accumulation_averages_once_and_adds_everything(settings: dict[str, Any], how: str) -> None:
+def test_accumulation_averages_once_and_adds_everything(settings: dict[str, Any]) -> None:
     def work() -> tuple[bool, int]:
         comm = sx.get_communicator()
         module, reference = net(), net()
         plain = torch.optim.SGD(reference.parameters(), lr=0.1)
         inner = torch.optim.SGD(module.parameters(), lr=0.1)
-        accumulate = 3 if how == "accumulate" else 1
-        optimizer = DistributedOptimizer(inner, comm, accumulate=accumulate, **settings)
+        optimizer = DistributedOptimizer(inner, comm, **settings)
         count = count_averages(optimizer)
         for step in range(3):
             optimizer.zero_grad()
             plain.zero_grad()
             for micro in range(3):
-                with optimizer.no_sync() if how == "no_sync" and micro < 2 else torch.enable_grad():
+                with optimizer.no_sync() if micro < 2 else torch.enable_grad():
                     loss_of(module, comm.rank, 10 * step + micro).backward()
                 for rank in range(comm.world_size):
                     (loss_of(reference, rank, 10 * step + micro) / comm.world_size).backward()
@@ -466,9 +464,10 @@ def test_an_unfinished_accumulation_is_averaged_by_step() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         module = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), comm, accumulate=4)
-        for _ in range(2):
-            loss_of(module, comm.rank, 0).backward()
+        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), comm)
+        with optimizer.no_sync():
+            for _ in range(2):
+                loss_of(module, comm.rank, 0).backward()
         optimizer.step()
         return [state_of(module), grad_of(module)]
 
@@ -480,13 +479,12 @@ def test_a_gradient_of_an_earlier_micro_step_alone_is_not_lost() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         params = [nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(3)]
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(params, lr=0.1), comm, accumulate=2, bucket_bytes=1, overlap=True
-        )
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), comm, bucket_bytes=1, overlap=True)
         found = []
         for _ in range(3):
             optimizer.zero_grad()
-            params[comm.rank].sum().backward()
+            with optimizer.no_sync():
+                params[comm.rank].sum().backward()
             params[2].sum().backward()
             optimizer.finalize()
             found.append([p.grad.item() for p in params])
@@ -853,13 +851,6 @@ def test_a_parameter_whose_shape_differs_is_named_by_the_names_of_the_module() -
 
     error = raised_on_both(work, MismatchError)
     assert (error.name, error.rank) == ("1.weight", 1)
-
-
-def test_impossible_settings_are_refused_by_name() -> None:
-    module = net()
-    inner = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(InvalidArgumentError, match="accumulate"):
-        DistributedOptimizer(inner, accumulate=0)
 
 
 # average_gradients, and DDP

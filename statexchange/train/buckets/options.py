@@ -38,7 +38,6 @@ class ReducerOptions(_CommonOptions, total=False):
 class TrainingOptions(_CommonOptions, total=False):
     """Keyword arguments that `data_parallel` passes on to DistributedOptimizer and BucketReducer."""
 
-    accumulate: int
     weight: Callable[[], float] | None
 
 

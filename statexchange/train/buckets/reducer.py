@@ -147,6 +147,8 @@ class BucketReducer(Reducer):
             communicate=communicate,
         )
         self._hooks = GradientHooks(self._gradient_accumulated)
+        self.eager = True
+        """Whether buckets may be sent during backward. Callers may set it."""
         self._build()
 
     # Set-up
@@ -205,8 +207,6 @@ class BucketReducer(Reducer):
         self._arrival = Arrival(self._views)
         self._averager = BucketAverager(self._comm, options, self._views, self._plan, self._arrival, overlaps=overlaps)
         self._rounds = 0
-        self.eager = True
-        """Whether buckets may be sent during backward. Callers may set it."""
         self._plan.extend(groups)
         self._closed = False
         self._comm.dependents.add(self)
