@@ -6,7 +6,7 @@ The protocol of a call:
    root adds its plain values and the states of its objects, as JSON (`_Part`). Nothing has changed.
 2. If a rank's digest differs from root's, it receives root's description, and all ranks raise one MismatchError that
    shows both sides at the first path that differs.
-3. Each rank reads root's parts (`_PartReader`), and prepares the tensors that are to be filled, existing or new ones,
+3. Each rank reads root's parts (`_read`), and prepares the tensors that are to be filled, existing or new ones,
    and callbacks that install states and values. An error here is raised on all ranks, and still nothing has changed.
 4. Root sends the tensors as bytes: many small ones together, large ones in windows.
 5. Tensors of a rank that share memory are filled one after the other, which is right only if root has equal values
@@ -39,12 +39,9 @@ from statexchange.state.tree import (
     PLAIN_TYPES,
     ParameterName,
     check_no_state_in,
-    children,
     nodes,
     parameter_names,
     replaced,
-    steps,
-    with_children,
     with_types_of,
 )
 from statexchange.state.types import Leaf, Module, Optimizer
@@ -82,8 +79,6 @@ __all__ = ["allreduce_parameters", "broadcast_parameters", "module_tensors", "sy
 
 T = TypeVar("T")
 Describe = Callable[["_Held"], None]
-
-_NOTHING: Leaf = object()  # where a rank has nothing
 
 
 @public_call("synchronize")
@@ -398,9 +393,10 @@ def _tensor_text(tensor: TensorLike) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _LeafSpec:
-    """The kind of a leaf without JSON text; of a tensor or array also dtype, shape and device type."""
+    """The kind and path of a leaf without JSON text; of a tensor or array also dtype, shape and device type."""
 
     kind: Literal["tensor", "array", "object"]
+    path: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
     device_type: str = "cpu"
@@ -409,23 +405,28 @@ class _LeafSpec:
     def of(cls, tensor: TensorLike, path: str) -> _LeafSpec:
         """Return the spec of a tensor or array; raise UnsupportedError if numpy has no text for an array's dtype."""
         if isinstance(tensor, torch.Tensor):
-            return cls("tensor", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
+            dtype_name = str(tensor.dtype).removeprefix("torch.")
+            return cls("tensor", path, dtype_name, tuple(tensor.shape), tensor.device.type)
         dtype = tensor.dtype
         if np.dtype(dtype.str) == dtype:
-            return cls("array", dtype.str, tensor.shape)
+            return cls("array", path, dtype.str, tensor.shape)
         # One of ml_dtypes, which numpy writes as bytes.
         if dtype.name in DTYPE_NAMES and dtype.isnative:
-            return cls("array", DTYPE_NAMES[dtype.name], tensor.shape)
+            return cls("array", path, DTYPE_NAMES[dtype.name], tensor.shape)
         raise UnsupportedError(f"arrays of {dtype} cannot be sent in the state of an object", name=path)
 
     def tensor_for(self, live: Leaf, like: torch.Tensor | None, device: torch.device) -> TensorLike:
-        """Return `live` if it is such a tensor or array on `device`, else a new one, where possible like `like`."""
+        """Return `live` if it is such a tensor or array, else a new one: as `like` if possible, or on `device`."""
         if self.kind == "array":
             # No text of numpy's is a name of safetensors.
             array_dtype = numpy_dtype(self.dtype) if self.dtype in ITEMSIZE else np.dtype(self.dtype)
             if isinstance(live, np.ndarray) and live.dtype == array_dtype and live.shape == self.shape:
                 return live
             return np.empty(self.shape, array_dtype)
+        if self.device_type == "cpu":
+            device = torch.device("cpu")
+        elif like is not None:
+            device = like.device
         dtype = getattr(torch, self.dtype)
         here = (dtype, self.shape, device)
         if isinstance(live, torch.Tensor) and (live.dtype, tuple(live.shape), live.device) == here:
@@ -460,28 +461,29 @@ def _encode(value: Leaf, path: str, tensors: list[TensorLike]) -> _Part:
     def keep(leaf: Leaf, inner: str) -> str | None:
         if type(leaf) in PLAIN_TYPES:
             return None
-        if id(leaf) in names:
-            return names[id(leaf)][0]
-        if isinstance(leaf, torch.Tensor | np.ndarray):
-            tensor = _dense(leaf, path + inner, written=False)
-            tensors.append(tensor)
-            leaves.append(_LeafSpec.of(tensor, path + inner))
-        elif _is_value(leaf) or _is_container(leaf):
+        is_tensor = isinstance(leaf, torch.Tensor | np.ndarray)
+        if not is_tensor and _has_text(leaf):
             return None
-        else:
-            check_no_state_in(leaf, path + inner)
-            leaves.append(_LeafSpec("object"))
-        names[id(leaf)] = str(len(names)), leaf
+        if id(leaf) not in names:
+            names[id(leaf)] = str(len(names)), leaf
+            place = (path + inner).removeprefix(".")
+            if is_tensor:
+                tensors.append(_dense(leaf, place, written=False))
+                leaves.append(_LeafSpec.of(tensors[-1], place))
+            else:
+                check_no_state_in(leaf, place)
+                leaves.append(_LeafSpec("object", place))
         return names[id(leaf)][0]
 
     text = values.encode(value, keep, leaves_anywhere=False)
     return _Part(text, leaves, list(values.types_of(value)))
 
 
-def _is_container(value: Leaf) -> bool:
+def _has_text(value: Leaf) -> bool:
+    """Whether root sends a value that is no tensor or array as text, with names for the leaves in it."""
     if dataclasses.is_dataclass(value):
         return not isinstance(value, type)
-    return isinstance(value, Mapping) or hasattr(value, "_fields")
+    return _is_value(value) or isinstance(value, Mapping) or hasattr(value, "_fields")
 
 
 def _state_of(value: Leaf, path: str) -> Leaf:
@@ -584,7 +586,8 @@ def _fill(comm: Communicator, root: int, describe: Describe, tree: Leaf) -> Leaf
             tensors += [("", tensor) for tensor in held.state_tensors]
         else:
             new_values = {}
-            for path, value in _PartReader(parts[0], held.values, "", comm.device).decoded.items():
+            root_values, _ = _read(parts[0], held.values, "", comm.device, {})
+            for path, value in root_values.items():
                 # By type and text: -0.0 is another number than 0.0.
                 if not values.is_same(value, held.values[path]):
                     new_values[path] = value
@@ -608,118 +611,78 @@ def _installation(
 ) -> tuple[Callable[[], object], list[tuple[str, TensorLike]]]:
     """Return a callback that installs root's state in an object, and the tensors in it, which are filled before."""
     live = _state_of(value, path)
-    reader = _PartReader(part, live, path, device)
-    if is_optimizer(value):
-        return _optimizer_callback(value, live, reader), reader.tensors
-    new = reader.fill(reader.decoded, live)
-    return functools.partial(load_object, value, value.load_state_dict, new, path, " on root"), reader.tensors
+    if not is_optimizer(value):
+        new, tensors = _read(part, live, path, device, {})
+        return functools.partial(load_object, value, value.load_state_dict, new, path, " on root"), tensors
+    # The parameters that new tensors are like, by the first steps of the paths of their state.
+    likes: dict[str, torch.Tensor] = {}
+    for number, parameter in enumerate(parameters_of(value)):
+        likes[f"state[{number}]"] = parameter
+    for number, group in enumerate(value.param_groups):
+        for parameter in group["params"][:1]:
+            likes[f"param_groups[{number}]"] = parameter
+    new, tensors = _read(part, live, path, device, likes)
+    return _optimizer_callback(value, live, new, path), tensors
 
 
-class _PartReader:
-    """Reads one part of root's on a rank that has `live` in the same place.
+def _read(
+    part: _Part, live: Leaf, path: str, device: torch.device, likes: Mapping[str, torch.Tensor]
+) -> tuple[Leaf, list[tuple[str, TensorLike]]]:
+    """Return root's value where this rank has `live`, and its tensors with their paths, in root's order.
 
-    `path` is that of the part, and `decoded` the decoded text with a spec for each leaf. `fill` replaces the specs in
-    `decoded`, or in a part of it. Then `tensors` are the tensors and arrays into which root's bytes are to be copied.
+    Root's bytes are to be copied into the tensors. They are those that `live` has at the same paths if they fit, else
+    new ones.
     """
+    live_leaves: dict[str, Leaf] = {}
 
-    def __init__(self, part: _Part, live: Leaf, path: str, device: torch.device) -> None:
-        self.path = path
-        self._device = device
-        self._leaves = part.leaves
-        self._tensors: dict[int, tuple[str, TensorLike]] = {}  # with their paths, by the identity of their specs
-        # The memory of live tensors that are filled already; None stands for memory that cannot be identified.
-        self._used: set[Leaf] = {None}
-        placeholders = dict(zip(map(str, itertools.count()), part.leaves, strict=False))
-        self.decoded = values.decode(part.text, types=values.types_of(live), leaves=placeholders)
-        unknown = set(part.types) - values.types_of(self.decoded).keys()
-        if unknown:
-            raise UnsupportedError(
-                f"root holds a {min(unknown)}, which this rank does not know: give it to register_config", name=path
-            )
+    def collect(leaf: Leaf, inner: str) -> str | None:
+        if not isinstance(leaf, torch.Tensor | np.ndarray) and (type(leaf) in PLAIN_TYPES or _has_text(leaf)):
+            return None
+        live_leaves[(path + inner).removeprefix(".")] = leaf
+        return str(id(leaf))
 
-    @property
-    def tensors(self) -> list[tuple[str, TensorLike]]:
-        """The tensors to be filled with their paths, in root's order."""
-        named = []
-        for spec in self._leaves:
-            if spec.kind != "object":
-                path, tensor = self._tensors[id(spec)]
-                named.append((path, _dense(tensor, path, written=True)))
-        return named
-
-    def fill(self, decoded: Leaf, live: Leaf, step: str = "", like: torch.Tensor | None = None) -> Leaf:
-        """Replace specs: by the live tensor or object in the same place if it fits, else by a new tensor.
-
-        `step` leads from the whole part to `decoded`. New tensors are on the device of the parameter `like` and have
-        its strides where they have its shape.
-        """
-        return with_types_of(live, self._filled(decoded, live, "", step, like))
-
-    def _filled(self, decoded: Leaf, live: Leaf, path: str, step: str, like: torch.Tensor | None) -> Leaf:
-        # First, as a spec is a dataclass, too.
-        if isinstance(decoded, _LeafSpec):
-            return self._leaf(decoded, live, path, step, like)
-        # By the steps, as a mapping that was decoded may have other keys of the same text.
-        live_items = {inner: child for inner, _, child in steps(live, path.removeprefix("."))}
-        changed = {}
-        for inner, key, child in steps(decoded, path):
-            new = self._filled(child, live_items.get(inner, _NOTHING), path + inner, step, like)
-            if new is not child:
-                changed[key] = new
-        if not changed:
-            return decoded
-        return with_children(decoded, changed)
-
-    def _leaf(self, spec: _LeafSpec, live: Leaf, path: str, step: str, like: torch.Tensor | None) -> Leaf:
-        if spec.kind == "object":
-            if live is _NOTHING or children(live) is not None:
-                text = (
-                    f"root has an object at {path.removeprefix('.')} that cannot be sent, and this rank has none there"
-                )
-                raise UnsupportedError(text, name=self.path)
-            return live
-        # One tensor at two places of root is one here.
-        if id(spec) in self._tensors:
-            return self._tensors[id(spec)][1]
-        device = self._device
-        if spec.kind == "tensor" and spec.device_type == "cpu":
-            device = torch.device("cpu")
-        elif like is not None:
-            device = like.device
-        tensor = spec.tensor_for(live, like, device)
-        if tensor is live:
+    values.encode(live, collect)  # the text is not needed: paths are written as on root
+    leaves: dict[str, Leaf] = {}
+    tensors: list[tuple[str, TensorLike]] = []
+    # The memory of live tensors that are filled already; None stands for memory that cannot be identified.
+    used: set[Leaf] = {None}
+    for number, spec in enumerate(part.leaves):
+        leaf = live_leaves.get(spec.path)
+        if spec.kind != "object":
+            first_steps, bracket, _ = spec.path[len(path) :].removeprefix(".").partition("]")
+            like = likes.get(first_steps + bracket)
+            tensor = spec.tensor_for(leaf, like, device)
             # Filled twice, it would have the second one's values at both places.
-            key = same_memory(live)
-            if key in self._used:
+            if tensor is leaf and same_memory(tensor) in used:
                 tensor = spec.tensor_for(None, like, device)
-            self._used.add(key)
-        self._tensors[id(spec)] = f"{self.path}{step}{path}".removeprefix("."), tensor
-        return tensor
+            used.add(same_memory(tensor))
+            tensors.append((spec.path, _dense(tensor, spec.path, written=True)))
+            leaf = tensor
+        elif leaf is None:
+            raise UnsupportedError(
+                "root has an object here that cannot be sent, and this rank has none", name=spec.path
+            )
+        leaves[str(number)] = leaf
+    new = values.decode(part.text, types=values.types_of(live), leaves=leaves)
+    unknown = set(part.types) - values.types_of(new).keys()
+    if unknown:
+        raise UnsupportedError(
+            f"root holds a {min(unknown)}, which this rank does not know: give it to register_config", name=path
+        )
+    return with_types_of(live, new), tensors
 
 
-def _optimizer_callback(optimizer: Optimizer, live: Mapping[str, Leaf], reader: _PartReader) -> Callable[[], None]:
-    """Return a callback that installs root's state in an optimizer, whose present state is `live`.
-
-    Call it once the reader's tensors are filled.
-    """
-    decoded, parameters = reader.decoded, parameters_of(optimizer)
-    groups = []
-    for number, (group, live_group) in enumerate(zip(decoded["param_groups"], live["param_groups"], strict=True)):
-        like = next(iter(optimizer.param_groups[number]["params"]), None)
-        groups.append(reader.fill(group, live_group, f".param_groups[{number}]", like))
-    state: dict[Leaf, Leaf] = {}
-    for number, entries in decoded["state"].items():
-        parameter = parameters[number]
-        live_entries = live["state"].get(number, {})
-        state[parameter] = reader.fill(entries, live_entries, f".state[{number}]", parameter)
-    for key, entries in decoded["shared"].items():
-        state[key] = reader.fill(entries, live["shared"].get(key, {}), f".state[{key!r}]")
-    dropped = [key for key in optimizer.state if key not in state]
-    differing = decoded["more"].keys() ^ live["more"].keys()
+def _optimizer_callback(
+    optimizer: Optimizer, live: Mapping[str, Leaf], new: Mapping[str, Leaf], path: str
+) -> Callable[[], None]:
+    """Return a callback that replaces the state `live` of an optimizer by `new`, once its tensors are filled."""
+    differing = new["more"].keys() ^ live["more"].keys()
     if differing:
         text = f"only one of root's state dict and this rank's has the entry {min(map(str, differing))!r}"
-        raise UnsupportedError(text, name=reader.path)
-    more = {}
-    for key, entries in decoded["more"].items():
-        more[key] = reader.fill(entries, live["more"].get(key), f".{key}")
-    return functools.partial(install_optimizer, optimizer, groups, state, dropped, more)
+        raise UnsupportedError(text, name=path)
+    parameters = parameters_of(optimizer)
+    state: dict[Leaf, Leaf] = dict(new["shared"])
+    for number, entries in new["state"].items():
+        state[parameters[number]] = entries
+    dropped = [key for key in optimizer.state if key not in state]
+    return functools.partial(install_optimizer, optimizer, new["param_groups"], state, dropped, new["more"])

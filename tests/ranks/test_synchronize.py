@@ -766,6 +766,22 @@ def test_state_of_a_type_that_a_rank_does_not_know_is_an_error_on_all() -> None:
     assert [error.name for error in errors] == ["x", "x"]
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "place", [lambda optimizer: optimizer, lambda optimizer: {"all": [optimizer]}], ids=["", "all[0]"]
+)
+def test_new_state_of_an_optimizer_has_the_strides_of_its_parameter(place: Any) -> None:
+    rank, _ = rank_and_size()
+    image = torch.full((2, 3, 4, 4), float(rank)).to(memory_format=torch.channels_last)
+    parameters = [nn.Parameter(torch.ones(1)), nn.Parameter(image)]
+    optimizer = torch.optim.Adam(parameters)
+    if rank == 0:
+        torch.stack([p.sum() for p in parameters]).sum().backward()
+        optimizer.step()
+    synchronize(place(optimizer))
+    assert optimizer.state[parameters[1]]["exp_avg"].stride() == image.stride()
+
+
 def test_an_object_in_the_state_of_an_optimizer_is_not_replaced() -> None:
     def body(both: bool) -> bool:
         optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
@@ -778,7 +794,8 @@ def test_an_object_in_the_state_of_an_optimizer_is_not_replaced() -> None:
     assert run_ranks(body, 2, args=(True,)) == [True, True]
     outcomes = run_ranks(body, 2, args=(False,), allow_failure=True)
     assert set(outcomes.errors.values()) == {"UnsupportedError"}
-    assert "an object at helper" in outcomes.messages[0]
+    assert "root has an object here" in outcomes.messages[0]
+    assert "[0].param_groups[0].helper" in outcomes.messages[0]
     assert outcomes.messages[0] == outcomes.messages[1]
 
 
