@@ -13,8 +13,8 @@ from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.train.algorithms import Algorithm, Run, as_algorithm
 from statexchange.train.buckets.options import TrainingOptions
+from statexchange.train.comparison import compare
 from statexchange.train.optimizer import DistributedOptimizer
-from statexchange.train.parameter_specs import check_equal
 from statexchange.train.synchronize import allreduce_parameters
 from statexchange.train.tuner import Setting, Tuner
 
@@ -126,7 +126,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
     def accept(self, algorithm: Algorithm | str) -> Algorithm:
         """Return the Algorithm; raise on all ranks unless all chose it and it allows `weight`. Collective."""
         chosen = as_algorithm(algorithm)
-        check_equal(self._comm, "algorithms", repr(chosen))
+        compare(self._comm, f"algorithm={chosen}")
         check_weight(chosen, is_weighted=self._weight is not None)
         return chosen
 

@@ -19,7 +19,7 @@ import torch
 from statexchange.comm.calls import site_detail
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
-from statexchange.train.parameter_specs import shortened
+from statexchange.train.comparison import shortened
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket  # torch.distributed exports it, but not for type checkers

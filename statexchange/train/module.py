@@ -18,7 +18,7 @@ from statexchange.errors import InvalidArgumentError
 from statexchange.train.algorithm_optimizer import AlgorithmOptimizer, check_weight
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, as_algorithm
 from statexchange.train.buckets.options import TrainingOptions, check_names
-from statexchange.train.parameter_specs import check_equal
+from statexchange.train.comparison import compare
 from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters, module_tensors
 from statexchange.train.tuner import Setting, Trial, Tuner
 
@@ -347,7 +347,7 @@ def data_parallel(
             chosen = as_algorithm(algorithm)
             _check_arguments(module, optimizers, settings, tune_every)
             check_weight(chosen, is_weighted=settings.get("weight") is not None)
-        check_equal(communicator, "algorithms", repr(chosen))
+        compare(communicator, f"algorithm={chosen}")
         wrapped = DistributedModule(module, communicator)
         broadcast_parameters(wrapped, broadcast_buffers=broadcast_buffers, root=root, comm=communicator)
         trained = wrapped.train_with(optimizers, chosen, tune_every, **settings)

@@ -20,7 +20,8 @@ from statexchange.settings import check_flags
 from statexchange.state.units import labelled_parameters, parameters_of
 from statexchange.train.buckets.options import ReducerOptions, check_names
 from statexchange.train.buckets.reducer import BucketReducer
-from statexchange.train.parameter_specs import check_equal, named_parameters
+from statexchange.train.comparison import compare
+from statexchange.train.parameter_specs import named_parameters
 from statexchange.train.synchronize import synchronize
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if weight is not None:
             settings["overlap"] = False
         self._reducer = BucketReducer(named, self._comm, **settings)
-        check_equal(self._comm, "values of init_sync", init_sync)
+        compare(self._comm, f"init_sync={init_sync}")
         if init_sync:
             with public_call("DistributedOptimizer"):
                 try:

@@ -21,17 +21,16 @@ import enum
 import functools
 import hashlib
 import itertools
-import operator
 from collections.abc import Callable, Generator, Mapping, MappingView, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from statexchange import values
-from statexchange.comm.communicator import CommLike, Communicator, agree, from_root
+from statexchange.comm.communicator import CommLike, Communicator, agree
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, type_text
 from statexchange.sharding.paths import joined
@@ -72,7 +71,7 @@ from statexchange.tensors import (
     replicated_part,
     same_memory,
 )
-from statexchange.train.parameter_specs import shortened
+from statexchange.train.comparison import Entry, raise_difference
 from statexchange.train.windows import broadcast_tensors, check_shared_memory, windows
 
 __all__ = ["allreduce_parameters", "broadcast_parameters", "module_tensors", "synchronize"]
@@ -218,13 +217,6 @@ def _check_integer_views(tensors: dict[str, TensorLike]) -> None:
 # Step 1: what this rank holds
 
 
-class _Entry(NamedTuple):
-    """An entry of what a rank holds: its path, and a text for all that is compared."""
-
-    path: str
-    text: str
-
-
 class _Held:
     """What a rank holds, by the way in which it is sent.
 
@@ -238,7 +230,7 @@ class _Held:
 
     def __init__(self, *, written: bool) -> None:
         """Make an empty record. `written`: this rank's tensors will be filled, so they must be writable."""
-        self.entries: list[_Entry] = []
+        self.entries: list[Entry] = []
         self.tensors: dict[str, TensorLike] = {}
         self.values: dict[str, Leaf] = {}
         self.objects: dict[str, Leaf] = {}
@@ -252,7 +244,7 @@ class _Held:
         names: dict[int, ParameterName] | None = None
         for path, _, value, kind, container in placed:
             if container:
-                self.entries.append(_Entry(path, container))
+                self.entries.append(Entry(path, container))
             elif isinstance(value, torch.Tensor | np.ndarray):
                 self._add_tensor(path, value)
             elif isinstance(value, nn.Module):
@@ -263,14 +255,14 @@ class _Held:
                 self._add_optimizer(path, value, names)
             # A class may look like torch's modules and be none.
             elif kind in ("object", "module") and is_stateful(value):
-                self.entries.append(_Entry(path, f"the state of {type_text(value)}"))
+                self.entries.append(Entry(path, f"the state of {type_text(value)}"))
                 self.objects[path] = value
             else:
                 self._add_value(path, value)
 
     def _add_value(self, path: str, value: Leaf) -> None:
         if _is_value(value):
-            self.entries.append(_Entry(path, "a value"))
+            self.entries.append(Entry(path, "a value"))
             self.values[path] = value
             return
         if isinstance(value, Generator | MappingView):
@@ -280,14 +272,14 @@ class _Held:
         if isinstance(value, np.generic) and not isinstance(value, others):
             raise UnsupportedError(f"a number of dtype {value.dtype} cannot be sent: give float() of it", name=path)
         check_no_state_in(value, path)
-        self.entries.append(_Entry(path, "an object"))
+        self.entries.append(Entry(path, "an object"))
 
     def add_module(self, path: str, module: Leaf, *, buffers: bool = True) -> None:
         """Add the parameters of a module and, if asked, its buffers; raise InvalidArgumentError if it is none."""
         if not isinstance(module, nn.Module):
             raise InvalidArgumentError(f"expected a module, not {type(module).__name__}")
         check_module(module)
-        self.entries.append(_Entry(path, "a module"))
+        self.entries.append(Entry(path, "a module"))
         named = module_tensors(module, buffers=buffers)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         _check_entries(module, path)
@@ -300,20 +292,20 @@ class _Held:
         if key is not None:
             first = self._first_paths.setdefault(key, path)
             if first != path:
-                self.entries.append(_Entry(path, f"the same as {first}"))
+                self.entries.append(Entry(path, f"the same as {first}"))
                 return
-        self.entries.append(_Entry(path, _tensor_text(tensor)))
+        self.entries.append(Entry(path, _tensor_text(tensor)))
         self.tensors[path] = tensor
 
     def _add_optimizer(self, path: str, optimizer: Optimizer, names: Mapping[int, ParameterName]) -> None:
         check_optimizer(optimizer, path)
         labels = iter(names_of_groups(optimizer) or ())
         groups = optimizer.param_groups
-        self.entries.append(_Entry(path, f"an optimizer {type(optimizer).__name__}"))
-        self.entries.append(_Entry(f"{path}.param_groups", f"list of {len(groups)}"))
+        self.entries.append(Entry(path, f"an optimizer {type(optimizer).__name__}"))
+        self.entries.append(Entry(f"{path}.param_groups", f"list of {len(groups)}"))
         for number, group in enumerate(groups):
             params_path = f"{path}.param_groups[{number}].params"
-            self.entries.append(_Entry(params_path, f"list of {len(group['params'])}"))
+            self.entries.append(Entry(params_path, f"list of {len(group['params'])}"))
             for index, parameter in enumerate(group["params"]):
                 if is_dtensor(parameter):
                     raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{params_path}[{index}]")
@@ -326,7 +318,7 @@ class _Held:
                 text = f"parameter {name} {_tensor_text(parameter)}"
                 if not name:
                     text = f"parameter {_tensor_text(parameter)}"
-                self.entries.append(_Entry(f"{params_path}[{index}]", text))
+                self.entries.append(Entry(f"{params_path}[{index}]", text))
         self.objects[path] = optimizer
 
 
@@ -504,7 +496,7 @@ class _Note:
     """
 
     root: int
-    digest: str
+    digest: bytes
     shares_memory: bool
     parts: Sequence[_Part] = ()
 
@@ -530,7 +522,7 @@ def _compare(
             for path, value in held.objects.items():
                 parts.append(_encode(_state_of(value, path), path, held.state_tensors))
         text = "\n".join(map("\t".join, held.entries))
-        digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
         note = _Note(root, digest, bool(overlap_groups(held.tensors.values())), parts)
     except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
         failure = error
@@ -541,35 +533,8 @@ def _compare(
     different = [rank for rank, theirs in enumerate(notes) if theirs.digest != notes[root].digest]
     # Nearly always none: only then are whole descriptions sent.
     if different:
-        root_entries = from_root(comm, held.entries, list[_Entry], "what it holds", root)
-        if comm.rank in different:
-            failure = _difference(held.entries, root_entries, comm.rank, root, different)
-        comm.agree(failure, phase="comparing what ranks hold")
+        raise_difference(comm, held.entries, different, root)
     return held, notes[root].parts, True in [theirs.shares_memory for theirs in notes]
-
-
-def _difference(
-    entries: Sequence[_Entry], root_entries: Sequence[_Entry], rank: int, root: int, different: Sequence[int]
-) -> MismatchError:
-    """Return the error that shows root's entry and this rank's at the first path where they differ."""
-    nothing = _Entry("(nothing)", "nothing")
-    live = expected = nothing
-    for live, expected in itertools.zip_longest(entries, root_entries, fillvalue=nothing):
-        if live != expected:
-            break
-    path = expected.path
-    if live.path != path:  # one side lacks the path that the other has here
-        if path in (nothing.path, *map(operator.itemgetter(0), entries)):
-            expected, path = nothing, live.path
-        else:
-            live = nothing
-    return MismatchError(
-        f"not all ranks hold what root, rank {root}, holds (different on: {shortened(different)})",
-        rank=rank,
-        name=path or "(the whole)",
-        expected=f"{expected.text} (rank {root})",
-        found=f"{live.text} (rank {rank})",
-    )
 
 
 # Steps 3 to 6: read root's parts, move tensors, and install

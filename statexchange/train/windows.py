@@ -12,7 +12,7 @@ import xxhash
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import MismatchError
 from statexchange.tensors import TensorLike, overlap_groups
-from statexchange.train.parameter_specs import shortened
+from statexchange.train.comparison import shortened
 
 __all__ = ["broadcast_tensors", "check_shared_memory", "windows"]
 

@@ -618,7 +618,7 @@ WRONG: dict[str, tuple[Callable[[int, DistributedModule], Any], type[Exception],
     "different algorithms": (
         lambda rank, m: m.switch_to(["allreduce", "quantize"][rank]),
         MismatchError,
-        "different algorithms.*Quantized",
+        "algorithm=Gradient.*algorithm=Quantized",
     ),
     "different options": (lambda rank, m: m.switch_to(Decentralized(interval=1 + rank)), MismatchError, "interval=2"),
     "an optimizer of another module": (

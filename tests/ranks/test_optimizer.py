@@ -241,7 +241,7 @@ def test_ranks_that_differ_in_init_sync_raise() -> None:
             DistributedOptimizer(OPTIMIZERS["SGD"](net().parameters()), init_sync=sx.get_rank() != 1)
         return caught.value.rank, caught.value.found
 
-    assert run_ranks(work, 2)[0] == (1, False)
+    assert run_ranks(work, 2)[0] == (1, "init_sync=False (rank 1)")
 
 
 def test_lr_schedulers_set_the_same_rates_as_for_a_plain_optimizer() -> None:

@@ -17,7 +17,8 @@ from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.train.buckets.options import BucketOptions
 from statexchange.train.buckets.views import Bucket, BucketView
-from statexchange.train.parameter_specs import ParameterSpec, shortened
+from statexchange.train.comparison import shortened
+from statexchange.train.parameter_specs import ParameterSpec
 
 __all__ = ["BucketPlan", "explicit_groups", "split_buckets"]
 

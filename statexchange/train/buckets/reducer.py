@@ -55,8 +55,9 @@ from statexchange.train.buckets.options import BucketOptions, BucketType, Commun
 from statexchange.train.buckets.plan import BucketPlan, explicit_groups
 from statexchange.train.buckets.rounds import RoundHeader
 from statexchange.train.buckets.views import BucketView
+from statexchange.train.comparison import compare
 from statexchange.train.malloc_tuning import raise_malloc_thresholds
-from statexchange.train.parameter_specs import Source, compare_specs, named_parameters, specs_of
+from statexchange.train.parameter_specs import Source, named_parameters, specs_of
 from statexchange.train.reducers import Reducer
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ class BucketReducer(Reducer):
             if options.averages_gradients:
                 GradientHooks.check_free(self._views)
         about = f"reducer {self._number}, {options}, its own communicate: {options.communicate is not None}"
-        digest = compare_specs(self._comm, specs, about)
+        digest = compare(self._comm, about, (spec.entry for spec in specs))
         raise_malloc_thresholds()
         is_on_host = all(spec.device.startswith("cpu") for spec in specs)
         overlaps = self._may_overlap(is_on_host=is_on_host) if options.overlap is None else options.overlap
