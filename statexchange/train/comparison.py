@@ -23,10 +23,10 @@ class Entry(NamedTuple):
 
 
 def compare(comm: Communicator, options: str, entries: Iterable[Entry] = ()) -> bytes:
-    """Return the digest of `entries` and a text such as ``init_sync=True``, which must be equal on all ranks. Collective.
+    """Return the digest of `options`, such as ``init_sync=True``, and `entries`. Collective.
 
     Raises:
-        MismatchError: they differ from those of rank 0.
+        MismatchError: they are not equal on all ranks.
     """
     entries = [*entries, Entry("(options)", options)]
     digest = hashlib.blake2b("\n".join(map("\t".join, entries)).encode(), digest_size=16).digest()
