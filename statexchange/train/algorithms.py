@@ -272,12 +272,8 @@ def _quantisation_error(values: torch.Tensor, spans: list[tuple[str, int]], part
         begin += parts * numel
         if (part.abs() <= _LARGEST).all():
             continue
-        found = f"{part.abs().max():g}"
-        if part.isnan().any():
-            found = "NaN"
-        elif part.isinf().any():
-            found = "inf"
-        return NumericOverflowError("this gradient is too large to be quantised, or not finite", name=name, found=found)
+        text = "this gradient is too large to be quantised, or not finite"
+        return NumericOverflowError(text, name=name, found=f"{part.abs().max():g}")
     return None
 
 

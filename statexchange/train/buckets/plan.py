@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import operator
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -65,11 +66,10 @@ class BucketPlan:
 
     def split(self, views: Sequence[BucketView]) -> list[list[BucketView]]:
         """Cut `views`, given in the order of arrival, into buckets; return these in the order in which they fill."""
-        position = {view.name: i for i, view in enumerate(views)}
         split = split_buckets([self._specs[view.index] for view in views], self._options.bucket_bytes)
         # The last tensor of a bucket is the last that arrives.
-        split.sort(key=lambda bucket: position[bucket[-1].name])
-        return [[views[position[spec.name]] for spec in bucket] for bucket in split]
+        split.sort(key=operator.itemgetter(-1))
+        return [[views[number] for number in bucket] for bucket in split]
 
     def extend(self, groups: Sequence[Sequence[BucketView]]) -> list[Bucket]:
         """Make a bucket of each group of views, of one dtype and device, at the end of the plan.
@@ -130,24 +130,26 @@ class BucketPlan:
         return f"bucket {self.buckets.index(bucket)}: {shortened([view.name for view in bucket.views])}"
 
 
-def split_buckets(tensors: Sequence[ParameterSpec], bucket_bytes: int) -> list[list[ParameterSpec]]:
-    """Cut tensors into buckets of one dtype and device, in the order of dtypes, then as given. Not collective.
+def split_buckets(tensors: Sequence[ParameterSpec], bucket_bytes: int) -> list[list[int]]:
+    """Return the numbers of the tensors in each bucket: of one dtype and device, in the order of dtypes, then as given.
 
-    A tensor joins the last bucket if that brings the bucket's size nearer to `bucket_bytes`; else it begins another.
+    Not collective. A tensor joins the last bucket if that brings the bucket's size nearer to `bucket_bytes`; else it
+    begins another.
     """
-    by_kind: dict[tuple[str, str], list[ParameterSpec]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    by_kind: dict[tuple[str, str], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(number)
     buckets = []
     for kind in sorted(by_kind):
-        running: list[ParameterSpec] = []
+        running: list[int] = []
         size = 0
-        for tensor in by_kind[kind]:
-            if running and abs(size + tensor.nbytes - bucket_bytes) > abs(size - bucket_bytes):
+        for number in by_kind[kind]:
+            nbytes = tensors[number].nbytes
+            if running and abs(size + nbytes - bucket_bytes) > abs(size - bucket_bytes):
                 buckets.append(running)
                 running, size = [], 0
-            running.append(tensor)
-            size += tensor.nbytes
+            running.append(number)
+            size += nbytes
         buckets.append(running)
     return buckets
 
