@@ -225,7 +225,7 @@ class _Held:
         tensors: the dense tensors by path; tied ones once.
         values: the plain values by path.
         objects: the optimizers and other objects with a state, by path.
-        state_tensors: on root, the tensors in the states of the objects.
+        state_tensors: on root, the tensors in the states of the objects, with their paths.
     """
 
     def __init__(self, *, written: bool) -> None:
@@ -234,7 +234,7 @@ class _Held:
         self.tensors: dict[str, TensorLike] = {}
         self.values: dict[str, Leaf] = {}
         self.objects: dict[str, Leaf] = {}
-        self.state_tensors: list[TensorLike] = []
+        self.state_tensors: list[tuple[str, TensorLike]] = []
         self._written = written
         self._first_paths: dict[Leaf, str] = {}  # of tensors by their memory
 
@@ -444,8 +444,8 @@ class _Part:
     types: Sequence[str]
 
 
-def _encode(value: Leaf, path: str, tensors: list[TensorLike]) -> _Part:
-    """Encode root's value at a path, and add the tensors in it to `tensors`."""
+def _encode(value: Leaf, path: str, tensors: list[tuple[str, TensorLike]]) -> _Part:
+    """Encode root's value at a path, and add the tensors in it with their paths to `tensors`."""
     leaves: list[_LeafSpec] = []
     # By identity: a leaf that occurs twice is sent once. The leaf is kept, so that no other one gets its identity.
     names: dict[int, tuple[str, Leaf]] = {}
@@ -460,8 +460,9 @@ def _encode(value: Leaf, path: str, tensors: list[TensorLike]) -> _Part:
             names[id(leaf)] = str(len(names)), leaf
             place = (path + inner).removeprefix(".")
             if is_tensor:
-                tensors.append(_dense(leaf, place, written=False))
-                leaves.append(_LeafSpec.of(tensors[-1], place))
+                tensor = _dense(leaf, place, written=False)
+                tensors.append((place, tensor))
+                leaves.append(_LeafSpec.of(tensor, place))
             else:
                 check_no_state_in(leaf, place)
                 leaves.append(_LeafSpec("object", place))
@@ -547,8 +548,7 @@ def _fill(comm: Communicator, root: int, describe: Describe, tree: Leaf) -> Leaf
     callbacks: list[Callable[[], object]] = []
     with comm.phase("reading what root sent"):
         if comm.rank == root:
-            # Root names none of them: it is the others' state that may share memory.
-            tensors += [("", tensor) for tensor in held.state_tensors]
+            tensors += held.state_tensors
         else:
             new_values = {}
             root_values, _ = _read(parts[0], held.values, "", comm.device, {})
