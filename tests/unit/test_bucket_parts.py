@@ -32,11 +32,11 @@ from statexchange.train.sparse import SparseShape  # noqa: E402
 
 
 def views_of(*shapes: tuple[int, ...]) -> list[BucketView]:
-    return [BucketView(i, f"p{i}", nn.Parameter(torch.ones(shape))) for i, shape in enumerate(shapes)]
+    named = {f"p{i}": nn.Parameter(torch.ones(shape)) for i, shape in enumerate(shapes)}
+    return [BucketView(i, spec, named[spec.name]) for i, spec in enumerate(specs_of(named))]
 
 
 def plan_of(views: list[BucketView], bucket_bytes: int = 16, world_size: int = 1) -> BucketPlan:
-    specs = specs_of({view.name: view.param for view in views})
     options = BucketOptions(
         bucket_bytes=bucket_bytes,
         bucket_type="gradient",
@@ -47,7 +47,7 @@ def plan_of(views: list[BucketView], bucket_bytes: int = 16, world_size: int = 1
     )
     empty = lambda shape, dtype: torch.full(tuple(shape), 7.0, dtype=dtype)  # noqa: E731
     comm: Any = SimpleNamespace(empty=empty, world_size=world_size)
-    return BucketPlan(comm, options, views, specs, b"digest")
+    return BucketPlan(comm, options, views, b"digest")
 
 
 def header(step: int = 0, digest: bytes = b"the plan", *, is_done: bool = False) -> RoundHeader:

@@ -35,13 +35,11 @@ class BucketPlan:
         comm: Communicator,
         options: BucketOptions,
         views: Sequence[BucketView],
-        specs: Sequence[ParameterSpec],
         specs_digest: bytes,
     ) -> None:
         self._comm = comm
         self._options = options
         self._views = views
-        self._specs = specs
         self._specs_digest = specs_digest
         self._set([])
 
@@ -66,7 +64,7 @@ class BucketPlan:
 
     def split(self, views: Sequence[BucketView]) -> list[list[BucketView]]:
         """Cut `views`, given in the order of arrival, into buckets; return these in the order in which they fill."""
-        split = split_buckets([self._specs[view.index] for view in views], self._options.bucket_bytes)
+        split = split_buckets([view.spec for view in views], self._options.bucket_bytes)
         # The last tensor of a bucket is the last that arrives.
         split.sort(key=operator.itemgetter(-1))
         return [[views[number] for number in bucket] for bucket in split]

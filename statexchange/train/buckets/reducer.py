@@ -194,7 +194,7 @@ class BucketReducer(Reducer):
             options.check()
             named = named_parameters(self._source)
             specs = specs_of(named)
-            self._views = [BucketView(i, name, param) for i, (name, param) in enumerate(named.items())]
+            self._views = list(map(BucketView, itertools.count(), specs, named.values()))
             self._index = {id(view.param): view.index for view in self._views}
             groups = explicit_groups(options.buckets or (), self._views)
             if options.averages_gradients:
@@ -204,7 +204,7 @@ class BucketReducer(Reducer):
         raise_malloc_thresholds()
         is_on_host = all(spec.device.startswith("cpu") for spec in specs)
         overlaps = self._may_overlap(is_on_host=is_on_host) if options.overlap is None else options.overlap
-        self._plan = BucketPlan(self._comm, options, self._views, specs, digest)
+        self._plan = BucketPlan(self._comm, options, self._views, digest)
         self._arrival = Arrival(self._views)
         self._averager = BucketAverager(self._comm, options, self._views, self._plan, self._arrival, overlaps=overlaps)
         self._rounds = 0

@@ -10,7 +10,7 @@ import torch
 from statexchange.comm.work import Work
 from statexchange.errors import InvalidArgumentError
 from statexchange.tensors import is_dtensor
-from statexchange.train.parameter_specs import local_part
+from statexchange.train.parameter_specs import ParameterSpec, local_part
 from statexchange.train.sparse import densified
 
 __all__ = ["Bucket", "BucketView", "copy_gradients", "publish_gradients"]
@@ -23,10 +23,11 @@ class BucketView:
     gradient: a DTensor if the parameter is one.
     """
 
-    def __init__(self, index: int, name: str, param: torch.Tensor) -> None:
-        local = local_part(param, name).detach()
+    def __init__(self, index: int, spec: ParameterSpec, param: torch.Tensor) -> None:
+        local = local_part(param, spec.name).detach()
         self.index = index
-        self.name = name
+        self.spec = spec
+        self.name = spec.name
         self.param = param
         self.is_plain = not is_dtensor(param)
         self.dtype = local.dtype
