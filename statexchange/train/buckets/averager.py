@@ -127,8 +127,9 @@ class BucketAverager:
 
     # At the end of a round: steps 4 to 6
 
-    def average(self, header: RoundHeader) -> list[int]:
+    def average(self, step: int, weight: float, *, is_done: bool) -> list[int]:
         """Average what the reducer averages; return the ranks that are not done. Collective."""
+        header = RoundHeader(self._plan.digest, step, weight, is_done)
         if self._options.averages_gradients:
             return self._average_gradients(header)
         summary = exchange_reports(self._comm, header, ArrivalReport(b""))

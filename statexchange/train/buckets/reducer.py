@@ -53,7 +53,6 @@ from statexchange.train.buckets.averager import BucketAverager
 from statexchange.train.buckets.hooks import GradientHooks
 from statexchange.train.buckets.options import BucketOptions, BucketType, Communicate, ReducerOptions, check_names
 from statexchange.train.buckets.plan import BucketPlan, explicit_groups
-from statexchange.train.buckets.rounds import RoundHeader
 from statexchange.train.buckets.views import BucketView
 from statexchange.train.comparison import compare
 from statexchange.train.malloc_tuning import raise_malloc_thresholds
@@ -352,8 +351,7 @@ class BucketReducer(Reducer):
         try:
             with torch.no_grad():
                 share = 0.0 if done else self._checked_weight(weight)
-                header = RoundHeader(self._plan.digest, self._rounds if step is None else step, share, done)
-                return self._averager.average(header)
+                return self._averager.average(self._rounds if step is None else step, share, is_done=done)
         finally:
             self._rounds += 1
             self._begin_round()
