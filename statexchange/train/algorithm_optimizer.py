@@ -13,8 +13,8 @@ from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError
 from statexchange.train.algorithms import Algorithm, Run, as_algorithm
 from statexchange.train.buckets.options import TrainingOptions
+from statexchange.train.comparison import compare
 from statexchange.train.optimizer import DistributedOptimizer
-from statexchange.train.parameter_specs import check_equal
 from statexchange.train.synchronize import allreduce_parameters
 from statexchange.train.tuner import Setting, Tuner
 
@@ -61,8 +61,9 @@ class AlgorithmOptimizer(DistributedOptimizer):
             self._run.comm,
             module=module,
             init_sync=False,  # `data_parallel` has given all ranks root's parameters
+            bucket_type=algorithm.bucket_type,
+            communicate=algorithm.collective(self._run),
             **settings,
-            **algorithm.settings(self._run),
         )
         self._run.reducer = self.reducer
 
@@ -82,25 +83,24 @@ class AlgorithmOptimizer(DistributedOptimizer):
 
     # Steps
 
-    def finalize(self, *, weight: float | None = None) -> None:
+    def finalize(self) -> None:
         """Average gradients; with an algorithm that averages weights, average these if it is due in this step.
 
         Collective. See `DistributedOptimizer.finalize`.
         """
         self.reducer.raise_if_closed()
-        check_weight(self._algorithm, is_weighted=weight is not None)
         if self._no_sync_depth or self._algorithm.is_due(self._steps):
-            super().finalize(weight=weight)
+            super().finalize()
 
-    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:  # noqa: ANN401 (the closure's loss)
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 (the closure's loss)
         """Synchronise, then let the inner optimizer step. Collective."""
-        if self._algorithm.averages_weights:
-            self.finalize(weight=weight)
+        if self._algorithm.bucket_type == "weight":
+            self.finalize()
             result = self.inner.step(closure)
             self._steps += 1
-            self._begin()
+            self._is_averaged = False
         else:
-            result = super().step(closure, weight=weight)
+            result = super().step(closure)
         self._after_step()
         return result
 
@@ -126,7 +126,7 @@ class AlgorithmOptimizer(DistributedOptimizer):
     def accept(self, algorithm: Algorithm | str) -> Algorithm:
         """Return the Algorithm; raise on all ranks unless all chose it and it allows `weight`. Collective."""
         chosen = as_algorithm(algorithm)
-        check_equal(self._comm, {"algorithms": repr(chosen)})
+        compare(self._comm, f"algorithm={chosen}")
         check_weight(chosen, is_weighted=self._weight is not None)
         return chosen
 
@@ -134,12 +134,12 @@ class AlgorithmOptimizer(DistributedOptimizer):
         """Discard gradients and synchronise by `algorithm` from now on. Collective."""
         self.zero_grad()
         run = Run(algorithm.over(self._whole_comm))
-        self.reducer.reset(comm=run.comm, **algorithm.settings(run))
+        self.reducer.reset(comm=run.comm, bucket_type=algorithm.bucket_type, communicate=algorithm.collective(run))
         run.reducer = self.reducer
         self._run = run
         self._algorithm = algorithm
         self._steps = 0
-        self._begin()
+        self._is_averaged = False
 
     def new_tuner(self) -> Tuner:
         """Return a tuner that begins with the present setting. Not collective."""
@@ -150,7 +150,6 @@ class AlgorithmOptimizer(DistributedOptimizer):
         """Apply the bucket size and the hierarchy of a setting. Collective, between steps."""
         self._run.comm = self._whole_comm if setting.hierarchical else self._whole_comm.flat
         self.reducer.reset(comm=self._run.comm, bucket_bytes=setting.bucket_bytes)
-        self._arm()
 
     def average_state(self) -> None:
         """Average every floating tensor of the inner optimizer's state over all ranks. Collective.
@@ -168,5 +167,5 @@ class AlgorithmOptimizer(DistributedOptimizer):
 
 def check_weight(algorithm: Algorithm, *, is_weighted: bool) -> None:
     """Raise InvalidArgumentError if gradients are weighted and the algorithm averages none. Not collective."""
-    if is_weighted and algorithm.averages_weights:
+    if is_weighted and algorithm.bucket_type == "weight":
         raise InvalidArgumentError(f"weight= weights gradients, and {algorithm.name!r} averages none")

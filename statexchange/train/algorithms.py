@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from statexchange.comm.backends.backend import Leaders
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import InvalidArgumentError, NumericOverflowError
-from statexchange.train.buckets.options import AlgorithmOptions
+from statexchange.train.buckets.options import BucketType, Communicate
 from statexchange.train.buckets.reducer import BucketReducer
 
 __all__ = [
@@ -76,8 +76,8 @@ class Algorithm(abc.ABC):
 
     name: ClassVar[str]
     """The name that `data_parallel` and `switch_to` take for it."""
-    averages_weights: ClassVar[bool] = False
-    """Whether parameters are averaged before the step, and each rank keeps its own gradients."""
+    bucket_type: ClassVar[BucketType] = "gradient"
+    """What is averaged; with "weight" parameters are, before the step, and each rank keeps its own gradients."""
 
     def over(self, comm: Communicator) -> Communicator:
         """Return the flat or hierarchical communicator. Not collective.
@@ -97,8 +97,8 @@ class Algorithm(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def settings(self, run: Run) -> AlgorithmOptions:
-        """Return the options of a BucketReducer that synchronises by this algorithm, with `run` as its state.
+    def collective(self, run: Run) -> Communicate | None:
+        """Return the `communicate` of a BucketReducer, with `run` as its state; None for the reducer's all-reduce.
 
         Not collective.
         """
@@ -119,18 +119,16 @@ class GradientAllReduce(Algorithm):
 
     name: ClassVar[str] = "allreduce"
 
-    def settings(self, run: Run) -> AlgorithmOptions:  # noqa: ARG002 (it keeps nothing)
+    def collective(self, run: Run) -> None:
         """Use the reducer's own all-reduce."""
-        return {"bucket_type": "gradient", "chunking": False, "communicate": None}
 
 
 @dataclass(frozen=True)
 class ScatterGatherAllReduce(Algorithm):
     """Average gradients by a reduce-scatter and an all-gather of each bucket.
 
-    Not collective to construct. Buckets are padded so that the number of ranks divides them. Sparse gradients are
-    gathered whole. Between hosts: 3 (H - 1) B bytes: 2 (H - 1) B to reduce, (H - 1) B to gather. The algorithm is
-    Bagua's ScatterGatherAllReduce.
+    Not collective to construct. Sparse gradients are gathered whole. Between hosts: 3 (H - 1) B bytes: 2 (H - 1) B to
+    reduce, (H - 1) B to gather. The algorithm is Bagua's ScatterGatherAllReduce.
 
     Example:
         >>> import statexchange as sx
@@ -140,21 +138,17 @@ class ScatterGatherAllReduce(Algorithm):
 
     name: ClassVar[str] = "sg-allreduce"
 
-    def settings(self, run: Run) -> AlgorithmOptions:
-        """Pad buckets so that the number of ranks divides them."""
-        return {"bucket_type": "gradient", "chunking": True, "communicate": functools.partial(_scatter_gather, run)}
+    def collective(self, run: Run) -> Communicate:
+        """Return a function that averages one part of a bucket on each rank."""
+        return functools.partial(_scatter_gather, run)
 
 
 def _scatter_gather(run: Run, flat: torch.Tensor) -> None:
     """Replace `flat` by its average over ranks. Collective."""
-    ranks, numel = run.comm.world_size, flat.numel()
-    if ranks == 1 or not numel:
+    if run.comm.world_size == 1 or not flat.numel():
         return
-    whole = torch.nn.functional.pad(flat, (0, -numel % ranks)) if numel % ranks else flat
-    part = run.comm.reduce_scatter(whole, "avg")
-    pieces = torch.split(flat, part.numel())  # fewer than ranks if the last parts are padding alone
-    for piece, averaged in zip(pieces, run.comm.all_gather(part), strict=False):
-        piece.copy_(averaged[: piece.numel()])
+    part = run.comm.reduce_scatter(flat, "avg")
+    torch.cat(run.comm.all_gather(part), out=flat)
 
 
 @dataclass(frozen=True)
@@ -186,10 +180,9 @@ class QuantizedAllReduce(Algorithm):
     error_feedback: bool = False
     name: ClassVar[str] = "quantize"
 
-    def settings(self, run: Run) -> AlgorithmOptions:
-        """Do not pad buckets for ranks: chunks are cut from the gradients alone."""
-        communicate = functools.partial(_average_quantized, run, error_feedback=self.error_feedback)
-        return {"bucket_type": "gradient", "chunking": False, "communicate": communicate}
+    def collective(self, run: Run) -> Communicate:
+        """Return a function that averages in 8 bits; chunks are cut from the gradients, without a bucket's padding."""
+        return functools.partial(_average_quantized, run, error_feedback=self.error_feedback)
 
 
 def _average_quantized(run: Run, flat: torch.Tensor, *, error_feedback: bool) -> None:
@@ -279,12 +272,8 @@ def _quantisation_error(values: torch.Tensor, spans: list[tuple[str, int]], part
         begin += parts * numel
         if (part.abs() <= _LARGEST).all():
             continue
-        found = f"{part.abs().max():g}"
-        if part.isnan().any():
-            found = "NaN"
-        elif part.isinf().any():
-            found = "inf"
-        return NumericOverflowError("this gradient is too large to be quantised, or not finite", name=name, found=found)
+        text = "this gradient is too large to be quantised, or not finite"
+        return NumericOverflowError(text, name=name, found=f"{part.abs().max():g}")
     return None
 
 
@@ -327,7 +316,7 @@ class Decentralized(Algorithm):
     peers: Peers = "all"
     interval: int = 1
     name: ClassVar[str] = "decentralize"
-    averages_weights: ClassVar[bool] = True
+    bucket_type: ClassVar[BucketType] = "weight"
 
     def __post_init__(self) -> None:
         if not isinstance(self.interval, int):
@@ -341,11 +330,10 @@ class Decentralized(Algorithm):
         """Whether `step`, counted from 0, is a multiple of `interval`."""
         return step % self.interval == 0
 
-    def settings(self, run: Run) -> AlgorithmOptions:
-        """Average weights with the peers of this rank, or with all by the reducer's own all-reduce."""
+    def collective(self, run: Run) -> Communicate | None:
+        """Return a function that averages with the peers of this rank; with all the reducer's all-reduce does it."""
         within_one_host = self.hierarchical and run.comm.num_nodes == 1
-        communicate = None if self.peers == "all" or within_one_host else functools.partial(self._average, run)
-        return {"bucket_type": "weight", "chunking": False, "communicate": communicate}
+        return None if self.peers == "all" or within_one_host else functools.partial(self._average, run)
 
     def peers_of(self, rank: int, world_size: int, communication: int) -> list[int]:
         """Return the ranks with which `rank` averages in the communication of this number. Not collective."""

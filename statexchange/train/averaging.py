@@ -9,7 +9,8 @@ import torch
 
 from statexchange.comm.communicator import CommLike, Communicator, from_all
 from statexchange.comm.defaults import as_communicator, public_call
-from statexchange.train.parameter_specs import Source, compare_specs, local_part, named_parameters, specs_of
+from statexchange.train.comparison import compare
+from statexchange.train.parameter_specs import Source, local_part, named_parameters, specs_of
 from statexchange.train.reducers import CoalescingReducer, Reducer
 from statexchange.train.sparse import SparseShape, average_sparse, densified, same_sparse_dims
 
@@ -48,7 +49,7 @@ def average_gradients(module: Source, comm: CommLike | None = None) -> None:
     with communicator.checking("average_gradients"):
         named = named_parameters(module)
         specs = specs_of(named)
-    compare_specs(communicator, specs, "average_gradients")
+    compare(communicator, "average_gradients", (spec.entry for spec in specs))
     with communicator.checking("average_gradients"):
         kinds = [_kind_of(name, parameter.grad) for name, parameter in named.items()]
     kinds_by_rank = from_all(communicator, kinds, list[GradientKind], "averaging gradients")

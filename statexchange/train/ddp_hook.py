@@ -17,12 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from statexchange.comm.calls import site_detail
-from statexchange.comm.communicator import CommLike, Communicator
+from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
-from statexchange.errors import InvalidArgumentError
-from statexchange.train.buckets.reducer import BucketReducer
-from statexchange.train.parameter_specs import shortened
-from statexchange.train.reducers import Reducer
+from statexchange.train.comparison import shortened
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket  # torch.distributed exports it, but not for type checkers
@@ -32,57 +29,32 @@ __all__ = ["as_comm_hook"]
 Hook = Callable[[Any, "GradBucket"], "torch.futures.Future[torch.Tensor]"]
 
 
-def as_comm_hook(reducer: Reducer | CommLike | None = None) -> Hook:
+def as_comm_hook(comm: CommLike | None = None) -> Hook:
     """Return a hook for ``DistributedDataParallel.register_comm_hook``, which averages DDP's buckets.
 
     Collective if a communicator has to be made; the hook itself is called by all ranks in backward.
-    Backward raises the errors of the averages: PeerError if a rank has failed, MismatchError if ranks are in different
-    calls.
+    Buckets are averaged while backward goes on. It raises the errors of the averages: PeerError if a rank has failed,
+    MismatchError if ranks are in different calls.
 
     Args:
-        reducer: a Communicator, ProcessGroup, DeviceMesh or MPI communicator, by default the current one: buckets are
-            averaged while backward goes on. Or a Reducer: every bucket goes through its `add` and `finalize`, and
-            backward waits.
+        comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Returns:
         The hook.
 
-    Raises:
-        InvalidArgumentError: `reducer` is a BucketReducer: DDP makes buckets of its own.
-
     Example:
         >>> import statexchange as sx
-        >>> hook = sx.train.as_comm_hook(sx.train.InlineReducer())
+        >>> hook = sx.train.as_comm_hook()
         >>> callable(hook)  # ddp.register_comm_hook(None, hook)
         True
     """
-    if isinstance(reducer, BucketReducer):
-        raise InvalidArgumentError("DDP makes buckets of its own: give a communicator, or another reducer")
-    hook = _inline_hook(reducer) if isinstance(reducer, Reducer) else _overlapping_hook(as_communicator(reducer))
-    # DDP compares annotations with types, and here they are text.
-    hook.__annotations__ = {}
-    return hook
-
-
-def _inline_hook(reducer: Reducer) -> Hook:
-    def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        flat = bucket.buffer()
-        reducer.add(flat)
-        reducer.finalize()
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        future.set_result(flat)
-        return future
-
-    return hook
-
-
-def _overlapping_hook(comm: Communicator) -> Hook:
+    communicator = as_communicator(comm)
     waiting = ThreadPoolExecutor(1, "statexchange comm hook")
 
     def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         flat = bucket.buffer()
         with site_detail(lambda: _label(bucket)):
-            work = comm.all_reduce(flat, "avg", async_op=True)
+            work = communicator.all_reduce(flat, "avg", async_op=True)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
         def complete() -> None:
@@ -94,6 +66,8 @@ def _overlapping_hook(comm: Communicator) -> Hook:
         _raise_after_backward(waiting.submit(complete))
         return future
 
+    # DDP compares annotations with types, and here they are text.
+    hook.__annotations__ = {}
     return hook
 
 

@@ -18,7 +18,7 @@ from statexchange.errors import InvalidArgumentError
 from statexchange.train.algorithm_optimizer import AlgorithmOptimizer, check_weight
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, as_algorithm
 from statexchange.train.buckets.options import TrainingOptions, check_names
-from statexchange.train.parameter_specs import check_equal
+from statexchange.train.comparison import compare
 from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters, module_tensors
 from statexchange.train.tuner import Setting, Trial, Tuner
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["DistributedModule", "data_parallel"]
 
 _PHASE = "switching the algorithm"
-_SET_BY_ALGORITHM = ("bucket_type", "chunking", "communicate", "reducer", "scale")
+_SET_BY_ALGORITHM = ("bucket_type", "communicate", "scale")
 _MAX_STEP_TIMES = 1 << 12
 _IGNORED_NAMES = ("statexchange_ignore", "_ddp_params_and_buffers_to_ignore")
 
@@ -168,7 +168,7 @@ class DistributedModule(nn.Module):
             chosen = optimizers[0].accept(algorithm)
             allreduce_parameters(self, comm=self._comm)
             for optimizer in optimizers:
-                if optimizer.algorithm.averages_weights:
+                if optimizer.algorithm.bucket_type == "weight":
                     optimizer.average_state()
                 optimizer.switch_to(chosen)
         self._tuner = optimizers[0].new_tuner()
@@ -233,7 +233,7 @@ class DistributedModule(nn.Module):
         self._step_times.clear()
         self._is_tuning_due = False
         medians = [value for value in self._comm.all_gather_object(median) if value is not None]
-        if not medians or first.algorithm.averages_weights:
+        if not medians or first.algorithm.bucket_type == "weight":
             return False
         present = first.setting
         num_buckets = sum(len(optimizer.reducer.buckets) for optimizer in optimizers)
@@ -272,8 +272,7 @@ def data_parallel(
     *,
     root: int = ...,
     broadcast_buffers: bool = ...,
-    autotune: bool = ...,
-    tune_every: int = ...,
+    tune_every: int | None = ...,
     **settings: Unpack[TrainingOptions],
 ) -> tuple[DistributedModule, AlgorithmOptimizer]: ...
 @overload
@@ -285,8 +284,7 @@ def data_parallel(
     *,
     root: int = ...,
     broadcast_buffers: bool = ...,
-    autotune: bool = ...,
-    tune_every: int = ...,
+    tune_every: int | None = ...,
     **settings: Unpack[TrainingOptions],
 ) -> tuple[DistributedModule, list[AlgorithmOptimizer]]: ...
 
@@ -300,8 +298,7 @@ def data_parallel(
     *,
     root: int = 0,
     broadcast_buffers: bool = True,
-    autotune: bool = False,
-    tune_every: int = 100,
+    tune_every: int | None = None,
     **settings: Unpack[TrainingOptions],
 ) -> tuple[DistributedModule, AlgorithmOptimizer | list[AlgorithmOptimizer]]:
     """Prepare a module and its optimizer for training on all ranks; use the returned pair in their place.
@@ -320,11 +317,10 @@ def data_parallel(
         root: the rank whose parameters and buffers all ranks begin with.
         broadcast_buffers: whether buffers become root's, too; otherwise they stay each rank's own until `switch_to`
             averages them.
-        autotune: let the tuner choose bucket size and hierarchy after each `tune_every`-th forward in train mode, at
+        tune_every: let the tuner choose bucket size and hierarchy after each `tune_every`-th forward in train mode, at
             the end of its step. All ranks must then make equally many forwards. Not for use with `join` or several
             optimizers.
-        tune_every: see `autotune`.
-        settings: options of DistributedOptimizer (`accumulate`, `weight`) and of BucketReducer, such as `bucket_bytes`.
+        settings: `weight` of DistributedOptimizer, and options of BucketReducer, such as `bucket_bytes`.
 
     Returns:
         The wrapped module, and the wrapped optimizer or a list of them.
@@ -349,18 +345,16 @@ def data_parallel(
         optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else optimizer
         with communicator.checking("data_parallel"):
             chosen = as_algorithm(algorithm)
-            _check_arguments(module, optimizers, settings, autotune, tune_every)
+            _check_arguments(module, optimizers, settings, tune_every)
             check_weight(chosen, is_weighted=settings.get("weight") is not None)
-        check_equal(communicator, {"algorithms": repr(chosen)})
+        compare(communicator, f"algorithm={chosen}")
         wrapped = DistributedModule(module, communicator)
         broadcast_parameters(wrapped, broadcast_buffers=broadcast_buffers, root=root, comm=communicator)
-        trained = wrapped.train_with(optimizers, chosen, tune_every if autotune else None, **settings)
+        trained = wrapped.train_with(optimizers, chosen, tune_every, **settings)
     return wrapped, trained[0] if optimizers[0] is optimizer else trained
 
 
-def _check_arguments(
-    module: object, optimizers: object, settings: Mapping[str, object], autotune: bool, tune_every: object
-) -> None:
+def _check_arguments(module: object, optimizers: object, settings: Mapping[str, object], tune_every: object) -> None:
     if not isinstance(module, nn.Module):
         raise InvalidArgumentError(f"expected a module, not {type(module).__name__}")
     if not isinstance(optimizers, (list, tuple)) or not optimizers:
@@ -369,8 +363,10 @@ def _check_arguments(
         raise InvalidArgumentError(f"expected a torch optimizer, not {type(others[0]).__name__}")
     if taken := [name for name in _SET_BY_ALGORITHM if name in settings]:
         raise InvalidArgumentError(f"{taken[0]} is set by the algorithm, and cannot be given")
-    check_names(settings, "accumulate", "weight")
+    check_names(settings, "weight")
+    if tune_every is None:
+        return
     if not isinstance(tune_every, int) or tune_every < 1:
         raise InvalidArgumentError("tune_every must be a positive number of forwards", found=tune_every)
-    if autotune and len(optimizers) > 1:
-        raise InvalidArgumentError("autotune is for one optimizer: between steps of several, gradients would be lost")
+    if len(optimizers) > 1:
+        raise InvalidArgumentError("tune_every is for one optimizer: between steps of several, gradients would be lost")

@@ -1,9 +1,8 @@
 """DistributedOptimizer: a torch optimizer that steps with the average of all ranks' gradients.
 
-Callbacks. The reducer calls `_backward_ended` at the end of each backward that touched a parameter. After the last of
-`accumulate` backwards it finalizes the averages, so that clipping and a GradScaler, which come between backward and
-`step`, see averages. `_arm` decides before each backward whether buckets may be sent during it: only the last one may,
-since a bucket that was sent early would miss what the next backwards add.
+Callbacks. The reducer calls `_backward_ended` at the end of each backward that touched a parameter. That finalizes the
+averages, so that clipping and a GradScaler, which come between backward and `step`, see averages. Inside `no_sync`
+nothing is finalized, and no bucket may be sent during backward: it would miss what the next backwards add.
 """
 
 from __future__ import annotations
@@ -21,7 +20,8 @@ from statexchange.settings import check_flags
 from statexchange.state.units import labelled_parameters, parameters_of
 from statexchange.train.buckets.options import ReducerOptions, check_names
 from statexchange.train.buckets.reducer import BucketReducer
-from statexchange.train.parameter_specs import check_equal, named_parameters
+from statexchange.train.comparison import compare
+from statexchange.train.parameter_specs import named_parameters
 from statexchange.train.synchronize import synchronize
 
 if TYPE_CHECKING:
@@ -53,18 +53,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         optimizer: any torch optimizer. If it was constructed with named parameters, messages use the names.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         module: the module, or list of modules, that has the optimizer's parameters; messages use its names.
-        reducer: a BucketReducer of all parameters, made by the caller.
-        accumulate: average after every `accumulate`-th backward; gradients are sums over these.
         init_sync: give all ranks rank 0's parameters and buffers now. Pass False only if they are known to be equal, or
             are loaded afterwards: ranks whose parameters differ train different models without any error.
         weight: a function that returns this rank's weight when gradients are averaged, for the true mean over tokens:
-            the sum of weight times gradient, divided by the sum of weights. Nothing is sent during backward then.
-        settings: options of the BucketReducer that is made if `reducer` is None. With `delay_reduce` backward leaves
-            gradients as they are, and `finalize` or `step` averages them; both take a `weight` then. Call `finalize`
-            before you clip.
+            the sum of weight times gradient, divided by the sum of weights. Nothing is sent during backward then
+            (``overlap=False``).
+        settings: options of the BucketReducer.
 
     Raises:
-        InvalidArgumentError: the optimizer has parameters that `module` or `reducer` lacks, or an option is invalid.
+        InvalidArgumentError: the optimizer has parameters that `module` lacks, or an option is invalid.
         MismatchError: parameters differ between ranks, or options that the averaging depends on.
 
     Example:
@@ -90,8 +87,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
         comm: CommLike | None = None,
         *,
         module: torch.nn.Module | list[torch.nn.Module] | None = None,
-        reducer: BucketReducer | None = None,
-        accumulate: int = 1,
         init_sync: bool = True,
         weight: Callable[[], float] | None = None,
         **settings: Unpack[ReducerOptions],
@@ -99,68 +94,49 @@ class DistributedOptimizer(torch.optim.Optimizer):
         # Optimizer.__init__ is not called: it would make param groups and state of its own, and hide the inner ones.
         self._optimizer = optimizer
         with public_call("DistributedOptimizer"):
-            self._comm = reducer.comm if isinstance(reducer, BucketReducer) else as_communicator(comm)
+            self._comm = as_communicator(comm)
         self._module = module
         self._weight = weight
-        self._accumulate = accumulate
         self._no_sync_depth = 0
-        self._backwards = 0
         self._steps = 0
         self._is_averaged = False
         self._catch_up_root: int | None = None  # the lowest rank that took the last step, if others missed it
         with self._comm.checking("DistributedOptimizer"):
             check_flags(init_sync=init_sync)
-            self._check(reducer, settings)
+            self._check(settings)
             named = self._named()
-        self._automatic = not settings.get("delay_reduce", False)
         if weight is not None:
-            settings["delay_reduce"] = True
-        if reducer is None:
-            reducer = BucketReducer(named, self._comm, **settings)
-        else:
-            self._automatic = not reducer.delay_reduce
-        check_equal(self._comm, {"values of accumulate": accumulate, "values of init_sync": init_sync})
+            settings["overlap"] = False
+        self._reducer = BucketReducer(named, self._comm, **settings)
+        compare(self._comm, f"init_sync={init_sync}")
         if init_sync:
             with public_call("DistributedOptimizer"):
                 try:
                     synchronize(named if module is None else module, comm=self._comm)
                 except (InvalidArgumentError, UnsupportedError) as error:
                     raise error.located(advice="init_sync=False leaves parameters and buffers as they are") from error
-        self._reducer = reducer
         self._reducer.watch(self._backward_ended)
-        self._arm()
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any attribute of the inner optimizer)
         if name == "_optimizer":
             raise AttributeError(name)
         return getattr(self._optimizer, name)
 
-    def _check(self, reducer: BucketReducer | None, settings: Mapping[str, Any]) -> None:
+    def _check(self, settings: Mapping[str, Any]) -> None:
         if not isinstance(self._optimizer, torch.optim.Optimizer):
             raise InvalidArgumentError(f"expected a torch optimizer, not {type(self._optimizer).__name__}")
-        if not isinstance(self._accumulate, int) or self._accumulate < 1:
-            raise InvalidArgumentError("accumulate must be a positive number of backwards", found=self._accumulate)
         if self._weight is not None and not callable(self._weight):
             raise InvalidArgumentError(
                 f"weight must be a function that returns this rank's weight, not {self._weight!r}"
             )
-        if reducer is None:
-            check_names(settings)
-            return
-        if not isinstance(reducer, BucketReducer):
-            raise InvalidArgumentError(f"reducer must be a BucketReducer, not {type(reducer).__name__}")
-        if settings or self._weight is not None:
-            given = next(iter(settings), "weight")
-            raise InvalidArgumentError(f"give {given} to the reducer when it is made")
-        self._module = None
-        _check_known(self._optimizer, reducer.parameters, "the reducer")
+        check_names(settings)
 
     def _named(self) -> dict[str, torch.Tensor]:
         """Return the optimizer's parameters by name: the module's names if there is one, else the optimizer's."""
         if self._module is None:
             return labelled_parameters(self._optimizer)
         names = named_parameters(self._module)
-        _check_known(self._optimizer, names, "the module")
+        _check_in_module(self._optimizer, names)
         in_optimizer = set(map(id, parameters_of(self._optimizer)))
         return {name: parameter for name, parameter in names.items() if id(parameter) in in_optimizer}
 
@@ -194,13 +170,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         new = {name: parameter for name, parameter in named.items() if id(parameter) not in ids}
         if new:
             self._reducer.reset({**present, **new})
-            self._arm()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients, also those not averaged yet. Not collective, but all ranks must call it."""
         self._reducer.discard()
         self._optimizer.zero_grad(set_to_none)
-        self._begin()
+        self._is_averaged = False
 
     def close(self) -> None:
         """Remove the hooks from the parameters: backward is as before, and the inner optimizer steps alone.
@@ -212,41 +187,32 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # Averaging
 
-    def finalize(self, *, weight: float | None = None) -> None:
+    def finalize(self) -> None:
         """Average the gradients, unless they have been averaged since the last backward.
 
         Collective, unless they have been. Blocks until all ranks have called.
 
-        Args:
-            weight: this rank's weight; needs `delay_reduce`. See the class.
-
         Raises:
-            InvalidArgumentError: inside `no_sync`, or with a weight for gradients that are averages already.
+            InvalidArgumentError: inside `no_sync`.
             MismatchError: ranks are in different steps.
         """
         self._reducer.raise_if_closed()
         if self._no_sync_depth:
             raise InvalidArgumentError("gradients are not averaged inside no_sync(): leave the block first")
         if self._is_averaged:
-            if weight is not None:
-                raise InvalidArgumentError("gradients are averages already: a weight needs delay_reduce=True")
             return
-        if weight is None and self._weight is not None:
-            weight = self._weight()
+        weight = None if self._weight is None else self._weight()
         active = self._reducer.reduce(weight=weight, step=self._steps)
         self._note_active(active)
         self._is_averaged = True
-        self._backwards = 0
-        self._arm()
 
-    def step(self, closure: Callable[[], Any] | None = None, *, weight: float | None = None) -> Any:  # noqa: ANN401 (the closure's loss)
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 (the closure's loss)
         """Average gradients, if they are not averages yet, and let the inner optimizer step.
 
         Collective.
 
         Args:
             closure: evaluates the loss and calls backward, as for the inner optimizer.
-            weight: this rank's weight; needs `delay_reduce`. See the class.
 
         Returns:
             The inner optimizer's result; the loss of a closure is averaged over ranks.
@@ -258,20 +224,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if self._no_sync_depth:
             raise InvalidArgumentError("step() inside no_sync() would step with this rank's gradients: leave the block")
         if closure is None:
-            self.finalize(weight=weight)
+            self.finalize()
             result = self._optimizer.step()
         else:
-            result = self._optimizer.step(lambda: self._evaluate(closure, weight))
+            result = self._optimizer.step(lambda: self._evaluate(closure))
         self._steps += 1
         self._reducer.end_step()
-        self._begin()
+        self._is_averaged = False
         return result
 
-    def _evaluate(self, closure: Callable[[], Any], weight: float | None) -> Any:  # noqa: ANN401 (the closure's loss)
+    def _evaluate(self, closure: Callable[[], Any]) -> Any:  # noqa: ANN401 (the closure's loss)
         """Call the closure, average the gradients, and return the averaged loss. Collective."""
         self._is_averaged = False
         loss = closure()
-        self.finalize(weight=weight)
+        self.finalize()
         if loss is None:
             return None
         mean = torch.as_tensor(loss).detach().clone()
@@ -282,12 +248,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Enter a block whose backwards add to this rank's gradients without averaging. Not collective."""
         self._no_sync_depth += 1
-        self._arm()
+        self._reducer.eager = False
         try:
             yield
         finally:
             self._no_sync_depth -= 1
-            self._arm()
+            self._reducer.eager = not self._no_sync_depth
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -316,25 +282,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _backward_ended(self) -> None:
         self._is_averaged = False
         if not self._no_sync_depth:
-            self._backwards += 1
-            if self._automatic and self._backwards >= self._accumulate:
-                self.finalize()
-        self._arm()
-
-    def _begin(self) -> None:
-        """Begin a new step."""
-        self._is_averaged = False
-        self._backwards = 0
-        self._arm()
-
-    def _arm(self) -> None:
-        """Allow buckets to be sent during the next backward, if gradients are averaged after it."""
-        self._reducer.eager = not self._no_sync_depth and self._backwards + 1 >= self._accumulate
+            self.finalize()
 
 
-def _check_known(optimizer: torch.optim.Optimizer, known: Mapping[str, torch.Tensor], whose: str) -> None:
-    ids = {id(parameter) for parameter in known.values()}
+def _check_in_module(optimizer: torch.optim.Optimizer, in_module: Mapping[str, torch.Tensor]) -> None:
+    ids = {id(parameter) for parameter in in_module.values()}
     for name, parameter in labelled_parameters(optimizer).items():
         if id(parameter) not in ids and (parameter.is_floating_point() or parameter.is_complex()):
             shape = f"{str(parameter.dtype)[6:]}{list(parameter.shape)}"
-            raise InvalidArgumentError(f"the optimizer has a parameter {shape} that {whose} does not have", name=name)
+            raise InvalidArgumentError(
+                f"the optimizer has a parameter {shape} that the module does not have", name=name
+            )

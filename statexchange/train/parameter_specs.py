@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
-from statexchange.comm.communicator import Communicator, from_all
-from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError
-from statexchange.messages import encoded
+from statexchange.errors import InvalidArgumentError, UnsupportedError
 from statexchange.tensors import is_dtensor, replicated_part
+from statexchange.train.comparison import Entry
 
 __all__ = [
     "ParameterSpec",
     "Source",
-    "check_equal",
-    "compare_specs",
     "local_part",
     "named_parameters",
-    "shortened",
     "specs_of",
 ]
 
@@ -32,7 +27,6 @@ Source: TypeAlias = (
     "torch.nn.Module | Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[str, torch.Tensor] | torch.nn.Module]"
 )
 _NAMELESS = "parameters[{}]"
-_MOST_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +46,10 @@ class ParameterSpec:
         """The size in bytes."""
         return math.prod(self.shape) * int(getattr(torch, self.dtype).itemsize)
 
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
+    @property
+    def entry(self) -> Entry:
+        """What ranks compare of the parameter."""
+        return Entry(self.name, f"{self.dtype}{list(self.shape)} {self.device}")
 
 
 def named_parameters(source: Source) -> dict[str, torch.Tensor]:
@@ -130,66 +126,3 @@ def specs_of(named: Mapping[str, torch.Tensor]) -> list[ParameterSpec]:
         device = devices.setdefault(local.device, f"{local.device.type} {len(devices)}")
         specs.append(ParameterSpec(name, str(local.dtype).removeprefix("torch."), tuple(local.shape), device))
     return specs
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameters:
-    """The specs of a rank's parameters, and a text about what is done with them, which ranks compare."""
-
-    about: str
-    specs: Sequence[ParameterSpec]
-
-
-def compare_specs(comm: Communicator, specs: Sequence[ParameterSpec], about: str) -> bytes:
-    """Return a digest of `specs` and of the text `about`, which must be equal on all ranks. Collective.
-
-    Raises:
-        MismatchError: they differ. All ranks raise it; it names the lowest rank that differs from rank 0, and the first
-            parameter where it does.
-    """
-    parameters = _Parameters(about, specs)
-    digest = hashlib.blake2b(encoded(parameters, _Parameters), digest_size=8).digest()
-    if all(theirs == digest for theirs in comm.all_gather_bytes(digest, operation="comparing parameters")):
-        return digest
-    by_rank = from_all(comm, parameters, _Parameters, "comparing parameters that differ")
-    for rank, theirs in enumerate(by_rank):
-        if theirs != by_rank[0]:
-            raise _difference(rank, by_rank[0], theirs)
-    raise AssertionError("digests differ where parameters do not")
-
-
-def _difference(rank: int, root: _Parameters, theirs: _Parameters) -> MismatchError:
-    for expected, found in itertools.zip_longest(root.specs, theirs.specs):
-        if expected != found:
-            return MismatchError(
-                "parameters differ between rank 0 and others",
-                rank=rank,
-                name=(expected or found).name,
-                expected=_side_text(expected),
-                found=_side_text(found),
-            )
-    return MismatchError(
-        "reducers differ between rank 0 and others", rank=rank, expected=root.about, found=theirs.about
-    )
-
-
-def _side_text(side: ParameterSpec | None) -> str:
-    return "no parameter here" if side is None else f"{side.name} {side} {side.device}"
-
-
-def check_equal(comm: Communicator, options: Mapping[str, object]) -> None:
-    """Raise MismatchError on all ranks if an option differs between them. Collective.
-
-    Keys name the options in the plural, as in "ranks have different values of accumulate"; values are JSON values.
-    """
-    for rank, theirs in enumerate(comm.all_gather_object(options)):
-        for names, value in options.items():
-            if theirs[names] != value:
-                text = f"ranks have different {names}: give all ranks the same"
-                raise MismatchError(text, rank=rank, expected=value, found=theirs[names])
-
-
-def shortened(items: Sequence[object]) -> str:
-    """Return a text of the first four `items` and the number of the others. Not collective."""
-    shown = ", ".join(map(str, items[:_MOST_SHOWN]))
-    return shown if len(items) <= _MOST_SHOWN else f"{shown} and {len(items) - _MOST_SHOWN} more"

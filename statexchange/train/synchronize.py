@@ -2,12 +2,11 @@
 
 The protocol of a call:
 
-1. Every rank describes what it holds (`_Held`): paths, kinds, shapes and dtypes. All ranks exchange a digest of that
-   and the kinds of their plain values; root adds its values and the states of its objects, as JSON (`_Part`). Nothing
-   has changed.
-2. If a rank's digest or kinds differ from root's, it receives root's description, and all ranks raise one MismatchError
-   that shows both sides at the first path that differs.
-3. Each rank reads root's parts (`_PartReader`), and prepares the tensors that are to be filled, existing or new ones,
+1. Every rank describes what it holds (`_Held`): paths, kinds, shapes and dtypes. All ranks exchange a digest of that;
+   root adds its plain values and the states of its objects, as JSON (`_Part`). Nothing has changed.
+2. If a rank's digest differs from root's, it receives root's description, and all ranks raise one MismatchError that
+   shows both sides at the first path that differs.
+3. Each rank reads root's parts (`_read`), and prepares the tensors that are to be filled, existing or new ones,
    and callbacks that install states and values. An error here is raised on all ranks, and still nothing has changed.
 4. Root sends the tensors as bytes: many small ones together, large ones in windows.
 5. Tensors of a rank that share memory are filled one after the other, which is right only if root has equal values
@@ -22,30 +21,26 @@ import enum
 import functools
 import hashlib
 import itertools
-import operator
 from collections.abc import Callable, Generator, Mapping, MappingView, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from statexchange import values
-from statexchange.comm.communicator import CommLike, Communicator, agree, from_root
+from statexchange.comm.communicator import CommLike, Communicator, agree
 from statexchange.comm.defaults import as_communicator, public_call
-from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, excerpt, type_text
+from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, type_text
 from statexchange.sharding.paths import joined
 from statexchange.state.tree import (
     PLAIN_TYPES,
     ParameterName,
     check_no_state_in,
-    children,
     nodes,
     parameter_names,
     replaced,
-    steps,
-    with_children,
     with_types_of,
 )
 from statexchange.state.types import Leaf, Module, Optimizer
@@ -76,15 +71,13 @@ from statexchange.tensors import (
     replicated_part,
     same_memory,
 )
-from statexchange.train.parameter_specs import shortened
+from statexchange.train.comparison import Entry, raise_difference
 from statexchange.train.windows import broadcast_tensors, check_shared_memory, windows
 
 __all__ = ["allreduce_parameters", "broadcast_parameters", "module_tensors", "synchronize"]
 
 T = TypeVar("T")
 Describe = Callable[["_Held"], None]
-
-_NOTHING: Leaf = object()  # where a rank has nothing
 
 
 @public_call("synchronize")
@@ -99,8 +92,7 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
 
             * torch tensors (also non-contiguous or requiring grad) and numpy arrays: the same objects are filled with
               root's data;
-            * numbers, strings, enums, torch dtypes and None: they are replaced by root's; None on one rank may stand
-              for any of the others on another rank;
+            * numbers, strings, enums, torch dtypes and None: they are replaced by root's, also of another type;
             * modules: parameters and all buffers, persistent or not, by name; tied tensors are sent once; names in
               torch's `_ddp_params_and_buffers_to_ignore` stay each rank's own;
             * optimizers: hyperparameters and state become root's; state that a rank lacks is made and state that root
@@ -225,36 +217,24 @@ def _check_integer_views(tensors: dict[str, TensorLike]) -> None:
 # Step 1: what this rank holds
 
 
-class _Entry(NamedTuple):
-    """An entry of what a rank holds: its path, a text for all that is compared, and the kind of a plain value."""
-
-    path: str
-    text: str
-    kind: str | None = None
-
-    def is_like(self, other: _Entry) -> bool:
-        """Whether two ranks hold the same at one path."""
-        return self[:2] == other[:2] and _are_alike(self.kind, other.kind)
-
-
 class _Held:
     """What a rank holds, by the way in which it is sent.
 
     Attributes:
-        entries: everything, in an order that all ranks share. Ranks that hold the same have like ones.
+        entries: everything, in an order that all ranks share. Ranks that hold the same have equal ones.
         tensors: the dense tensors by path; tied ones once.
         values: the plain values by path.
         objects: the optimizers and other objects with a state, by path.
-        state_tensors: on root, the tensors in the states of the objects.
+        state_tensors: on root, the tensors in the states of the objects, with their paths.
     """
 
     def __init__(self, *, written: bool) -> None:
         """Make an empty record. `written`: this rank's tensors will be filled, so they must be writable."""
-        self.entries: list[_Entry] = []
+        self.entries: list[Entry] = []
         self.tensors: dict[str, TensorLike] = {}
         self.values: dict[str, Leaf] = {}
         self.objects: dict[str, Leaf] = {}
-        self.state_tensors: list[TensorLike] = []
+        self.state_tensors: list[tuple[str, TensorLike]] = []
         self._written = written
         self._first_paths: dict[Leaf, str] = {}  # of tensors by their memory
 
@@ -264,7 +244,7 @@ class _Held:
         names: dict[int, ParameterName] | None = None
         for path, _, value, kind, container in placed:
             if container:
-                self.entries.append(_Entry(path, container))
+                self.entries.append(Entry(path, container))
             elif isinstance(value, torch.Tensor | np.ndarray):
                 self._add_tensor(path, value)
             elif isinstance(value, nn.Module):
@@ -275,15 +255,14 @@ class _Held:
                 self._add_optimizer(path, value, names)
             # A class may look like torch's modules and be none.
             elif kind in ("object", "module") and is_stateful(value):
-                self.entries.append(_Entry(path, f"the state of {type_text(value)}"))
+                self.entries.append(Entry(path, f"the state of {type_text(value)}"))
                 self.objects[path] = value
             else:
                 self._add_value(path, value)
 
     def _add_value(self, path: str, value: Leaf) -> None:
-        kind = _kind_of_value(value)
-        if kind is not None:
-            self.entries.append(_Entry(path, "a value", kind))
+        if _is_value(value):
+            self.entries.append(Entry(path, "a value"))
             self.values[path] = value
             return
         if isinstance(value, Generator | MappingView):
@@ -293,14 +272,14 @@ class _Held:
         if isinstance(value, np.generic) and not isinstance(value, others):
             raise UnsupportedError(f"a number of dtype {value.dtype} cannot be sent: give float() of it", name=path)
         check_no_state_in(value, path)
-        self.entries.append(_Entry(path, "an object"))
+        self.entries.append(Entry(path, "an object"))
 
     def add_module(self, path: str, module: Leaf, *, buffers: bool = True) -> None:
         """Add the parameters of a module and, if asked, its buffers; raise InvalidArgumentError if it is none."""
         if not isinstance(module, nn.Module):
             raise InvalidArgumentError(f"expected a module, not {type(module).__name__}")
         check_module(module)
-        self.entries.append(_Entry(path, "a module"))
+        self.entries.append(Entry(path, "a module"))
         named = module_tensors(module, buffers=buffers)
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         _check_entries(module, path)
@@ -313,20 +292,20 @@ class _Held:
         if key is not None:
             first = self._first_paths.setdefault(key, path)
             if first != path:
-                self.entries.append(_Entry(path, f"the same as {first}"))
+                self.entries.append(Entry(path, f"the same as {first}"))
                 return
-        self.entries.append(_Entry(path, _tensor_text(tensor)))
+        self.entries.append(Entry(path, _tensor_text(tensor)))
         self.tensors[path] = tensor
 
     def _add_optimizer(self, path: str, optimizer: Optimizer, names: Mapping[int, ParameterName]) -> None:
         check_optimizer(optimizer, path)
         labels = iter(names_of_groups(optimizer) or ())
         groups = optimizer.param_groups
-        self.entries.append(_Entry(path, f"an optimizer {type(optimizer).__name__}"))
-        self.entries.append(_Entry(f"{path}.param_groups", f"list of {len(groups)}"))
+        self.entries.append(Entry(path, f"an optimizer {type(optimizer).__name__}"))
+        self.entries.append(Entry(f"{path}.param_groups", f"list of {len(groups)}"))
         for number, group in enumerate(groups):
             params_path = f"{path}.param_groups[{number}].params"
-            self.entries.append(_Entry(params_path, f"list of {len(group['params'])}"))
+            self.entries.append(Entry(params_path, f"list of {len(group['params'])}"))
             for index, parameter in enumerate(group["params"]):
                 if is_dtensor(parameter):
                     raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{params_path}[{index}]")
@@ -339,7 +318,7 @@ class _Held:
                 text = f"parameter {name} {_tensor_text(parameter)}"
                 if not name:
                     text = f"parameter {_tensor_text(parameter)}"
-                self.entries.append(_Entry(f"{params_path}[{index}]", text))
+                self.entries.append(Entry(f"{params_path}[{index}]", text))
         self.objects[path] = optimizer
 
 
@@ -365,18 +344,12 @@ def module_tensors(module: Module, *, buffers: bool = True) -> dict[str, torch.T
     return named
 
 
-def _kind_of_value(value: Leaf) -> str | None:
-    """Return the kind of a plain value, which ranks compare; None for anything else."""
-    if value is None:
-        return "None"
-    if values.is_number(value):
-        return "number"
-    if isinstance(value, enum.Enum) and values.has_text(value):
-        return f"enum {type(value).__qualname__}"
-    # Not those of other classes: a rank might not have them.
-    if type(value) in (str, torch.dtype):
-        return type(value).__name__
-    return None
+def _is_value(value: Leaf) -> bool:
+    """Whether this is a plain value, which becomes root's."""
+    if isinstance(value, enum.Enum):
+        return values.has_text(value)
+    # Not of derived classes, which a rank might not have.
+    return value is None or values.is_number(value) or type(value) in (str, torch.dtype)
 
 
 def _dense(value: TensorLike, path: str, *, written: bool) -> TensorLike:
@@ -412,9 +385,10 @@ def _tensor_text(tensor: TensorLike) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _LeafSpec:
-    """The kind of a leaf without JSON text; of a tensor or array also dtype, shape and device type."""
+    """The kind and path of a leaf without JSON text; of a tensor or array also dtype, shape and device type."""
 
     kind: Literal["tensor", "array", "object"]
+    path: str
     dtype: str = ""
     shape: tuple[int, ...] = ()
     device_type: str = "cpu"
@@ -423,23 +397,28 @@ class _LeafSpec:
     def of(cls, tensor: TensorLike, path: str) -> _LeafSpec:
         """Return the spec of a tensor or array; raise UnsupportedError if numpy has no text for an array's dtype."""
         if isinstance(tensor, torch.Tensor):
-            return cls("tensor", str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.device.type)
+            dtype_name = str(tensor.dtype).removeprefix("torch.")
+            return cls("tensor", path, dtype_name, tuple(tensor.shape), tensor.device.type)
         dtype = tensor.dtype
         if np.dtype(dtype.str) == dtype:
-            return cls("array", dtype.str, tensor.shape)
+            return cls("array", path, dtype.str, tensor.shape)
         # One of ml_dtypes, which numpy writes as bytes.
         if dtype.name in DTYPE_NAMES and dtype.isnative:
-            return cls("array", DTYPE_NAMES[dtype.name], tensor.shape)
+            return cls("array", path, DTYPE_NAMES[dtype.name], tensor.shape)
         raise UnsupportedError(f"arrays of {dtype} cannot be sent in the state of an object", name=path)
 
     def tensor_for(self, live: Leaf, like: torch.Tensor | None, device: torch.device) -> TensorLike:
-        """Return `live` if it is such a tensor or array on `device`, else a new one, where possible like `like`."""
+        """Return `live` if it is such a tensor or array, else a new one: as `like` if possible, or on `device`."""
         if self.kind == "array":
             # No text of numpy's is a name of safetensors.
             array_dtype = numpy_dtype(self.dtype) if self.dtype in ITEMSIZE else np.dtype(self.dtype)
             if isinstance(live, np.ndarray) and live.dtype == array_dtype and live.shape == self.shape:
                 return live
             return np.empty(self.shape, array_dtype)
+        if self.device_type == "cpu":
+            device = torch.device("cpu")
+        elif like is not None:
+            device = like.device
         dtype = getattr(torch, self.dtype)
         here = (dtype, self.shape, device)
         if isinstance(live, torch.Tensor) and (live.dtype, tuple(live.shape), live.device) == here:
@@ -465,8 +444,8 @@ class _Part:
     types: Sequence[str]
 
 
-def _encode(value: Leaf, path: str, tensors: list[TensorLike]) -> _Part:
-    """Encode root's value at a path, and add the tensors in it to `tensors`."""
+def _encode(value: Leaf, path: str, tensors: list[tuple[str, TensorLike]]) -> _Part:
+    """Encode root's value at a path, and add the tensors in it with their paths to `tensors`."""
     leaves: list[_LeafSpec] = []
     # By identity: a leaf that occurs twice is sent once. The leaf is kept, so that no other one gets its identity.
     names: dict[int, tuple[str, Leaf]] = {}
@@ -474,28 +453,30 @@ def _encode(value: Leaf, path: str, tensors: list[TensorLike]) -> _Part:
     def keep(leaf: Leaf, inner: str) -> str | None:
         if type(leaf) in PLAIN_TYPES:
             return None
-        if id(leaf) in names:
-            return names[id(leaf)][0]
-        if isinstance(leaf, torch.Tensor | np.ndarray):
-            tensor = _dense(leaf, path + inner, written=False)
-            tensors.append(tensor)
-            leaves.append(_LeafSpec.of(tensor, path + inner))
-        elif _kind_of_value(leaf) is not None or _is_container(leaf):
+        is_tensor = isinstance(leaf, torch.Tensor | np.ndarray)
+        if not is_tensor and _has_text(leaf):
             return None
-        else:
-            check_no_state_in(leaf, path + inner)
-            leaves.append(_LeafSpec("object"))
-        names[id(leaf)] = str(len(names)), leaf
+        if id(leaf) not in names:
+            names[id(leaf)] = str(len(names)), leaf
+            place = (path + inner).removeprefix(".")
+            if is_tensor:
+                tensor = _dense(leaf, place, written=False)
+                tensors.append((place, tensor))
+                leaves.append(_LeafSpec.of(tensor, place))
+            else:
+                check_no_state_in(leaf, place)
+                leaves.append(_LeafSpec("object", place))
         return names[id(leaf)][0]
 
     text = values.encode(value, keep, leaves_anywhere=False)
     return _Part(text, leaves, list(values.types_of(value)))
 
 
-def _is_container(value: Leaf) -> bool:
+def _has_text(value: Leaf) -> bool:
+    """Whether root sends a value that is no tensor or array as text, with names for the leaves in it."""
     if dataclasses.is_dataclass(value):
         return not isinstance(value, type)
-    return isinstance(value, Mapping) or hasattr(value, "_fields")
+    return _is_value(value) or isinstance(value, Mapping) or hasattr(value, "_fields")
 
 
 def _state_of(value: Leaf, path: str) -> Leaf:
@@ -516,14 +497,9 @@ class _Note:
     """
 
     root: int
-    digest: str
-    kinds: Sequence[str]
+    digest: bytes
     shares_memory: bool
     parts: Sequence[_Part] = ()
-
-    def agrees_with(self, other: _Note) -> bool:
-        """Whether two ranks hold the same, where the plain value None matches one of any kind."""
-        return self.digest == other.digest and all(map(_are_alike, self.kinds, other.kinds))
 
 
 def _compare(
@@ -546,60 +522,20 @@ def _compare(
             parts.append(_encode(held.values, "", held.state_tensors))
             for path, value in held.objects.items():
                 parts.append(_encode(_state_of(value, path), path, held.state_tensors))
-        lines, kinds = [], []
-        for path, text, kind in held.entries:
-            lines.append(f"{path}\t{text}")
-            if kind is not None:
-                kinds.append(kind)
-        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
-        note = _Note(root, digest, kinds, bool(overlap_groups(held.tensors.values())), parts)
+        text = "\n".join(map("\t".join, held.entries))
+        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+        note = _Note(root, digest, bool(overlap_groups(held.tensors.values())), parts)
     except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
         failure = error
     notes = agree(comm, failure, "describing what it holds", note, _Note)
     roots = [theirs.root for theirs in notes]
     if len(set(roots)) > 1:
         raise MismatchError(f"ranks passed different roots: {', '.join(map(str, roots))}")
-    different = [rank for rank, theirs in enumerate(notes) if not theirs.agrees_with(notes[root])]
+    different = [rank for rank, theirs in enumerate(notes) if theirs.digest != notes[root].digest]
     # Nearly always none: only then are whole descriptions sent.
     if different:
-        entries = []
-        for path, text, kind in held.entries:
-            shown = text if kind is None else f"{text}, {excerpt(held.values[path], 60)}"
-            entries.append(_Entry(path, shown, kind))
-        root_entries = from_root(comm, entries, list[_Entry], "what it holds", root)
-        if comm.rank in different:
-            failure = _difference(entries, root_entries, comm.rank, root, different)
-        comm.agree(failure, phase="comparing what ranks hold")
+        raise_difference(comm, held.entries, different, root)
     return held, notes[root].parts, True in [theirs.shares_memory for theirs in notes]
-
-
-def _are_alike(kind: str | None, other: str | None) -> bool:
-    """Whether values of these kinds may stand for each other."""
-    return kind == other or "None" in (kind, other)
-
-
-def _difference(
-    entries: Sequence[_Entry], root_entries: Sequence[_Entry], rank: int, root: int, different: Sequence[int]
-) -> MismatchError:
-    """Return the error that shows root's entry and this rank's at the first path where they differ."""
-    nothing = _Entry("(nothing)", "nothing")
-    live = expected = nothing
-    for live, expected in itertools.zip_longest(entries, root_entries, fillvalue=nothing):
-        if not live.is_like(expected):
-            break
-    path = expected.path
-    if live.path != path:  # one side lacks the path that the other has here
-        if path in (nothing.path, *map(operator.itemgetter(0), entries)):
-            expected, path = nothing, live.path
-        else:
-            live = nothing
-    return MismatchError(
-        f"not all ranks hold what root, rank {root}, holds (different on: {shortened(different)})",
-        rank=rank,
-        name=path or "(the whole)",
-        expected=f"{expected.text} (rank {root})",
-        found=f"{live.text} (rank {rank})",
-    )
 
 
 # Steps 3 to 6: read root's parts, move tensors, and install
@@ -612,11 +548,11 @@ def _fill(comm: Communicator, root: int, describe: Describe, tree: Leaf) -> Leaf
     callbacks: list[Callable[[], object]] = []
     with comm.phase("reading what root sent"):
         if comm.rank == root:
-            # Root names none of them: it is the others' state that may share memory.
-            tensors += [("", tensor) for tensor in held.state_tensors]
+            tensors += held.state_tensors
         else:
             new_values = {}
-            for path, value in _PartReader(parts[0], held.values, "", comm.device).decoded.items():
+            root_values, _ = _read(parts[0], held.values, "", comm.device, {})
+            for path, value in root_values.items():
                 # By type and text: -0.0 is another number than 0.0.
                 if not values.is_same(value, held.values[path]):
                     new_values[path] = value
@@ -640,118 +576,78 @@ def _installation(
 ) -> tuple[Callable[[], object], list[tuple[str, TensorLike]]]:
     """Return a callback that installs root's state in an object, and the tensors in it, which are filled before."""
     live = _state_of(value, path)
-    reader = _PartReader(part, live, path, device)
-    if is_optimizer(value):
-        return _optimizer_callback(value, live, reader), reader.tensors
-    new = reader.fill(reader.decoded, live)
-    return functools.partial(load_object, value, value.load_state_dict, new, path, " on root"), reader.tensors
+    if not is_optimizer(value):
+        new, tensors = _read(part, live, path, device, {})
+        return functools.partial(load_object, value, value.load_state_dict, new, path, " on root"), tensors
+    # The parameters that new tensors are like, by the first steps of the paths of their state.
+    likes: dict[str, torch.Tensor] = {}
+    for number, parameter in enumerate(parameters_of(value)):
+        likes[f"state[{number}]"] = parameter
+    for number, group in enumerate(value.param_groups):
+        for parameter in group["params"][:1]:
+            likes[f"param_groups[{number}]"] = parameter
+    new, tensors = _read(part, live, path, device, likes)
+    return _optimizer_callback(value, live, new, path), tensors
 
 
-class _PartReader:
-    """Reads one part of root's on a rank that has `live` in the same place.
+def _read(
+    part: _Part, live: Leaf, path: str, device: torch.device, likes: Mapping[str, torch.Tensor]
+) -> tuple[Leaf, list[tuple[str, TensorLike]]]:
+    """Return root's value where this rank has `live`, and its tensors with their paths, in root's order.
 
-    `path` is that of the part, and `decoded` the decoded text with a spec for each leaf. `fill` replaces the specs in
-    `decoded`, or in a part of it. Then `tensors` are the tensors and arrays into which root's bytes are to be copied.
+    Root's bytes are to be copied into the tensors. They are those that `live` has at the same paths if they fit, else
+    new ones.
     """
+    live_leaves: dict[str, Leaf] = {}
 
-    def __init__(self, part: _Part, live: Leaf, path: str, device: torch.device) -> None:
-        self.path = path
-        self._device = device
-        self._leaves = part.leaves
-        self._tensors: dict[int, tuple[str, TensorLike]] = {}  # with their paths, by the identity of their specs
-        # The memory of live tensors that are filled already; None stands for memory that cannot be identified.
-        self._used: set[Leaf] = {None}
-        placeholders = dict(zip(map(str, itertools.count()), part.leaves, strict=False))
-        self.decoded = values.decode(part.text, types=values.types_of(live), leaves=placeholders)
-        unknown = set(part.types) - values.types_of(self.decoded).keys()
-        if unknown:
-            raise UnsupportedError(
-                f"root holds a {min(unknown)}, which this rank does not know: give it to register_config", name=path
-            )
+    def collect(leaf: Leaf, inner: str) -> str | None:
+        if not isinstance(leaf, torch.Tensor | np.ndarray) and (type(leaf) in PLAIN_TYPES or _has_text(leaf)):
+            return None
+        live_leaves[(path + inner).removeprefix(".")] = leaf
+        return str(id(leaf))
 
-    @property
-    def tensors(self) -> list[tuple[str, TensorLike]]:
-        """The tensors to be filled with their paths, in root's order."""
-        named = []
-        for spec in self._leaves:
-            if spec.kind != "object":
-                path, tensor = self._tensors[id(spec)]
-                named.append((path, _dense(tensor, path, written=True)))
-        return named
-
-    def fill(self, decoded: Leaf, live: Leaf, step: str = "", like: torch.Tensor | None = None) -> Leaf:
-        """Replace specs: by the live tensor or object in the same place if it fits, else by a new tensor.
-
-        `step` leads from the whole part to `decoded`. New tensors are on the device of the parameter `like` and have
-        its strides where they have its shape.
-        """
-        return with_types_of(live, self._filled(decoded, live, "", step, like))
-
-    def _filled(self, decoded: Leaf, live: Leaf, path: str, step: str, like: torch.Tensor | None) -> Leaf:
-        # First, as a spec is a dataclass, too.
-        if isinstance(decoded, _LeafSpec):
-            return self._leaf(decoded, live, path, step, like)
-        # By the steps, as a mapping that was decoded may have other keys of the same text.
-        live_items = {inner: child for inner, _, child in steps(live, path.removeprefix("."))}
-        changed = {}
-        for inner, key, child in steps(decoded, path):
-            new = self._filled(child, live_items.get(inner, _NOTHING), path + inner, step, like)
-            if new is not child:
-                changed[key] = new
-        if not changed:
-            return decoded
-        return with_children(decoded, changed)
-
-    def _leaf(self, spec: _LeafSpec, live: Leaf, path: str, step: str, like: torch.Tensor | None) -> Leaf:
-        if spec.kind == "object":
-            if live is _NOTHING or children(live) is not None:
-                text = (
-                    f"root has an object at {path.removeprefix('.')} that cannot be sent, and this rank has none there"
-                )
-                raise UnsupportedError(text, name=self.path)
-            return live
-        # One tensor at two places of root is one here.
-        if id(spec) in self._tensors:
-            return self._tensors[id(spec)][1]
-        device = self._device
-        if spec.kind == "tensor" and spec.device_type == "cpu":
-            device = torch.device("cpu")
-        elif like is not None:
-            device = like.device
-        tensor = spec.tensor_for(live, like, device)
-        if tensor is live:
+    values.encode(live, collect)  # the text is not needed: paths are written as on root
+    leaves: dict[str, Leaf] = {}
+    tensors: list[tuple[str, TensorLike]] = []
+    # The memory of live tensors that are filled already; None stands for memory that cannot be identified.
+    used: set[Leaf] = {None}
+    for number, spec in enumerate(part.leaves):
+        leaf = live_leaves.get(spec.path)
+        if spec.kind != "object":
+            first_steps, bracket, _ = spec.path[len(path) :].removeprefix(".").partition("]")
+            like = likes.get(first_steps + bracket)
+            tensor = spec.tensor_for(leaf, like, device)
             # Filled twice, it would have the second one's values at both places.
-            key = same_memory(live)
-            if key in self._used:
+            if tensor is leaf and same_memory(tensor) in used:
                 tensor = spec.tensor_for(None, like, device)
-            self._used.add(key)
-        self._tensors[id(spec)] = f"{self.path}{step}{path}".removeprefix("."), tensor
-        return tensor
+            used.add(same_memory(tensor))
+            tensors.append((spec.path, _dense(tensor, spec.path, written=True)))
+            leaf = tensor
+        elif leaf is None:
+            raise UnsupportedError(
+                "root has an object here that cannot be sent, and this rank has none", name=spec.path
+            )
+        leaves[str(number)] = leaf
+    new = values.decode(part.text, types=values.types_of(live), leaves=leaves)
+    unknown = set(part.types) - values.types_of(new).keys()
+    if unknown:
+        raise UnsupportedError(
+            f"root holds a {min(unknown)}, which this rank does not know: give it to register_config", name=path
+        )
+    return with_types_of(live, new), tensors
 
 
-def _optimizer_callback(optimizer: Optimizer, live: Mapping[str, Leaf], reader: _PartReader) -> Callable[[], None]:
-    """Return a callback that installs root's state in an optimizer, whose present state is `live`.
-
-    Call it once the reader's tensors are filled.
-    """
-    decoded, parameters = reader.decoded, parameters_of(optimizer)
-    groups = []
-    for number, (group, live_group) in enumerate(zip(decoded["param_groups"], live["param_groups"], strict=True)):
-        like = next(iter(optimizer.param_groups[number]["params"]), None)
-        groups.append(reader.fill(group, live_group, f".param_groups[{number}]", like))
-    state: dict[Leaf, Leaf] = {}
-    for number, entries in decoded["state"].items():
-        parameter = parameters[number]
-        live_entries = live["state"].get(number, {})
-        state[parameter] = reader.fill(entries, live_entries, f".state[{number}]", parameter)
-    for key, entries in decoded["shared"].items():
-        state[key] = reader.fill(entries, live["shared"].get(key, {}), f".state[{key!r}]")
-    dropped = [key for key in optimizer.state if key not in state]
-    differing = decoded["more"].keys() ^ live["more"].keys()
+def _optimizer_callback(
+    optimizer: Optimizer, live: Mapping[str, Leaf], new: Mapping[str, Leaf], path: str
+) -> Callable[[], None]:
+    """Return a callback that replaces the state `live` of an optimizer by `new`, once its tensors are filled."""
+    differing = new["more"].keys() ^ live["more"].keys()
     if differing:
         text = f"only one of root's state dict and this rank's has the entry {min(map(str, differing))!r}"
-        raise UnsupportedError(text, name=reader.path)
-    more = {}
-    for key, entries in decoded["more"].items():
-        more[key] = reader.fill(entries, live["more"].get(key), f".{key}")
-    return functools.partial(install_optimizer, optimizer, groups, state, dropped, more)
+        raise UnsupportedError(text, name=path)
+    parameters = parameters_of(optimizer)
+    state: dict[Leaf, Leaf] = dict(new["shared"])
+    for number, entries in new["state"].items():
+        state[parameters[number]] = entries
+    dropped = [key for key in optimizer.state if key not in state]
+    return functools.partial(install_optimizer, optimizer, new["param_groups"], state, dropped, new["more"])

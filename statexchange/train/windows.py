@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import xxhash
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import MismatchError
 from statexchange.tensors import TensorLike, overlap_groups
-from statexchange.train.parameter_specs import shortened
+from statexchange.train.comparison import shortened
 
 __all__ = ["broadcast_tensors", "check_shared_memory", "windows"]
 
@@ -134,41 +134,39 @@ def _copy(sources: Sequence[TensorLike], targets: Sequence[TensorLike]) -> None:
 
 def check_shared_memory(comm: Communicator, named: Sequence[tuple[str, TensorLike]], root: int) -> None:
     """Raise MismatchError if tensors that share memory, on any rank, do not have root's values. Collective."""
-    _, tensors = zip(*named, strict=True)
-    groups = overlap_groups(tensors)
-    sharing = from_all(comm, sorted(itertools.chain.from_iterable(groups)), list[int], "which tensors share memory")
-    numbers = sorted(set(itertools.chain.from_iterable(sharing)))
+    names, tensors = zip(*named, strict=True)
+    groups_by_rank = from_all(comm, overlap_groups(tensors), list[list[int]], "which tensors share memory")
+    groups = itertools.chain.from_iterable(groups_by_rank)
+    numbers = sorted({*itertools.chain.from_iterable(groups)})
     if not numbers:
         return
     what = "digests of tensors that share memory"
     digests = from_all(comm, [_digest(tensors[number]) for number in numbers], list[bytes], what)
     for place, number in enumerate(numbers):
         wrong = [rank for rank, theirs in enumerate(digests) if theirs[place] != digests[root][place]]
-        if not wrong:
-            continue
-        # One rank names it: the first on which it shares memory, as only that one knows with what.
-        naming_rank = next((rank for rank in wrong if number in sharing[rank]), root)
-        failure = _sharing_error(comm.rank, named, number) if comm.rank == naming_rank else None
-        comm.agree(failure, phase="naming tensors that share memory")
+        if wrong:
+            # Root last: it is the one that shares the tensor's memory if none of the others does.
+            sharing = {rank: groups_by_rank[rank] for rank in (*wrong, root)}
+            raise _sharing_error(names, number, sharing)
 
 
-def _sharing_error(rank: int, named: Sequence[tuple[str, TensorLike]], number: int) -> MismatchError:
-    """Return the error of a rank on which tensor `number` shares memory with others."""
-    name, tensor = named[number]
-    text = "ranks have different values for this tensor: it was changed during the call"
-    others = []
-    for path, other in named:
-        if other is not tensor and overlap_groups([tensor, other]):
-            others.append(path)
-    if others:
-        shown = shortened(others)
-        if len(others) > 1:
-            shown = f"one of {shown}"
-        text = (
-            f"on rank {rank} this tensor shares memory with {shown}, but other ranks have different values for the "
-            f"two: clone() one of them on rank {rank}, or let them share memory on all ranks"
-        )
-    return MismatchError(text, rank=rank, name=name or "(the whole)")
+def _sharing_error(names: Sequence[str], number: int, sharing: Mapping[int, Sequence[Sequence[int]]]) -> MismatchError:
+    """Return the error for tensor `number`, from the numbers of the tensors that share memory on some ranks."""
+    name = names[number] or "(the whole)"
+    for rank, groups in sharing.items():
+        for group in groups:
+            if number not in group:
+                continue
+            others = [names[i] for i in group if i != number]
+            shown = shortened(others)
+            if len(others) > 1:
+                shown = f"one of {shown}"
+            text = (
+                f"on rank {rank} this tensor shares memory with {shown}, but other ranks have different values for the "
+                f"two: clone() one of them on rank {rank}, or let them share memory on all ranks"
+            )
+            return MismatchError(text, rank=rank, name=name)
+    return MismatchError("ranks have different values for this tensor: it was changed during the call", name=name)
 
 
 def _digest(tensor: TensorLike) -> bytes:

@@ -80,17 +80,15 @@ CALLS: dict[str, Call] = {
     "synchronize": lambda w: sx.synchronize(ones(), root="x" if w else 0),
     "an optimizer that is none": lambda w: sx.DistributedOptimizer(5 if w else sgd(net())),
     "module": lambda w: optimizer(w, module=5),
-    "accumulate": lambda w: optimizer(w, accumulate="2"),
     "weight of an optimizer": lambda w: optimizer(w, weight=5),
     "an unknown setting": lambda w: optimizer(w, message_size=5),
-    "reducer": lambda w: optimizer(w, reducer=5),
-    "weight of a step": lambda w: sx.DistributedOptimizer(sgd(net()), delay_reduce=True).step(weight="x" if w else 1),
+    "weight of a step": lambda w: sx.DistributedOptimizer(sgd(net()), weight=lambda: "x" if w else 1).step(),
     "add_param_group": lambda w: optimizer(False).add_param_group(5 if w else {"params": [nn.Parameter(ones())]}),
     "parameters": lambda w: sx.train.BucketReducer(5 if w else net()),
     "no parameters": lambda w: sx.train.BucketReducer(None if w else net()),
     "bucket_bytes": lambda w: buckets(w, bucket_bytes="x"),
     "half a byte": lambda w: buckets(w, bucket_bytes=1.5),
-    "align_bytes": lambda w: buckets(w, align_bytes="8"),
+    "overlap": lambda w: buckets(w, overlap="no"),
     "buckets": lambda w: buckets(w, buckets=5),
     "a bucket": lambda w: buckets(w, buckets=[5]),
     "what is in a bucket": lambda w: buckets(w, buckets=[[5]]),
@@ -202,11 +200,3 @@ def test_values_of_other_types_are_refused_before_anything_happens(tmp_path: Pat
         sx.register_config(5)
     with pytest.raises(UnsupportedError, match=r"tolist\(\)"):
         comm().all_gather_object([ones()])
-
-
-def test_ranks_that_accumulate_differently_are_told() -> None:
-    def ranks() -> None:
-        with pytest.raises(sx.errors.MismatchError, match="accumulate"):
-            sx.DistributedOptimizer(sgd(net()), accumulate=1 + sx.get_rank())
-
-    run_ranks(ranks, 2)

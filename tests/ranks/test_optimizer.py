@@ -23,7 +23,6 @@ from statexchange.train.averaging import average_gradients
 from statexchange.train.buckets.reducer import BucketReducer
 from statexchange.train.ddp_hook import as_comm_hook
 from statexchange.train.optimizer import DistributedOptimizer
-from statexchange.train.reducers import CoalescingReducer, InlineReducer
 
 Optimizer = torch.optim.Optimizer
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -68,9 +67,7 @@ def loss_of(module: nn.Module, rank: int, step: int) -> torch.Tensor:
 # Equal to one process
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"fusion": False, "delay_reduce": True}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"overlap": False}], ids=str)
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_equal_one_process_that_adds_in_their_order(world_size: int, name: str, settings: dict[str, Any]) -> None:
@@ -194,7 +191,6 @@ GIVEN: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "parameters": lambda module: {},
     "module": lambda module: {"module": module},
     "modules": lambda module: {"module": list(module.children())},
-    "reducer": lambda module: {"reducer": BucketReducer(module)},
 }
 
 
@@ -245,7 +241,7 @@ def test_ranks_that_differ_in_init_sync_raise() -> None:
             DistributedOptimizer(OPTIMIZERS["SGD"](net().parameters()), init_sync=sx.get_rank() != 1)
         return caught.value.rank, caught.value.found
 
-    assert run_ranks(work, 2)[0] == (1, False)
+    assert run_ranks(work, 2)[0] == (1, "init_sync=False (rank 1)")
 
 
 def test_lr_schedulers_set_the_same_rates_as_for_a_plain_optimizer() -> None:
@@ -364,7 +360,7 @@ def test_closures_get_averages_so_that_ranks_decide_alike(kind: str) -> None:
 
 
 @pytest.mark.parametrize("finalize", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"overlap": False}], ids=str)
 def test_clipping_clips_the_average(settings: dict[str, Any], finalize: bool) -> None:
     def work() -> tuple[float, list[Any], list[Any]]:
         comm = sx.get_communicator()
@@ -385,25 +381,6 @@ def test_clipping_clips_the_average(settings: dict[str, Any], finalize: bool) ->
     assert one == other
     assert one[1] == one[2]
     assert one[0] > 1e-2
-
-
-def test_finalize_comes_before_clipping_where_reduction_is_delayed() -> None:
-    def work() -> list[Any]:
-        comm = sx.get_communicator()
-        module = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), comm, delay_reduce=True)
-        loss_of(module, comm.rank, 0).backward()
-        own = grad_of(module)
-        optimizer.finalize()
-        averages = grad_of(module)
-        optimizer.finalize()
-        optimizer.step()
-        return [own, averages, grad_of(module), state_of(module)]
-
-    one, other = run_ranks(work, 2)
-    assert one[0] != other[0]
-    assert one[1:] == other[1:]
-    assert one[1] == one[2]
 
 
 def test_a_grad_scaler_skips_the_same_step_on_all_ranks() -> None:
@@ -458,22 +435,20 @@ def count_averages(optimizer: DistributedOptimizer) -> list[int]:
     return count
 
 
-@pytest.mark.parametrize("how", ["no_sync", "accumulate"])
-@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"delay_reduce": True}], ids=str)
-def test_accumulation_averages_once_and_adds_everything(settings: dict[str, Any], how: str) -> None:
+@pytest.mark.parametrize("settings", [{}, {"bucket_bytes": 64, "overlap": True}, {"overlap": False}], ids=str)
+def test_accumulation_averages_once_and_adds_everything(settings: dict[str, Any]) -> None:
     def work() -> tuple[bool, int]:
         comm = sx.get_communicator()
         module, reference = net(), net()
         plain = torch.optim.SGD(reference.parameters(), lr=0.1)
         inner = torch.optim.SGD(module.parameters(), lr=0.1)
-        accumulate = 3 if how == "accumulate" else 1
-        optimizer = DistributedOptimizer(inner, comm, accumulate=accumulate, **settings)
+        optimizer = DistributedOptimizer(inner, comm, **settings)
         count = count_averages(optimizer)
         for step in range(3):
             optimizer.zero_grad()
             plain.zero_grad()
             for micro in range(3):
-                with optimizer.no_sync() if how == "no_sync" and micro < 2 else torch.enable_grad():
+                with optimizer.no_sync() if micro < 2 else torch.enable_grad():
                     loss_of(module, comm.rank, 10 * step + micro).backward()
                 for rank in range(comm.world_size):
                     (loss_of(reference, rank, 10 * step + micro) / comm.world_size).backward()
@@ -489,9 +464,10 @@ def test_an_unfinished_accumulation_is_averaged_by_step() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         module = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), comm, accumulate=4)
-        for _ in range(2):
-            loss_of(module, comm.rank, 0).backward()
+        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), comm)
+        with optimizer.no_sync():
+            for _ in range(2):
+                loss_of(module, comm.rank, 0).backward()
         optimizer.step()
         return [state_of(module), grad_of(module)]
 
@@ -503,13 +479,12 @@ def test_a_gradient_of_an_earlier_micro_step_alone_is_not_lost() -> None:
     def work() -> list[Any]:
         comm = sx.get_communicator()
         params = [nn.Parameter(torch.ones(1, dtype=torch.float64)) for _ in range(3)]
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD(params, lr=0.1), comm, accumulate=2, bucket_bytes=1, overlap=True
-        )
+        optimizer = DistributedOptimizer(torch.optim.SGD(params, lr=0.1), comm, bucket_bytes=1, overlap=True)
         found = []
         for _ in range(3):
             optimizer.zero_grad()
-            params[comm.rank].sum().backward()
+            with optimizer.no_sync():
+                params[comm.rank].sum().backward()
             params[2].sum().backward()
             optimizer.finalize()
             found.append([p.grad.item() for p in params])
@@ -681,8 +656,7 @@ def tokens(rank: int, step: int) -> int:
     return (3, 1, 4, 1, 5, 9, 2, 6)[2 * step + rank]
 
 
-@pytest.mark.parametrize("how", ["step", "callable"])
-def test_gradients_are_the_mean_over_all_tokens_of_all_ranks(how: str) -> None:
+def test_gradients_are_the_mean_over_all_tokens_of_all_ranks() -> None:
     """That is not the mean of the ranks' means."""
 
     def per_token(module: nn.Module, rank: int, step: int) -> torch.Tensor:
@@ -693,19 +667,13 @@ def test_gradients_are_the_mean_over_all_tokens_of_all_ranks(how: str) -> None:
         module = net()
         inner = torch.optim.SGD(module.parameters(), lr=0.1)
         count = [0]
-        if how == "step":
-            optimizer = DistributedOptimizer(inner, comm, delay_reduce=True)
-        else:
-            optimizer = DistributedOptimizer(inner, comm, weight=lambda: count[0], bucket_bytes=64)
+        optimizer = DistributedOptimizer(inner, comm, weight=lambda: count[0], bucket_bytes=64)
         for step in range(4):
             optimizer.zero_grad()
             losses = per_token(module, comm.rank, step)
             count[0] = losses.numel()
             losses.mean().backward()
-            if how == "step":
-                optimizer.step(weight=count[0])
-            else:
-                optimizer.step()
+            optimizer.step()
         return state_of(module)
 
     module = net()
@@ -719,15 +687,7 @@ def test_gradients_are_the_mean_over_all_tokens_of_all_ranks(how: str) -> None:
             assert torch.allclose(torch.tensor(a), torch.tensor(b), rtol=1e-12)
 
 
-def test_a_late_weight_is_refused() -> None:
-    module = net()
-    optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), sx.get_communicator())
-    loss_of(module, 0, 0).backward()
-    with pytest.raises(InvalidArgumentError, match="delay_reduce=True"):
-        optimizer.step(weight=3)
-
-
-JOINS = [{}, {"bucket_bytes": 64, "overlap": True}, {"weight": lambda: 1.0}, {"delay_reduce": True}, {"fusion": False}]
+JOINS = [{}, {"bucket_bytes": 64, "overlap": True}, {"weight": lambda: 1.0}, {"overlap": False}]
 
 
 def train_joined(optimizer: DistributedOptimizer, module: nn.Module, rank: int, steps: int, *after: Any) -> None:
@@ -741,7 +701,7 @@ def train_joined(optimizer: DistributedOptimizer, module: nn.Module, rank: int, 
             optimizer.step()
 
 
-@pytest.mark.parametrize("settings", JOINS, ids=["plain", "overlap", "weight", "delay", "no fusion"])
+@pytest.mark.parametrize("settings", JOINS, ids=["plain", "overlap", "weight", "no overlap"])
 @pytest.mark.parametrize("batches", [(2, 4, 3), (0, 3, 1), (2, 2, 2), (0, 0, 0)], ids=str)
 def test_join_averages_over_the_ranks_that_still_have_data(batches: tuple[int, ...], settings: dict[str, Any]) -> None:
     """At the end all ranks have the same weights and state."""
@@ -879,15 +839,9 @@ def test_an_optimizer_over_foreign_parameters_is_named_on_all_ranks() -> None:
         foreign = [*module.parameters(), nn.Parameter(torch.ones(7))] if sx.get_rank() else module.parameters()
         DistributedOptimizer(torch.optim.SGD(foreign, lr=0.1), module=module)
 
-    def with_reducer() -> None:
-        module = net()
-        reducer = BucketReducer(module[0])
-        DistributedOptimizer(torch.optim.SGD(module.named_parameters(), lr=0.1), reducer=reducer)
-
     error = raised_on_both(with_module, InvalidArgumentError)
     assert error.name == "param_groups[0]['params'][4]"
     assert "float32[7]" in str(error)
-    assert raised_on_both(with_reducer, InvalidArgumentError).name == "2.weight"
 
 
 def test_a_parameter_whose_shape_differs_is_named_by_the_names_of_the_module() -> None:
@@ -897,37 +851,6 @@ def test_a_parameter_whose_shape_differs_is_named_by_the_names_of_the_module() -
 
     error = raised_on_both(work, MismatchError)
     assert (error.name, error.rank) == ("1.weight", 1)
-
-
-def test_impossible_settings_are_refused_by_name() -> None:
-    module = net()
-    inner = torch.optim.SGD(module.parameters(), lr=0.1)
-    with pytest.raises(InvalidArgumentError, match="accumulate"):
-        DistributedOptimizer(inner, accumulate=0)
-    with pytest.raises(InvalidArgumentError, match="BucketReducer"):
-        DistributedOptimizer(inner, reducer=InlineReducer())  # type: ignore[arg-type]
-    reducer = BucketReducer(module)
-    with pytest.raises(InvalidArgumentError, match="bucket_bytes"):
-        DistributedOptimizer(inner, reducer=reducer, bucket_bytes=3)
-    with pytest.raises(InvalidArgumentError, match="weight"):
-        DistributedOptimizer(inner, reducer=reducer, weight=lambda: 1.0)
-
-
-def test_a_reducer_of_the_caller_is_used() -> None:
-    def work() -> list[Any]:
-        comm = sx.get_communicator()
-        module = net()
-        reducer = BucketReducer(module, comm, bucket_bytes=64)
-        optimizer = DistributedOptimizer(torch.optim.SGD(module.parameters(), lr=0.1), reducer=reducer)
-        for step in range(2):
-            optimizer.zero_grad()
-            loss_of(module, comm.rank, step).backward()
-            optimizer.step()
-        return [state_of(module), optimizer.reducer is reducer]
-
-    one, other = run_ranks(work, 2)
-    assert one == other
-    assert one[1]
 
 
 # average_gradients, and DDP
@@ -976,10 +899,10 @@ def ddp_with_our_hooks() -> list[bool]:
     reference = small_net()
     for x in (0, 1):
         (small_loss(reference, x) / 2).backward()
-    for make in (lambda: None, lambda: comm, lambda: InlineReducer(comm), lambda: CoalescingReducer(comm)):
+    for hook_comm in (None, comm):
         module = small_net()
         ddp = DistributedDataParallel(module, bucket_cap_mb=1e-4)
-        ddp.register_comm_hook(None, as_comm_hook(make()))
+        ddp.register_comm_hook(None, as_comm_hook(hook_comm))
         for _ in range(2):
             module.zero_grad()
             small_loss(ddp, comm.rank).backward()
@@ -992,10 +915,10 @@ def small_loss(module: nn.Module, rank: int, step: int = 0) -> torch.Tensor:
     return (module(numbers(5, 4, seed=7 * step + rank, dtype=torch.float32)) ** 2).mean()
 
 
-def test_ddp_averages_by_the_hook_of_a_communicator_or_reducer() -> None:
-    assert run_ranks(ddp_with_our_hooks, 2, backend="gloo", timeout_s=120) == [[True] * 4] * 2
-    with pytest.raises(InvalidArgumentError, match="buckets of its"):
-        as_comm_hook(BucketReducer(nn.Linear(2, 2)))
+def test_ddp_averages_by_the_hook_of_a_communicator() -> None:
+    assert run_ranks(ddp_with_our_hooks, 2, backend="gloo", timeout_s=120) == [[True] * 2] * 2
+    with pytest.raises(InvalidArgumentError, match="BucketReducer"):
+        as_comm_hook(BucketReducer(nn.Linear(2, 2)))  # type: ignore[arg-type]
 
 
 class EveryKindOfParameter(nn.Module):
@@ -1075,16 +998,12 @@ def with_dtensors() -> list[Any]:
     mesh = init_device_mesh("cpu", (2,))
     module = distribute_module(nn.Linear(4, 2), mesh)  # replicated
     found: list[Any] = []
-    for settings in ({}, {"fusion": False}):
-        with BucketReducer(module, comm, **settings) as reducer:
-            module.zero_grad()
-            weight = module.weight
-            (weight.to_local() * (1 + comm.rank)).sum().backward()
-        grad = weight.grad
-        found.append(
-            [type(grad).__name__, [p.is_replicate() for p in grad.placements], grad.to_local().unique().tolist()]
-        )
-        reducer.close()
+    with BucketReducer(module, comm) as reducer:
+        weight = module.weight
+        (weight.to_local() * (1 + comm.rank)).sum().backward()
+    grad = weight.grad
+    found.append([type(grad).__name__, [p.is_replicate() for p in grad.placements], grad.to_local().unique().tolist()])
+    reducer.close()
     module.zero_grad()
     (weight.to_local() * (1 + comm.rank)).sum().backward()
     average_gradients(module, comm)
@@ -1100,7 +1019,7 @@ def with_dtensors() -> list[Any]:
 
 def test_dtensors_are_averaged_where_they_are_replicated_and_refused_where_not() -> None:
     replicated = ["DTensor", [True], [1.5]]
-    expected = [replicated, replicated, [1.5], ["w", True], ["w", True]]
+    expected = [replicated, [1.5], ["w", True], ["w", True]]
     assert run_ranks(with_dtensors, 2, backend="gloo", timeout_s=120) == [expected] * 2
 
 

@@ -66,7 +66,7 @@ TENSORS_METADATA = (
     TensorMetadata("tied", "F32", (2, 3), "parameter", requires_grad=True, alias="w", offset=64),
 )
 SUMS = ValueSums(1, math.inf, [0.5, 1.0, math.inf, 0.0], (1, 2), [0, 1], has_number=True)
-LEAVES = (synchronize._LeafSpec("tensor", "float32", (2, 3)), synchronize._LeafSpec("object"))
+LEAVES = (synchronize._LeafSpec("tensor", "a.w", "float32", (2, 3)), synchronize._LeafSpec("object", "a.f"))
 ROOT_PARTS = (synchronize._Part("{}", LEAVES, ("T",)), synchronize._Part("", (), ()))
 MANIFEST = SaveManifest("0123456789abcdef", "job", 1.5, (10, 20), 7, {"loss": 1, "accuracy": 0.5})
 CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
@@ -112,7 +112,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     ((b"\0header", b""), tuple[bytes, ...], None),
     (None, tuple[bytes, int, int] | None, None),
     (
-        synchronize._Note(0, "digest", ("a", "None"), shares_memory=False, parts=ROOT_PARTS),
+        synchronize._Note(0, b"digest", shares_memory=False, parts=ROOT_PARTS),
         synchronize._Note,
         None,
     ),

@@ -70,11 +70,10 @@ class BucketAverager:
 
     def gradient_ready(self, view: BucketView) -> None:
         """Take a gradient that its bucket waited for; send the buckets that are full now. Collective if any is sent."""
-        if self._options.fusion:
-            self._pending_copies.append(view)
-            self._pending_bytes += view.nbytes
-            if self._pending_bytes >= _PENDING_BYTES:
-                self._copy_pending()
+        self._pending_copies.append(view)
+        self._pending_bytes += view.nbytes
+        if self._pending_bytes >= _PENDING_BYTES:
+            self._copy_pending()
         assert view.bucket is not None
         if not view.bucket.num_waiting and self._overlaps:
             self._send_full()
@@ -82,7 +81,7 @@ class BucketAverager:
     def _copy_pending(self) -> None:
         """Copy gradients before they leave the cache, and free their memory for the next ones."""
         with torch.no_grad(), self._shared_errors():
-            copy_gradients(self._pending_copies, fusion=True)
+            copy_gradients(self._pending_copies)
         self._pending_copies.clear()
         self._pending_bytes = 0
 
@@ -128,8 +127,9 @@ class BucketAverager:
 
     # At the end of a round: steps 4 to 6
 
-    def average(self, header: RoundHeader) -> list[int]:
+    def average(self, step: int, weight: float, *, is_done: bool) -> list[int]:
         """Average what the reducer averages; return the ranks that are not done. Collective."""
+        header = RoundHeader(self._plan.digest, step, weight, is_done)
         if self._options.averages_gradients:
             return self._average_gradients(header)
         summary = exchange_reports(self._comm, header, ArrivalReport(b""))
@@ -141,17 +141,15 @@ class BucketAverager:
         """Average the parameters of a bucket in place. Collective."""
         views = [view.local for view in bucket.views]
         parameters = [local_part(view.param, view.name) for view in bucket.views]
-        # Version counters show a change to autograd, so that backward through a graph that needs old values raises.
-        if self._options.bucket_type != "parameter":
-            parameters = [parameter.data for parameter in parameters]
         torch._foreach_copy_(views, parameters)
         self._reduce_memory(bucket)
         bucket.wait()
+        # Not into `.data`, whose changes autograd does not see: backward through a graph of old values must raise.
         torch._foreach_copy_(parameters, views)
 
     def _average_gradients(self, header: RoundHeader) -> list[int]:
         """Average the gradients that arrived on any rank; return the ranks that are not done. Collective."""
-        delayed = self._options.delay_reduce
+        delayed = self._options.is_delayed
         if not delayed:
             for bucket in self._plan.buckets[self._num_sent :]:
                 self._send(bucket, header.weight)
@@ -175,7 +173,7 @@ class BucketAverager:
             self._leave_out_done_ranks(summary)
         self._reduce_unplaced(summary, header.weight, share)
         has_gradient = None if is_plain else [bool(state & ARRIVED) for state in summary.any_rank]
-        publish_gradients(self._views, has_gradient, fusion=self._options.fusion)
+        publish_gradients(self._views, has_gradient)
         if not is_plain:
             self._replan_if_frozen(summary)
         return summary.active

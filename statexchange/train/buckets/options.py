@@ -8,63 +8,36 @@ from typing import Any, Literal, TypedDict
 
 import torch
 
-from statexchange.comm.communicator import CommLike
 from statexchange.comm.work import Work
 from statexchange.errors import InvalidArgumentError
+from statexchange.settings import check_flags
 from statexchange.train.reducers import operation
 
-__all__ = [
-    "AlgorithmOptions",
-    "BucketOptions",
-    "BucketType",
-    "Communicate",
-    "ReducerOptions",
-    "ResetOptions",
-    "TrainingOptions",
-    "check_names",
-]
+__all__ = ["BucketOptions", "BucketType", "Communicate", "ReducerOptions", "TrainingOptions", "check_names"]
 
-BucketType = Literal["gradient", "weight", "parameter"]
+BucketType = Literal["gradient", "weight"]
 Communicate = Callable[[torch.Tensor], "Work[Any] | None"]
-
-_CHUNK_ALIGN_BYTES = 32
 
 
 class _CommonOptions(TypedDict, total=False):
     """Options that no algorithm sets."""
 
     bucket_bytes: int
-    align_bytes: int
-    fusion: bool
-    delay_reduce: bool
-    buckets: Sequence[Sequence[str | torch.Tensor]] | None
+    buckets: Sequence[Sequence[str]] | None
     overlap: bool | None
 
 
-class AlgorithmOptions(TypedDict, total=False):
-    """The options of a BucketReducer that an algorithm sets."""
-
-    bucket_type: BucketType
-    chunking: bool
-    communicate: Communicate | None
-
-
-class ReducerOptions(_CommonOptions, AlgorithmOptions, total=False):
+class ReducerOptions(_CommonOptions, total=False):
     """Keyword arguments of BucketReducer."""
 
+    bucket_type: BucketType
     scale: float | None
-
-
-class ResetOptions(ReducerOptions, total=False):
-    """Keyword arguments of BucketReducer.reset."""
-
-    comm: CommLike | None
+    communicate: Communicate | None
 
 
 class TrainingOptions(_CommonOptions, total=False):
     """Keyword arguments that `data_parallel` passes on to DistributedOptimizer and BucketReducer."""
 
-    accumulate: int
     weight: Callable[[], float] | None
 
 
@@ -72,30 +45,25 @@ class TrainingOptions(_CommonOptions, total=False):
 class BucketOptions:
     """The options of a BucketReducer, which explains them.
 
-    They must be equal on all ranks, which compare the record as text. What has no text here may differ between ranks:
-    a function, or objects of the caller's, whose names the reducer adds.
+    They must be equal on all ranks, which compare the record as text. Only `communicate`, which has none, may differ.
     """
 
     bucket_bytes: int
-    align_bytes: int
-    chunking: bool
-    fusion: bool
-    delay_reduce: bool
     bucket_type: BucketType
+    buckets: Sequence[Sequence[str]] | None
     scale: float | None
-    buckets: Sequence[Sequence[str | torch.Tensor]] | None = field(repr=False)
-    overlap: bool | None = field(repr=False)
+    overlap: bool | None
     communicate: Communicate | None = field(repr=False)
 
     def check(self) -> None:
         """Raise InvalidArgumentError unless every option is valid."""
         if not _is_integer(self.bucket_bytes) or self.bucket_bytes < 1:
             raise InvalidArgumentError("bucket_bytes must be a positive number of bytes", found=self.bucket_bytes)
-        if not _is_integer(self.align_bytes) or self.align_bytes < 8 or self.align_bytes & (self.align_bytes - 1):
-            raise InvalidArgumentError("align_bytes must be a power of two, 8 or more", found=self.align_bytes)
-        if self.bucket_type not in ("gradient", "weight", "parameter"):
-            raise InvalidArgumentError(f"unknown bucket_type {self.bucket_type!r}; known: gradient, weight, parameter")
+        if self.bucket_type not in ("gradient", "weight"):
+            raise InvalidArgumentError(f"unknown bucket_type {self.bucket_type!r}; known: gradient, weight")
         operation(self.scale)
+        if self.overlap is not None:
+            check_flags(overlap=self.overlap)
         if self.communicate is not None and not callable(self.communicate):
             raise InvalidArgumentError(f"communicate is a function or None, not {self.communicate!r}")
 
@@ -104,9 +72,10 @@ class BucketOptions:
         """Whether gradients are averaged, and not the parameters themselves."""
         return self.bucket_type == "gradient"
 
-    def size_unit(self, world_size: int) -> int:
-        """The unit of a bucket's size, in bytes."""
-        return max(self.align_bytes, _CHUNK_ALIGN_BYTES * world_size) if self.chunking else self.align_bytes
+    @property
+    def is_delayed(self) -> bool:
+        """Whether ranks exchange their weights before they send any bucket."""
+        return self.overlap is False
 
 
 def check_names(names: Iterable[str], *others: str) -> None:

@@ -9,20 +9,21 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import math
+import operator
 from collections.abc import Iterator, Sequence
 
 import torch
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import InvalidArgumentError
+from statexchange.errors import InvalidArgumentError, excerpt
 from statexchange.train.buckets.options import BucketOptions
 from statexchange.train.buckets.views import Bucket, BucketView
-from statexchange.train.parameter_specs import ParameterSpec, shortened
+from statexchange.train.comparison import shortened
+from statexchange.train.parameter_specs import ParameterSpec
 
 __all__ = ["BucketPlan", "explicit_groups", "split_buckets"]
 
-_LINE_BYTES = 64  # a cache line: no two buckets share one
+_PART_BYTES = 64  # a cache line: no two buckets share one
 _BATCH_BYTES = 32 << 20
 
 
@@ -34,13 +35,11 @@ class BucketPlan:
         comm: Communicator,
         options: BucketOptions,
         views: Sequence[BucketView],
-        specs: Sequence[ParameterSpec],
         specs_digest: bytes,
     ) -> None:
         self._comm = comm
         self._options = options
         self._views = views
-        self._specs = specs
         self._specs_digest = specs_digest
         self._set([])
 
@@ -56,7 +55,6 @@ class BucketPlan:
         """Take all parameters out of their buckets."""
         for view in self._views:
             view.bucket = None
-            view.own_grad = None
         self._set([])
 
     def begin_round(self) -> None:
@@ -66,11 +64,10 @@ class BucketPlan:
 
     def split(self, views: Sequence[BucketView]) -> list[list[BucketView]]:
         """Cut `views`, given in the order of arrival, into buckets; return these in the order in which they fill."""
-        position = {view.name: i for i, view in enumerate(views)}
-        split = split_buckets([self._specs[view.index] for view in views], self._options.bucket_bytes)
+        split = split_buckets([view.spec for view in views], self._options.bucket_bytes)
         # The last tensor of a bucket is the last that arrives.
-        split.sort(key=lambda bucket: position[bucket[-1].name])
-        return [[views[position[spec.name]] for spec in bucket] for bucket in split]
+        split.sort(key=operator.itemgetter(-1))
+        return [[views[number] for number in bucket] for bucket in split]
 
     def extend(self, groups: Sequence[Sequence[BucketView]]) -> list[Bucket]:
         """Make a bucket of each group of views, of one dtype and device, at the end of the plan.
@@ -82,16 +79,18 @@ class BucketPlan:
             alike = list(run)
             numels = [sum(view.shape.numel() for view in views) for views in alike]
             for views, flat in zip(alike, self._allocate(numels, dtype, device), strict=True):
-                new.append(Bucket(views, flat, fusion=self._options.fusion))
+                new.append(Bucket(views, flat))
         self._set([*self.buckets, *new])
         return new
 
     def _allocate(self, numels: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[torch.Tensor]:
-        """Return a flat tensor of zeros for each of `numels`, rounded up, all cut from one allocation."""
-        unit = math.lcm(self._options.size_unit(self._comm.world_size), dtype.itemsize) // dtype.itemsize
-        line = max(_LINE_BYTES // dtype.itemsize, 1)
-        sizes = [_rounded_up(numel, unit) for numel in numels]
-        begins = [0, *itertools.accumulate(_rounded_up(size, line) for size in sizes)]
+        """Return a flat tensor of zeros for each of `numels`, rounded up, all cut from one allocation.
+
+        So a bucket can be cut into one part of whole cache lines for each rank.
+        """
+        unit = _PART_BYTES // dtype.itemsize * self._comm.world_size
+        sizes = [-(-numel // unit) * unit for numel in numels]
+        begins = [0, *itertools.accumulate(sizes)]
         if device.type == "cpu":
             memory = self._comm.empty((begins[-1],), dtype)
         else:
@@ -129,54 +128,47 @@ class BucketPlan:
         return f"bucket {self.buckets.index(bucket)}: {shortened([view.name for view in bucket.views])}"
 
 
-def split_buckets(tensors: Sequence[ParameterSpec], bucket_bytes: int) -> list[list[ParameterSpec]]:
-    """Cut tensors into buckets of one dtype and device, in the order of dtypes, then as given. Not collective.
+def split_buckets(tensors: Sequence[ParameterSpec], bucket_bytes: int) -> list[list[int]]:
+    """Return the numbers of the tensors in each bucket: of one dtype and device, in the order of dtypes, then as given.
 
-    A tensor joins the last bucket if that brings the bucket's size nearer to `bucket_bytes`; else it begins another.
+    Not collective. A tensor joins the last bucket if that brings the bucket's size nearer to `bucket_bytes`; else it
+    begins another.
     """
-    by_kind: dict[tuple[str, str], list[ParameterSpec]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    by_kind: dict[tuple[str, str], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(number)
     buckets = []
     for kind in sorted(by_kind):
-        running: list[ParameterSpec] = []
+        running: list[int] = []
         size = 0
-        for tensor in by_kind[kind]:
-            if running and abs(size + tensor.nbytes - bucket_bytes) > abs(size - bucket_bytes):
+        for number in by_kind[kind]:
+            nbytes = tensors[number].nbytes
+            if running and abs(size + nbytes - bucket_bytes) > abs(size - bucket_bytes):
                 buckets.append(running)
                 running, size = [], 0
-            running.append(tensor)
-            size += tensor.nbytes
+            running.append(number)
+            size += nbytes
         buckets.append(running)
     return buckets
 
 
-def explicit_groups(
-    buckets: Sequence[Sequence[str | torch.Tensor]], views: Sequence[BucketView]
-) -> list[list[BucketView]]:
+def explicit_groups(buckets: Sequence[Sequence[str]], views: Sequence[BucketView]) -> list[list[BucketView]]:
     """Return the views in the caller's own buckets. Not collective.
 
     Raises:
         InvalidArgumentError: a bucket has an unknown parameter or mixes dtypes or devices, or a parameter lies in two.
     """
-    by_name = {view.name: view for view in views}
-    by_identity = {id(view.param): view for view in views}
+    unused = {view.name: view for view in views}
+    names = set(unused)
     groups = []
-    used: set[str] = set()
     for bucket in buckets:
         group = []
-        for item in bucket:
-            view, what = None, f"named {item!r}"
-            if isinstance(item, torch.Tensor):
-                view, what = by_identity.get(id(item)), f"of shape {list(item.shape)}"
-            elif isinstance(item, str):
-                view = by_name.get(item)
-            if view is None:
-                raise InvalidArgumentError(f"buckets contain a parameter {what} that this reducer does not have")
-            if view.name in used:
-                raise InvalidArgumentError("this parameter is in two buckets", name=view.name)
-            used.add(view.name)
-            group.append(view)
+        for name in bucket:
+            if not isinstance(name, str) or name not in names:
+                raise InvalidArgumentError(f"buckets has {excerpt(name)}, which is no name of a parameter here")
+            if name not in unused:
+                raise InvalidArgumentError("this parameter is in two buckets", name=name)
+            group.append(unused.pop(name))
         kinds = {(view.dtype, view.device) for view in group}
         if len(kinds) != 1:
             raise InvalidArgumentError(
@@ -184,7 +176,3 @@ def explicit_groups(
             )
         groups.append(group)
     return groups
-
-
-def _rounded_up(number: int, unit: int) -> int:
-    return -(-number // unit) * unit

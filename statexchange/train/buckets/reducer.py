@@ -7,8 +7,7 @@ A round, on every rank:
 
 1. Backward makes a gradient and a hook records its arrival (`hooks`, `arrival`). A gradient has arrived if the hook
    ran, not if ``grad is not None``: users keep or zero old gradients.
-2. The gradient is copied into its bucket (`averager`). With fusion `.grad` becomes a view of the bucket, so nothing is
-   copied back.
+2. The gradient is copied into its bucket (`averager`). `.grad` becomes a view of the bucket, so nothing is copied back.
 3. With `overlap`, a bucket that has all its gradients is reduced while backward goes on, but never before the buckets
    that precede it in the plan: every rank must reduce the same buckets in the same order, in whatever order its
    gradients arrive. `.grad` of its parameters is None from then on, so that another backward does not add to memory in
@@ -22,8 +21,8 @@ A round, on every rank:
    and are gathered. Gradients that arrived on no rank become None. If a parameter in the plan is frozen on all ranks,
    so that its bucket would never be full, the plan is emptied and the next round makes a new one.
 
-With `delay_reduce` step 3 does not happen and step 5 comes before step 4: the sum of weights has to be known before
-gradients are multiplied by their share of it.
+With ``overlap=False`` step 3 does not happen and step 5 comes before step 4: the sum of weights has to be known before
+gradients are multiplied by their share of it. So ranks must agree in this option.
 
 Threads. Hooks run in threads of autograd's engine, possibly in different ones on different ranks, while the thread that
 called backward waits. Reductions during backward run in the communicator's work queue; `reduce` waits for them.
@@ -41,7 +40,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -52,12 +51,12 @@ from statexchange.processes import usable_cores
 from statexchange.train.buckets.arrival import Arrival
 from statexchange.train.buckets.averager import BucketAverager
 from statexchange.train.buckets.hooks import GradientHooks
-from statexchange.train.buckets.options import BucketOptions, BucketType, Communicate, ResetOptions, check_names
+from statexchange.train.buckets.options import BucketOptions, BucketType, Communicate, ReducerOptions, check_names
 from statexchange.train.buckets.plan import BucketPlan, explicit_groups
-from statexchange.train.buckets.rounds import RoundHeader
 from statexchange.train.buckets.views import BucketView
+from statexchange.train.comparison import compare
 from statexchange.train.malloc_tuning import raise_malloc_thresholds
-from statexchange.train.parameter_specs import Source, compare_specs, named_parameters, specs_of
+from statexchange.train.parameter_specs import Source, named_parameters, specs_of
 from statexchange.train.reducers import Reducer
 
 if TYPE_CHECKING:
@@ -84,26 +83,23 @@ class BucketReducer(Reducer):
     time. With `create_graph` the averages carry no graph. While the attribute `eager` is False, nothing is sent during
     backward.
 
-    Buckets in the order of arrival, bucket types, `align_bytes` and `chunking` are those of Bagua's Reducer
-    (https://github.com/BaguaSys/bagua).
+    Gradients become views of their bucket. So one that the caller keeps is overwritten in the next step: clone it.
+
+    Buckets in the order of arrival and their types are those of Bagua's Reducer (https://github.com/BaguaSys/bagua). A
+    bucket's size is a multiple of 64 bytes times the number of ranks, as a `communicate` may cut it into one part for
+    each rank.
 
     Args:
         module_or_params: a module, parameters with or without names, or a list of modules.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         bucket_bytes: buckets come as near to this size as their parameters allow.
-        align_bytes: the size of a bucket is a multiple of it; a power of two, 8 or more.
-        chunking: make the size a multiple of 32 bytes times the number of ranks, for a `communicate` that cuts a bucket
-            into one part for each rank.
-        fusion: make gradients views of their bucket, so that nothing is copied back. A gradient that the caller keeps
-            is overwritten in the next step. False copies averages into the tensors that backward made.
-        delay_reduce: send nothing before `finalize`. Needed for weights.
-        bucket_type: "gradient"; or "weight", which averages the parameters themselves at `finalize`, unseen by
-            autograd; or "parameter", the same, but backward through a graph that needs the old values raises.
-        buckets: lists of names or of parameters that are to share a bucket. Others are placed as they arrive.
+        bucket_type: "gradient"; or "weight", which averages the parameters themselves at `finalize`. Backward through a
+            graph that needs the old values raises then.
+        buckets: lists of names of parameters that are to share a bucket. Others are placed as they arrive.
         scale: multiplies the sum over ranks; None averages.
-        overlap: send buckets during backward, in another thread. With None each rank does so unless buckets
-            are reduced through shared memory and there are fewer than two cores a rank: then that thread would only
-            take time from backward.
+        overlap: send buckets during backward, in another thread. False sends nothing before `finalize`, which weights
+            need. With None each rank sends them during backward unless they are reduced through shared memory and
+            there are fewer than two cores a rank: then that thread would only take time from backward.
         communicate: a function that turns a flat bucket, in place, into what all ranks should have; None is the
             all-reduce. It may return a Work. All ranks call it in the order of the plan.
 
@@ -132,12 +128,8 @@ class BucketReducer(Reducer):
         comm: CommLike | None = None,
         *,
         bucket_bytes: int = 10 << 20,
-        align_bytes: int = 8,
-        chunking: bool = False,
-        fusion: bool = True,
-        delay_reduce: bool = False,
         bucket_type: BucketType = "gradient",
-        buckets: Sequence[Sequence[str | torch.Tensor]] | None = None,
+        buckets: Sequence[Sequence[str]] | None = None,
         scale: float | None = None,
         overlap: bool | None = None,
         communicate: Communicate | None = None,
@@ -148,29 +140,33 @@ class BucketReducer(Reducer):
         self._source = module_or_params
         self._options = BucketOptions(
             bucket_bytes=bucket_bytes,
-            align_bytes=align_bytes,
-            chunking=chunking,
-            fusion=fusion,
-            delay_reduce=delay_reduce,
             bucket_type=bucket_type,
-            scale=scale,
             buckets=buckets,
+            scale=scale,
             overlap=overlap,
             communicate=communicate,
         )
         self._hooks = GradientHooks(self._gradient_accumulated)
+        self.eager = True
+        """Whether buckets may be sent during backward. Callers may set it."""
         self._build()
 
     # Set-up
 
-    def reset(self, module_or_params: Source | None = None, **changes: Unpack[ResetOptions]) -> None:
+    def reset(
+        self,
+        module_or_params: Source | None = None,
+        comm: CommLike | None = None,
+        **changes: Unpack[ReducerOptions],
+    ) -> None:
         """Start over with other parameters or options; gradients stay as they are.
 
         Collective.
 
         Args:
             module_or_params: the new parameters; None keeps the present ones.
-            changes: arguments of the constructor that change.
+            comm: the new communicator; None keeps the present one.
+            changes: options of the constructor that change.
 
         Raises:
             InvalidArgumentError: buckets are in flight, or an option is unknown or invalid.
@@ -178,17 +174,16 @@ class BucketReducer(Reducer):
         with self._comm.checking("reset"):
             if any(bucket.in_flight for bucket in self._plan.buckets):
                 raise InvalidArgumentError("gradients are being reduced: call finalize() before reset()")
-            check_names(changes, "comm")
-            new_options: dict[str, Any] = dict(changes)
-            new_options.pop("comm", None)
-            options = replace(self._options, **new_options)
+            check_names(changes)
+            options = replace(self._options, **changes)
             options.check()
-        comm = as_communicator(changes.get("comm", self._comm))
         self.close()
         self._hooks.forget_backward()
-        self._comm = comm
         self._options = options
-        self._source = self._source if module_or_params is None else module_or_params
+        if comm is not None:
+            self._comm = as_communicator(comm)
+        if module_or_params is not None:
+            self._source = module_or_params
         self._build()
 
     def _build(self) -> None:
@@ -198,24 +193,20 @@ class BucketReducer(Reducer):
             options.check()
             named = named_parameters(self._source)
             specs = specs_of(named)
-            self._views = [BucketView(i, name, param) for i, (name, param) in enumerate(named.items())]
+            self._views = list(map(BucketView, itertools.count(), specs, named.values()))
             self._index = {id(view.param): view.index for view in self._views}
             groups = explicit_groups(options.buckets or (), self._views)
             if options.averages_gradients:
                 GradientHooks.check_free(self._views)
-        names = None if options.buckets is None else [[view.name for view in group] for group in groups]
-        communicates = options.communicate is not None
-        about = f"reducer {self._number}, {options}, buckets={names}, its own communicate: {communicates}"
-        digest = compare_specs(self._comm, specs, about)
+        about = f"reducer {self._number}, {options}, its own communicate: {options.communicate is not None}"
+        digest = compare(self._comm, about, (spec.entry for spec in specs))
         raise_malloc_thresholds()
         is_on_host = all(spec.device.startswith("cpu") for spec in specs)
-        overlaps = not options.delay_reduce and self._may_overlap(is_on_host=is_on_host)
-        self._plan = BucketPlan(self._comm, options, self._views, specs, digest)
+        overlaps = self._may_overlap(is_on_host=is_on_host) if options.overlap is None else options.overlap
+        self._plan = BucketPlan(self._comm, options, self._views, digest)
         self._arrival = Arrival(self._views)
         self._averager = BucketAverager(self._comm, options, self._views, self._plan, self._arrival, overlaps=overlaps)
         self._rounds = 0
-        self.eager = True
-        """Whether buckets may be sent during backward. Callers may set it."""
         self._plan.extend(groups)
         self._closed = False
         self._comm.dependents.add(self)
@@ -225,8 +216,6 @@ class BucketReducer(Reducer):
             self._plan.extend(self._plan.split([view for view in self._views if view.bucket is None]))
 
     def _may_overlap(self, *, is_on_host: bool) -> bool:
-        if self._options.overlap is not None:
-            return self._options.overlap
         uses_cores = self._comm.backend in ("shm", "threads") and is_on_host
         return not uses_cores or usable_cores() >= 2 * self._comm.world_size
 
@@ -256,11 +245,6 @@ class BucketReducer(Reducer):
     def bucket_bytes(self) -> int:
         """The size to which buckets come near."""
         return self._options.bucket_bytes
-
-    @property
-    def delay_reduce(self) -> bool:
-        """Whether nothing is sent before `finalize`."""
-        return self._options.delay_reduce
 
     @property
     def buckets(self) -> list[list[str]]:
@@ -352,7 +336,7 @@ class BucketReducer(Reducer):
         Args:
             weight: this rank's weight: the result is the sum of weight times gradient, divided by the sum of weights.
                 A rank of weight 0 counts as if nothing had arrived there. If all ranks have weight 0, every gradient
-                becomes None. Weights other than 1 need `delay_reduce`.
+                becomes None. Weights other than 1 need ``overlap=False``.
             step: a number that is compared between ranks that are not `done`; None compares the number of rounds.
             done: take part with weight 0, without gradients of this rank.
 
@@ -367,8 +351,7 @@ class BucketReducer(Reducer):
         try:
             with torch.no_grad():
                 share = 0.0 if done else self._checked_weight(weight)
-                header = RoundHeader(self._plan.digest, self._rounds if step is None else step, share, done)
-                return self._averager.average(header)
+                return self._averager.average(self._rounds if step is None else step, share, is_done=done)
         finally:
             self._rounds += 1
             self._begin_round()
@@ -386,6 +369,6 @@ class BucketReducer(Reducer):
                 raise InvalidArgumentError("a weight is a finite number, 0 or more", found=weight)
             if self._options.scale is not None or not self._options.averages_gradients:
                 raise InvalidArgumentError("a weight is for averages of gradients, without scale", found=weight)
-            if weight != 1 and not self._options.delay_reduce:
-                raise InvalidArgumentError("a weight needs delay_reduce: what was sent has weight 1", found=weight)
+            if weight != 1 and not self._options.is_delayed:
+                raise InvalidArgumentError("a weight needs overlap=False: what was sent has weight 1", found=weight)
         return weight

@@ -10,7 +10,7 @@ import torch
 from statexchange.comm.work import Work
 from statexchange.errors import InvalidArgumentError
 from statexchange.tensors import is_dtensor
-from statexchange.train.parameter_specs import local_part
+from statexchange.train.parameter_specs import ParameterSpec, local_part
 from statexchange.train.sparse import densified
 
 __all__ = ["Bucket", "BucketView", "copy_gradients", "publish_gradients"]
@@ -20,14 +20,14 @@ class BucketView:
     """A parameter and its place in a bucket.
 
     `local` is a part of the bucket's memory, with the parameter's shape and strides. `grad` is the same memory as a
-    gradient: a DTensor if the parameter is one. Without fusion, `own_grad` is the tensor in which backward made the
-    gradient, and into which the average is copied back.
+    gradient: a DTensor if the parameter is one.
     """
 
-    def __init__(self, index: int, name: str, param: torch.Tensor) -> None:
-        local = local_part(param, name).detach()
+    def __init__(self, index: int, spec: ParameterSpec, param: torch.Tensor) -> None:
+        local = local_part(param, spec.name).detach()
         self.index = index
-        self.name = name
+        self.spec = spec
+        self.name = spec.name
         self.param = param
         self.is_plain = not is_dtensor(param)
         self.dtype = local.dtype
@@ -36,7 +36,6 @@ class BucketView:
         self.strides = torch.empty_like(local, device="meta").stride()  # keeps dense strides, such as channels_last
         self.bucket: Bucket | None = None
         self.local = self.grad = local.new_empty(0)  # until the parameter gets a bucket
-        self.own_grad: torch.Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -47,15 +46,10 @@ class BucketView:
         """Make this a view of `bucket` from element `begin` on."""
         self.bucket = bucket
         self.local = bucket.flat[begin : begin + self.shape.numel()].as_strided(self.shape, self.strides)
-        self.grad = self.as_gradient(self.local)
-
-    def as_gradient(self, local: torch.Tensor) -> torch.Tensor:
-        """Return `local` as a gradient of the parameter: itself, or a DTensor of it."""
-        if self.is_plain:
-            return local
-        param: Any = self.param
-        grad: torch.Tensor = type(param).from_local(local, param.device_mesh, param.placements, run_check=False)
-        return grad
+        self.grad = self.local
+        if not self.is_plain:
+            param: Any = self.param
+            self.grad = type(param).from_local(self.local, param.device_mesh, param.placements, run_check=False)
 
     def dense(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the dense local gradient; raise InvalidArgumentError if dtype or shape changed."""
@@ -77,10 +71,9 @@ class Bucket:
     was sent during backward; `work` is its reduction, if that may still be running.
     """
 
-    def __init__(self, views: Sequence[BucketView], flat: torch.Tensor, *, fusion: bool) -> None:
+    def __init__(self, views: Sequence[BucketView], flat: torch.Tensor) -> None:
         self.views = views
         self.flat = flat
-        self.fusion = fusion
         begin = 0
         for view in views:
             view.place(self, begin)
@@ -100,7 +93,7 @@ class Bucket:
 
     def fill(self, factor: float = 1.0) -> list[BucketView]:
         """Fill the bucket with gradients times `factor`, zeros where there is none; return the views without one."""
-        missing = copy_gradients(self.views, fusion=self.fusion)
+        missing = copy_gradients(self.views)
         for view in missing:
             view.local.zero_()
         if factor == 0:
@@ -110,8 +103,8 @@ class Bucket:
         return missing
 
 
-def copy_gradients(views: Iterable[BucketView], *, fusion: bool) -> list[BucketView]:
-    """Copy gradients into their views, with `fusion` make `.grad` the view; return the views without a gradient."""
+def copy_gradients(views: Iterable[BucketView]) -> list[BucketView]:
+    """Copy gradients into their views and make `.grad` the view; return the views without a gradient."""
     missing, targets, fresh = [], [], []
     for view in views:
         grad = view.param.grad
@@ -120,34 +113,19 @@ def copy_gradients(views: Iterable[BucketView], *, fusion: bool) -> list[BucketV
         elif grad is not view.grad:
             targets.append(view.local)
             fresh.append(view.dense(grad))
-            if fusion:
-                view.param.grad = view.grad
-            elif grad.layout is torch.strided:
-                view.own_grad = grad
+            view.param.grad = view.grad
     if fresh:
         torch._foreach_copy_(targets, fresh)
     return missing
 
 
-def publish_gradients(views: Sequence[BucketView], has_gradient: Sequence[bool] | None, *, fusion: bool) -> None:
+def publish_gradients(views: Sequence[BucketView], has_gradient: Sequence[bool] | None) -> None:
     """Set every parameter's `.grad` to its average, or to None where `has_gradient` is False.
 
-    `has_gradient` None means that all have one. Parameters in no bucket keep their (sparse) gradient. Without `fusion`
-    averages are copied into the tensors in which backward made the gradients.
+    `has_gradient` None means that all have one. Parameters in no bucket keep their (sparse) gradient.
     """
-    targets, averages = [], []
     for i, view in enumerate(views):
-        param = view.param
         if has_gradient is not None and not has_gradient[i]:
-            param.grad = None
-        elif view.bucket is not None and fusion:
-            if param.grad is not view.grad:
-                param.grad = view.grad
-        elif view.bucket is not None:
-            own = view.own_grad
-            param.grad = grad = view.as_gradient(torch.empty_like(view.local)) if own is None else own
-            targets.append(local_part(grad, view.name))
-            averages.append(view.local)
-        view.own_grad = None
-    if targets:
-        torch._foreach_copy_(targets, averages)
+            view.param.grad = None
+        elif view.bucket is not None and view.param.grad is not view.grad:
+            view.param.grad = view.grad
