@@ -11,8 +11,8 @@ from statexchange.errors import (
     CorruptError,
     IncompleteError,
     InvalidArgumentError,
-    StateExchangeError,
     UnknownNameError,
+    UnsupportedError,
     did_you_mean,
     excerpt,
 )
@@ -56,8 +56,8 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     _boxes: Mapping[Box, list[_Copy]]  # each stored box: the copy that is read, and those still to be compared with it
-    _conflicts: Mapping[str, StateExchangeError]  # by the names of tensors that cannot be read
-    _source: Source
+    _path: str  # of the checkpoint
+    _unsupported: UnsupportedError | None = None  # why it cannot be read
 
     @property
     def nbytes(self) -> int:
@@ -121,8 +121,8 @@ class StoredTensor:
         if not is_inside(target, self.shape):
             text = f"box {target} is outside of the tensor, whose shape is {self.shape}"
             raise InvalidArgumentError(text, name=self.name)
-        if self.name in self._conflicts:
-            raise self._conflicts[self.name]
+        if self._unsupported is not None:
+            raise self._unsupported
         self._check_cover()
         self._check_copies()
         # Not a bytearray, which would be filled with zeros first: all of it is covered by boxes.
@@ -161,7 +161,7 @@ class StoredTensor:
         return block[tuple(0 if isinstance(key, int) else slice(None) for key in keys)]
 
     def _check_copies(self) -> None:
-        """Read copies without digests once, and raise ReplicaError if they differ."""
+        """Raise ReplicaError if copies differ. Those without digests are read once."""
         for box, copies in self._boxes.items():
             if len(copies) == 1:
                 continue
@@ -178,7 +178,7 @@ class StoredTensor:
                 holders = {box: [copies[0].holder] for box, copies in self._boxes.items() if box.numel}
                 prove_cover(self.name, self.shape, holders)
             except (CorruptError, IncompleteError) as error:
-                raise error.located(path=self._source.path) from None
+                raise error.located(path=self._path) from None
 
 
 def _box_of(box: Any, name: str) -> Box:
@@ -208,32 +208,23 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         self.path = source.path
         self._source = source
         self._tensors: dict[str, StoredTensor] = {}
-        conflicts: dict[str, StateExchangeError] = {}
         boxes: dict[str, dict[Box, list[_Copy]]] = {}
         for shard_file, tensor in source.shards():
             shard = tensor.shard
+            of_tensor = boxes.setdefault(shard.name, {})
             stored = self._tensors.get(shard.name)
             if stored is None:
-                of_tensor = boxes[shard.name] = {}
-                stored = StoredTensor(shard.name, shard.dtype, shard.global_shape, of_tensor, conflicts, source)
+                stored = StoredTensor(shard.name, shard.dtype, shard.global_shape, of_tensor, source.path)
                 self._tensors[shard.name] = stored
             elif (stored.dtype, stored.shape) != (shard.dtype, shard.global_shape):
                 raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=shard_file.path)
             label = source.label_of(shard_file)
             for index, box in enumerate(shard.boxes):
-                copy = _Copy(tensor, index, label)
-                copies = boxes[shard.name].setdefault(box, [])
-                if not copies or None in (copies[0].stored.digest, copy.stored.digest):
-                    copies.append(copy)
-                elif copies[0].stored.digest != copy.stored.digest:
-                    error = replica_error(shard.name, box, copies[0].holder, label, _OPEN_ONE, path=shard_file.path)
-                    conflicts[shard.name] = error
+                of_tensor.setdefault(box, []).append(_Copy(tensor, index, label))
         for unreadable in source.unreadable:
             if unreadable.unsupported is not None:
-                name = unreadable.name
-                conflicts.setdefault(name, unreadable.unsupported)
-                stored = StoredTensor(name, unreadable.dtype or "?", unreadable.shape or (), {}, conflicts, source)
-                self._tensors.setdefault(name, stored)
+                name, dtype, shape = unreadable.name, unreadable.dtype or "?", unreadable.shape or ()
+                self._tensors[name] = StoredTensor(name, dtype, shape, {}, source.path, unreadable.unsupported)
         source.read_ahead()
 
     def __getitem__(self, name: str) -> StoredTensor:
