@@ -149,7 +149,6 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
     if weight_map and manifest is None:
         shard_files, stale = only_indexed(shard_files, weight_map, parts)
         notes += stale
-    problems += _contradicted(published, shard_files)
     if parts or _has_repeated_names(shard_files):
         try:
             shard_files = _whole(shard_files)
@@ -290,8 +289,8 @@ def shard_file_of(
     """Return a safetensors file with its tensors.
 
     `parts` has the offsets of those that are parts. A part's global shape ends with this part for now; `_whole`
-    replaces it when all parts are known. `published` has the records of a manifest, and `placed` the boxes of those
-    that have a placement.
+    replaces it when all parts are known. `published` has the records of a manifest, which must be those of the tensors,
+    and `placed` the boxes of those that have a placement.
     """
     tensors = {}
     for name, entry in header.entries.items():
@@ -301,13 +300,28 @@ def shard_file_of(
         except ValueError as error:
             raise CorruptError(str(error), name=name, path=file.path) from None
         stored = ByteRange(file, entry.begin, entry.nbytes)
-        record = published.get(name)
-        is_whole = box.shape == shard.global_shape
-        if record is None or not is_whole or (record["dtype"], tuple(record["shape"])) != (entry.dtype, entry.shape):
-            tensors[name] = SourceTensor(shard, (stored,))
+        if published:
+            _check_published(shard, published, file)
+            tensors[name] = published_tensor(shard, stored, published[name], placed)
         else:
-            tensors[name] = published_tensor(shard, stored, record, placed)
+            tensors[name] = SourceTensor(shard, (stored,))
     return ShardFile(rank, file, tensors)
+
+
+def _check_published(shard: Shard, published: Mapping[str, Any], file: StoredFile) -> None:
+    """Raise CorruptError unless the manifest lists a tensor with this dtype and shape."""
+    record = published.get(shard.name)
+    if record is None:
+        text = "the manifest does not list this tensor: publish again"
+        raise CorruptError(text, name=shard.name, path=file.path)
+    if (record["dtype"], tuple(record["shape"])) != (shard.dtype, shard.global_shape):
+        raise CorruptError(
+            "file and manifest disagree: publish again",
+            name=shard.name,
+            path=file.path,
+            expected=f"{record['dtype']} {record['shape']}",
+            found=f"{shard.dtype} {list(shard.global_shape)}",
+        )
 
 
 def published_tensor(
@@ -502,31 +516,4 @@ def misplaced(
         if name not in by_name[file].tensors and (name, path) not in unsupported:
             text = "the index assigns this tensor to the file, which does not have it"
             problems.append(IncompleteError(text, name=name, path=path))
-    return problems
-
-
-def _contradicted(published: Mapping[str, Any], shard_files: Sequence[ShardFile]) -> list[StateExchangeError]:
-    """Return an error for each tensor that the manifest does not list, or lists with another dtype or shape."""
-    if not published:
-        return []
-    problems: list[StateExchangeError] = []
-    for shard_file in shard_files:
-        for name, tensor in shard_file.tensors.items():
-            record, shard = published.get(name), tensor.shard
-            if record is None:
-                problems.append(
-                    CorruptError(
-                        "the manifest does not list this tensor: publish again", name=name, path=shard_file.path
-                    )
-                )
-            elif (record["dtype"], tuple(record["shape"])) != (shard.dtype, shard.global_shape):
-                problems.append(
-                    CorruptError(
-                        "file and manifest disagree: publish again",
-                        name=name,
-                        path=shard_file.path,
-                        expected=f"{record['dtype']} {record['shape']}",
-                        found=f"{shard.dtype} {list(shard.global_shape)}",
-                    )
-                )
     return problems
