@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, type_text
-from statexchange.formats.part_names import OPTIMIZER_FILE
+from statexchange.formats.frameworks import OPTIMIZER_FILE
 from statexchange.formats.pickles import OpaqueObject
 from statexchange.formats.source import SourceTensor, UnreadableTensor, open_listed, parsing
 from statexchange.formats.torch_archive import TensorView, describe, is_tensor, unwrap_tensor, view_of

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from statexchange.errors import InvalidArgumentError, excerpt
-from statexchange.formats.part_names import state_file
+from statexchange.formats.frameworks import state_file
 from statexchange.formats.source import WEIGHT_SUFFIXES, ShardFile, abbreviated_names
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
