@@ -6,9 +6,8 @@ in its files, such as those of an earlier save, are not read, and a note names t
 Files of torch's HuggingFaceStorageWriter are shards: their metadata has the offsets of each tensor's part, but not the
 tensor's global shape, which is taken from the ends of all parts.
 
-A directory that statexchange published has a manifest with each tensor's boxes and their digests. If the boxes are
-contiguous in the file, the tensor is read as these boxes; otherwise it is read whole, and the boxes' digests are
-checked on the way (`ByteRange.parts`).
+A directory that statexchange published has a manifest with each tensor's boxes and their digests. A tensor is read as
+one box, and the digests of those in the manifest are checked on the way (`ByteRange.parts`).
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ from statexchange.formats.source import (
 from statexchange.sharding.shards import (
     Box,
     Shard,
-    begin_of_run,
     full_box,
     is_inside,
     shape_from_json,
@@ -66,7 +64,7 @@ from statexchange.storage.publish.claim import CLAIM_NAME, claim_of
 from statexchange.storage.store import ByteRange, ListedDigests, Store, StoredFile
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_header
 from statexchange.storage.workspace import is_rank_file
-from statexchange.tensors import ITEMSIZE, itemsize_of
+from statexchange.tensors import itemsize_of
 
 __all__ = [
     "MANIFEST",
@@ -346,15 +344,12 @@ def published_tensor(
         parts = placed.get(shard.name)
         return SourceTensor(shard, (stored if parts is None else stored._replace(parts=parts),))
     records: Sequence[Any] = record.get("boxes", [])  # an empty tensor that is placed has none
-    shape, itemsize = shard.global_shape, ITEMSIZE[shard.dtype]
     boxes = {Box(tuple(offsets), tuple(sizes)): digest for offsets, sizes, digest, _ in records}
-    pieces = []
-    for box, digest in boxes.items():
-        begin = begin_of_run(box, shape)
-        if begin is None:
-            return SourceTensor(shard, (stored._replace(parts=ListedDigests(boxes.items())),))
-        pieces.append(ByteRange(stored.file, stored.begin + begin * itemsize, box.numel * itemsize, digest))
-    return SourceTensor(Shard(shard.name, shard.dtype, shape, tuple(boxes)), tuple(pieces))
+    if not boxes:
+        return SourceTensor(replace(shard, boxes=()), ())
+    if boxes.keys() == {*shard.boxes}:
+        return SourceTensor(shard, (stored._replace(digest=boxes[shard.boxes[0]]),))
+    return SourceTensor(shard, (stored._replace(parts=ListedDigests(boxes.items())),))
 
 
 def _offsets_of_parts(header: Header, file: StoredFile) -> dict[str, tuple[int, ...]]:
