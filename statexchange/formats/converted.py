@@ -132,7 +132,7 @@ def converted_by(source: Source, plan: ConversionPlan) -> Converted:
     manifest = None
     if source.manifest is not None:
         manifest = {**source.manifest, "aliases": plan.new_aliases(source.manifest.get("aliases", {}))}
-    return Converted(replace(source, files=tuple(files), sections=(), manifest=manifest, paths={}), unproven, targets)
+    return Converted(replace(source, files=files, sections=(), manifest=manifest, paths={}), unproven, targets)
 
 
 def model_tensors(source: Source, *, is_whole: bool) -> ModelTensors:

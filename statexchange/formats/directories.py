@@ -200,7 +200,7 @@ class _Directory:
         return replace(
             self._joined(sources),
             sections=tuple(Section(section, f"{section}.", frozenset(names[section])) for section in names),
-            problems=tuple(problems),
+            problems=problems,
             notes=self._notes(),
             parts=tuple(parts),
             step=self._step(),
@@ -354,11 +354,11 @@ class _Directory:
         return Source(
             self.framework.kind,
             self.opened,
-            tuple(files),
+            files,
             others=others,
             texts=texts,
-            problems=tuple(problems),
-            unreadable=tuple(unreadable),
+            problems=problems,
+            unreadable=unreadable,
             metadata=metadata,
             differing=differing,
             paths=paths,

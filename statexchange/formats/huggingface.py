@@ -137,7 +137,7 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
             shard_files = _whole(shard_files)
         except StateExchangeError as error:
             problems.append(error)
-    return replace(source, files=tuple(shard_files), manifest=manifest, problems=tuple(problems), notes=notes)
+    return replace(source, files=shard_files, manifest=manifest, problems=problems, notes=notes)
 
 
 def read_files(
@@ -157,7 +157,9 @@ def read_files(
         try:
             file = open_listed(opened.store, name)
             header = read_header(file)
-            shard_files.append(shard_file_of(number, file, header, published, placed))
+            match = _SHARD_NAME.fullmatch(name)
+            rank = int(match[1]) - 1 if match is not None else number
+            shard_files.append(shard_file_of(rank, file, header, published, placed))
             unreadable += unknown_dtypes(header, file.path)
             texts.append(header.common_metadata)
         except StateExchangeError as error:
@@ -167,9 +169,9 @@ def read_files(
     return Source(
         "huggingface",
         opened,
-        tuple(shard_files),
-        problems=tuple(problems),
-        unreadable=tuple(unreadable),
+        shard_files,
+        problems=problems,
+        unreadable=unreadable,
         metadata=metadata,
         differing=differing,
     )
@@ -514,7 +516,7 @@ def misplaced(
     weight_map: Mapping[str, str], shard_files: Sequence[ShardFile], unreadable: Sequence[UnreadableTensor]
 ) -> list[StateExchangeError]:
     """Return an error for each tensor that the weight map assigns to a file that does not have it."""
-    by_name = {shard_file.path.rpartition("/")[2]: shard_file for shard_file in shard_files}
+    by_name = {shard_file.name: shard_file for shard_file in shard_files}
     unsupported = {(tensor.name, tensor.path) for tensor in unreadable}
     problems: list[StateExchangeError] = []
     for name, file in weight_map.items():

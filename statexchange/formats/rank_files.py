@@ -99,7 +99,7 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
         renamed = tensors[shard_file.rank]
         aliases = {alias: name for alias, name in shard_file.aliases.items() if alias in renamed and name in renamed}
         shard_files.append(replace(shard_file, tensors=renamed, aliases=aliases))
-    return replace(source, files=tuple(shard_files)), reductions
+    return replace(source, files=shard_files), reductions
 
 
 def _check_other_ranks(source: Source, layout: Layout) -> None:

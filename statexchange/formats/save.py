@@ -86,7 +86,7 @@ def read(opened: OpenedPath, ranks: tuple[int, int] | None = None) -> Source:
             problems.append(error)
     if opened.file is not None:
         problems += _absent_tensors(files, configs)
-    return replace(_source(opened, manifest, files, configs, states), problems=tuple(problems))
+    return replace(_source(opened, manifest, files, configs, states), problems=problems)
 
 
 def _indexed(opened: OpenedPath, manifest: SaveManifest, index: SaveIndex, ranks: tuple[int, int]) -> Source:

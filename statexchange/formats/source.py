@@ -459,8 +459,8 @@ class Source:
     files: Sequence[ShardFile]
     others: Mapping[str, str] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
-    problems: tuple[StateExchangeError, ...] = ()
-    unreadable: tuple[UnreadableTensor, ...] = ()
+    problems: Sequence[StateExchangeError] = ()
+    unreadable: Sequence[UnreadableTensor] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -563,9 +563,7 @@ class Source:
         if self.problems or self.world_size is not None or self.manifest is not None:
             return ()
         shapes = {
-            tensor.shard.name: tensor.shard.global_shape
-            for _, tensor in self.shards()
-            if [box.shape for box in tensor.shard.boxes] != [tensor.shard.global_shape]
+            tensor.shard.name: tensor.shard.global_shape for _, tensor in self.shards() if not tensor.shard.is_whole
         }
         boxes: dict[str, dict[Box, list[HolderLabel]]] = {name: {} for name in shapes}
         for shard_file, tensor in self.shards() if shapes else ():
@@ -600,10 +598,10 @@ class Source:
         unreadable = [(new_name(tensor.name), tensor) for tensor in self.unreadable]
         return replace(
             self,
-            files=tuple(shard_file.renamed(new_name) for shard_file in self.files),
+            files=[shard_file.renamed(new_name) for shard_file in self.files],
             others=_renamed_keys(self.others, new_name),
             texts=_renamed_keys(self.texts, new_name),
-            unreadable=tuple(replace(tensor, name=new) for new, tensor in unreadable if new is not None),
+            unreadable=[replace(tensor, name=new) for new, tensor in unreadable if new is not None],
             paths=agreed_paths(paths),
         )
 

@@ -361,7 +361,7 @@ def _resolved(opened: OpenedPath, delta: _Delta, base: Source) -> Source:
     return Source(
         "version",
         opened,
-        tuple(files),
+        files,
         manifest=manifest,
         metadata=base.metadata,
         notes=tuple(notes),

@@ -188,7 +188,10 @@ class _Side:
         for piece in plan.pieces:
             stored = self.source.files[piece.holder].tensors[plan.source]
             byte_range = stored.byte_ranges[piece.box_index]
-            digests |= dict(byte_range.parts) or {piece.box: byte_range.digest}
+            if len(byte_range.parts):
+                digests.update(byte_range.parts)
+            else:
+                digests[piece.box] = byte_range.digest
         return digests
 
     def run(self, names: Sequence[str]) -> ByteRange | None:
