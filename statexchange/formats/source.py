@@ -36,7 +36,7 @@ from statexchange.errors import (
     UnsupportedError,
     excerpt,
 )
-from statexchange.sharding.options import renamed
+from statexchange.sharding.options import ExportOptions, renamed
 from statexchange.sharding.paths import (
     Path,
     agreed_paths,
@@ -44,7 +44,7 @@ from statexchange.sharding.paths import (
     note_on_wrappers,
     wrapper_rules,
 )
-from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
+from statexchange.sharding.plan import HolderLabel, RankShards, plan_tensors
 from statexchange.sharding.shards import Box, Shard, c_strides
 from statexchange.storage.location import OpenedPath, parse_json
 from statexchange.storage.store import Budget, ByteRange, Store, StoredFile
@@ -562,18 +562,15 @@ class Source:
         """
         if self.problems or self.world_size is not None or self.manifest is not None:
             return ()
-        shapes = {
-            tensor.shard.name: tensor.shard.global_shape for _, tensor in self.shards() if not tensor.shard.is_whole
-        }
-        boxes: dict[str, dict[Box, list[HolderLabel]]] = {name: {} for name in shapes}
-        for shard_file, tensor in self.shards() if shapes else ():
-            for box in tensor.shard.boxes if tensor.shard.name in boxes else ():
-                boxes[tensor.shard.name].setdefault(box, []).append(self.label_of(shard_file))
-        for name, shape in shapes.items():
-            try:
-                prove_cover(name, shape, {box: holders for box, holders in boxes[name].items() if box.numel})
-            except (CorruptError, IncompleteError) as error:
-                return (error.located(path=self.path),)
+        parts = {tensor.shard.name for _, tensor in self.shards() if not tensor.shard.is_whole}
+        holders = []
+        for shard_file in self.files if parts else ():
+            shards = [tensor.shard for name, tensor in shard_file.tensors.items() if name in parts]
+            holders.append(RankShards(shard_file.rank, shards, label=self.label_of(shard_file)))
+        try:
+            plan_tensors(holders, ExportOptions())
+        except StateExchangeError as error:
+            return (error.located(path=self.path),)
         return ()
 
     def shards(self) -> Iterator[tuple[ShardFile, SourceTensor]]:
