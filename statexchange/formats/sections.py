@@ -124,7 +124,7 @@ def _by_keys(tensors: set[str], values: set[str], root: str = "") -> tuple[Secti
             prefix = f"{root}{keys[section][0]}."
             # The names of a model may begin with one key themselves.
             is_model_part = section == "model" and keys[section][0] not in _MODEL_KEYS
-            if is_model_part or not all(name.startswith(prefix) for name in names):
+            if is_model_part or {name[: len(prefix)] for name in names} != {prefix}:
                 prefix = root
             sections.append(Section(section, prefix, frozenset(names)))
     return tuple(sections)
