@@ -20,7 +20,7 @@ from statexchange.errors import CorruptError, StateExchangeError
 from statexchange.formats.model_files import CONFIG
 from statexchange.formats.source import ShardFile, Source, SourceTensor, strides_of
 from statexchange.sharding.options import Selection
-from statexchange.sharding.shards import Box, Shard, TensorInfo, begin_of_run, c_strides, full_box
+from statexchange.sharding.shards import Box, Shard, TensorInfo, c_strides
 from statexchange.storage.location import parse_json, read_option_file
 from statexchange.storage.store import Budget, ByteRange, ListedDigests, StoredFile
 from statexchange.tensors import ITEMSIZE
@@ -35,7 +35,6 @@ __all__ = [
     "model_tensors",
     "read_conversion",
     "tensors_of",
-    "with_one_box",
 ]
 
 
@@ -133,7 +132,7 @@ def converted_by(source: Source, plan: ConversionPlan) -> Converted:
     manifest = None
     if source.manifest is not None:
         manifest = {**source.manifest, "aliases": plan.new_aliases(source.manifest.get("aliases", {}))}
-    return Converted(replace(source, files=tuple(files), sections=(), manifest=manifest, paths={}), unproven, targets)
+    return Converted(replace(source, files=files, sections=(), manifest=manifest, paths={}), unproven, targets)
 
 
 def model_tensors(source: Source, *, is_whole: bool) -> ModelTensors:
@@ -165,8 +164,6 @@ def _converted_file(
     outputs: dict[str, list[tuple[Box, ByteRange]]] = {}
     for name, tensor in shard_file.tensors.items():
         fills = plan.fills[name]
-        if not all(fill.patch.is_identity for fill in fills):
-            tensor = with_one_box(tensor)  # noqa: PLW2901 (the tensor as it is read)
         for fill in fills:
             if not fill.patch.box.numel:
                 outputs.setdefault(fill.target, [])
@@ -194,32 +191,6 @@ def _converted_file(
         if tied in tensors and name in tensors:
             aliases[tied] = name
     return replace(shard_file, tensors=tensors, aliases=aliases)
-
-
-def with_one_box(tensor: SourceTensor) -> SourceTensor:
-    """Return a tensor as one box if its boxes together are all of it, and lie one after another in their file.
-
-    The digests of the boxes become those of its parts. If published boxes were not joined, a permutation that mixes the
-    rows of two would cut them into boxes of one row.
-    """
-    if len(tensor.byte_ranges) < 2:
-        return tensor
-    shard, first = tensor.shard, tensor.byte_ranges[0]
-    parts: list[tuple[Box, str]] = []
-    nbytes = 0
-    for box, stored in zip(shard.boxes, tensor.byte_ranges, strict=True):
-        begin = begin_of_run(box, shard.global_shape)
-        if begin is None or stored.digest is None or stored.file is not first.file:
-            return tensor
-        if not stored.begin - first.begin == begin * ITEMSIZE[shard.dtype] == nbytes:
-            return tensor
-        parts.append((box, stored.digest))
-        nbytes += stored.nbytes
-    whole = full_box(shard.global_shape)
-    if nbytes != whole.numel * ITEMSIZE[shard.dtype]:
-        return tensor
-    joined = ByteRange(first.file, first.begin, nbytes, parts=ListedDigests(parts))
-    return SourceTensor(replace(shard, boxes=(whole,)), (joined,))
 
 
 def _byte_range(stored: ByteRange, box: Box, patch: Patch, dtype: str) -> ByteRange:

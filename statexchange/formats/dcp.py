@@ -62,11 +62,6 @@ class _Tensor:
     shape: tuple[int, ...]
     chunks: dict[tuple[int, ...], Box]
 
-    def of_parts(self, parts: list[tuple[Box, ByteRange]]) -> SourceTensor:
-        """Return the tensor with all its boxes in a file."""
-        shard = Shard(self.name, self.dtype, self.shape, tuple(box for box, _ in parts))
-        return SourceTensor(shard, tuple(byte_range for _, byte_range in parts))
-
 
 @dataclass(frozen=True, slots=True)
 class _StoredEntry:
@@ -105,11 +100,11 @@ def read(opened: OpenedPath) -> Source:
     return Source(
         "dcp",
         opened,
-        tuple(reader.shard_files),
+        reader.shard_files,
         others=reader.others,
         texts=reader.texts,
-        problems=tuple(reader.problems),
-        unreadable=tuple(reader.unreadable),
+        problems=reader.problems,
+        unreadable=reader.unreadable,
         paths=reader.paths,
     )
 
@@ -208,9 +203,11 @@ class _Reader:
                         part = self._part_in_zip(Archive(file, entry.begin, entry.length), entry, path)
                     parts.setdefault(entry.name, []).append(part)
             tensors = {}
-            for of_file, boxes in parts.items():
+            for of_file, of_tensor in parts.items():
+                boxes, byte_ranges = zip(*of_tensor, strict=True)
+                tensor = self._tensors[of_file]
                 with parsing("not what torch writes for a tensor", rank=rank, name=of_file, path=path):
-                    tensors[of_file] = self._tensors[of_file].of_parts(boxes)
+                    tensors[of_file] = SourceTensor(Shard(of_file, tensor.dtype, tensor.shape, boxes), byte_ranges)
             self.shard_files.append(ShardFile(rank, file, tensors))
         except StateExchangeError as error:
             self.problems.append(error)

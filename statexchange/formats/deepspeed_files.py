@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, type_text
-from statexchange.formats.part_names import OPTIMIZER_FILE
+from statexchange.formats.frameworks import OPTIMIZER_FILE
 from statexchange.formats.pickles import OpaqueObject
 from statexchange.formats.source import SourceTensor, UnreadableTensor, open_listed, parsing
 from statexchange.formats.torch_archive import describe, is_tensor

@@ -1,6 +1,6 @@
 """Read the directory in which a training framework keeps the parts of one checkpoint, such as model and optimizer.
 
-Each framework is a row of the table `_FRAMEWORKS`: how its directory is recognised, and for each section of the job's
+Each framework is a row of the table `FRAMEWORKS`: how its directory is recognised, and for each section of the job's
 state (formats/sections.py) the files or directories that have it. A part is read by its own format. Where one section
 is wanted, only its parts are opened, so a broken or refused file of another section does not matter. Where all are
 wanted, the names of a part begin with its section, as ``optimizer.state.0.exp_avg``.
@@ -16,15 +16,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Literal, NamedTuple
+from itertools import count
+from typing import NamedTuple
 
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, StateExchangeError, excerpt
+from statexchange.formats.frameworks import FRAMEWORKS, TRAINER_STATE, VERL_FILES, Framework, Row
 from statexchange.formats.model_files import (
     ADAPTER_CONFIG,
     ADAPTER_PREFIX,
-    INDEX,
-    SAFETENSORS,
     TORCH,
+    has_safetensors_model,
     is_weights,
     unread_weights,
 )
@@ -35,7 +36,6 @@ from statexchange.formats.source import (
     SectionName,
     ShardFile,
     Source,
-    SourceKind,
     UnreadableTensor,
     abbreviated_names,
     merged_metadata,
@@ -52,121 +52,9 @@ __all__ = ["check_none_below", "matches", "read"]
 _MAX_TEXT = 64  # bytes of a file with one number
 # Files that only checkpoints of other formats have.
 _OF_OTHERS = ("statexchange.json", "save.json", "latest", CLAIM_NAME)  # "latest" is DeepSpeed's
-
-
-class _Row(NamedTuple):
-    """A way in which a part of a job's state is stored.
-
-    Attributes:
-        section: what the part is; None if it has several sections, which its names show.
-        pattern: the whole names of its files, or of its directories, which end in "/". The names with an equal group
-            ``of`` are one part; without such a group each name is one. With a group ``rank`` there is a file for each
-            rank: as many as the group ``ranks`` says, or else for each up to the last.
-        reader: the format of the files, or of each directory. DCP's ``.metadata`` is a file of the directory itself.
-        keys: first keys that all names of the part may have; the first that they do have is removed.
-    """
-
-    section: SectionName | None
-    pattern: str
-    reader: Literal["dcp", "huggingface", "torch_file"] = "torch_file"
-    keys: tuple[str, ...] = ()
-
-    @property
-    def is_directory(self) -> bool:
-        """Whether the names are those of directories."""
-        return self.pattern.endswith("/")
-
-    def has(self, group: str) -> bool:
-        """Whether the pattern has a group of this name."""
-        return f"(?P<{group}>" in self.pattern
-
-
-class _Framework(NamedTuple):
-    """A framework's directory.
-
-    Attributes:
-        kind: the format that `info` shows.
-        mark: the directory is recognised if it has an entry of such a name, and a part. A name with a "/" begins with
-            the name of the directory itself.
-        rows: the parts. Of each section the first way that is there counts.
-        small_files: the subdirectory with config and tokenizer; "" for the directory itself, None if it has none.
-    """
-
-    kind: SourceKind
-    mark: str
-    rows: tuple[_Row, ...]
-    small_files: str | None = ""
-
-
-_TRAINER_STATE, _MAX_STATE_BYTES = "trainer_state.json", 64 << 10
+_MAX_STATE_BYTES = 64 << 10
 _GLOBAL_STEP = re.compile(rb'"global_step"\s*:\s*([0-9]{1,18})(?![0-9.eE])')
-_INDEX = r"(-[0-9]{5}-of-[0-9]{5})?"
-# accelerate writes FSDP's states: sharded as DCP, full as one file, local as one file a rank. A model comes before an
-# adapter, as in model_files.py.
-_ACCELERATE = (
-    _Row("model", rf"(?P<of>model(_[0-9]+)?){_INDEX}\.safetensors(\.index\.json)?", "huggingface"),
-    _Row("model", rf"(?P<of>adapter_model){_INDEX}\.safetensors(\.index\.json)?", "huggingface"),
-    _Row("model", r"pytorch_model_fsdp_[0-9]+/", "dcp", ("model",)),
-    _Row("model", r"pytorch_model_fsdp(_[0-9]+)?\.bin"),
-    _Row("model", r"pytorch_model_fsdp(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin"),
-    _Row("model", rf"(?P<of>pytorch_model(_[0-9]+)?){_INDEX}\.bin(\.index\.json)?"),
-    _Row("model", rf"(?P<of>adapter_model){_INDEX}\.bin(\.index\.json)?"),
-    _Row("optimizer", r"optimizer_[0-9]+/", "dcp", ("optimizer",)),
-    _Row("optimizer", r"optimizer(_[0-9]+)?\.(pt|bin)"),
-    _Row("optimizer", r"optimizer(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin"),
-)
-_WORLD = r"_world_size_(?P<ranks>[0-9]{1,9})_rank_(?P<rank>[0-9]{1,9})\.pt"
-_VERL_FILES = "huggingface"
-_FRAMEWORKS = (
-    _Framework(
-        "trainer",
-        # Trainer writes its state last: a directory of this name that has only the other files is unfinished.
-        rf"{re.escape(_TRAINER_STATE)}|checkpoint-[0-9]{{1,18}}/(training_args\.bin|optimizer\.pt)",
-        (
-            *_ACCELERATE,
-            _Row("scheduler", r"scheduler\.pt"),
-            _Row("rng", r"rng_state(_(?P<rank>[0-9]{1,9}))?\.pth"),
-            _Row("other", r"training_args\.bin|scaler\.pt"),
-        ),
-    ),
-    _Framework(
-        "accelerate",
-        r"random_states_[0-9]+\.pkl|pytorch_model_fsdp.*|optimizer_0",
-        (
-            *_ACCELERATE,
-            _Row("scheduler", r"scheduler(_[0-9]+)?\.bin"),
-            _Row("rng", r"random_states_(?P<rank>[0-9]{1,9})\.pkl"),
-            _Row("other", r"scaler\.pt|(dl_state_dict|sampler)(_[0-9]+)?\.bin|custom_checkpoint_[0-9]+\.pkl"),
-        ),
-    ),
-    _Framework(
-        "verl",
-        r"(model|optim)_world_size_[^/]*",
-        (
-            _Row("model", rf"(?P<of>model){_WORLD}"),
-            _Row("model", f"{_VERL_FILES}/", "huggingface"),
-            _Row("optimizer", rf"(?P<of>optim){_WORLD}"),
-            _Row("other", rf"extra_state{_WORLD}"),
-        ),
-        _VERL_FILES,
-    ),
-    _Framework(
-        "lightning",
-        r"meta\.pt",
-        (_Row(None, r"\.metadata", "dcp", ("state_dict", "model")), _Row("other", r"meta\.pt")),
-        None,
-    ),
-    _Framework(
-        "torch_checkpointing",
-        r"metadata\.pkl",
-        (
-            _Row("model", r"(?P<of>model)_(?P<rank>[0-9]{1,9})\.pt"),
-            _Row("optimizer", r"(?P<of>optim|optimizer)_(?P<rank>[0-9]{1,9})\.pt"),
-            _Row("other", r"(?!(model|optim|optimizer)_[0-9])[^/]+_[0-9]+\.pt"),
-        ),
-        None,
-    ),
-)
+_KEYS = ("state_dict", "model", "optimizer")  # which frameworks add above all names of a DCP
 # verl's directories: a file names the newest step, whose directory has one of each model.
 _VERL_LATEST, _VERL_ROLES = "latest_checkpointed_iteration.txt", ("actor", "critic")
 _VERL_STEP = re.compile(r"global_step_[0-9]+")
@@ -198,9 +86,9 @@ def _located(opened: OpenedPath) -> _Directory | None:
     """Return the framework's directory that this is, or for verl the one below; None for any other path."""
     store: Store | None = opened.store if opened.file is None else None
     while store is not None:
-        framework = _framework_of(store)
-        if framework is not None:
-            return _Directory(opened, framework, store, _parts_of(framework, store))
+        directory = _directory_at(store, opened)
+        if directory is not None:
+            return directory
         store = _verl_below(store)
     return None
 
@@ -231,23 +119,24 @@ def _verl_below(store: Store) -> Store | None:
     return None
 
 
-def _framework_of(store: Store) -> _Framework | None:
+def _directory_at(store: Store, opened: OpenedPath) -> _Directory | None:
+    """Return a directory with its parts if it is that of a framework; None for any other."""
     names = store.listing
     if not names.keys().isdisjoint(_OF_OTHERS) or any(map(is_rank_file, names)):
         return None
     marks = [*names, *(f"{_name_of(store)}/{name}" for name in names)]
-    for framework in _FRAMEWORKS:
+    for framework in FRAMEWORKS:
         if any(re.fullmatch(framework.mark, mark) for mark in marks):
-            sections = {part.row.section for part in _parts_of(framework, store)}
-            if not sections.isdisjoint(("model", "optimizer", None)):
-                return framework
+            parts = _parts_of(framework, store)
+            if any(part.row.section in ("model", "optimizer", None) for part in parts):
+                return _Directory(opened, framework, store, parts)
     return None
 
 
 class _StoredPart(NamedTuple):
     """A part of a directory: how it is stored, and its names."""
 
-    row: _Row
+    row: Row
     names: tuple[str, ...]
 
     @property
@@ -256,14 +145,15 @@ class _StoredPart(NamedTuple):
         return self.names[0].partition(".")[0]
 
 
-def _parts_of(framework: _Framework, store: Store) -> list[_StoredPart]:
+def _parts_of(framework: Framework, store: Store) -> list[_StoredPart]:
     """Return the parts that a directory has."""
     parts: dict[SectionName | None, list[_StoredPart]] = {}
     for row in framework.rows:
         names: dict[str, list[str]] = {}
         for name in store.directories if row.is_directory else store.non_directories:
-            match = re.fullmatch(row.pattern, f"{name}/" if row.is_directory else name)
-            if match is not None and not _has_only_small_files(row, store, name):
+            match = row.match(name)
+            # verl's directory always has config and tokenizer, and weights only if it was told so.
+            if match is not None and (name != VERL_FILES or has_safetensors_model(store.below(name))):
                 key = match["of"] or "" if row.has("of") else name
                 names.setdefault(key, []).append(name)
         if names and row.section not in parts:
@@ -271,19 +161,12 @@ def _parts_of(framework: _Framework, store: Store) -> list[_StoredPart]:
     return [part for of_section in parts.values() for part in of_section]
 
 
-def _has_only_small_files(row: _Row, store: Store, name: str) -> bool:
-    """Whether this is a directory of verl for weights that has config and tokenizer alone, which are always there."""
-    if row.pattern != f"{_VERL_FILES}/":
-        return False
-    return not any(file.removesuffix(INDEX).endswith(SAFETENSORS) for file in store.below(name).files)
-
-
 @dataclass(frozen=True, slots=True)
 class _Directory:
     """The directory of a framework in an opened path, and its parts."""
 
     opened: OpenedPath
-    framework: _Framework
+    framework: Framework
     store: Store
     parts: list[_StoredPart]
 
@@ -317,7 +200,7 @@ class _Directory:
         return replace(
             self._joined(sources),
             sections=tuple(Section(section, f"{section}.", frozenset(names[section])) for section in names),
-            problems=tuple(problems),
+            problems=problems,
             notes=self._notes(),
             parts=tuple(parts),
             step=self._step(),
@@ -384,16 +267,16 @@ class _Directory:
         read_part: Callable[..., Source] = import_module(f"statexchange.formats.{reader}").read
         source = read_part(OpenedPath(store.path if file is None else store.path_of(file), store, file))
         names = source.names
-        for prefix in (f"{key}." for key in row.keys):
-            if {name[: len(prefix)] for name in names} == {prefix} and prefix not in names:
-                return source.renamed({name: name[len(prefix) :] for name in names}.get)
+        for key in _KEYS if row.reader == "dcp" else ():
+            if names and all(name.startswith(f"{key}.") for name in names):
+                return source.renamed({name: name.removeprefix(f"{key}.") for name in names}.get)
         return source
 
     def _missing_parts(self) -> Iterator[StateExchangeError]:
         """Yield an error if the save was not finished, and if there is no model."""
-        if self.framework.kind == "trainer" and _TRAINER_STATE not in self.store.listing:
+        if self.framework.kind == "trainer" and TRAINER_STATE not in self.store.listing:
             text = "Trainer writes this file last, and it is missing: the save did not finish, or was not copied whole"
-            yield IncompleteError(text, path=self.store.path_of(_TRAINER_STATE))
+            yield IncompleteError(text, path=self.store.path_of(TRAINER_STATE))
         sections = {part.row.section for part in self.parts}
         if sections.isdisjoint(("model", None)) and not self._adapters():
             text = _no_model([repr(name) for name in SECTIONS if name in sections])
@@ -401,27 +284,24 @@ class _Directory:
 
     def _missing_ranks(self, *sections: str) -> Iterator[StateExchangeError]:
         """Yield an error for each row of these sections that lacks the file of a rank."""
-        names: dict[_Row, list[str]] = {}
+        names: dict[Row, list[str]] = {}
         for part in self.parts:
             if part.row.section in sections and part.row.has("rank"):
                 names.setdefault(part.row, []).extend(part.names)
         for row, of_row in names.items():
-            ranks: dict[int, re.Match[str]] = {}
+            matches = {}
             sizes = set()
-            for name in of_row:
-                match = re.fullmatch(row.pattern, name)
-                if match is not None and match["rank"] is not None:  # else one file for all ranks
-                    ranks[int(match["rank"])] = match
-                    sizes.add(int(match["ranks"]) if row.has("ranks") else 0)
+            for match in filter(None, map(row.match, of_row)):
+                if match["rank"] is not None:  # else one file for all ranks
+                    matches[int(match["rank"])] = match
+                    sizes.add(match.groupdict().get("ranks", "0"))
             if len(sizes) > 1:
-                text = f"{of_row[0].partition('_')[0]} files of {' and '.join(map(str, sorted(sizes)))} ranks are here"
+                text = f"{of_row[0].partition('_')[0]} files of {' and '.join(sorted(sizes, key=int))} ranks are here"
                 yield CorruptError(f"{text}, of two saves: remove those of one", path=self.store.path)
                 continue
-            missing = 0
-            while missing in ranks:
-                missing += 1
-            if missing < max((0, *sizes, *ranks)):
-                match = next(iter(ranks.values()))
+            missing = next(rank for rank in count() if rank not in matches)
+            if missing < max((0, *map(int, sizes), *matches)):
+                match = next(iter(matches.values()))
                 name = f"{match.string[: match.start('rank')]}{missing}{match.string[match.end('rank') :]}"
                 path = self.store.path_of(name)
                 yield IncompleteError("the file of this rank is missing", rank=missing, path=path)
@@ -431,9 +311,9 @@ class _Directory:
 
         The keys are sorted, so it comes before the history, which may be long.
         """
-        if _TRAINER_STATE not in self.store.files:
+        if TRAINER_STATE not in self.store.files:
             return None
-        match = _GLOBAL_STEP.search(self.store.open(_TRAINER_STATE).first_bytes(_MAX_STATE_BYTES))
+        match = _GLOBAL_STEP.search(self.store.open(TRAINER_STATE).first_bytes(_MAX_STATE_BYTES))
         return None if match is None else int(match[1])
 
     def _small_files(self) -> Store | None:
@@ -474,11 +354,11 @@ class _Directory:
         return Source(
             self.framework.kind,
             self.opened,
-            tuple(files),
+            files,
             others=others,
             texts=texts,
-            problems=tuple(problems),
-            unreadable=tuple(unreadable),
+            problems=problems,
+            unreadable=unreadable,
             metadata=metadata,
             differing=differing,
             paths=paths,

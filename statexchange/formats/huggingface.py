@@ -6,15 +6,14 @@ in its files, such as those of an earlier save, are not read, and a note names t
 Files of torch's HuggingFaceStorageWriter are shards: their metadata has the offsets of each tensor's part, but not the
 tensor's global shape, which is taken from the ends of all parts.
 
-A directory that statexchange published has a manifest with each tensor's boxes and their digests. If the boxes are
-contiguous in the file, the tensor is read as these boxes; otherwise it is read whole, and the boxes' digests are
-checked on the way (`ByteRange.parts`).
+A directory that statexchange published has a manifest with each tensor's boxes and their digests. A tensor is read as
+one box, and the digests of those in the manifest are checked on the way (`ByteRange.parts`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -32,6 +31,7 @@ from statexchange.errors import (
 from statexchange.formats.box_digests import PLACED_SCHEMA, BoxDigests, PlacedBoxes
 from statexchange.formats.model_files import (
     INDEX,
+    OF_TOTAL,
     ModelFiles,
     has_safetensors_model,
     model_files,
@@ -54,7 +54,6 @@ from statexchange.formats.source import (
 from statexchange.sharding.shards import (
     Box,
     Shard,
-    begin_of_run,
     full_box,
     is_inside,
     shape_from_json,
@@ -65,7 +64,7 @@ from statexchange.storage.publish.claim import CLAIM_NAME, claim_of
 from statexchange.storage.store import ByteRange, ListedDigests, Store, StoredFile
 from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_header
 from statexchange.storage.workspace import is_rank_file
-from statexchange.tensors import ITEMSIZE, itemsize_of
+from statexchange.tensors import itemsize_of
 
 __all__ = [
     "MANIFEST",
@@ -79,6 +78,7 @@ __all__ = [
     "part_of",
     "published_tensor",
     "read",
+    "read_files",
     "read_index",
     "shard_file_of",
 ]
@@ -88,10 +88,8 @@ _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = f"{_SUFFIX}{INDEX}"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _SHARD_NAME = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
-_NUMBERED = re.compile(r"(.*?)([0-9]{5,9})(-of-[0-9]{5,9}\.[a-z]+)")
-_OF_TOTAL = re.compile(r"-of-([0-9]{5,9})\.")
-_OF = re.compile(r"[0-9][-_.]of[-_.]?0*([0-9]{1,9})(?![0-9])")
-_WORLD_SIZE = re.compile(r"world_size_([0-9]{1,9})(?![0-9])")
+_COUNTED = re.compile(rf"([0-9]{{1,9}})(?={OF_TOTAL.pattern})")
+_WORLD_SIZE = re.compile(r"world_size_(?P<total>[0-9]{1,9})(?![0-9])")
 RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 # The whole name of a rank's file: a number after "rank" elsewhere may be LoRA's rank.
 _RANK_ALONE = re.compile(r"(?:pytorch_model_fsdp_(?:[0-9]+_)?)?rank[_-]?([0-9]{1,9})\.[a-z]+")
@@ -125,47 +123,57 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
     manifest, weight_map, names = _files_to_read(opened, problems, uses_manifest=uses_manifest)
     published = manifest["tensors"] if manifest is not None else {}
     placed = _placed(store, manifest, problems)
-    listed_names = names_by_file(weight_map)
-    shard_files: list[ShardFile] = []
-    unreadable: list[UnreadableTensor] = []
-    texts: list[Mapping[str, str]] = []
-    parts: set[str] = set()
-    for number, name in enumerate(names):
-        try:
-            file = open_listed(store, name)
-            header = read_header(file)
-            offsets = _offsets_of_parts(header, file)
-            parts.update(offsets)
-            match = _SHARD_NAME.fullmatch(name)
-            rank = int(match[1]) - 1 if match is not None else number
-            shard_files.append(shard_file_of(rank, file, header, offsets, published, placed))
-            unreadable += unknown_dtypes(header, file.path)
-            texts.append(header.common_metadata)
-        except StateExchangeError as error:
-            problems.append(error)
-            unreadable += _listed_in(store, name, listed_names.get(name, []), published)
+    source = read_files(opened, names, weight_map, published, placed)
+    shard_files = list(source.files)
     notes = unread_weights(store, names) if opened.file is None else ()
-    problems += misplaced(weight_map, shard_files, unreadable)
+    problems += [*source.problems, *misplaced(weight_map, shard_files, source.unreadable)]
     if weight_map and manifest is None:
+        # The index lists one file for a tensor of which several have parts.
+        parts = {tensor.shard.name for _, tensor in source.shards() if any(tensor.shard.boxes[0].offsets)}
         shard_files, stale = only_indexed(shard_files, weight_map, parts)
         notes += stale
-    problems += _contradicted(published, shard_files)
-    if parts or _has_repeated_names(shard_files):
+    if _has_repeated_names(shard_files):
         try:
             shard_files = _whole(shard_files)
         except StateExchangeError as error:
             problems.append(error)
+    return replace(source, files=shard_files, manifest=manifest, problems=problems, notes=notes)
+
+
+def read_files(
+    opened: OpenedPath,
+    names: Iterable[str],
+    weight_map: Mapping[str, str] = MappingProxyType({}),
+    published: Mapping[str, Any] = MappingProxyType({}),
+    placed: Mapping[str, PlacedBoxes] = MappingProxyType({}),
+) -> Source:
+    """Return safetensors files as a source, in this order; the other arguments are those of `shard_file_of`."""
+    listed_names = names_by_file(weight_map)
+    problems: list[StateExchangeError] = []
+    shard_files: list[ShardFile] = []
+    unreadable: list[UnreadableTensor] = []
+    texts: list[Mapping[str, str]] = []
+    for number, name in enumerate(names):
+        try:
+            file = open_listed(opened.store, name)
+            header = read_header(file)
+            match = _SHARD_NAME.fullmatch(name)
+            rank = int(match[1]) - 1 if match is not None else number
+            shard_files.append(shard_file_of(rank, file, header, published, placed))
+            unreadable += unknown_dtypes(header, file.path)
+            texts.append(header.common_metadata)
+        except StateExchangeError as error:
+            problems.append(error)
+            unreadable += _listed_in(opened.store, name, listed_names.get(name, []), published)
     metadata, differing = merged_metadata(texts)
     return Source(
         "huggingface",
         opened,
-        tuple(shard_files),
-        manifest=manifest,
-        problems=tuple(problems),
-        unreadable=tuple(unreadable),
+        shard_files,
+        problems=problems,
+        unreadable=unreadable,
         metadata=metadata,
         differing=differing,
-        notes=notes,
     )
 
 
@@ -204,13 +212,12 @@ def check_numbers(names: Sequence[str], store: Store) -> list[StateExchangeError
     """
     sets: dict[tuple[str, str], dict[int, str]] = {}  # digits, by the name around them
     for name in names:
-        match = None if _SHARD_NAME.fullmatch(name) else _NUMBERED.fullmatch(name)
-        for begin, digits, end in filter(None, (match and match.groups(), _around_rank(name))):
+        for begin, digits, end in _around_numbers(name):
             sets.setdefault((begin, end), {})[int(digits)] = digits
     problems: list[StateExchangeError] = []
     for (begin, end), numbers in sets.items():
-        of, last = _OF_TOTAL.match(end), max(numbers)
-        first, total = (0, last + 1) if of is None else (1, int(of[1]))
+        of, last = OF_TOTAL.match(end), max(numbers)
+        first, total = (0, last + 1) if of is None else (1, int(of["total"]))
         # The number in a lone name may be LoRA's rank, unless it is all of the name.
         is_lora = of is None and len(numbers) == 1 and not _RANK_ALONE.fullmatch(begin + numbers[last] + end)
         if len(numbers) >= total or is_lora:
@@ -227,10 +234,15 @@ def check_numbers(names: Sequence[str], store: Store) -> list[StateExchangeError
     return problems
 
 
-def _around_rank(name: str) -> tuple[str, str, str] | None:
-    """Return what is before the number of a rank in a file's name, its digits, and what is after it."""
-    ranks = list(RANK.finditer(name))
-    return (name[: ranks[0].start(1)], ranks[0][1], name[ranks[0].end(1) :]) if len(ranks) == 1 else None
+def _around_numbers(name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield each number in a file's name that counts files, between what is before and after it."""
+    matches = list(RANK.finditer(name))
+    if len(matches) > 1:
+        matches = []
+    if not _SHARD_NAME.fullmatch(name):
+        matches += _COUNTED.finditer(name)
+    for match in matches:
+        yield name[: match.start(1)], match[1], name[match.end(1) :]
 
 
 def part_of(name: str, store: Store) -> str:
@@ -240,17 +252,17 @@ def part_of(name: str, store: Store) -> str:
     """
     if _SHARD_NAME.fullmatch(name):
         return ""
-    match = _OF.search(name) or _WORLD_SIZE.search(name)
+    match = _COUNTED.search(name) or _WORLD_SIZE.search(name)
     if match is not None:
-        return f"one of {int(match[1])} files, by its name" if int(match[1]) > 1 else ""
-    parts = _around_rank(name)
-    if parts is None:
-        return ""
-    for beside in store.non_directories:
-        of_file = _around_rank(beside)
-        if beside != name and of_file is not None and of_file[::2] == parts[::2]:
-            return f"one rank's, and those of others lie beside it ({excerpt(beside, 80)[1:-1]})"
-    return f"that of rank {int(parts[1])}, by its name" if _RANK_ALONE.fullmatch(name) and int(parts[1]) else ""
+        total = int(match["total"])
+        return f"one of {total} files, by its name" if total > 1 else ""
+    for begin, digits, end in _around_numbers(name):
+        for beside in store.non_directories:
+            if beside != name and any(around[::2] == (begin, end) for around in _around_numbers(beside)):
+                return f"one rank's, and those of others lie beside it ({excerpt(beside, 80)[1:-1]})"
+        if int(digits) and _RANK_ALONE.fullmatch(name):
+            return f"that of rank {int(digits)}, by its name"
+    return ""
 
 
 def names_by_file(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
@@ -283,16 +295,16 @@ def shard_file_of(
     rank: int,
     file: StoredFile,
     header: Header,
-    parts: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
     published: Mapping[str, Any] = MappingProxyType({}),
     placed: Mapping[str, PlacedBoxes] = MappingProxyType({}),
 ) -> ShardFile:
     """Return a safetensors file with its tensors.
 
-    `parts` has the offsets of those that are parts. A part's global shape ends with this part for now; `_whole`
-    replaces it when all parts are known. `published` has the records of a manifest, and `placed` the boxes of those
-    that have a placement.
+    The global shape of a tensor of which torch's writer wrote a part ends with this part for now; `_whole` replaces it
+    when all parts are known. `published` has the records of a manifest, which must be those of the tensors,
+    and `placed` the boxes of those that have a placement.
     """
+    parts = _offsets_of_parts(header, file)
     tensors = {}
     for name, entry in header.entries.items():
         box = Box(parts[name], entry.shape) if name in parts else full_box(entry.shape)
@@ -301,13 +313,28 @@ def shard_file_of(
         except ValueError as error:
             raise CorruptError(str(error), name=name, path=file.path) from None
         stored = ByteRange(file, entry.begin, entry.nbytes)
-        record = published.get(name)
-        is_whole = box.shape == shard.global_shape
-        if record is None or not is_whole or (record["dtype"], tuple(record["shape"])) != (entry.dtype, entry.shape):
-            tensors[name] = SourceTensor(shard, (stored,))
+        if published:
+            _check_published(shard, published, file)
+            tensors[name] = published_tensor(shard, stored, published[name], placed)
         else:
-            tensors[name] = published_tensor(shard, stored, record, placed)
+            tensors[name] = SourceTensor(shard, (stored,))
     return ShardFile(rank, file, tensors)
+
+
+def _check_published(shard: Shard, published: Mapping[str, Any], file: StoredFile) -> None:
+    """Raise CorruptError unless the manifest lists a tensor with this dtype and shape."""
+    record = published.get(shard.name)
+    if record is None:
+        text = "the manifest does not list this tensor: publish again"
+        raise CorruptError(text, name=shard.name, path=file.path)
+    if (record["dtype"], tuple(record["shape"])) != (shard.dtype, shard.global_shape):
+        raise CorruptError(
+            "file and manifest disagree: publish again",
+            name=shard.name,
+            path=file.path,
+            expected=f"{record['dtype']} {record['shape']}",
+            found=f"{shard.dtype} {list(shard.global_shape)}",
+        )
 
 
 def published_tensor(
@@ -319,15 +346,12 @@ def published_tensor(
         parts = placed.get(shard.name)
         return SourceTensor(shard, (stored if parts is None else stored._replace(parts=parts),))
     records: Sequence[Any] = record.get("boxes", [])  # an empty tensor that is placed has none
-    shape, itemsize = shard.global_shape, ITEMSIZE[shard.dtype]
     boxes = {Box(tuple(offsets), tuple(sizes)): digest for offsets, sizes, digest, _ in records}
-    pieces = []
-    for box, digest in boxes.items():
-        begin = begin_of_run(box, shape)
-        if begin is None:
-            return SourceTensor(shard, (stored._replace(parts=ListedDigests(boxes.items())),))
-        pieces.append(ByteRange(stored.file, stored.begin + begin * itemsize, box.numel * itemsize, digest))
-    return SourceTensor(Shard(shard.name, shard.dtype, shape, tuple(boxes)), tuple(pieces))
+    if not boxes:
+        return SourceTensor(replace(shard, boxes=()), ())
+    if boxes.keys() == {*shard.boxes}:
+        return SourceTensor(shard, (stored._replace(digest=boxes[shard.boxes[0]]),))
+    return SourceTensor(shard, (stored._replace(parts=ListedDigests(boxes.items())),))
 
 
 def _offsets_of_parts(header: Header, file: StoredFile) -> dict[str, tuple[int, ...]]:
@@ -492,7 +516,7 @@ def misplaced(
     weight_map: Mapping[str, str], shard_files: Sequence[ShardFile], unreadable: Sequence[UnreadableTensor]
 ) -> list[StateExchangeError]:
     """Return an error for each tensor that the weight map assigns to a file that does not have it."""
-    by_name = {shard_file.path.rpartition("/")[2]: shard_file for shard_file in shard_files}
+    by_name = {shard_file.name: shard_file for shard_file in shard_files}
     unsupported = {(tensor.name, tensor.path) for tensor in unreadable}
     problems: list[StateExchangeError] = []
     for name, file in weight_map.items():
@@ -502,31 +526,4 @@ def misplaced(
         if name not in by_name[file].tensors and (name, path) not in unsupported:
             text = "the index assigns this tensor to the file, which does not have it"
             problems.append(IncompleteError(text, name=name, path=path))
-    return problems
-
-
-def _contradicted(published: Mapping[str, Any], shard_files: Sequence[ShardFile]) -> list[StateExchangeError]:
-    """Return an error for each tensor that the manifest does not list, or lists with another dtype or shape."""
-    if not published:
-        return []
-    problems: list[StateExchangeError] = []
-    for shard_file in shard_files:
-        for name, tensor in shard_file.tensors.items():
-            record, shard = published.get(name), tensor.shard
-            if record is None:
-                problems.append(
-                    CorruptError(
-                        "the manifest does not list this tensor: publish again", name=name, path=shard_file.path
-                    )
-                )
-            elif (record["dtype"], tuple(record["shape"])) != (shard.dtype, shard.global_shape):
-                problems.append(
-                    CorruptError(
-                        "file and manifest disagree: publish again",
-                        name=name,
-                        path=shard_file.path,
-                        expected=f"{record['dtype']} {record['shape']}",
-                        found=f"{shard.dtype} {list(shard.global_shape)}",
-                    )
-                )
     return problems

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, overload
 
-from statexchange.errors import IncompleteError, NotFoundError, ReplacedError, StateExchangeError
+from statexchange.errors import ReplacedError, StateExchangeError
 from statexchange.formats.source import ShardFile
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage.location import STALE_S, OpenedPath
@@ -90,8 +90,6 @@ class ListedFiles(Sequence[ShardFile]):
             except StateExchangeError as error:
                 if self._is_replaced():
                     raise ReplacedError("replaced while it was read", path=error.path) from error
-                if isinstance(error, NotFoundError):
-                    raise IncompleteError(error.message, rank=self.rank_of(number), path=error.path) from None
                 raise
         return self._opened[number]
 

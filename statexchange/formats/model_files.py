@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from statexchange.errors import InvalidArgumentError, excerpt
-from statexchange.formats.part_names import state_file
+from statexchange.formats.frameworks import state_file
 from statexchange.formats.source import WEIGHT_SUFFIXES, ShardFile, abbreviated_names
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
@@ -25,12 +25,14 @@ __all__ = [
     "ADAPTER_PREFIX",
     "CONFIG",
     "INDEX",
+    "OF_TOTAL",
     "SAFETENSORS",
     "TORCH",
     "ModelFiles",
     "are_of_ranks",
     "has_safetensors_model",
     "is_weights",
+    "missing_number",
     "model_files",
     "only_indexed",
     "preferred_file",
@@ -48,7 +50,7 @@ _PREFERRED = (
     "adapter_model.safetensors",
     "adapter_model.bin",
 )
-_OF = re.compile(r"[-_.]of[-_.]?([0-9]+)(?![0-9])")  # the total in model-00001-of-00004
+OF_TOTAL = re.compile(r"[-_.]of[-_.]?0*(?P<total>[0-9]{1,9})(?![0-9])")  # in model-00001-of-00004
 _RANK = re.compile(r"(?<![a-z])(rank|tp|pp|ep|shard|part|stage|layer|mp|consolidated)[-_.]?[0-9]", re.IGNORECASE)
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -124,7 +126,7 @@ def _sets(names: Iterable[str]) -> list[list[str]]:
     """
     by_form: dict[tuple[str, str], list[str]] = {}
     for name in names:
-        total = _OF.search(name)
+        total = OF_TOTAL.search(name)
         by_form.setdefault((_NUMBER.sub("#", name), total[1] if total is not None else ""), []).append(name)
     sets = []
     for (_, total_digits), of_form in by_form.items():
@@ -142,12 +144,23 @@ def are_of_ranks(names: Iterable[str]) -> bool:
 
 def _is_counted(names: Sequence[str]) -> bool:
     """Whether names differ in one number alone, which counts from 0 or 1."""
+    return len(_varying_numbers(names)) < 2 and missing_number(names) is None
+
+
+def _varying_numbers(names: Sequence[str]) -> list[list[int]]:
+    """Return the numbers at each place at which names have different ones."""
     rows = [[int(digits) for digits in _NUMBER.findall(name)] for name in names]
-    varying = [sorted(column) for column in zip(*rows, strict=True) if len(set(column)) > 1]
-    if len(varying) != 1:
-        return not varying
-    (numbers,) = varying
-    return numbers[0] in (0, 1) and numbers[-1] - numbers[0] == len(numbers) - 1
+    return [sorted(column) for column in zip(*rows, strict=False) if len(set(column)) > 1]
+
+
+def missing_number(names: Sequence[str]) -> int | None:
+    """Return the first number that is missing if names differ in one number alone, which counts from 0 or 1."""
+    varying = _varying_numbers(names)
+    if len(varying) == 1:
+        for number, present in enumerate(varying[0], min(1, varying[0][0])):
+            if number != present:
+                return number
+    return None
 
 
 def _several(candidates: Sequence[Sequence[str]], store: Store) -> InvalidArgumentError:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from statexchange.errors import (
     CorruptError,
-    IncompleteError,
     InvalidArgumentError,
     StateExchangeError,
     UnknownNameError,
+    UnsupportedError,
     did_you_mean,
     excerpt,
 )
-from statexchange.formats.source import Source, SourceTensor
-from statexchange.sharding.plan import HolderLabel, prove_cover, replica_error
+from statexchange.formats.replicas import check_tensor_copies
+from statexchange.formats.source import ShardFile, Source
+from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.plan import plan_tensors
 from statexchange.sharding.shards import Box, full_box, intersect, is_inside, selected_box
 from statexchange.storage.store import ByteRange
 from statexchange.tensors import ITEMSIZE, PACKED, TorchTensor
@@ -27,21 +30,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = ["OpenCheckpoint", "StoredTensor"]
-
-_OPEN_ONE = "open one of the files"  # advice
-
-
-class _Copy(NamedTuple):
-    """A copy of a box: the shard that has it, the number of the box in it, and its file."""
-
-    tensor: SourceTensor
-    number: int
-    holder: HolderLabel
-
-    @property
-    def stored(self) -> ByteRange:
-        """Its bytes."""
-        return self.tensor.byte_ranges[self.number]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +43,7 @@ class StoredTensor:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    _boxes: Mapping[Box, list[_Copy]]  # each stored box: the copy that is read, and those still to be compared with it
-    _conflicts: Mapping[str, StateExchangeError]  # by the names of tensors that cannot be read
-    _source: Source
+    _stored_boxes: Callable[[], Mapping[Box, ByteRange]]  # raises why the tensor cannot be read
 
     @property
     def nbytes(self) -> int:
@@ -121,14 +107,10 @@ class StoredTensor:
         if not is_inside(target, self.shape):
             text = f"box {target} is outside of the tensor, whose shape is {self.shape}"
             raise InvalidArgumentError(text, name=self.name)
-        if self.name in self._conflicts:
-            raise self._conflicts[self.name]
-        self._check_cover()
-        self._check_copies()
+        stored_boxes = self._stored_boxes()
         # Not a bytearray, which would be filled with zeros first: all of it is covered by boxes.
         data = np.empty(target.numel * ITEMSIZE[self.dtype], np.uint8)
-        for stored_box, copies in self._boxes.items():
-            stored = copies[0].stored
+        for stored_box, stored in stored_boxes.items():
             part = target if stored_box == target and target.numel else intersect(stored_box, target)
             if part is None:
                 continue
@@ -160,26 +142,6 @@ class StoredTensor:
         block = self.read(selected_box(self.shape, keys))
         return block[tuple(0 if isinstance(key, int) else slice(None) for key in keys)]
 
-    def _check_copies(self) -> None:
-        """Read copies without digests once, and raise ReplicaError if they differ."""
-        for box, copies in self._boxes.items():
-            if len(copies) == 1:
-                continue
-            first, *rest = copies
-            digest = first.tensor.digest_of(first.number)
-            for copy in rest:
-                if copy.tensor.digest_of(copy.number) != digest:
-                    raise replica_error(self.name, box, first.holder, copy.holder, _OPEN_ONE, path=copy.stored.path)
-            del copies[1:]
-
-    def _check_cover(self) -> None:
-        if self._boxes.keys() != {full_box(self.shape)}:
-            try:
-                holders = {box: [copies[0].holder] for box, copies in self._boxes.items() if box.numel}
-                prove_cover(self.name, self.shape, holders)
-            except (CorruptError, IncompleteError) as error:
-                raise error.located(path=self._source.path) from None
-
 
 def _box_of(box: Any, name: str) -> Box:
     """Return a box that a caller gave; raise InvalidArgumentError unless it is one, or (offsets, shape)."""
@@ -196,6 +158,30 @@ def _box_of(box: Any, name: str) -> Box:
     return Box(offsets, shape)
 
 
+def _stored_boxes(source: Source, name: str, files: Sequence[ShardFile]) -> Mapping[Box, ByteRange]:
+    """Return the boxes that cover a tensor, with the first copy of each. Copies without digests are read and compared.
+
+    Raises:
+        IncompleteError: a region is in none of the files.
+        ReplicaError: copies of a box differ.
+    """
+    parts = [replace(shard_file, tensors={name: shard_file.tensors[name]}, aliases={}) for shard_file in files]
+    of_tensor = replace(source, files=parts)
+    try:
+        (plan,), _ = plan_tensors(of_tensor.rank_shards(), ExportOptions())
+    except StateExchangeError as error:
+        raise error.located(path=source.path) from None
+    check_tensor_copies(of_tensor, plan, "open one of the files")
+    boxes = {}
+    for piece in plan.pieces:
+        boxes[piece.box] = parts[piece.holder].tensors[name].byte_ranges[piece.box_index]
+    return boxes
+
+
+def _refuse(error: UnsupportedError) -> NoReturn:
+    raise error
+
+
 class OpenCheckpoint(Mapping[str, StoredTensor]):
     """A lazy mapping of tensor names to `StoredTensor`; `open_checkpoint` returns it.
 
@@ -208,32 +194,20 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         self.path = source.path
         self._source = source
         self._tensors: dict[str, StoredTensor] = {}
-        conflicts: dict[str, StateExchangeError] = {}
-        boxes: dict[str, dict[Box, list[_Copy]]] = {}
+        files: dict[str, list[ShardFile]] = {}
         for shard_file, tensor in source.shards():
             shard = tensor.shard
+            files.setdefault(shard.name, []).append(shard_file)
             stored = self._tensors.get(shard.name)
             if stored is None:
-                of_tensor = boxes[shard.name] = {}
-                stored = StoredTensor(shard.name, shard.dtype, shard.global_shape, of_tensor, conflicts, source)
-                self._tensors[shard.name] = stored
+                boxes = cache(partial(_stored_boxes, source, shard.name, files[shard.name]))
+                self._tensors[shard.name] = StoredTensor(shard.name, shard.dtype, shard.global_shape, boxes)
             elif (stored.dtype, stored.shape) != (shard.dtype, shard.global_shape):
                 raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=shard_file.path)
-            label = source.label_of(shard_file)
-            for index, box in enumerate(shard.boxes):
-                copy = _Copy(tensor, index, label)
-                copies = boxes[shard.name].setdefault(box, [])
-                if not copies or None in (copies[0].stored.digest, copy.stored.digest):
-                    copies.append(copy)
-                elif copies[0].stored.digest != copy.stored.digest:
-                    error = replica_error(shard.name, box, copies[0].holder, label, _OPEN_ONE, path=shard_file.path)
-                    conflicts[shard.name] = error
         for unreadable in source.unreadable:
             if unreadable.unsupported is not None:
-                name = unreadable.name
-                conflicts.setdefault(name, unreadable.unsupported)
-                stored = StoredTensor(name, unreadable.dtype or "?", unreadable.shape or (), {}, conflicts, source)
-                self._tensors.setdefault(name, stored)
+                name, dtype, shape = unreadable.name, unreadable.dtype or "?", unreadable.shape or ()
+                self._tensors[name] = StoredTensor(name, dtype, shape, partial(_refuse, unreadable.unsupported))
         source.read_ahead()
 
     def __getitem__(self, name: str) -> StoredTensor:

@@ -8,16 +8,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from statexchange.errors import IncompleteError, InvalidArgumentError, did_you_mean
-from statexchange.formats.huggingface import part_of, shard_file_of
-from statexchange.formats.model_files import preferred_file
-from statexchange.formats.source import (
-    ShardFile,
-    Source,
-    SourceTensor,
-    UnreadableTensor,
-    merged_metadata,
-    unknown_dtypes,
-)
+from statexchange.formats.huggingface import check_numbers, part_of, read_files
+from statexchange.formats.model_files import missing_number, preferred_file
+from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.rules import Layout, Part, place_parts, renumber_names
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.storage.location import OpenedPath
@@ -28,7 +21,6 @@ __all__ = ["apply_layout", "matches", "read"]
 
 _SUFFIX = ".safetensors"
 _NUMBER = re.compile(r"([0-9]+)")
-_TOTAL = re.compile(r"[-_.]of[-_.]?0*([0-9]+)")
 
 
 def matches(opened: OpenedPath) -> bool:
@@ -47,54 +39,24 @@ def read(opened: OpenedPath) -> Source:
     """Return the safetensors files of a directory as a source, one rank each, in the order of the numbers in names.
 
     Raises:
-        IncompleteError: a number is missing among the names, or they contain "of n" and there are not n files.
+        IncompleteError: the numbers in the names show that a file is missing.
     """
     names = sorted(_names(opened), key=_numeric_order)
     whole = preferred_file(opened.store)
     if whole in names and len(names) > 1:
         text = "a layout takes each file for one rank's, and by its name this is a whole model: move it, or the others"
         raise InvalidArgumentError(text, path=opened.store.path_of(whole))
-    _check_whole(names, opened.path)
-    shard_files = []
-    unreadable: list[UnreadableTensor] = []
-    texts = []
-    for rank, name in enumerate(names):
-        file = opened.store.open(name)
-        header = read_header(file)
-        unreadable += unknown_dtypes(header, file.path)
-        texts.append(header.common_metadata)
-        shard_files.append(shard_file_of(rank, file, header))
-    metadata, differing = merged_metadata(texts)
-    return Source(
-        "rank files",
-        opened,
-        tuple(shard_files),
-        world_size=len(shard_files),
-        unreadable=tuple(unreadable),
-        metadata=metadata,
-        differing=differing,
-    )
+    for problem in check_numbers(names, opened.store):
+        raise problem
+    absent = missing_number(names)
+    if absent is not None:
+        raise IncompleteError(f"files are numbered, but number {absent} is missing", path=opened.path)
+    return replace(read_files(opened, names), kind="rank files", world_size=len(names))
 
 
 def _numeric_order(name: str) -> list[tuple[int, str]]:
     """Return a sort key that compares digits as numbers."""
     return [(int(piece), "") if _NUMBER.fullmatch(piece) else (-1, piece) for piece in _NUMBER.split(name)]
-
-
-def _check_whole(names: list[str], path: str) -> None:
-    """Raise IncompleteError if the numbers in the names show that a file is missing."""
-    numbers = [[int(digits) for digits in _NUMBER.findall(name)] for name in names]
-    varying = [column for column in zip(*numbers, strict=False) if len(set(column)) > 1]
-    if len({len(row) for row in numbers}) == 1 and len(varying) == 1:
-        (column,) = varying
-        present, begin = set(column), min(1, *column)
-        if len(present) < max(column) + 1 - begin:  # a number in a name may be huge, so no range is built
-            absent = next(number for number in range(begin, max(column) + 1) if number not in present)
-            raise IncompleteError(f"files are numbered, but number {absent} is missing", path=path)
-    totals = {int(match[1]) for match in map(_TOTAL.search, names) if match is not None}
-    if totals and totals != {len(names)}:
-        text = f"by their names there should be {max(totals)} files, but there are {len(names)}"
-        raise IncompleteError(text, path=path)
 
 
 def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]]:
@@ -137,7 +99,7 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
         renamed = tensors[shard_file.rank]
         aliases = {alias: name for alias, name in shard_file.aliases.items() if alias in renamed and name in renamed}
         shard_files.append(replace(shard_file, tensors=renamed, aliases=aliases))
-    return replace(source, files=tuple(shard_files)), reductions
+    return replace(source, files=shard_files), reductions
 
 
 def _check_other_ranks(source: Source, layout: Layout) -> None:

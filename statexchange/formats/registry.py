@@ -204,7 +204,6 @@ class Probe:
         opened: the opened path.
         source: the checkpoint; None if there is none, or if it cannot be opened.
         error: why it cannot be opened.
-        names: all names in the directory, sorted.
         directories: the names of its directories, without links; none if these are parts of a checkpoint in one of the
             formats that are not read.
         is_foreign: whether the checkpoint has a format that is not read, which `error` names.
@@ -213,7 +212,6 @@ class Probe:
     opened: OpenedPath
     source: Source | None
     error: StateExchangeError | None
-    names: Sequence[str]
     directories: Sequence[str]
     is_foreign: bool = False
 
@@ -236,27 +234,27 @@ def probe(path: str) -> Probe:
 
     def look(opened: OpenedPath) -> Probe:
         store = opened.store
-        names, directories = list(store.listing), store.directories
+        directories = store.directories
         try:
             source = read_opened(opened)
             _check_not_repeated(source)
         except NotFoundError:
-            return Probe(opened, None, None, names, directories)
+            return Probe(opened, None, None, directories)
         except ReplacedError:
             raise
         except InvalidArgumentError as error:  # one of several checkpoints has to be named
-            are_files = not directories or any(map(is_weights, names))  # else directories, to be probed in turn
-            return Probe(opened, None, error if are_files else None, names, directories)
+            are_files = not directories or any(map(is_weights, store.listing))  # else directories, to be probed in turn
+            return Probe(opened, None, error if are_files else None, directories)
         except StateExchangeError as error:
             is_foreign = isinstance(error, UnsupportedError) and _format_of(opened) == _FOREIGN
             if is_foreign:
                 from statexchange.formats.foreign import is_directory_format
 
                 directories = [] if is_directory_format(store) else directories
-            return Probe(opened, None, error, names, directories, is_foreign=is_foreign)
+            return Probe(opened, None, error, directories, is_foreign=is_foreign)
         if source.problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
-        return Probe(opened, source, None, names, directories)
+        return Probe(opened, source, None, directories)
 
     return read_with_retry(path, look)
 

@@ -80,15 +80,13 @@ def read(opened: OpenedPath, ranks: tuple[int, int] | None = None) -> Source:
                 configs[rank] = file.config
                 with parsing("broken record of a rank's state", path=file.path):
                     states[rank] = IndexedState.from_json(file.metadata)
-        except NotFoundError as error:
-            problems.append(IncompleteError(error.message, rank=rank, path=error.path))
         except ReplacedError:
             raise
         except StateExchangeError as error:
             problems.append(error)
     if opened.file is not None:
         problems += _absent_tensors(files, configs)
-    return replace(_source(opened, manifest, files, configs, states), problems=tuple(problems))
+    return replace(_source(opened, manifest, files, configs, states), problems=problems)
 
 
 def _indexed(opened: OpenedPath, manifest: SaveManifest, index: SaveIndex, ranks: tuple[int, int]) -> Source:
@@ -143,17 +141,17 @@ def _absent_tensors(files: Sequence[ShardFile], configs: Mapping[int, str]) -> I
             yield IncompleteError(text, rank=file.rank, path=file.path)
             continue
         waiting: list[object] = [parse_stored(configs[file.rank], file.path, file.file.budget)]
-        absent: list[str] = []
+        names = set()
         while waiting:
             value = waiting.pop()
             if isinstance(value, dict):
                 name = value.get("name")
-                is_here = name in file.tensors or name in file.aliases if isinstance(name, str) else True
-                if value.get("$") == "leaf" and not is_here:
-                    absent.append(str(name))
+                if value.get("$") == "leaf" and isinstance(name, str):  # else its value is broken
+                    names.add(name)
                 waiting += value.values()
             elif isinstance(value, list):
                 waiting += value
+        absent = names - file.tensors.keys() - file.aliases.keys()
         if absent:
             text = f"other files have {format_number(len(absent), 'tensor')} of this rank: give the directory"
             yield IncompleteError(text, rank=file.rank, name=min(absent), path=file.path)

@@ -78,12 +78,8 @@ def sections_of(source: Source) -> tuple[Section, ...]:
     root = f"{keys.pop()}." if len(keys) == 1 else ""
     if root[:-1] in ("", *_MODEL_KEYS, *_KEYS):
         return ()
-    below = _by_keys({name.removeprefix(root) for name in tensors}, {name.removeprefix(root) for name in values})
-    if all(section.name != "optimizer" for section in below):
-        return ()
-    return tuple(
-        Section(section.name, root + section.prefix, frozenset(map(root.__add__, section.names))) for section in below
-    )
+    sections = _by_keys(tensors, values, root)
+    return sections if any(section.name == "optimizer" for section in sections) else ()
 
 
 def _values_of_save(source: Source, tensors: set[str]) -> Iterator[str]:
@@ -99,16 +95,19 @@ def _values_of_save(source: Source, tensors: set[str]) -> Iterator[str]:
             yield f"{key}.param_groups"
 
 
-def _by_keys(tensors: set[str], values: set[str]) -> tuple[Section, ...]:
-    """Return the sections that the first keys of the names show; () if it is not certain that this is a job's state."""
+def _by_keys(tensors: set[str], values: set[str], root: str = "") -> tuple[Section, ...]:
+    """Return the sections that the first keys of the names show; () if it is not certain that this is a job's state.
+
+    All names begin with `root`, which comes before these keys.
+    """
     by_key: dict[str, set[str]] = {}
     for name in tensors | values:
-        by_key.setdefault(_END_OF_KEY.split(name, 1)[0], set()).add(name)
+        by_key.setdefault(_END_OF_KEY.split(name[len(root) :], 1)[0], set()).add(name)
     by_section: dict[SectionName, set[str]] = {}
     keys: dict[SectionName, list[str]] = {}
     is_job = False
     for key, names in by_key.items():
-        section = _section_of_key(key, by_key)
+        section = _section_of_key(key, by_key, root)
         if section is not None:
             has_state = section == "optimizer" and any(map(_HAS_STATE.search, names))
             is_job = is_job or has_state or not names.isdisjoint(values)
@@ -122,17 +121,21 @@ def _by_keys(tensors: set[str], values: set[str]) -> tuple[Section, ...]:
     for section in SECTIONS if is_job else ():
         if section in by_section:
             names = by_section[section]
-            prefix = f"{keys[section][0]}."
+            prefix = f"{root}{keys[section][0]}."
             # The names of a model may begin with one key themselves.
-            has_prefix = {name[: len(prefix)] for name in names} == {prefix}
             is_model_part = section == "model" and keys[section][0] not in _MODEL_KEYS
-            sections.append(Section(section, prefix if has_prefix and not is_model_part else "", frozenset(names)))
+            if is_model_part or {name[: len(prefix)] for name in names} != {prefix}:
+                prefix = root
+            sections.append(Section(section, prefix, frozenset(names)))
     return tuple(sections)
 
 
-def _section_of_key(key: str, by_key: Mapping[str, set[str]]) -> SectionName | None:
+def _section_of_key(key: str, by_key: Mapping[str, set[str]], root: str) -> SectionName | None:
     """Return the section that a key names, or that the names below it show; None for the model or an unknown one."""
-    parts = {match and match[1] for match in map(_OF_OPTIMIZER.match, by_key[key])}
+    parts = set()
+    for name in by_key[key]:
+        match = _OF_OPTIMIZER.match(name, len(root))
+        parts.add(match and match[1])
     is_optimizer = "param_groups" in parts and parts <= {"param_groups", "state"}
     if is_optimizer or (key == "state" and "param_groups" in by_key):
         return "optimizer"
@@ -231,7 +234,7 @@ def sections_from(
     return tuple(Section(section, prefixes.get(section, ""), frozenset(by_section[section])) for section in in_order)
 
 
-def problems_of(source: Source, wants: Callable[[str], bool]) -> tuple[StateExchangeError, ...]:
+def problems_of(source: Source, wants: Callable[[str], bool]) -> list[StateExchangeError]:
     """Return the problems of a source that may affect the tensors whose names `wants` accepts."""
     paths = {tensor.path for tensor in source.unreadable}
     affected = {tensor.path for tensor in source.unreadable if wants(tensor.name)}
@@ -243,4 +246,4 @@ def problems_of(source: Source, wants: Callable[[str], bool]) -> tuple[StateExch
             is_affected = problem.path in affected
         if is_affected:
             problems.append(problem)
-    return tuple(problems)
+    return problems

@@ -36,7 +36,7 @@ from statexchange.errors import (
     UnsupportedError,
     excerpt,
 )
-from statexchange.sharding.options import renamed
+from statexchange.sharding.options import ExportOptions, renamed
 from statexchange.sharding.paths import (
     Path,
     agreed_paths,
@@ -44,7 +44,7 @@ from statexchange.sharding.paths import (
     note_on_wrappers,
     wrapper_rules,
 )
-from statexchange.sharding.plan import HolderLabel, RankShards, prove_cover
+from statexchange.sharding.plan import HolderLabel, RankShards, plan_tensors
 from statexchange.sharding.shards import Box, Shard, c_strides
 from statexchange.storage.location import OpenedPath, parse_json
 from statexchange.storage.store import Budget, ByteRange, Store, StoredFile
@@ -459,8 +459,8 @@ class Source:
     files: Sequence[ShardFile]
     others: Mapping[str, str] = field(default_factory=dict)
     texts: Mapping[str, str] = field(default_factory=dict)
-    problems: tuple[StateExchangeError, ...] = ()
-    unreadable: tuple[UnreadableTensor, ...] = ()
+    problems: Sequence[StateExchangeError] = ()
+    unreadable: Sequence[UnreadableTensor] = ()
     metadata: Mapping[str, str] = field(default_factory=dict)
     differing: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -562,20 +562,15 @@ class Source:
         """
         if self.problems or self.world_size is not None or self.manifest is not None:
             return ()
-        shapes = {
-            tensor.shard.name: tensor.shard.global_shape
-            for _, tensor in self.shards()
-            if [box.shape for box in tensor.shard.boxes] != [tensor.shard.global_shape]
-        }
-        boxes: dict[str, dict[Box, list[HolderLabel]]] = {name: {} for name in shapes}
-        for shard_file, tensor in self.shards() if shapes else ():
-            for box in tensor.shard.boxes if tensor.shard.name in boxes else ():
-                boxes[tensor.shard.name].setdefault(box, []).append(self.label_of(shard_file))
-        for name, shape in shapes.items():
-            try:
-                prove_cover(name, shape, {box: holders for box, holders in boxes[name].items() if box.numel})
-            except (CorruptError, IncompleteError) as error:
-                return (error.located(path=self.path),)
+        parts = {tensor.shard.name for _, tensor in self.shards() if not tensor.shard.is_whole}
+        holders = []
+        for shard_file in self.files if parts else ():
+            shards = [tensor.shard for name, tensor in shard_file.tensors.items() if name in parts]
+            holders.append(RankShards(shard_file.rank, shards, label=self.label_of(shard_file)))
+        try:
+            plan_tensors(holders, ExportOptions())
+        except StateExchangeError as error:
+            return (error.located(path=self.path),)
         return ()
 
     def shards(self) -> Iterator[tuple[ShardFile, SourceTensor]]:
@@ -600,10 +595,10 @@ class Source:
         unreadable = [(new_name(tensor.name), tensor) for tensor in self.unreadable]
         return replace(
             self,
-            files=tuple(shard_file.renamed(new_name) for shard_file in self.files),
+            files=[shard_file.renamed(new_name) for shard_file in self.files],
             others=_renamed_keys(self.others, new_name),
             texts=_renamed_keys(self.texts, new_name),
-            unreadable=tuple(replace(tensor, name=new) for new, tensor in unreadable if new is not None),
+            unreadable=[replace(tensor, name=new) for new, tensor in unreadable if new is not None],
             paths=agreed_paths(paths),
         )
 

@@ -22,9 +22,9 @@ from statexchange.errors import (
     UnsupportedError,
     excerpt,
 )
+from statexchange.formats.frameworks import state_file
 from statexchange.formats.huggingface import RANK, check_numbers, misplaced, names_by_file, read_index
 from statexchange.formats.model_files import INDEX, TORCH, model_files, only_indexed, unread_weights
-from statexchange.formats.part_names import state_file
 from statexchange.formats.pickles import OpaqueObject, read_pickle
 from statexchange.formats.sections import sections_from
 from statexchange.formats.source import (

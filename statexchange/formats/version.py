@@ -45,7 +45,7 @@ from statexchange.formats.version_frames import (
     StreamedFrames,
     frame_ends,
 )
-from statexchange.sharding.shards import Box, Shard, full_box
+from statexchange.sharding.shards import Box
 from statexchange.storage.files import WINDOW_BYTES, digest
 from statexchange.storage.location import MAX_MANIFEST_BYTES, OpenedPath, open_path, read_json
 from statexchange.storage.publish.claim import CLAIM_NAME, claim_of
@@ -361,7 +361,7 @@ def _resolved(opened: OpenedPath, delta: _Delta, base: Source) -> Source:
     return Source(
         "version",
         opened,
-        tuple(files),
+        files,
         manifest=manifest,
         metadata=base.metadata,
         notes=tuple(notes),
@@ -376,12 +376,9 @@ def _patched(delta: _Delta, header: Header, stored: ByteRange, base: SourceTenso
     if record and (record["dtype"], tuple(record["shape"])) != (shard.dtype, shard.global_shape):
         text, listed = "the dtype or shape differs from the base", f"{record['dtype']} {record['shape']}"
         raise CorruptError(text, name=name, path=stored.path, expected=shard, found=listed)
-    from statexchange.formats.converted import with_one_box  # late: most commands read no deltas
-
-    whole = with_one_box(base)
-    if len(whole.byte_ranges) != 1 or whole.byte_ranges[0].strides is not None:
+    if not shard.is_whole or base.byte_ranges[0].strides is not None:
         raise UnsupportedError("the base is no checkpoint of whole tensors", name=name, path=stored.path)
-    nbytes, frames = whole.byte_ranges[0].nbytes, record.get("frames", ())
+    nbytes, frames = base.byte_ranges[0].nbytes, record.get("frames", ())
     applied: Change
     # A frame of a whole tensor is read as a stream, and not held.
     if len(frames) > 1 or (frames and nbytes <= delta.frame_nbytes):
@@ -393,9 +390,8 @@ def _patched(delta: _Delta, header: Header, stored: ByteRange, base: SourceTenso
     else:
         applied = Overwritten(stored, nbytes, name, ITEMSIZE[shard.dtype])
     checksum = header.metadata.get(name, "")
-    file = PatchedFile(whole.byte_ranges[0], applied, checksum if delta.checksum == "adler32" else "")
-    all_of_it = Shard(name, shard.dtype, shard.global_shape, (full_box(shard.global_shape),))
+    file = PatchedFile(base.byte_ranges[0], applied, checksum if delta.checksum == "adler32" else "")
     patched = ByteRange(file, 0, nbytes, checksum if delta.checksum == "xxh3-128" else None)
     if record:
-        return huggingface.published_tensor(all_of_it, patched, record, {})
-    return SourceTensor(all_of_it, (patched,))
+        return huggingface.published_tensor(shard, patched, record, {})
+    return SourceTensor(shard, (patched,))

@@ -162,12 +162,12 @@ def _read(
     return Source(
         "workspace",
         root,
-        tuple(shard_files),
+        shard_files,
         run=first.run,
         round=first.round,
         world_size=first.world_size,
         configs=configs,
-        problems=tuple(problems),
+        problems=problems,
     )
 
 

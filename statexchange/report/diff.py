@@ -184,10 +184,14 @@ class _Side:
     def digests(self, name: str) -> dict[Box, str | None]:
         """Return the known digest of each box of a tensor."""
         plan = self.tensors[name]
-        digests = {}
+        digests: dict[Box, str | None] = {}
         for piece in plan.pieces:
             stored = self.source.files[piece.holder].tensors[plan.source]
-            digests[piece.box] = stored.byte_ranges[piece.box_index].digest
+            byte_range = stored.byte_ranges[piece.box_index]
+            if len(byte_range.parts):
+                digests.update(byte_range.parts)
+            else:
+                digests[piece.box] = byte_range.digest
         return digests
 
     def run(self, names: Sequence[str]) -> ByteRange | None:

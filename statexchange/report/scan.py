@@ -138,7 +138,7 @@ def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[Sca
             if row is not None:
                 yield row
             if not found.opened.store.is_remote:
-                yield from _unfinished(folder, found.names)
+                yield from _unfinished(folder, found.opened.store.listing)
             below = _others(folder, found)
         waiting += [f"{folder.rstrip('/')}/{name}" for name in reversed(below)]
 
@@ -198,8 +198,9 @@ def _with_download(folder: str, found: Probe, row: ScanRow | None) -> ScanRow | 
     The hub's files have the ending ``.incomplete`` while they are written, in the directory of its cache or, for a
     download into a directory, in a hidden one below it, where an old one may be left beside a whole checkpoint.
     """
-    names = [name for name in found.names if name.endswith(UNFINISHED_DOWNLOAD)]
-    names = [name for name in names if name.removesuffix(UNFINISHED_DOWNLOAD) not in found.names]
+    listing = found.opened.store.listing
+    names = [name for name in listing if name.endswith(UNFINISHED_DOWNLOAD)]
+    names = [name for name in names if name.removesuffix(UNFINISHED_DOWNLOAD) not in listing]
     if row is None or row.status != "whole" or row.kind == "torch":  # nothing lists torch's files
         names += _hidden_downloads(found)
     if not names:

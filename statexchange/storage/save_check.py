@@ -191,7 +191,7 @@ def _file_problem(
         if version not in checked and not is_trusted:
             open_rank_file(store, manifest, listed)
         checked.add(version)
-    except NotFoundError:
+    except (NotFoundError, IncompleteError):
         return _FileProblem(rank, _NO_FILE, IncompleteError("this rank's file is missing", rank=rank, path=path))
     except ReplacedError:
         raise

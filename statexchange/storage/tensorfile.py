@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statexchange.errors import (
     CorruptError,
+    IncompleteError,
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
@@ -711,7 +712,7 @@ def open_rank_file(store: Store, manifest: SaveManifest, listed: SavedFile) -> R
     """Open a rank's file of a save; it is closed with the store.
 
     Raises:
-        NotFoundError: the file is missing.
+        IncompleteError: the file is missing.
         CorruptError: its header, metadata or size is wrong, or it belongs to another save.
     """
     rank = listed.rank
@@ -719,5 +720,5 @@ def open_rank_file(store: Store, manifest: SaveManifest, listed: SavedFile) -> R
     try:
         file = store.open(listed.name)
     except NotFoundError as error:
-        raise NotFoundError("this rank's file is missing", rank=rank, path=error.path) from None
+        raise IncompleteError("this rank's file is missing", rank=rank, path=error.path) from None
     return RankFile(file, expected, listed.nbytes)

@@ -155,7 +155,10 @@ STATE_FILES = {
     f"{TRAINER}/optimizer.pt": ("the state of an optimizer: give the directory of the checkpoint, {}", "optimizer"),
     f"{TRAINER}/rng_state.pth": ("the states of random number generators: give the directory", "rng"),
     f"{TRAINER}/scheduler.pt": ("the state of a learning rate's scheduler: give the directory", ""),
-    f"{TRAINER}/training_args.bin": ("the arguments of Trainer: give the directory of the checkpoint, {}", ""),
+    f"{TRAINER}/training_args.bin": (
+        "the arguments of Trainer, or its scaler: give the directory of the checkpoint, {}",
+        "",
+    ),
     f"{ACCELERATE}/optimizer.bin": ("the state of an optimizer: give the directory of the checkpoint, {}", "optimizer"),
     f"{ACCELERATE}/scheduler.bin": ("the state of a learning rate's scheduler: give the directory", ""),
     f"{ACCELERATE}/random_states_0.pkl": ("the states of random number generators: give the directory", "rng"),
