@@ -29,7 +29,7 @@ from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.save_check import check_saves
 from statexchange.storage.steps import saves_path, step_name
 
-__all__ = ["VerifyReport", "verify", "verify_saves"]
+__all__ = ["VerifyReport", "verify", "verify_listed", "verify_saves"]
 
 _UNREAD = "unread"
 
@@ -40,7 +40,7 @@ class VerifyReport:
 
     Attributes:
         path: the verified path.
-        kind: its format; "unread" for a save that could not be opened, of which nothing is counted.
+        kind: its format; "unread" for a save or version that could not be opened, of which nothing is counted.
         num_tensors: number of tensors.
         num_boxes: number of boxes read.
         num_unproven: number of boxes whose bytes cannot be checked, as neither they nor their file has a known hash.
@@ -262,19 +262,19 @@ def verify_saves(
     path: str | os.PathLike[str],
     *,
     checks: Collection[Check] = (),
-    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> Iterator[tuple[int, VerifyReport]]:
-    """Read and check every save of a directory of steps, oldest first, and yield (step, result) of each.
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[dict[str, int], VerifyReport]]:
+    """Read and check every save of a directory of steps, oldest first, and yield its keys and the result.
 
     Not collective. Problems become findings, not exceptions. A save that is removed meanwhile is left out.
 
     Args:
         path: the directory or URL in which `Checkpoints` saves.
         checks: the checks of values to make.
-        on_progress: called with (bytes done, bytes in total).
+        on_progress: called with (bytes done, bytes in total) of each save.
 
     Yields:
-        The step and the result of a save.
+        {"step": the step} and the result of a save.
 
     Raises:
         NotFoundError: the directory does not exist, or has no saves.
@@ -284,32 +284,34 @@ def verify_saves(
         >>> import torch
         >>> import statexchange as sx
         >>> report = sx.Checkpoints("saves").save({"w": torch.zeros(2)}, 10)
-        >>> for step, report in verify_saves("saves"):
-        ...     step, report.findings
-        (10, ())
+        >>> for keys, report in verify_saves("saves"):
+        ...     keys, report.findings
+        ({'step': 10}, ())
     """
     root = saves_path(path)
-    saves = check_saves(root)
-    total = sum(save.manifest.total_bytes for save in saves if save.manifest is not None)
-    done_before = 0
-    for save in saves:
+    for save in check_saves(root):
         if save.manifest is None:  # the ranks' files alone would look like another format
-            yield save.step, _unreadable_save(save.path, save.problems)
+            yield {"step": save.step}, _unread(save.path, save.problems)
             continue
-
-        def report_part(done: int, _: int, before: int = done_before) -> None:
-            # The files' sizes may differ from those in the manifest: the sum never exceeds the total.
-            on_progress(min(before + done, total), total)
-
-        try:
-            report = verify(os.path.join(root, step_name(save.step)), checks=checks, on_progress=report_part)
-        except NotFoundError:
-            continue
-        except StateExchangeError as error:
-            report = _unreadable_save(save.path, (error,))
-        yield save.step, report
-        done_before += save.manifest.total_bytes
+        report = verify_listed(os.path.join(root, step_name(save.step)), checks, on_progress)
+        if report is not None:
+            yield {"step": save.step}, report
 
 
-def _unreadable_save(path: str, findings: tuple[StateExchangeError, ...]) -> VerifyReport:
+def verify_listed(
+    path: str, checks: Collection[Check], on_progress: Callable[[int, int], None] | None
+) -> VerifyReport | None:
+    """Return the result for one of several checkpoints, whose error is its finding; None if it was removed.
+
+    Not collective.
+    """
+    try:
+        return verify(path, checks=checks, on_progress=on_progress)
+    except NotFoundError:
+        return None
+    except StateExchangeError as error:
+        return _unread(without_secrets(path), (error,))
+
+
+def _unread(path: str, findings: tuple[StateExchangeError, ...]) -> VerifyReport:
     return VerifyReport(path, _UNREAD, 0, 0, 0, 0, findings)

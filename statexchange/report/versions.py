@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from statexchange.errors import IncompleteError, NotFoundError, StateExchangeError, without_secrets
 from statexchange.formats.registry import open_source
 from statexchange.formats.version import delta_facts
-from statexchange.report.verify import VerifyReport, verify
+from statexchange.report.verify import VerifyReport, verify_listed
 from statexchange.storage.location import directory_of, open_path
 from statexchange.storage.versions import all_versions, retired_versions, size_and_time, version_path
 
@@ -103,27 +103,24 @@ def verify_versions(
     path: str,
     *,
     checks: Collection[Check] = (),
-    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> Iterator[tuple[str, int, VerifyReport]]:
-    """Read and check every version with all that it is based on, and yield its run, its number and the result.
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[dict[str, str | int], VerifyReport]]:
+    """Read and check every version of weights with all that it is based on.
 
     Not collective. Problems become findings, not exceptions. A version that is removed meanwhile is left out.
 
     Args:
         path: the directory of versions.
         checks: the checks of values to make.
-        on_progress: called with (versions done, versions in total).
+        on_progress: called with (bytes done, bytes in total) of each version.
+
+    Yields:
+        {"run": the run, "version": the number} and the result of a version.
     """
     path = directory_of(path)
-    listed = [(run, number) for run, numbers in all_versions(path).items() for number in numbers]
-    for done, (run, number) in enumerate(listed):
-        on_progress(done, len(listed))
-        folder = version_path(path, run, number)
-        try:
-            report = verify(folder, checks=checks)
-        except StateExchangeError as error:
-            if number not in all_versions(path).get(run, ()):
-                continue
-            report = VerifyReport(without_secrets(folder), "version", 0, 0, 0, 0, (error,))
-        yield run, number, report
-    on_progress(len(listed), len(listed))
+    for run, numbers in all_versions(path).items():
+        for number in numbers:
+            report = verify_listed(version_path(path, run, number), checks, on_progress)
+            # What it is based on may also be removed while it is read.
+            if report is not None and (report.is_read or number in all_versions(path).get(run, ())):
+                yield {"run": run, "version": number}, report
