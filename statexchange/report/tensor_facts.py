@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from statexchange.errors import IncompleteError, OverlapError, StateExchangeError, UnsupportedError
 from statexchange.formats.sections import sections_of
 from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.paths import is_index
 from statexchange.sharding.plan import RankShards, plan_tensors, replica_error
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.tensors import ITEMSIZE, PACKED, element_shape
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from statexchange.storage.store import ByteRange
 
 __all__ = [
+    "Branch",
     "ModuleNode",
     "Region",
     "TensorFacts",
@@ -29,6 +31,7 @@ __all__ = [
     "element_box",
     "group_box",
     "known_bytes",
+    "module_branches",
     "module_tree",
     "tensor_facts",
     "tensor_rows",
@@ -315,14 +318,35 @@ class ModuleNode:
             waiting += [(level + 1, child) for child in reversed(node.children)]
 
 
-class _Branch:
-    """A module while the tree is built. Branches are alike if their `form` is equal."""
+class Branch:
+    """A module with its own tensors and the modules below it. Branches are alike if their `form` is equal."""
 
-    def __init__(self) -> None:
-        self.below: dict[str, _Branch] = {}
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.below: dict[str, Branch] = {}
         self.tensors: list[TensorRow] = []
         self.num_tensors = self.num_parameters = self.nbytes = 0
         self.form = 0
+
+
+def module_branches(rows: Iterable[TensorRow], depth: int) -> list[Branch]:
+    """Return the modules in the tensors' names, down to `depth` parts of a name: the top first, parents first."""
+    branches = [Branch("")]
+    for row in rows:
+        branch = branches[0]
+        path = [branch]
+        for part in row.name.split(".", depth)[:depth]:  # deeper parts count in the last one
+            if part not in branch.below:
+                branch.below[part] = Branch(f"{branch.path}.{part}" if len(path) > 1 else part)
+                branches.append(branch.below[part])
+            branch = branch.below[part]
+            path.append(branch)
+        branch.tensors.append(row)
+        for module in path:
+            module.num_tensors += 1
+            module.num_parameters += row.num_parameters
+            module.nbytes += row.nbytes or 0
+    return branches
 
 
 def module_tree(rows: Iterable[TensorRow], depth: int) -> ModuleNode:
@@ -331,32 +355,16 @@ def module_tree(rows: Iterable[TensorRow], depth: int) -> ModuleNode:
     Successive numbered modules, such as layers.0 to layers.31, are one node if all below them has the same names,
     dtypes and shapes.
     """
-    top = _Branch()
-    branches = [top]
-    for row in rows:
-        branch = top
-        parts = row.name.split(".", depth)[:depth]  # deeper parts count in the last one
-        path = [top]
-        for part in parts:
-            if part not in branch.below:
-                branch.below[part] = _Branch()
-                branches.append(branch.below[part])
-            branch = branch.below[part]
-            path.append(branch)
-        branch.tensors.append(row)
-        for one in path:
-            one.num_tensors += 1
-            one.num_parameters += row.num_parameters
-            one.nbytes += row.nbytes or 0
+    branches = module_branches(rows, depth)
     forms: dict[Hashable, int] = {}  # numbers, so that a form does not hold all forms below
     for branch in reversed(branches):  # children come after their parents
-        own = tuple(sorted((row.name.split(".", depth)[depth:], row.dtype, row.shape) for row in branch.tensors))
+        tensors = sorted((row.name.split(".", depth)[depth:], row.dtype, row.shape) for row in branch.tensors)
         below = tuple(sorted((name, child.form) for name, child in branch.below.items()))
-        branch.form = forms.setdefault((repr(own), below), len(forms))
-    return _node("", "", [top])
+        branch.form = forms.setdefault((repr(tensors), below), len(forms))
+    return _node("", "", branches[:1])
 
 
-def _node(name: str, path: str, alike: list[_Branch]) -> ModuleNode:
+def _node(name: str, path: str, alike: list[Branch]) -> ModuleNode:
     """Return the node of branches that are alike. The work is bounded by their number and the depth."""
     children = []
     for run in _runs(alike[0].below):
@@ -374,18 +382,14 @@ def _node(name: str, path: str, alike: list[_Branch]) -> ModuleNode:
     )
 
 
-def _runs(below: dict[str, _Branch]) -> list[list[str]]:
+def _runs(below: dict[str, Branch]) -> list[list[str]]:
     """Return the names in order of their numbers, successive ones whose branches are alike together."""
     runs: list[list[str]] = []
-    for name in sorted(below, key=lambda name: (0, int(name), "") if _is_number(name) else (1, 0, "")):
+    for name in sorted(below, key=lambda name: (0, int(name), "") if is_index(name) else (1, 0, "")):
         last = runs[-1][-1] if runs else ""
-        is_next = _is_number(name) and _is_number(last) and int(name) == int(last) + 1
+        is_next = is_index(name) and is_index(last) and int(name) == int(last) + 1
         if is_next and below[name].form == below[last].form:
             runs[-1].append(name)
         else:
             runs.append([name])
     return runs
-
-
-def _is_number(name: str) -> bool:
-    return name.isascii() and name.isdigit() and len(name) < 10 and str(int(name)) == name

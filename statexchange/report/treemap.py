@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from statexchange.errors import NotFoundError
 from statexchange.report.summary import model_of, model_rows
 from statexchange.report.svg import MARGIN, WIDTH, Drawing, lightened, palette, text_width, title_of
-from statexchange.report.tensor_facts import TensorRow, known_bytes, tensor_rows
+from statexchange.report.tensor_facts import Branch, TensorRow, known_bytes, module_branches, tensor_rows
 from statexchange.units import format_bytes, format_count, format_number, format_shape, shortened
 
 if TYPE_CHECKING:
@@ -135,28 +135,19 @@ def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
 
 def _tree(rows: Iterable[TensorRow]) -> _Node:
     """Return the tree of all modules; a module with one part is left out, its part has the longer name."""
-    nested: dict[str, object] = {}
-    for row in rows:
-        parent = nested
-        components = row.name.split(".", _MAX_COMPONENTS - 1)
-        for component in components[:-1]:
-            parent = parent.setdefault(f"{component}.", {})  # type: ignore[assignment]
-        parent.setdefault(components[-1], row)  # the dot keeps the tensor "a" and the module of "a.b" apart
-    return _node("", nested)
+    top = module_branches(rows, _MAX_COMPONENTS)[0]
+    return _Node("", top.num_parameters, top.num_tensors, _parts(top))
 
 
-def _node(name: str, found: object) -> _Node:
-    """Return the node of a row, or of a dict of components."""
-    if isinstance(found, TensorRow):
-        return _Node(name, found.num_parameters, 1, row=found)
-    assert isinstance(found, dict)
-    children = [_node(f"{name}{component}", part) for component, part in found.items()]
-    if len(children) == 1 and name:
-        return children[0]
-    children.sort(key=_order)
-    return _Node(
-        name.removesuffix("."), sum(child.numel for child in children), sum(c.num_tensors for c in children), children
-    )
+def _parts(branch: Branch) -> list[_Node]:
+    """Return the tensors and modules of a branch, largest first."""
+    parts = [_Node(row.name, row.num_parameters, 1, row=row) for row in branch.tensors]
+    for module in branch.below.values():
+        children = _parts(module)
+        is_one = len(children) == 1
+        node = children[0] if is_one else _Node(module.path, module.num_parameters, module.num_tensors, children)
+        parts.append(node)
+    return sorted(parts, key=_order)
 
 
 def _order(node: _Node) -> tuple[int, str]:
