@@ -12,7 +12,7 @@ A person who reads a finding should have a reason to look.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -25,7 +25,7 @@ from statexchange.units import format_shape
 if TYPE_CHECKING:
     from statexchange.storage.store import ByteRange
 
-__all__ = ["CHECKS", "Check", "FileTails", "TensorChecks", "ValueFindingError"]
+__all__ = ["CHECKS", "Check", "StoredBox", "TensorChecks", "ValueFindingError", "joint_tails"]
 
 Check = Literal["nan", "inf", "all-zero", "zero-tail", "zero-pages", "all-equal"]
 CHECKS: tuple[Check, ...] = get_args(Check)
@@ -70,9 +70,10 @@ class ValueFindingError(StateExchangeError):
 
 
 @dataclass(slots=True)
-class _StoredBox:
+class StoredBox:
     """A box as it lies in a file, with its rank; and the runs of zero bytes in it, by offsets in the file."""
 
+    checks: TensorChecks
     stored: ByteRange
     box: Box
     rank: int | None
@@ -82,10 +83,17 @@ class _StoredBox:
 
     @property
     def end(self) -> int:
+        """Where it ends in the file."""
         return self.stored.begin + self.stored.nbytes
 
     @property
+    def tail_begin(self) -> int:
+        """Where its zero tail begins in the file."""
+        return self.end - self.tail
+
+    @property
     def is_zero(self) -> bool:
+        """Whether all its bytes are zero."""
         return self.tail == self.stored.nbytes
 
     def find_runs(self, data: memoryview) -> None:
@@ -116,16 +124,13 @@ class _Special:
 
     count: int = 0
     first: tuple[int, ...] | None = None
-    where: _StoredBox | None = None
+    where: StoredBox | None = None
 
-    def add(self, mask: Any, window: Box, where: _StoredBox) -> None:
-        import numpy as np
-
-        found = np.flatnonzero(mask)
-        if not len(found):
+    def add(self, mask: Any, window: Box, where: StoredBox) -> None:
+        if not mask.any():
             return
-        self.count += len(found)
-        first = index_at(int(found[0]), window)
+        self.count += int(mask.sum())
+        first = index_at(int(mask.argmax()), window)
         if self.first is None or first < self.first:
             self.first, self.where = first, where
 
@@ -142,39 +147,33 @@ class TensorChecks:
         self._last_name = name.rpartition(".")[2]
         self._checks = set(checks) & _applicable(dtype, self._last_name)
         self._nan, self._inf = _Special(), _Special()
-        self._boxes: dict[Box, _StoredBox] = {}
-        self._left_out: set[Box] = set()
+        self._boxes: dict[Box, StoredBox] = {}
+        self._padding: set[Box] = set()
         self._value: bytes | None = None  # of the first element
         self._is_equal = True
         self._is_zero = True
-        self._current: _StoredBox | None = None
 
     def looks_for(self, check: Check) -> bool:
         """Whether this check is made."""
         return check in self._checks
 
-    def leave_out(self, box: Box) -> None:
-        """Leave a box that is only padding out of the checks, but count it as seen."""
-        self._left_out.add(box)
-
-    def begin(self, stored: ByteRange, box: Box, rank: int | None) -> bool:
-        """Begin with a box; return False if it need not be read for these checks."""
+    def begin(self, stored: ByteRange, box: Box, rank: int | None, *, is_padding: bool) -> StoredBox | None:
+        """Return a box that is read next; None if it need not be read for these checks, as one that is only padding."""
+        if is_padding:
+            self._padding.add(box)  # it counts as seen
+            return None
         if not self._checks or box in self._boxes or not box.numel:
-            return False
-        self._current = _StoredBox(stored, box, rank)
-        return True
+            return None
+        return StoredBox(self, stored, box, rank)
 
-    def add(self, window: Box, data: memoryview) -> None:
+    def add(self, stored_box: StoredBox, window: Box, data: memoryview) -> None:
         """Look at the bytes of the box's next window, which is in the tensor's coordinates."""
-        assert self._current is not None
-        if self._checks & {"nan", "inf"}:
-            masks = nonfinite(data, self._dtype)
-            if masks is not None:
-                self._nan.add(masks[0], window, self._current)
-                self._inf.add(masks[1], window, self._current)
-        # The bytes of a strided box do not come in the order of the file.
-        if self._checks & {"zero-tail", "zero-pages"} and self._current.stored.strides is None:
-            self._current.find_runs(data)
+        masks = nonfinite(data, self._dtype)
+        if masks is not None:
+            self._nan.add(masks[0], window, stored_box)
+            self._inf.add(masks[1], window, stored_box)
+        if stored_box.stored.strides is None:  # else the bytes do not come in the order of the file
+            stored_box.find_runs(data)
         if self._is_equal or self._is_zero:
             self._compare(data)
 
@@ -192,24 +191,25 @@ class TensorChecks:
         if self._is_zero:
             self._is_zero = _is_zero(data, self._dtype)
 
-    def end(self) -> _StoredBox:
-        """End the box, and return it for the `FileTails` of its file."""
-        assert self._current is not None
-        self._boxes[self._current.box] = self._current
-        return self._current
+    def end(self, stored_box: StoredBox) -> None:
+        """End a box: all its windows were added."""
+        self._boxes[stored_box.box] = stored_box
 
     def findings(self) -> Iterator[ValueFindingError]:
-        """Yield what was found."""
+        """Yield what was found by the checks that are made."""
+        return (finding for finding in self._all_findings() if finding.check in self._checks)
+
+    def _all_findings(self) -> Iterator[ValueFindingError]:
         if not self._boxes:
             return
         yield from self._specials()
-        if sum(box.numel for box in (*self._boxes, *self._left_out)) != full_box(self._shape).numel:
+        if sum(box.numel for box in (*self._boxes, *self._padding)) != full_box(self._shape).numel:
             self._is_zero = self._is_equal = False  # a part was not read, which is another finding
         if self._is_zero:
-            if "all-zero" in self._checks and not self._may_be_zero():
+            if not self._may_be_zero():
                 yield self._whole("all-zero", "zero")
             return
-        if self._is_equal and "all-equal" in self._checks and not self._may_be_equal():
+        if self._is_equal and not self._may_be_equal():
             yield self._whole("all-equal", self._value_text())
         for stored_box in self._boxes.values():
             yield from self._zeros(stored_box)
@@ -218,7 +218,7 @@ class TensorChecks:
         total = full_box(element_shape(self._dtype, self._shape)).numel
         kinds: tuple[tuple[Check, str, _Special], ...] = (("nan", "NaN", self._nan), ("inf", "infinite", self._inf))
         for check, word, special in kinds:
-            if check in self._checks and special.first is not None and special.where is not None:
+            if special.first is not None and special.where is not None:
                 verb = "elements is" if special.count == 1 else "elements are"
                 text = f"{special.count:,} of {total:,} {verb} {word}, the first at {format_shape(special.first)}"
                 yield self._finding(check, text, special.where, special.first, special.count)
@@ -228,14 +228,11 @@ class TensorChecks:
         whole = full_box(element_shape(self._dtype, self._shape))
         return self._finding(check, f"all {whole.numel:,} elements are {value}", where, whole.offsets, whole.numel)
 
-    def _zeros(self, stored_box: _StoredBox) -> Iterator[ValueFindingError]:
+    def _zeros(self, stored_box: StoredBox) -> Iterator[ValueFindingError]:
         """Yield the findings of runs of zeros in one box."""
-        if "zero-tail" in self._checks and stored_box.tail >= _PAGE_BYTES:
-            begin = stored_box.end - stored_box.tail
-            if not self._is_usual(stored_box, begin, stored_box.end):
-                yield self.tail(stored_box, stored_box.tail)
-        if "zero-pages" not in self._checks:
-            return
+        is_long = stored_box.tail >= _PAGE_BYTES
+        if is_long and not self._is_usual(stored_box, stored_box.tail_begin, stored_box.end):
+            yield self.tail(stored_box)
         runs = [run for run in stored_box.runs if self._is_lost(*run) and not self._is_usual(stored_box, *run)]
         if runs:
             nbytes = sum(end - begin for begin, end in runs)
@@ -248,9 +245,9 @@ class TensorChecks:
             )
             yield self._finding("zero-pages", text, stored_box, first, count, stored_box.box)
 
-    def tail(self, stored_box: _StoredBox, nbytes: int, following: int = 0) -> ValueFindingError:
-        """Return the finding of `nbytes` zero bytes at the end of a box, and of `following` in the boxes after it."""
-        begin = stored_box.end - nbytes
+    def tail(self, stored_box: StoredBox, following: int = 0) -> ValueFindingError:
+        """Return the finding of the zero bytes at the end of a box, and of `following` in the boxes after it."""
+        nbytes, begin = stored_box.tail, stored_box.tail_begin
         first, count = self._index_of(stored_box, begin), self._num_elements(nbytes)
         is_whole = stored_box.box == full_box(self._shape)
         part = "" if is_whole else f" of region {element_box(self._dtype, stored_box.box)}"
@@ -262,7 +259,7 @@ class TensorChecks:
         )
         return self._finding("zero-tail", text, stored_box, first, count, stored_box.box)
 
-    def _is_usual(self, stored_box: _StoredBox, begin: int, end: int) -> bool:
+    def _is_usual(self, stored_box: StoredBox, begin: int, end: int) -> bool:
         """Whether a run of zeros is to be expected in this tensor."""
         if self._dtype[0] in "IU" and not self.begins_page(begin):  # counters, and rows of tokens that are padded
             return True
@@ -308,7 +305,7 @@ class TensorChecks:
     def _num_elements(self, nbytes: int) -> int:
         return -(-nbytes // ITEMSIZE[self._dtype]) * PACKED.get(self._dtype, 1)
 
-    def _index_of(self, stored_box: _StoredBox, at: int) -> tuple[int, ...]:
+    def _index_of(self, stored_box: StoredBox, at: int) -> tuple[int, ...]:
         """Return the index of the first element that begins at byte `at` of the file or later, in elements."""
         number = -(-(at - stored_box.stored.begin) // ITEMSIZE[self._dtype])
         return element_shape(self._dtype, index_at(min(number, stored_box.box.numel - 1), stored_box.box))
@@ -317,7 +314,7 @@ class TensorChecks:
         self,
         check: Check,
         text: str,
-        where: _StoredBox,
+        where: StoredBox,
         first: tuple[int, ...],
         count: int,
         region: Box | None = None,
@@ -328,31 +325,26 @@ class TensorChecks:
         return ValueFindingError(text, check=check, region=shown, first=first, count=count, **about)
 
 
-class FileTails:
-    """Finds a zero tail that begins with less than a page in one tensor and goes on through the next ones of a file."""
+def joint_tails(boxes: Iterable[StoredBox]) -> Iterator[ValueFindingError]:
+    """Yield the zero tails that begin with less than a page in one tensor and go on through the next ones of a file.
 
-    def __init__(self) -> None:
-        self._boxes: list[tuple[TensorChecks, _StoredBox]] = []
+    Not collective.
 
-    def add(self, checks: TensorChecks, stored_box: _StoredBox) -> None:
-        """Add a box of the file that has been read."""
-        if stored_box.tail and checks.looks_for("zero-tail"):
-            self._boxes.append((checks, stored_box))
-
-    def findings(self) -> Iterator[ValueFindingError]:
-        """Yield what was found in the file."""
-        boxes = sorted(self._boxes, key=lambda pair: pair[1].stored.begin)
-        for number, (checks, stored_box) in enumerate(boxes):
-            begin = stored_box.end - stored_box.tail
-            if stored_box.is_zero or stored_box.tail >= _PAGE_BYTES or not checks.begins_page(begin):
-                continue
-            end, following = stored_box.end, 0
-            for _, after in boxes[number + 1 :]:
-                if after.stored.begin - end > _PAGE_BYTES or not after.is_zero:
-                    break
-                end, following = after.end, following + after.stored.nbytes
-            if stored_box.tail + following >= _PAGE_BYTES:
-                yield checks.tail(stored_box, stored_box.tail, following)
+    Args:
+        boxes: all boxes of one file that were read.
+    """
+    with_tails = sorted((box for box in boxes if box.tail), key=lambda box: box.stored.begin)
+    for number, stored_box in enumerate(with_tails):
+        checks = stored_box.checks
+        if stored_box.is_zero or stored_box.tail >= _PAGE_BYTES or not checks.begins_page(stored_box.tail_begin):
+            continue
+        end, following = stored_box.end, 0
+        for after in with_tails[number + 1 :]:
+            if after.stored.begin - end > _PAGE_BYTES or not after.is_zero:
+                break
+            end, following = after.end, following + after.stored.nbytes
+        if stored_box.tail + following >= _PAGE_BYTES and checks.looks_for("zero-tail"):
+            yield checks.tail(stored_box, following)
 
 
 def _applicable(dtype: str, last_name: str) -> set[Check]:

@@ -23,7 +23,7 @@ from statexchange.formats.sealed_files import check_sealed_file, sealed_files
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.report.hub_metadata import HubComparison, compare_with_cache, compare_with_hub
 from statexchange.report.tensor_facts import cover_problems
-from statexchange.report.value_checks import Check, FileTails, TensorChecks, ValueFindingError
+from statexchange.report.value_checks import Check, StoredBox, TensorChecks, ValueFindingError, joint_tails
 from statexchange.sharding.plan import prove_cover
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.save_check import check_saves
@@ -142,6 +142,7 @@ class _Check:
     ) -> None:
         self._source = source
         self._checks = frozenset(checks)
+        self._checked: list[StoredBox] = []  # the boxes of the current file, whose values were looked at
         self._tensor_checks: dict[tuple[str, str, tuple[int, ...]], TensorChecks] = {}
         self._on_progress = on_progress
         equal = () if hub is None else hub.equal
@@ -166,11 +167,11 @@ class _Check:
         """Check everything; raise ReplacedError if a file was replaced or changed while it was read."""
         values: list[ValueFindingError] = []
         for number, shard_file in enumerate(self._source.files):
-            tails = FileTails()
+            self._checked.clear()
             for tensor in shard_file.tensors.values():
                 for index in range(len(tensor.byte_ranges)):
-                    self._guard(self._read_box, number, tensor, index, tails)
-            values += tails.findings()
+                    self._guard(self._read_box, number, tensor, index)
+            values += joint_tails(self._checked)
         for tensor_checks in self._tensor_checks.values():
             values += tensor_checks.findings()
         self._prove_covers()
@@ -189,44 +190,39 @@ class _Check:
         except StateExchangeError as error:
             self.findings.append(error)
 
-    def _read_box(self, number: int, tensor: SourceTensor, index: int, tails: FileTails) -> None:
+    def _read_box(self, number: int, tensor: SourceTensor, index: int) -> None:
         """Read a box, compare its digests, or those of its parts, and look at its values."""
         stored, box, shard = tensor.byte_ranges[index], tensor.shard.boxes[index], tensor.shard
         self.num_boxes += len(stored.parts) or 1
         digest = BoxDigest(stored, box, shard.dtype, always=not stored.parts)
-        checks = self._checks_of(number, tensor, index)
+        checked = self._begin_checks(number, tensor, index) if self._checks else None
         for window, data in blocks(stored, box.shape, shard.dtype):
             placed = to_global(window, box)
             digest.update(placed, data)
-            if checks is not None:
-                checks.add(placed, data)
+            if checked is not None:
+                checked.checks.add(checked, placed, data)
             self._count(len(data))
-        if checks is not None:
-            tails.add(checks, checks.end())
+        if checked is not None:
+            checked.checks.end(checked)
+            self._checked.append(checked)
         if stored.parts:
             prove_cover(shard.name, shard.global_shape, {part: [0] for part, _ in stored.parts})
         elif stored.digest is None:
             self.num_unproven += stored.path not in self._equal_files
             self._computed[number, shard.name, index] = digest.hexdigest()
         rank = self._source.files[number].rank if self._source.kind in ("save", "workspace") else None
-        for problem in digest.problems(shard.name, rank):
-            self.findings.append(problem)
+        self.findings += digest.problems(shard.name, rank)
 
-    def _checks_of(self, number: int, tensor: SourceTensor, index: int) -> TensorChecks | None:
-        """Return the checks of a box's values, begun; None if there is nothing to look for."""
-        if not self._checks:
-            return None
-        shard = tensor.shard
+    def _begin_checks(self, number: int, tensor: SourceTensor, index: int) -> StoredBox | None:
+        """Begin the checks of a box's values; return None if there is nothing to look for."""
+        shard, box = tensor.shard, tensor.shard.boxes[index]
         key = shard.name, shard.dtype, shard.global_shape  # that files agree on them is another check
         checks = self._tensor_checks.get(key)
         if checks is None:
             checks = self._tensor_checks[key] = TensorChecks(*key, self._checks)
-        if shard.boxes[index] in self._source.padding.get(shard.name, ()):
-            checks.leave_out(shard.boxes[index])
-            return None
         rank = self._source.files[number].rank if self._source.has_ranks else None
-        begun = checks.begin(tensor.byte_ranges[index], shard.boxes[index], rank)
-        return checks if begun else None
+        is_padding = box in self._source.padding.get(shard.name, ())
+        return checks.begin(tensor.byte_ranges[index], box, rank, is_padding=is_padding)
 
     def _prove_covers(self) -> None:
         """Prove the cover of each tensor separately, so that every problem is found, and compare replicas."""
