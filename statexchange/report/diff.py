@@ -37,6 +37,7 @@ __all__ = ["DiffReport", "TensorDiff", "diff_paths"]
 _PART_BYTES = 2 * MEMORY_BYTES  # of both sides: what one thread compares in a row,
 _PART_NAMES = 256  # or so many small tensors
 
+By = Literal["digests", "bytes"]
 Status = Literal["equal", "values", "dtype", "shape", "only in a", "only in b"]
 
 
@@ -61,7 +62,7 @@ class TensorDiff:
     dtype_b: str | None
     shape_a: tuple[int, ...] | None
     shape_b: tuple[int, ...] | None
-    by: Literal["digests", "bytes"] | None = None
+    by: By | None = None
     values: ValueDiff | None = None
 
     @classmethod
@@ -252,9 +253,7 @@ class _Comparison:
         selected.check_include(names)
         self.notes = selected.notes_on_exclude(names)
         self._call = call
-        self._total = 0
-        for side in (a, b):
-            self._total += sum(side.tensors[name].nbytes for name in self._names if name in side.tensors)
+        self._total = sum(map(self._nbytes, self._names))
         self._settled = 0  # bytes of tensors that need not be read
         self._lock = threading.Lock()
         self._memory = threading.local()
@@ -281,7 +280,7 @@ class _Comparison:
         nbytes = 0
         for name in self._names:
             names.append(name)
-            nbytes += sum(side.tensors[name].nbytes for side in (self._a, self._b) if name in side.tensors)
+            nbytes += self._nbytes(name)
             if nbytes >= _PART_BYTES or len(names) == _PART_NAMES:
                 yield names
                 names, nbytes = [], 0
@@ -291,8 +290,7 @@ class _Comparison:
     def _compare_all(self, names: Sequence[str]) -> list[TensorDiff]:
         if not self._are_equal_runs(names):
             return [self._compare(name) for name in names]
-        tensors_a, tensors_b = self._a.tensors, self._b.tensors
-        return [_result(name, "equal", tensors_a[name], tensors_b[name], "bytes") for name in names]
+        return [self._result(name, "equal", "bytes") for name in names]
 
     def _are_equal_runs(self, names: Sequence[str]) -> bool:
         """Whether tensors lie one after another in a file of each side, and have the same dtypes, shapes and bytes.
@@ -315,34 +313,37 @@ class _Comparison:
     def _compare(self, name: str) -> TensorDiff:
         a, b = self._a.tensors.get(name), self._b.tensors.get(name)
         if a is None or b is None:
-            status: Status = "only in a" if b is None else "only in b"
-            return self._settle(name, status, a, b)
+            return self._unread(name, "only in a" if b is None else "only in b")
         # Only one of several copies is compared with the other side.
         check_tensor_copies(self._a.source, a, TAKE_LOWEST)
         check_tensor_copies(self._b.source, b, TAKE_LOWEST)
         if a.shape != b.shape:
-            return self._settle(name, "shape", a, b)
+            return self._unread(name, "shape")
         if a.dtype == b.dtype:
             digests = self._a.digests(name)
             if None not in digests.values() and digests == self._b.digests(name):
-                return self._settle(name, "equal", a, b, "digests")
+                return self._unread(name, "equal", "digests")
             if all(same_bytes(data_a, data_b) for _, data_a, data_b in self._pairs(a, b)):
-                return _result(name, "equal", a, b, "bytes")
+                return self._result(name, "equal", "bytes")
         shape = element_shape(a.dtype, a.shape)
         return TensorDiff.of_values(name, (a.dtype, b.dtype), shape, self._values(a, b), self._call.tolerance)
 
-    def _settle(
-        self,
-        name: str,
-        status: Status,
-        a: TensorPlan | None,
-        b: TensorPlan | None,
-        by: Literal["digests"] | None = None,
-    ) -> TensorDiff:
+    def _unread(self, name: str, status: Status, by: By | None = None) -> TensorDiff:
         """Return the result of a tensor that is not read."""
         with self._lock:
-            self._settled += sum(plan.nbytes for plan in (a, b) if plan is not None)
-        return _result(name, status, a, b, by)
+            self._settled += self._nbytes(name)
+        return self._result(name, status, by)
+
+    def _result(self, name: str, status: Status, by: By | None) -> TensorDiff:
+        """Return the result of two tensors whose values are equal, or were not compared."""
+        a, b = self._a.tensors.get(name), self._b.tensors.get(name)
+        dtype_a, shape_a = (None, None) if a is None else (a.dtype, element_shape(a.dtype, a.shape))
+        dtype_b, shape_b = (None, None) if b is None else (b.dtype, element_shape(b.dtype, b.shape))
+        return TensorDiff(name, status, dtype_a, dtype_b, shape_a, shape_b, by)
+
+    def _nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor on both sides."""
+        return sum(side.tensors[name].nbytes for side in (self._a, self._b) if name in side.tensors)
 
     def _pairs(self, a: TensorPlan, b: TensorPlan) -> Iterator[tuple[Box, memoryview, memoryview]]:
         """Yield the windows of two tensors of one shape with the bytes of both; check digests at the end."""
@@ -381,16 +382,3 @@ class _Comparison:
             values = array_over(data_a, a.dtype, window.shape), array_over(data_b, b.dtype, window.shape)
             sums.add(window, *values, self._call.tolerance)
         return sums.result()
-
-
-def _result(
-    name: str,
-    status: Status,
-    a: TensorPlan | None,
-    b: TensorPlan | None,
-    by: Literal["digests", "bytes"] | None = None,
-) -> TensorDiff:
-    """Return the result of two tensors whose values are equal, or were not compared."""
-    dtype_a, shape_a = (None, None) if a is None else (a.dtype, element_shape(a.dtype, a.shape))
-    dtype_b, shape_b = (None, None) if b is None else (b.dtype, element_shape(b.dtype, b.shape))
-    return TensorDiff(name, status, dtype_a, dtype_b, shape_a, shape_b, by)

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -325,9 +325,7 @@ class ValueSums:
         with np.errstate(all="ignore"):
             for begin in range(0, len(a), _TILE):
                 tile_a, tile_b = a[begin : begin + _TILE], b[begin : begin + _TILE]
-                differing = self._add_in("float32", tile_a, tile_b, tolerance)
-                if differing is None:
-                    differing = self._add_in("float64", tile_a, tile_b, tolerance)
+                differing = self._add_narrow(tile_a, tile_b, tolerance)
                 if differing is None:
                     differing = self._add_any(tile_a, tile_b, tolerance)
                 num_differing = int(np.count_nonzero(differing))
@@ -335,18 +333,17 @@ class ValueSums:
                     self.first = index_at(begin + int(differing.argmax()), window)
                 self.num_differing += num_differing
 
-    def _add_in(self, dtype: Literal["float32", "float64"], a: Any, b: Any, tolerance: float | None) -> Any:
-        """Add the values of a tile, with sums in a dtype; return for each whether it differs.
+    def _add_narrow(self, a: Any, b: Any, tolerance: float | None) -> Any:
+        """Add the values of a tile, with sums in float32; return for each whether it differs.
 
-        Return None, with nothing added, if that dtype lacks some values, or their squares leave its range. float64
-        takes about four times the time of float32, and `_add_any` takes more. All have the same results but for the
-        squares, which float32 rounds to 6 digits.
+        Return None, with nothing added, if float32 lacks some values, or their squares leave its range. `_add_any`,
+        which takes about three times the time, has the same results but for the squares, of which these have 6 digits.
         """
-        if not (_fits(a.dtype, dtype) and _fits(b.dtype, dtype)):
+        if not (_fits(a.dtype) and _fits(b.dtype)):
             return None
         if self._memory is None:
-            self._memory = np.empty(_TILE), np.empty(_TILE)
-        room_a, room_b = (memory.view(dtype)[: len(a)] for memory in self._memory)
+            self._memory = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
+        room_a, room_b = (memory[: len(a)] for memory in self._memory)
         wide_a, wide_b = _converted(a, room_a), _converted(b, room_b)
         differing = _differing_bits(a, b) if a.dtype == b.dtype else None
         square = _dot(wide_a, wide_a)
@@ -363,14 +360,13 @@ class ValueSums:
                 differing = delta != 0
         if not math.isfinite(sum(squares)):
             return None
-        if dtype == "float32":
-            if min(squares[1], squares[2], squares[0] if largest else math.inf) < _MIN_SQUARES:
-                return None
-            if tolerance is not None and largest >= tolerance * (1 - _ROUNDING):
-                return None
-            if largest * (1 + _ROUNDING) > self.max_abs:
-                at = np.flatnonzero(np.abs(delta) >= largest * (1 - _ROUNDING))
-                largest = float(np.abs(b[at].astype(np.float64) - a[at].astype(np.float64)).max())
+        if min(squares[1], squares[2], squares[0] if largest else math.inf) < _MIN_SQUARES:
+            return None
+        if tolerance is not None and largest >= tolerance * (1 - _ROUNDING):
+            return None
+        if largest * (1 + _ROUNDING) > self.max_abs:
+            at = np.flatnonzero(np.abs(delta) >= largest * (1 - _ROUNDING))
+            largest = float(np.abs(b[at].astype(np.float64) - a[at].astype(np.float64)).max())
         self._add_squares(*squares)
         self.has_number = True
         self.max_abs = max(self.max_abs, largest)
@@ -397,7 +393,8 @@ class ValueSums:
             self.has_number = True
             self.max_abs = max(self.max_abs, float(known.max()))
         finite = np.isfinite(delta)
-        delta, wide_a, wide_b = (values[finite] for values in (delta, wide_a, wide_b))
+        if not finite.all():
+            delta, wide_a, wide_b = (values[finite] for values in (delta, wide_a, wide_b))
         pairs = (delta, delta), (wide_a, wide_a), (wide_b, wide_b), (wide_a, wide_b)
         self._add_squares(*(float(np.vdot(left, right).real) for left, right in pairs))
         return differing
@@ -434,11 +431,10 @@ def _wide(values: Any) -> Any:
     return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
 
 
-def _fits(dtype: Any, wide: Literal["float32", "float64"]) -> bool:
-    """Whether `wide` represents each value of a dtype exactly, and of integers also the difference of any two."""
-    limit = {"float32": 4, "float64": 8}[wide]
+def _fits(dtype: Any) -> bool:
+    """Whether float32 represents each value of a dtype exactly, and of integers also the difference of any two."""
     kind, itemsize = str(dtype.kind), int(dtype.itemsize)
-    return itemsize < limit if kind in "iu" else itemsize <= limit and kind != "c"
+    return itemsize < 4 if kind in "iu" else itemsize <= 4 and kind != "c"
 
 
 def _converted(values: Any, room: Any) -> Any:
