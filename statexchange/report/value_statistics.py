@@ -32,7 +32,8 @@ _CHUNK = 1 << 18  # elements whose statistics are computed at once: their copies
 _MANTISSA, _LEAST_EXPONENT = 53, -1074  # bits of a float64; exponent of its least positive number
 _MAX_SLICE = 100_000  # elements
 _MAX_EXACT = 1 << 53  # float64 has each whole number up to this
-_TILE = 1 << 19  # elements at once: fewer make threads wait for Python's lock more often
+_TILE = 1 << 17  # elements at once: fewer make threads wait for Python's lock more often
+_SMALL_TILE = 1 << 13  # where all is copied to float64: new memory of more than 128 kB would come from the system
 _DOT = 1 << 10  # elements of a dot product: few enough for float32 to be precise
 _MIN_SQUARES = 1e-24  # of a tile in float32: the squares that float32 rounds to 0 are less than 1e-8 of a larger sum
 _ROUNDING = 2.0**-22  # relative, more than that of a difference in float32
@@ -314,7 +315,6 @@ class ValueSums:
     first: tuple[int, ...] | None = None
     nans: list[int] = field(default_factory=lambda: [0, 0])
     has_number: bool = False
-    _memory: tuple[Any, Any] | None = field(default=None, init=False, repr=False, compare=False)  # for two tiles
 
     def add(self, window: Box, a: Any, b: Any, tolerance: float | None) -> None:
         """Add the values of one window; NaN and infinite values count in the numbers of elements only.
@@ -327,7 +327,10 @@ class ValueSums:
                 tile_a, tile_b = a[begin : begin + _TILE], b[begin : begin + _TILE]
                 differing = self._add_narrow(tile_a, tile_b, tolerance)
                 if differing is None:
-                    differing = self._add_any(tile_a, tile_b, tolerance)
+                    parts = []
+                    for at in range(0, len(tile_a), _SMALL_TILE):
+                        parts.append(self._add_any(tile_a[at:][:_SMALL_TILE], tile_b[at:][:_SMALL_TILE], tolerance))
+                    differing = np.concatenate(parts)
                 num_differing = int(np.count_nonzero(differing))
                 if self.first is None and num_differing:
                     self.first = index_at(begin + int(differing.argmax()), window)
@@ -341,29 +344,26 @@ class ValueSums:
         """
         if not (_fits(a.dtype) and _fits(b.dtype)):
             return None
-        if self._memory is None:
-            self._memory = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
-        room_a, room_b = (memory[: len(a)] for memory in self._memory)
-        wide_a, wide_b = _converted(a, room_a), _converted(b, room_b)
+        wide_a, wide_b = (values.astype(np.float32, copy=False) for values in (a, b))
         differing = _differing_bits(a, b) if a.dtype == b.dtype else None
         square = _dot(wide_a, wide_a)
         if differing is not None and not differing.any():
             squares, largest = (0.0, square, square, square), 0.0
         else:
             of_sides = square, _dot(wide_b, wide_b), _dot(wide_a, wide_b)
-            delta = np.subtract(wide_b, wide_a, out=room_b)
+            delta = wide_b - wide_a
             squares = _dot(delta, delta), *of_sides
             largest = max(float(delta.max()), -float(delta.min()))
-            if tolerance is not None:
-                differing = np.abs(delta) > tolerance
-            elif differing is None:
+            if differing is None:
                 differing = delta != 0
         if not math.isfinite(sum(squares)):
             return None
         if min(squares[1], squares[2], squares[0] if largest else math.inf) < _MIN_SQUARES:
             return None
-        if tolerance is not None and largest >= tolerance * (1 - _ROUNDING):
-            return None
+        if tolerance is not None:
+            if largest >= tolerance * (1 - _ROUNDING):
+                return None
+            differing = np.zeros(len(a), np.bool_)
         if largest * (1 + _ROUNDING) > self.max_abs:
             at = np.flatnonzero(np.abs(delta) >= largest * (1 - _ROUNDING))
             largest = float(np.abs(b[at].astype(np.float64) - a[at].astype(np.float64)).max())
@@ -388,10 +388,10 @@ class ValueSums:
             differing = ~is_equal
         self.nans[0] += int(nan_a.sum())
         self.nans[1] += int(nan_b.sum())
-        known = size[~np.isnan(size)]
-        if known.size:
+        largest = float(np.fmax.reduce(size))
+        if not math.isnan(largest):  # as it is if all differences are
             self.has_number = True
-            self.max_abs = max(self.max_abs, float(known.max()))
+            self.max_abs = max(self.max_abs, largest)
         finite = np.isfinite(delta)
         if not finite.all():
             delta, wide_a, wide_b = (values[finite] for values in (delta, wide_a, wide_b))
@@ -435,14 +435,6 @@ def _fits(dtype: Any) -> bool:
     """Whether float32 represents each value of a dtype exactly, and of integers also the difference of any two."""
     kind, itemsize = str(dtype.kind), int(dtype.itemsize)
     return itemsize < 4 if kind in "iu" else itemsize <= 4 and kind != "c"
-
-
-def _converted(values: Any, room: Any) -> Any:
-    """Return values in the dtype of `room`: themselves if they have it, else in that memory."""
-    if values.dtype == room.dtype:
-        return values
-    np.copyto(room, values, casting="unsafe")
-    return room
 
 
 def _dot(left: Any, right: Any) -> float:
