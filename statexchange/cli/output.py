@@ -118,9 +118,9 @@ class Output:
         if self.human:
             self._write(sys.stdout, printable(text))
 
-    def fields(self, fields: Iterable[tuple[str, str]]) -> None:
-        """Write keys and values, one pair a line."""
-        rows = list(fields)
+    def fields(self, fields: Iterable[tuple[str, object]]) -> None:
+        """Write keys and values, one pair a line, without values that are None or empty texts."""
+        rows = [(key, value) for key, value in fields if value not in (None, "")]
         width = max((len(key) for key, _ in rows), default=0)
         for key, value in rows:
             self.line(f"{key:<{width}}  {value}")

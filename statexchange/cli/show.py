@@ -346,13 +346,16 @@ def _box_of(facts: TensorFacts, index: Slice | None) -> Box:
 
 
 def _write_tensor(output: Output, facts: TensorFacts, *, has_ranks: bool) -> None:
-    fields = [("name", facts.name), ("dtype", facts.dtype), ("shape", format_shape(facts.shape))]
-    fields.append(("bytes", f"{format_bytes(facts.nbytes)} ({facts.nbytes:,} bytes)"))
-    if facts.section is not None:
-        fields.append(("section", facts.section))
-    if facts.tied_to is not None:
-        fields.append(("tied to", facts.tied_to))
-    output.fields(fields)
+    output.fields(
+        [
+            ("name", facts.name),
+            ("dtype", facts.dtype),
+            ("shape", format_shape(facts.shape)),
+            ("bytes", f"{format_bytes(facts.nbytes)} ({facts.nbytes:,} bytes)"),
+            ("section", facts.section),
+            ("tied to", facts.tied_to),
+        ]
+    )
     output.line()
     cells = []
     for region in facts.regions:
@@ -399,7 +402,7 @@ def _write_statistics(output: Output, found: ValueStatistics, facts: TensorFacts
     elements = f"{found.num_elements:,}"
     if found.num_elements < math.prod(facts.shape):
         elements += f" of {math.prod(facts.shape):,}"
-    fields = [("elements", elements)]
+    fields: list[tuple[str, object]] = [("elements", elements)]
     if facts.dtype in ("C64", "C128"):
         fields.append(("figures", "of the absolute values"))
     if found.min is not None:

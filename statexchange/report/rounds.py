@@ -68,12 +68,22 @@ class RankStatus:
     Attributes:
         rank: the rank.
         status: "present"; "late" if the newest whole round of another rank is newer; "missing" if it has none.
-        newest: what it has written in its newest whole round; None if there is none.
+        round: its newest whole round; None if there is none, like all that follow.
+        written: when it wrote that, as in `RankRow`.
+        nbytes: bytes of its file.
+        path: the file.
+        num_config_keys: as in `ConfigFacts`.
+        config_type: as in `ConfigFacts`.
     """
 
     rank: int
     status: Literal["present", "late", "missing"]
-    newest: RankRow | None
+    round: int | None = None
+    written: float | None = None
+    nbytes: int | None = None
+    path: str | None = None
+    num_config_keys: int | None = None
+    config_type: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,9 +231,11 @@ def newest_of_ranks(report: RoundsReport, run: str) -> list[RankStatus]:
     last = max((row.round for row in newest.values()), default=0)
     statuses = []
     for rank in sorted({rank for rank, _ in rows if rank < world_size}):
-        written = newest.get(rank)
-        status: Literal["present", "late", "missing"] = "missing"
-        if written is not None:
-            status = "late" if written.round < last else "present"
-        statuses.append(RankStatus(rank, status, written))
+        row = newest.get(rank)
+        if row is None or row.config is None:
+            statuses.append(RankStatus(rank, "missing"))
+            continue
+        config = row.config.num_keys, row.config.type
+        status: Literal["late", "present"] = "late" if row.round < last else "present"
+        statuses.append(RankStatus(rank, status, row.round, row.written, row.nbytes, row.path, *config))
     return statuses
