@@ -177,7 +177,7 @@ def _unfinished_row(row: UnfinishedRow) -> SaveRow:
     """Return a row with the same keys as those of saves."""
     from statexchange.report.saves import SaveRow
 
-    return SaveRow(row.step, next(iter(row.paths), ""), None, row.nbytes, None, None, {}, row.state, ())
+    return SaveRow(row.step, next(iter(row.paths), ""), nbytes=row.nbytes, state=row.state)
 
 
 def _save_cells(output: Output, row: SaveRow) -> tuple[str, ...]:

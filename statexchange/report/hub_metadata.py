@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from statexchange.storage.location import OpenedPath
     from statexchange.storage.store import Store, StoredFile
 
-__all__ = ["HubComparison", "compare_with_cache", "compare_with_hub"]
+__all__ = ["HubComparison", "compare_with_cache", "compare_with_hub", "metadata_store"]
 
 _FOLDERS = (".cache", "huggingface", "download")
 _SUFFIX = ".metadata"
@@ -89,9 +89,10 @@ def compare_with_hub(
     with open_path(metadata) as opened_metadata, open_path(path) as opened:
         if opened_metadata.file is not None:
             raise InvalidArgumentError("a directory with the metadata of a download is expected", path=metadata)
+        store = metadata_store(opened_metadata.store) or opened_metadata.store
         records = {
             name.removesuffix(_SUFFIX): file
-            for name, file in _files_below(_metadata_store(opened_metadata.store))
+            for name, file in _files_below(store)
             if name.endswith(_SUFFIX) and os.path.basename(name) != _SUFFIX  # .metadata is a file of torch DCP
         }
         if not records:
@@ -158,14 +159,13 @@ def _files_at(opened: OpenedPath) -> dict[str, _Lazy]:
     return dict(_files_below(opened.store))
 
 
-def _metadata_store(store: Store) -> Store:
-    """Return the directory with the metadata: the one inside of a download, or the given one itself."""
-    below = store
+def metadata_store(store: Store) -> Store | None:
+    """Return the directory that huggingface_hub keeps inside of a download; None without one. Not collective."""
     for folder in _FOLDERS:
-        if folder not in below.directories:
-            return store
-        below = below.below(folder)
-    return below
+        if folder not in store.directories:
+            return None
+        store = store.below(folder)
+    return store
 
 
 def _files_below(store: Store, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, _Lazy]]:

@@ -30,6 +30,7 @@ from statexchange.errors import (
 from statexchange.formats.model_files import unread_weights
 from statexchange.formats.registry import UNFINISHED_DOWNLOAD, Probe, probe
 from statexchange.formats.source import abbreviated_names
+from statexchange.report.hub_metadata import metadata_store
 from statexchange.report.summary import count_parameters, model_of
 from statexchange.report.tensor_facts import tensor_rows
 from statexchange.storage.files import hidden_target
@@ -46,10 +47,8 @@ __all__ = ["ScanRow", "scan"]
 Status = Literal["whole", "broken", "unfinished", "not checked"]
 
 _NUMBERED = re.compile(r"(?:checkpoint|global_step|iter|step)[-_]?([0-9]{1,18})")
-_BROKEN: Status = "broken"
 _MAX_REASON = 120
 _SHOWN_FILES = 2
-_HUB_DIRECTORY = (".cache", "huggingface", "download")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +70,15 @@ class ScanRow:
     """
 
     path: str
-    kind: str | None
-    model: str | None
-    step: int | None
-    num_tensors: int
-    num_parameters: int
-    nbytes: int
-    modified: float | None
-    verdict: str
-    status: Status
+    kind: str | None = None
+    model: str | None = None
+    step: int | None = None
+    num_tensors: int = 0
+    num_parameters: int = 0
+    nbytes: int = 0
+    modified: float | None = None
+    verdict: str = "WHOLE"
+    status: Status = "whole"
     problems: tuple[StateExchangeError, ...] = ()
 
 
@@ -114,7 +113,8 @@ def scan(path: str | os.PathLike[str], *, on_directory: Callable[[str], None] | 
     root = resolve_path(path, "a directory to scan")
     given, absolute = without_secrets(os.fspath(path)).rstrip("/"), without_secrets(root).rstrip("/")
     for row in _walk(root, on_directory):
-        yield replace(row, path=given + row.path.removeprefix(absolute))
+        modified = row.modified or _modified(row.path)
+        yield replace(row, path=given + without_secrets(row.path).removeprefix(absolute), modified=modified)
 
 
 def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[ScanRow]:
@@ -131,7 +131,7 @@ def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[Sca
                 raise
             if isinstance(error, NotFoundError):  # removed since its parent was listed
                 continue
-            yield _broken(folder, error)
+            yield ScanRow(folder, verdict=_verdict([error], folder), status="broken", problems=(error,))
             continue
         with found:
             row = _with_download(folder, found, _row(folder, found))
@@ -162,34 +162,34 @@ def _paths_below(folder: str, found: Probe) -> list[str]:
 
 
 def _row(folder: str, found: Probe) -> ScanRow | None:
-    if found.error is not None:
-        is_broken = not found.is_foreign and not isinstance(found.error, InvalidArgumentError)
-        return replace(_broken(folder, found.error, is_broken=is_broken), step=_step_of(folder, found))
-    source = found.source
+    source, error = found.source, found.error
+    if error is not None:
+        row = ScanRow(folder, step=_step_of(folder, found), problems=(error,))
+        # There may be several checkpoints, of which one has to be named, or a format that is not read.
+        if found.is_foreign or isinstance(error, InvalidArgumentError):
+            return replace(row, verdict=f"NOT CHECKED: {_reason(error)}", status="not checked")
+        return replace(row, verdict=_verdict([error], folder), status="broken")
     if source is None:
         return None
     rows = tensor_rows(source)
     problems = (*source.problems, *source.empty_weights(), *source.uncovered())
-    status: Status = "whole"
-    verdict = "WHOLE"
-    if problems:
-        verdict, status = _verdict(problems, folder), "broken"
-    unread = unread_weights(found.opened.store, {file.name for file in source.files})
-    if unread and status == "whole":
-        verdict += f", {unread[0].partition(';')[0]}"
-    return ScanRow(
-        path=without_secrets(folder),
+    row = ScanRow(
+        path=folder,
         kind=source.kind,
         model=model_of(source),
         step=_step_of(folder, found),
         num_tensors=len(rows),
         num_parameters=count_parameters(source, rows),
-        nbytes=_size_of_files(folder, source, found) if problems else source.nbytes,
-        modified=_modified(folder),
-        verdict=verdict,
-        status=status,
+        nbytes=source.nbytes,
         problems=problems,
     )
+    if problems:
+        nbytes = _size_of_files(folder, source, found)
+        return replace(row, nbytes=nbytes, verdict=_verdict(problems, folder), status="broken")
+    unread = unread_weights(found.opened.store, {file.name for file in source.files})
+    if unread:
+        return replace(row, verdict=f"{row.verdict}, {unread[0].partition(';')[0]}")
+    return row
 
 
 def _with_download(folder: str, found: Probe, row: ScanRow | None) -> ScanRow | None:
@@ -204,22 +204,15 @@ def _with_download(folder: str, found: Probe, row: ScanRow | None) -> ScanRow | 
         names += _hidden_downloads(found)
     if not names:
         return row
-    verdict: str = "UNFINISHED DOWNLOAD"
-    if row is None:
-        return ScanRow(without_secrets(folder), None, None, None, 0, 0, 0, _modified(folder), verdict, "unfinished")
-    is_broken = row.status == "broken"
-    return replace(row, verdict=f"{verdict}: {row.verdict}" if is_broken else verdict, status="unfinished")
+    reason = f": {row.verdict}" if row is not None and row.status == "broken" else ""
+    return replace(row or ScanRow(folder), verdict=f"UNFINISHED DOWNLOAD{reason}", status="unfinished")
 
 
 def _hidden_downloads(found: Probe) -> list[str]:
     """Return the names of unfinished files that the hub keeps below the directory into which it downloads."""
-    store = found.opened.store
     try:
-        for name in _HUB_DIRECTORY:
-            if name not in store.directories:
-                return []
-            store = store.below(name)
-        return [name for name in store.files if name.endswith(UNFINISHED_DOWNLOAD)]
+        store = metadata_store(found.opened.store)
+        return [name for name in store.files if name.endswith(UNFINISHED_DOWNLOAD)] if store is not None else []
     except StateExchangeError:  # removed meanwhile, or unreadable
         return []
 
@@ -233,17 +226,6 @@ def _size_of_files(folder: str, source: Source, found: Probe) -> int:
             with contextlib.suppress(StateExchangeError):
                 total += found.opened.store.open(name).size
     return total
-
-
-def _broken(folder: str, error: StateExchangeError, *, is_broken: bool = True) -> ScanRow:
-    """Return the row of a checkpoint that cannot be opened.
-
-    With `is_broken` False it has several checkpoints, of which one has to be named, or a format that is not read.
-    """
-    shown, verdict, status = without_secrets(folder), _verdict([error], folder), _BROKEN
-    if not is_broken:
-        verdict, status = f"NOT CHECKED: {_reason(error)}", "not checked"
-    return ScanRow(shown, None, None, None, 0, 0, 0, _modified(folder), verdict, status, (error,))
 
 
 def _modified(folder: str) -> float | None:
@@ -345,9 +327,14 @@ def _unfinished(folder: str, names: Iterable[str]) -> Iterator[ScanRow]:
         path = f"{local_path(folder).rstrip('/')}/{name}"
         for build in unfinished_builds(path):
             if build.paths:
-                verdict, step = _unfinished_verdict(build), step_of(name)
-                modified = _modified(build.paths[0])
-                yield ScanRow(path, None, None, step, 0, 0, build.nbytes, modified, verdict, "unfinished")
+                yield ScanRow(
+                    path,
+                    step=step_of(name),
+                    nbytes=build.nbytes,
+                    modified=_modified(build.paths[0]),
+                    verdict=_unfinished_verdict(build),
+                    status="unfinished",
+                )
 
 
 def _unfinished_verdict(build: UnfinishedBuild) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from statexchange.errors import IncompleteError, NotFoundError, StateExchangeError, without_secrets
@@ -39,13 +39,13 @@ class VersionRow:
     run: str
     version: int
     path: str
-    kind: Literal["full", "delta"] | None
-    base_version: int | None
-    changed: int | None
-    nbytes: int
-    created: float | None
-    state: Literal["whole", "retired", "incomplete", "broken"]
-    problems: tuple[StateExchangeError, ...]
+    kind: Literal["full", "delta"] | None = None
+    base_version: int | None = None
+    changed: int | None = None
+    nbytes: int = 0
+    created: float | None = None
+    state: Literal["whole", "retired", "incomplete", "broken"] = "whole"
+    problems: tuple[StateExchangeError, ...] = ()
 
 
 def list_version_rows(path: str) -> list[VersionRow]:
@@ -74,29 +74,25 @@ def list_version_rows(path: str) -> list[VersionRow]:
 
 def _row(run: str, number: int, path: str, *, is_retired: bool) -> VersionRow | None:
     """Return the row of a version; None if it was removed meanwhile, or has no file."""
-    kind: Literal["full", "delta"] | None = None
-    base: int | None = None
-    changed: int | None = None
-    problems: tuple[StateExchangeError, ...] = ()
+    row = VersionRow(run, number, without_secrets(path), state="retired" if is_retired else "whole")
     try:
         with open_path(path) as opened:
             if not opened.store.listing:
                 return None
             nbytes, created = size_and_time(opened.store)
+            row = replace(row, nbytes=nbytes, created=created)
             try:
                 facts = delta_facts(opened)
-                kind = "full" if facts is None else "delta"
+                row = replace(row, kind="full")
                 if facts is not None:
-                    base, changed = facts
+                    row = replace(row, kind="delta", base_version=facts[0], changed=facts[1])
                 open_source(path).close()
             except StateExchangeError as error:
-                problems = (error,)
+                is_incomplete = isinstance(error, IncompleteError | NotFoundError)
+                return replace(row, state="incomplete" if is_incomplete else "broken", problems=(error,))
     except NotFoundError:
         return None
-    state: Literal["whole", "retired", "incomplete", "broken"] = "retired" if is_retired else "whole"
-    if problems:
-        state = "incomplete" if isinstance(problems[0], IncompleteError | NotFoundError) else "broken"
-    return VersionRow(run, number, without_secrets(path), kind, base, changed, nbytes, created, state, problems)
+    return row
 
 
 def verify_versions(
