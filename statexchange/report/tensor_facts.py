@@ -70,31 +70,21 @@ class TensorRow(NamedTuple):
 
 def tensor_rows(source: Source) -> list[TensorRow]:
     """Return a row for each tensor of a source, in its order. Not collective."""
-    first: dict[str, tuple[ShardFile, Shard]] = {}
-    more: dict[str, list[tuple[ShardFile, Shard]]] = {}  # of tensors of which several files have a part
+    parts: dict[str, list[tuple[ShardFile, Shard]]] = {}
     for shard_file, tensor in source.shards():
-        part = shard_file, tensor.shard
-        if tensor.shard.name not in first:
-            first[tensor.shard.name] = part
-        else:
-            more.setdefault(tensor.shard.name, []).append(part)
+        parts.setdefault(tensor.shard.name, []).append((shard_file, tensor.shard))
     rows: dict[str, TensorRow] = {}
-    for name, (shard_file, shard) in first.items():
-        holders: tuple[int, ...] = (shard_file.rank,)
+    for name, of_tensor in parts.items():
         # The shape of the last part, as by the ends of its parts a tensor's shape is known.
-        last, num_boxes = shard, len(shard.boxes)
-        if name in more:
-            last = more[name][-1][1]
-            holders += tuple([other.rank for other, _ in more[name]])
-            num_boxes += sum([len(other.boxes) for _, other in more[name]])
+        last = of_tensor[-1][1]
         rows[name] = TensorRow(
             name,
             last.dtype,
             element_shape(last.dtype, last.global_shape),
             full_box(last.global_shape).numel * ITEMSIZE[last.dtype],
-            holders,
-            num_boxes,
-            shard_file.name,
+            tuple([shard_file.rank for shard_file, _ in of_tensor]),
+            sum([len(shard.boxes) for _, shard in of_tensor]),
+            of_tensor[0][0].name,
         )
     for unreadable in source.unreadable:
         if unreadable.name not in rows:

@@ -20,7 +20,7 @@ from statexchange.errors import CorruptError, InvalidArgumentError
 from statexchange.report.tensor_facts import element_box, group_box
 from statexchange.sharding.shards import Box, index_at, intersect
 from statexchange.storage import regions
-from statexchange.tensors import ITEMSIZE, PACKED, array_over, numpy_dtype
+from statexchange.tensors import ITEMSIZE, PACKED, array_over, element_shape, numpy_dtype
 
 if TYPE_CHECKING:
     from statexchange.report.tensor_facts import TensorFacts
@@ -163,14 +163,11 @@ def _values_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
         return array_over(data, dtype, shape)
     import ml_dtypes
 
-    count, itemsize = PACKED[dtype], ITEMSIZE[dtype]
-    octets = np.frombuffer(data, np.uint8).reshape(-1, itemsize)
-    bits = 8 * itemsize // count
-    groups = sum(octets[:, index].astype(np.uint32) << (8 * index) for index in range(itemsize))
-    codes = np.stack([(groups >> (bits * index)) & ((1 << bits) - 1) for index in range(count)], axis=-1)
     kinds = {"F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn"}
-    table = np.arange(1 << bits, dtype=np.uint8).view(getattr(ml_dtypes, kinds[dtype])).astype(np.float32)
-    return table[codes].reshape(*shape[:-1], shape[-1] * count)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+    bits = bits.reshape(-1, 8 * ITEMSIZE[dtype] // PACKED[dtype])
+    codes = np.packbits(bits, axis=-1, bitorder="little")
+    return codes.view(getattr(ml_dtypes, kinds[dtype])).astype(np.float32).reshape(element_shape(dtype, shape))
 
 
 class _Sums:
