@@ -25,9 +25,11 @@ from statexchange.report.hub_metadata import HubComparison, compare_with_cache, 
 from statexchange.report.tensor_facts import cover_problems
 from statexchange.report.value_checks import Check, StoredBox, TensorChecks, ValueFindingError, joint_tails
 from statexchange.sharding.plan import prove_cover
+from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.save_check import check_saves
 from statexchange.storage.steps import saves_path, step_name
+from statexchange.storage.store import ByteRange
 
 __all__ = ["VerifyReport", "verify", "verify_listed", "verify_saves"]
 
@@ -145,22 +147,16 @@ class _Check:
         self._checked: list[StoredBox] = []  # the boxes of the current file, whose values were looked at
         self._tensor_checks: dict[tuple[str, str, tuple[int, ...]], TensorChecks] = {}
         self._on_progress = on_progress
-        equal = () if hub is None else hub.equal
-        self._equal_files = {source.opened.store.path_of(name) for name in equal}  # every byte of them is known
+        hub = hub or HubComparison((), (), (), (), 0)
+        self._equal_files = {source.opened.store.path_of(name) for name in hub.equal}  # every byte of them is known
         self._sealed = sealed_files(source)
-        self._before = 0 if hub is None else hub.nbytes  # bytes that were hashed
-        self._total = sum(byte_range.nbytes for _, tensor in source.shards() for byte_range in tensor.byte_ranges)
-        self.done = 0
-        self.num_boxes = 0
-        self.num_unproven = 0
-        self._total += self._before + sum(sealed.digest_nbytes for sealed in self._sealed)
-        self.findings: list[StateExchangeError] = [
-            *source.problems,
-            *source.unsupported.values(),
-            *source.empty_weights(),
-        ]
-        if hub is not None:
-            self.findings += hub.findings
+        self._before = hub.nbytes  # that were hashed
+        self._total = self._before + sum(sealed.digest_nbytes for sealed in self._sealed)
+        for _, tensor in source.shards():
+            self._total += sum(stored.nbytes for stored in tensor.byte_ranges)
+        self.done = self.num_boxes = self.num_unproven = 0
+        self.findings: list[StateExchangeError] = [*source.problems, *source.unsupported.values()]
+        self.findings += (*source.empty_weights(), *hub.findings)
         self._computed: dict[tuple[int, str, int], str] = {}  # digests that are not stored: by file, tensor, box
 
     def run(self) -> None:
@@ -195,7 +191,8 @@ class _Check:
         stored, box, shard = tensor.byte_ranges[index], tensor.shard.boxes[index], tensor.shard
         self.num_boxes += len(stored.parts) or 1
         digest = BoxDigest(stored, box, shard.dtype, always=not stored.parts)
-        checked = self._begin_checks(number, tensor, index) if self._checks else None
+        rank = self._source.files[number].rank if self._source.has_ranks else None
+        checked = self._begin_checks(shard, box, stored, rank) if self._checks else None
         for window, data in blocks(stored, box.shape, shard.dtype):
             placed = to_global(window, box)
             digest.update(placed, data)
@@ -210,19 +207,15 @@ class _Check:
         elif stored.digest is None:
             self.num_unproven += stored.path not in self._equal_files
             self._computed[number, shard.name, index] = digest.hexdigest()
-        rank = self._source.files[number].rank if self._source.kind in ("save", "workspace") else None
         self.findings += digest.problems(shard.name, rank)
 
-    def _begin_checks(self, number: int, tensor: SourceTensor, index: int) -> StoredBox | None:
+    def _begin_checks(self, shard: Shard, box: Box, stored: ByteRange, rank: int | None) -> StoredBox | None:
         """Begin the checks of a box's values; return None if there is nothing to look for."""
-        shard, box = tensor.shard, tensor.shard.boxes[index]
         key = shard.name, shard.dtype, shard.global_shape  # that files agree on them is another check
         checks = self._tensor_checks.get(key)
         if checks is None:
             checks = self._tensor_checks[key] = TensorChecks(*key, self._checks)
-        rank = self._source.files[number].rank if self._source.has_ranks else None
-        is_padding = box in self._source.padding.get(shard.name, ())
-        return checks.begin(tensor.byte_ranges[index], box, rank, is_padding=is_padding)
+        return checks.begin(stored, box, rank, is_padding=box in self._source.padding.get(shard.name, ()))
 
     def _prove_covers(self) -> None:
         """Prove the cover of each tensor separately, so that every problem is found, and compare replicas."""
