@@ -375,7 +375,8 @@ class ValueSums:
         nan_a, nan_b = np.isnan(wide_a), np.isnan(wide_b)
         delta = wide_b - wide_a
         size = np.abs(delta)
-        _make_exact(size, (a, wide_a), (b, wide_b))
+        if delta.dtype.kind != "c":
+            _make_exact(size, a, b, wide_a, wide_b)
         if tolerance is None and a.dtype == b.dtype:
             differing = _differing_bits(a, b)
         else:  # the difference of two equal infinities is NaN
@@ -403,7 +404,7 @@ class ValueSums:
         """Add the sums over parts that come later in C order, or on another rank."""
         self.num_differing += other.num_differing
         self.max_abs = max(self.max_abs, other.max_abs)
-        self.squares = [ours + theirs for ours, theirs in zip(self.squares, other.squares, strict=True)]
+        self._add_squares(*other.squares)
         self.first = min((first for first in (self.first, other.first) if first is not None), default=None)
         self.nans = [ours + theirs for ours, theirs in zip(self.nans, other.nans, strict=True)]
         self.has_number |= other.has_number
@@ -444,25 +445,21 @@ def _dot(left: Any, right: Any) -> float:
     return float(parts.sum(dtype=np.float64)) + float(np.dot(left[whole:], right[whole:]))
 
 
-def _make_exact(size: Any, *sides: tuple[Any, Any]) -> None:
+def _make_exact(size: Any, a: Any, b: Any, wide_a: Any, wide_b: Any) -> None:
     """Replace the sizes of differences that float64 rounds, as it does those of large integers of 64 bits.
 
-    `sides` are the values of a and of b, and the same in float64.
+    `wide_a` and `wide_b` are the values in float64.
     """
-    are_wide = [values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values, _ in sides]
-    if not any(are_wide) or any(wide.dtype.kind == "c" for _, wide in sides):
+    if all(values.dtype.kind not in "iu" or values.dtype.itemsize < 8 for values in (a, b)):
         return
-    rounded = np.isfinite(size) & (np.maximum(*(np.abs(wide) for _, wide in sides)) >= _MAX_EXACT)
+    rounded = np.isfinite(size) & (np.maximum(np.abs(wide_a), np.abs(wide_b)) >= _MAX_EXACT)
     # Python's integers are exact. Fractions do not count: a float that has one is far below _MAX_EXACT.
-    exact = (values if is_wide else wide for is_wide, (values, wide) in zip(are_wide, sides, strict=True))
-    pairs = zip(*(side[rounded].tolist() for side in exact), strict=True)
+    pairs = zip(a[rounded].tolist(), b[rounded].tolist(), strict=True)
     size[rounded] = [abs(int(first) - int(second)) for first, second in pairs]
 
 
 def _differing_bits(a: Any, b: Any) -> Any:
     """Return for each element whether its bits differ: by value 0.0 equals -0.0, and NaN equals nothing."""
     itemsize = a.dtype.itemsize
-    if itemsize <= 8:
-        return a.view(f"u{itemsize}") != b.view(f"u{itemsize}")
-    pairs = (values.reshape(-1).view(np.uint64).reshape(-1, 2) for values in (a, b))
-    return np.not_equal(*pairs).any(axis=1).reshape(a.shape)
+    bits = f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}"
+    return a.view(bits) != b.view(bits)
