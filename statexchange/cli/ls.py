@@ -119,7 +119,7 @@ def _list_rounds(output: Output, path: str) -> int:
 
     report = list_rounds(path)
     cells = [_round_cells(output, row) for row in report.rows]
-    output.table(_ROUNDS_HEADER, cells, right=("ROUND", "BYTES"), drop=("WRITTEN",), sentences=True)
+    output.table(_ROUNDS_HEADER, cells, right=("ROUND", "BYTES"), drop=("WRITTEN",))
     for note in report.notes:
         output.message(note)
     output.warn_of(report.problems)
@@ -138,7 +138,7 @@ def _list_versions(output: Output, path: str) -> int:
 
     rows = list_version_rows(path)
     cells = [_version_cells(output, row) for row in rows]
-    output.table(_VERSIONS_HEADER, cells, right=("VERSION", "BYTES"), drop=("RUN", "TIME"), sentences=True)
+    output.table(_VERSIONS_HEADER, cells, right=("VERSION", "BYTES"), drop=("RUN", "TIME"))
     problems = [problem for row in rows for problem in row.problems]
     output.warn_of(problems)
     records: list[Row] = [{**fields_of(row), "code": worst_code(row.problems)} for row in rows]
@@ -161,7 +161,7 @@ def _list_saves(output: Output, path: str) -> int:
     report = list_saves(path)
     unfinished = [_unfinished_row(row) for row in report.unfinished]
     cells = [_save_cells(output, row) for row in (*report.saves, *unfinished)]
-    output.table(_SAVES_HEADER, cells, right=("STEP", "BYTES", "RANKS"), drop=("RANKS", "TIME"), sentences=True)
+    output.table(_SAVES_HEADER, cells, right=("STEP", "BYTES", "RANKS"), drop=("RANKS", "TIME"))
     for text in report.warnings:
         output.warning(text)
     records: list[Row] = []

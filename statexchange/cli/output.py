@@ -138,18 +138,17 @@ class Output:
         *,
         right: Sequence[str] = (),
         drop: Sequence[str] = (),
-        sentences: bool = False,
     ) -> None:
         """Write a table; columns named in `right` are right-aligned.
 
         It is fitted to a terminal of less than 200 columns, which may leave out the columns in `drop`, the first first.
-        With `sentences` the last column is always whole.
+        The last column is always whole.
         """
         if not self.human:
             return
         cells: Sequence[Sequence[str]] = [list(header), *([printable(cell) for cell in row] for row in rows)]
         if sys.stdout.isatty() and self.width < _WIDE_COLUMNS:
-            cells = narrowed(cells, self.width, drop, sentences)
+            cells = narrowed(cells, self.width, drop)
         lines = aligned(cells, right) if self.aligned else ["\t".join(row) for row in cells]
         self._write(sys.stdout, self._styled(lines[0], _BOLD, sys.stdout))
         for line in lines[1:]:
