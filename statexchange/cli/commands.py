@@ -6,14 +6,14 @@ import functools
 import gc
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
 from statexchange import settings
 from statexchange.cli.failures import report_failure
 from statexchange.cli.output import FORMATS
-from statexchange.errors import UnsafeError, without_secrets
+from statexchange.errors import InvalidArgumentError, UnsafeError, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +25,7 @@ __all__ = [
     "command",
     "common_options",
     "each_path",
+    "listing_at",
     "refuse_other_ranks",
     "requested_format",
 ]
@@ -166,6 +167,29 @@ def each_path(*, total: str = "") -> Callable[[Callable[..., int]], Callable[...
         return run
 
     return decorate
+
+
+def listing_at(path: str, **options: object) -> Literal["saves", "versions"] | None:
+    """Return what the directory at a path has, if it is one of saves or of versions, else None.
+
+    Args:
+        path: the path.
+        options: by name, the values of options that are for one checkpoint.
+
+    Raises:
+        InvalidArgumentError: it is such a directory, and one of these options is used.
+    """
+    from statexchange.formats.registry import holds_saves
+    from statexchange.storage.versions import holds_versions
+
+    for kind, is_kind in (("versions", holds_versions), ("saves", holds_saves)):
+        if is_kind(path):
+            for name, value in options.items():
+                if value:
+                    text = f"--{name} is for one checkpoint, and this directory has {kind}: name one of them"
+                    raise InvalidArgumentError(text, path=path)
+            return kind
+    return None
 
 
 def refuse_other_ranks() -> None:

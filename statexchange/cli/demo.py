@@ -46,7 +46,7 @@ def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
         report = run_demo(ranks, keep=keep, steps=steps, on_progress=watch)
     finally:
         output.live("")
-    drawn = None if picture is None else picture.path
+    drawn = picture and picture.path
     _show(output, report, watch.supplied, drawn)
     data = {**fields_of(report), "tensors_equal": report.tensors_equal, "picture": drawn}
     return output.finish(data, code="OK" if report.ok else "FINDINGS")

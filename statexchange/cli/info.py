@@ -61,7 +61,7 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
             raise InvalidArgumentError(text, path=path)
         return _summarize_saves(output, path)
     summary = summarize(path, tree_depth=depth)
-    output.warn_of(summary.problems)  # before the summary, which may be partial because of them
+    output.warnings(summary.problems)  # before the summary, which may be partial because of them
     if summary.unsupported:
         output.warning(f"tensors that cannot be read: {abbreviated_reasons(summary.unsupported)}")
     if picture is not None:
@@ -73,7 +73,7 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
         _show_tree(output, summary.tree)
     record = {
         **fields_of(summary),
-        "picture": None if picture is None else picture.path,
+        "picture": picture and picture.path,
         "rank_statuses": statuses,
     }
     return output.finish(record, problems=summary.problems)
@@ -204,8 +204,7 @@ def _summarize_saves(output: Output, path: str) -> int:
     from statexchange.storage.steps import steps_text
 
     report = list_saves(path)
-    for text in report.warnings:
-        output.warning(text)
+    output.warnings(report.warnings)
     newest = None
     steps = f": steps {steps_text(row.step for row in report.saves)}" if report.saves else ""
     if report.newest is not None:

@@ -74,7 +74,7 @@ def command(
         return _prune_versions(output, path, keep, is_dry_run=dry_run)
     with Progress(output, "prune") as progress:
         report = prune_saves(path, Retention(keep, keep_every, best), dry_run=dry_run, on_progress=progress)
-    output.warn_of(report.problems)
+    output.warnings(report.problems)
     _show(output, report)
     data = {"path": report.path, "dry_run": dry_run, "nbytes": report.nbytes}
     return output.finish(data, rows=("saves", report.rows), problems=report.problems)

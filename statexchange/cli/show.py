@@ -128,7 +128,7 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
     comparison = configs.compare_configs(by_ranks) if by_ranks else None
     entries = configs.plain_entries(source)
     model = configs.model_config(source.config_store) if not by_ranks else None
-    output.warn_of(source.problems)
+    output.warnings(source.problems)
     output.line(_title(path, source))
     if comparison is not None:
         _write_comparison(output, by_ranks, comparison)
@@ -279,7 +279,7 @@ def _show_tensor(
         names = list(dict.fromkeys([*tensors, *aliases_of(source), *source.others]))
         if not names and source.problems:
             raise source.problems[0]
-        output.warn_of(source.problems)  # the tensor may be in a broken file
+        output.warnings(source.problems)  # the tensor may be in a broken file
         hint = did_you_mean(name, names) or "; ls lists all names"
         raise NotFoundError(f"there is no tensor {excerpt(name, 200)} among {len(names):,}{hint}", path=source.path)
 
@@ -295,10 +295,10 @@ def _show_tensor(
     with Progress(output, "show") as progress:
         statistics = read_statistics(facts, progress)
     files = {region.stored.path for region in facts.regions}
-    output.warn_of(source.problems)
+    output.warnings(source.problems)
     of_tensor = [problem for problem in source.problems if problem.name == name or problem.path in files]
     values_and_cover = [*facts.problems, *statistics.problems]
-    output.warn_of(values_and_cover)
+    output.warnings(values_and_cover)
     _write_tensor(output, facts, has_ranks=source.has_ranks)
     _write_values(output, box, values, facts)
     _write_statistics(output, statistics, facts)
@@ -312,7 +312,7 @@ def _show_tensor(
         "slice": {**box._asdict(), "values": values.tolist()},
         "statistics": record,
         "problems": problems,
-        "picture": None if picture is None else picture.path,
+        "picture": picture and picture.path,
     }
     regions = [
         {**region.box._asdict(), "holders": region.holders, "files": region.files, "nbytes": region.nbytes}

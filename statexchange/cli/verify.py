@@ -57,28 +57,23 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
       statexchange verify model
       statexchange verify model trained --quiet
     """
-    from statexchange.formats.registry import holds_saves
     from statexchange.report.verify import verify
-    from statexchange.storage.versions import holds_versions
 
     if without and not values:
         raise click.UsageError("--without leaves out a check of --values: give --values, too")
     checks = [check for check in CHECKS if check not in without] if values else []
     if values and not checks:
         raise click.UsageError("--without leaves out every check of --values")
-    for kind, is_kind in (("versions", holds_versions), ("saves", holds_saves)):
-        if is_kind(path):
-            if against is not None:
-                raise click.UsageError(f"--against compares one checkpoint with a download, and PATH has {kind}")
-            return _verify_each(output, path, kind, checks)
+    listing = commands.listing_at(path, against=against)
+    if listing is not None:
+        return _verify_each(output, path, listing, checks)
     began = time.perf_counter()
     try:
         with Progress(output, "verify") as progress:
             report = verify(path, checks=checks, against=against, on_progress=progress)
     except (CorruptError, IncompleteError) as error:  # it cannot even be opened
         return _finding_alone(output, error)
-    for note in report.notes:
-        output.warning(note)
+    output.warnings(report.notes)
     _show(output, report, checks, time.perf_counter() - began)
     data = {key: value for key, value in fields_of(report).items() if key not in _NOT_IN_DATA}
     if report.hub is not None:

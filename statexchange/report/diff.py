@@ -24,7 +24,7 @@ from statexchange.report.value_statistics import ValueDiff, ValueSums, same_byte
 from statexchange.sharding.options import CallOptions, ExportOptions, Rename, renamed
 from statexchange.sharding.paths import without_wrappers
 from statexchange.sharding.plan import TensorPlan, plan_tensors
-from statexchange.sharding.shards import Box
+from statexchange.sharding.shards import Box, Piece
 from statexchange.storage.store import ByteRange
 from statexchange.tensors import PACKED, array_over, element_shape
 from statexchange.units import format_bytes
@@ -185,35 +185,24 @@ class _Side:
     def digests(self, name: str) -> dict[Box, str | None]:
         """Return the known digest of each box of a tensor."""
         plan = self.tensors[name]
-        digests = {}
-        for piece in plan.pieces:
-            stored = self.source.files[piece.holder].tensors[plan.source]
-            digests[piece.box] = stored.byte_ranges[piece.box_index].digest
-        return digests
+        return {piece.box: self._stored(plan, piece).digest for piece in plan.pieces}
 
     def run(self, names: Sequence[str]) -> ByteRange | None:
         """Return the bytes of tensors that follow one another in a file and have no digests; None if they do not."""
-        first = self._first(names[0])
-        if first is None:
-            return None
-        end = first.begin
+        ranges = []
         for name in names:
-            plan, stored = self.tensors[name], self._first(name)
-            if stored is None or len(plan.pieces) != 1 or plan.pieces[0].replicas:
+            plan = self.tensors[name]
+            if len(plan.pieces) != 1 or plan.pieces[0].replicas:
                 return None
+            stored = self._stored(plan, plan.pieces[0])
             if stored.is_proven or stored.strides is not None:
                 return None
-            if stored.file is not first.file or stored.begin != end:
+            if ranges and (stored.file is not ranges[-1].file or stored.begin != ranges[-1].begin + ranges[-1].nbytes):
                 return None
-            end += stored.nbytes
-        return ByteRange(first.file, first.begin, end - first.begin)
+            ranges.append(stored)
+        return ByteRange(ranges[0].file, ranges[0].begin, sum(stored.nbytes for stored in ranges))
 
-    def _first(self, name: str) -> ByteRange | None:
-        """Return the first box of a tensor as it is stored; None if the tensor is empty."""
-        plan = self.tensors[name]
-        if not plan.pieces:
-            return None
-        piece = plan.pieces[0]
+    def _stored(self, plan: TensorPlan, piece: Piece) -> ByteRange:
         return self.source.files[piece.holder].tensors[plan.source].byte_ranges[piece.box_index]
 
 

@@ -103,25 +103,20 @@ def verify(
         >>> report.num_tensors, report.nbytes, report.findings
         (1, 32, ())
     """
-    for is_last_attempt in (False, True):
+
+    def attempt() -> VerifyReport:
         with open_source(path, strict=False) as source:
             source.read_ahead()
-            try:
-                if against is None:
-                    hub = compare_with_cache(source.opened, on_progress=on_progress)
-                else:
-                    hub = compare_with_hub(path, against, on_progress=on_progress)
-                check = _Check(source, checks, hub, on_progress)
-                check.run()
-            except ReplacedError:  # read it again, once
-                if is_last_attempt:
-                    raise
-                continue
-            names = source.tensor_names
+            if against is None:
+                hub = compare_with_cache(source.opened, on_progress=on_progress)
+            else:
+                hub = compare_with_hub(path, against, on_progress=on_progress)
+            check = _Check(source, checks, hub, on_progress)
+            check.run()
             return VerifyReport(
                 path=without_secrets(os.fspath(path)),
                 kind=source.kind,
-                num_tensors=len(names),
+                num_tensors=len(source.tensor_names),
                 num_boxes=check.num_boxes,
                 num_unproven=check.num_unproven,
                 nbytes=check.done,
@@ -129,7 +124,11 @@ def verify(
                 hub=hub,
                 notes=(*source.notes, *source_warnings(source, check.digests())),
             )
-    raise AssertionError("the last attempt returns or raises")
+
+    try:
+        return attempt()
+    except ReplacedError:  # read it again, once
+        return attempt()
 
 
 class _Check:
