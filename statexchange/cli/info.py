@@ -65,7 +65,11 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
     if summary.unsupported:
         output.warning(f"tensors that cannot be read: {abbreviated_reasons(summary.unsupported)}")
     if picture is not None:
-        _draw_parameters(path, picture)
+        from statexchange.formats.registry import open_source
+        from statexchange.report.treemap import parameters_picture
+
+        with open_source(path, strict=False) as source:
+            picture.write(parameters_picture(source))
     statuses = _rank_statuses(path, summary)
     output.fields([*_fields(summary), *map(_rank_field, statuses)])
     if summary.tree is not None:
@@ -77,14 +81,6 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
         "rank_statuses": statuses,
     }
     return output.finish(record, problems=summary.problems)
-
-
-def _draw_parameters(path: str, picture: PictureFile) -> None:
-    from statexchange.formats.registry import open_source
-    from statexchange.report.treemap import parameters_picture
-
-    with open_source(path, strict=False) as source:
-        picture.write(parameters_picture(source))
 
 
 def _show_tree(output: Output, tree: ModuleNode) -> None:

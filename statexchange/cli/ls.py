@@ -15,7 +15,6 @@ from statexchange.sharding.options import ExportOptions
 from statexchange.units import format_number, format_ranks, format_shape
 
 if TYPE_CHECKING:
-    from statexchange.formats.source import Source
     from statexchange.report.rounds import RankRow
     from statexchange.report.saves import SaveRow, UnfinishedRow
     from statexchange.report.tensor_facts import TensorRow
@@ -78,7 +77,9 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
         output.warning(f"tensors that cannot be read: {abbreviated_reasons(reasons)}")
     output.warnings(source.problems)
     if picture is not None:
-        _draw_supply(source, rows, picture)
+        from statexchange.report.supply import supply_of, supply_picture
+
+        picture.write(supply_picture(supply_of(source).select({row.name for row in rows})))
     data = {
         "path": without_secrets(path),
         "kind": source.kind,
@@ -88,14 +89,6 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
         "picture": picture and picture.path,
     }
     return output.finish(data, rows=("tensors", [row._asdict() for row in rows]), problems=source.problems)
-
-
-def _draw_supply(source: Source, rows: list[TensorRow], picture: PictureFile) -> None:
-    """Draw which rank or file supplied which bytes of the listed tensors."""
-    from statexchange.report.supply import supply_of, supply_picture
-
-    names = {row.name for row in rows}
-    picture.write(supply_picture(supply_of(source).select(names)))
 
 
 def _cells(output: Output, row: TensorRow, has_ranks: bool) -> tuple[str, ...]:

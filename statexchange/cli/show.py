@@ -125,12 +125,12 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
     from statexchange.report import configs
 
     by_ranks = configs.plain_configs(source)
-    comparison = configs.compare_configs(by_ranks) if by_ranks else None
+    comparison = configs.compare_configs(by_ranks)
     entries = configs.plain_entries(source)
-    model = configs.model_config(source.config_store) if not by_ranks else None
+    model = None if by_ranks else configs.model_config(source.config_store)
     output.warnings(source.problems)
     output.line(_title(path, source))
-    if comparison is not None:
+    if by_ranks:
         _write_comparison(output, by_ranks, comparison)
     if model is not None:
         _write_section(output, "config.json", model)
@@ -140,7 +140,7 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
         _write_entries(output, entries, source.others)
     if source.metadata and not by_ranks:
         _write_section(output, "metadata", dict(source.metadata))
-    if comparison is None and model is None and not source.others and not source.metadata and not source.problems:
+    if not (by_ranks or model is not None or source.others or source.metadata or source.problems):
         output.message("nothing but tensors is here, no config: `ls` lists them, and `show PATH NAME` shows one")
     data = {
         "path": path,
@@ -150,8 +150,8 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
         "step": source.step,
         "world_size": source.world_size,
         "configs": [{"ranks": ranks, "config": config} for ranks, config in by_ranks.items()],
-        "common": None if comparison is None else comparison.common,
-        "differing": [] if comparison is None else comparison.differing,
+        "common": comparison.common,
+        "differing": comparison.differing,
         "model_config": model,
         "entries": entries,
         "others": dict(source.others),

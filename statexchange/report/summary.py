@@ -122,39 +122,34 @@ def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) ->
         ('huggingface', 6, {'F32': 1})
     """
     with open_source(path, strict=False) as source:
-        return _summary(without_secrets(os.fspath(path)), source, tree_depth)
-
-
-def _summary(path: str, source: Source, tree_depth: int | None) -> Summary:
-    rows = tensor_rows(source)
-    dtypes = Counter(row.dtype for row in rows)
-    return Summary(
-        kind=source.kind,
-        path=path,
-        num_tensors=len(rows),
-        num_parameters=count_parameters(source, rows),
-        nbytes=known_bytes(rows),
-        dtypes=dict(sorted(dtypes.items())),
-        num_files=len(source.files),
-        file_nbytes=source.nbytes,
-        run=source.run,
-        round=source.round,
-        step=source.step,
-        created=source.created,
-        metrics=dict(source.metrics),
-        world_size=source.world_size,
-        ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if source.has_ranks else (),
-        sections=_sections(source, rows),
-        aliases=aliases_of(source),
-        num_unreadable=sum(not row.holders for row in rows),
-        proven=_proven(source),
-        others=dict(source.others),
-        unsupported={name: error.message for name, error in source.unsupported.items()},
-        parts=source.parts,
-        problems=(*source.problems, *source.empty_weights(), *source.uncovered()),
-        notes=_notes(source),
-        tree=None if tree_depth is None else module_tree(rows, tree_depth),
-    )
+        rows = tensor_rows(source)
+        return Summary(
+            kind=source.kind,
+            path=without_secrets(os.fspath(path)),
+            num_tensors=len(rows),
+            num_parameters=count_parameters(source, rows),
+            nbytes=known_bytes(rows),
+            dtypes=dict(sorted(Counter(row.dtype for row in rows).items())),
+            num_files=len(source.files),
+            file_nbytes=source.nbytes,
+            run=source.run,
+            round=source.round,
+            step=source.step,
+            created=source.created,
+            metrics=dict(source.metrics),
+            world_size=source.world_size,
+            ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if source.has_ranks else (),
+            sections=_sections(source, rows),
+            aliases=aliases_of(source),
+            num_unreadable=sum(not row.holders for row in rows),
+            proven=_proven(source),
+            others=dict(source.others),
+            unsupported={name: error.message for name, error in source.unsupported.items()},
+            parts=source.parts,
+            problems=(*source.problems, *source.empty_weights(), *source.uncovered()),
+            notes=_notes(source),
+            tree=None if tree_depth is None else module_tree(rows, tree_depth),
+        )
 
 
 def count_parameters(source: Source, rows: Iterable[TensorRow]) -> int:

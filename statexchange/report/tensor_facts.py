@@ -15,10 +15,12 @@ from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.tensors import ITEMSIZE, PACKED, element_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Mapping, Sequence
 
     from statexchange.formats.source import ShardFile, Source
     from statexchange.storage.store import ByteRange
+
+    Computed = Mapping[tuple[int, str, int], str]  # digests by file, tensor and box
 
 __all__ = [
     "Branch",
@@ -31,6 +33,7 @@ __all__ = [
     "element_box",
     "group_box",
     "known_bytes",
+    "known_digest",
     "module_branches",
     "module_tree",
     "tensor_facts",
@@ -180,13 +183,9 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         _refuse_unreadable(source, name)
         return None
 
-    def stored_digest(number: int, index: int) -> str | None:
-        return source.files[number].tensors[kept].byte_ranges[index].digest
-
-    problems = []
-    for problem in cover_problems(source, kept, numbers, stored_digest):
-        if not (is_part and isinstance(problem, IncompleteError)):
-            problems.append(problem)
+    problems = list(cover_problems(source, kept, numbers, {}))
+    if is_part:
+        problems = [problem for problem in problems if not isinstance(problem, IncompleteError)]
     copies: dict[Box, list[tuple[ShardFile, ByteRange]]] = {}
     for number in numbers:
         file = source.files[number]
@@ -212,8 +211,14 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
     )
 
 
+def known_digest(source: Source, computed: Computed, name: str, number: int, index: int) -> str | None:
+    """Return the digest of a box, which is stored or in `computed`; None if it is not known. Not collective."""
+    stored = source.files[number].tensors[name].byte_ranges[index].digest
+    return stored if stored is not None else computed.get((number, name, index))
+
+
 def cover_problems(
-    source: Source, name: str, numbers: Sequence[int], digest_of: Callable[[int, int], str | None]
+    source: Source, name: str, numbers: Sequence[int], computed: Computed
 ) -> Iterator[StateExchangeError]:
     """Yield an error if the boxes of a tensor do not cover it exactly once, else one for each copy that differs.
 
@@ -221,7 +226,7 @@ def cover_problems(
         source: the source.
         name: the tensor's name.
         numbers: the numbers of the files that have the tensor.
-        digest_of: returns the digest of a box by the numbers of its file and of the box; None if it is not known.
+        computed: digests that are not stored, by the numbers of the file and names of tensors and numbers of boxes.
 
     Raises:
         CorruptError, ReplicaError: two files disagree on dtype or shape.
@@ -238,9 +243,9 @@ def cover_problems(
         yield error
         return
     for piece in plan.pieces:
-        expected = digest_of(numbers[piece.holder], piece.box_index)
+        expected = known_digest(source, computed, name, numbers[piece.holder], piece.box_index)
         for holder, index in piece.replicas:
-            digest = digest_of(numbers[holder], index)
+            digest = known_digest(source, computed, name, numbers[holder], index)
             if None not in (expected, digest) and expected != digest:
                 first, other = source.files[numbers[piece.holder]], source.files[numbers[holder]]
                 labels = source.label_of(first), source.label_of(other)

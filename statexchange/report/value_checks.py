@@ -145,7 +145,11 @@ class TensorChecks:
     def __init__(self, name: str, dtype: str, shape: tuple[int, ...], checks: Collection[Check]) -> None:
         self._name, self._dtype, self._shape = name, dtype, shape
         self._last_name = name.rpartition(".")[2]
-        self._checks = set(checks) & _applicable(dtype, self._last_name)
+        self._checks = set(checks)
+        if _MASK.search(self._last_name):
+            self._checks &= {"nan"}
+        if dtype == "BOOL":
+            self._checks.clear()
         self._nan, self._inf = _Special(), _Special()
         self._boxes: dict[Box, StoredBox] = {}
         self._padding: set[Box] = set()
@@ -202,30 +206,26 @@ class TensorChecks:
     def _all_findings(self) -> Iterator[ValueFindingError]:
         if not self._boxes:
             return
-        yield from self._specials()
-        if sum(box.numel for box in (*self._boxes, *self._padding)) != full_box(self._shape).numel:
-            self._is_zero = self._is_equal = False  # a part was not read, which is another finding
-        if self._is_zero:
-            if not self._may_be_zero():
-                yield self._whole("all-zero", "zero")
-            return
-        if self._is_equal and not self._may_be_equal():
-            yield self._whole("all-equal", self._value_text())
-        for stored_box in self._boxes.values():
-            yield from self._zeros(stored_box)
-
-    def _specials(self) -> Iterator[ValueFindingError]:
-        total = full_box(element_shape(self._dtype, self._shape)).numel
+        whole = full_box(element_shape(self._dtype, self._shape))
         kinds: tuple[tuple[Check, str, _Special], ...] = (("nan", "NaN", self._nan), ("inf", "infinite", self._inf))
         for check, word, special in kinds:
             if special.first is not None and special.where is not None:
                 verb = "elements is" if special.count == 1 else "elements are"
-                text = f"{special.count:,} of {total:,} {verb} {word}, the first at {format_shape(special.first)}"
+                text = f"{special.count:,} of {whole.numel:,} {verb} {word}, the first at {format_shape(special.first)}"
                 yield self._finding(check, text, special.where, special.first, special.count)
+        if sum(box.numel for box in (*self._boxes, *self._padding)) != full_box(self._shape).numel:
+            self._is_zero = self._is_equal = False  # a part was not read, which is another finding
+        if self._is_zero:
+            if not self._may_be_zero():
+                yield self._whole("all-zero", "zero", whole)
+            return
+        if self._is_equal and not self._may_be_equal():
+            yield self._whole("all-equal", self._value_text(), whole)
+        for stored_box in self._boxes.values():
+            yield from self._zeros(stored_box)
 
-    def _whole(self, check: Check, value: str) -> ValueFindingError:
+    def _whole(self, check: Check, value: str, whole: Box) -> ValueFindingError:
         where = min(self._boxes.values(), key=lambda stored_box: stored_box.box.offsets)
-        whole = full_box(element_shape(self._dtype, self._shape))
         return self._finding(check, f"all {whole.numel:,} elements are {value}", where, whole.offsets, whole.numel)
 
     def _zeros(self, stored_box: StoredBox) -> Iterator[ValueFindingError]:
@@ -345,15 +345,6 @@ def joint_tails(boxes: Iterable[StoredBox]) -> Iterator[ValueFindingError]:
             end, following = after.end, following + after.stored.nbytes
         if stored_box.tail + following >= _PAGE_BYTES and checks.looks_for("zero-tail"):
             yield checks.tail(stored_box, following)
-
-
-def _applicable(dtype: str, last_name: str) -> set[Check]:
-    """Return the checks that say something about a tensor."""
-    if dtype == "BOOL":
-        return set()
-    if _MASK.search(last_name):
-        return {"nan"}
-    return set(CHECKS)
 
 
 def _is_zero(data: memoryview, dtype: str) -> bool:

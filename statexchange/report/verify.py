@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from statexchange.errors import (
@@ -22,7 +21,7 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.sealed_files import check_sealed_file, sealed_files
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.report.hub_metadata import HubComparison, compare_with_cache, compare_with_hub
-from statexchange.report.tensor_facts import cover_problems
+from statexchange.report.tensor_facts import cover_problems, known_digest
 from statexchange.report.value_checks import Check, StoredBox, TensorChecks, ValueFindingError, joint_tails
 from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.shards import Box, Shard
@@ -223,7 +222,7 @@ class _Check:
             for name in shard_file.tensors:
                 by_name.setdefault(name, []).append(number)
         for name, numbers in by_name.items():
-            problems = cover_problems(self._source, name, numbers, partial(self._digest, name))
+            problems = cover_problems(self._source, name, numbers, self._computed)
             self._guard(self.findings.extend, problems)
 
     def digests(self) -> dict[str, list[str]]:
@@ -231,14 +230,11 @@ class _Check:
         digests: dict[str, list[str]] = {}
         for number, shard_file in enumerate(self._source.files):
             for name, tensor in shard_file.tensors.items():
-                of_boxes = [self._digest(name, number, index) for index in range(len(tensor.byte_ranges))]
+                # A box that could not be read has no digest, which is another finding.
+                boxes = range(len(tensor.byte_ranges))
+                of_boxes = [known_digest(self._source, self._computed, name, number, index) for index in boxes]
                 digests[name] = [] if name in digests or None in of_boxes else list(filter(None, of_boxes))
         return digests
-
-    def _digest(self, name: str, number: int, index: int) -> str | None:
-        """Return the digest of a box; None if it could not be read, which is another finding."""
-        stored = self._source.files[number].tensors[name].byte_ranges[index].digest
-        return stored if stored is not None else self._computed.get((number, name, index))
 
     def _count(self, nbytes: int) -> None:
         self.done += nbytes
