@@ -261,8 +261,15 @@ class _Picture:
         self._legend()
         rows = _largest_rows(tensors)
         for tensor, cells in rows:
-            self._row(tensor, cells)
-        self._sum_row(tensors[len(rows) :])
+            bands = len({round(cell.y, 9) for cell in cells})
+            height = min(max(22, 12 * bands), 48) if len(tensor.shape) > 1 else 12
+            shape = format_shape(element_shape(tensor.dtype, tensor.shape))
+            self._row(tensor.name, cells, tensor.nbytes, height, f"{tensor.dtype} {shape}")
+        rest = tensors[len(rows) :]
+        if rest:
+            nbytes = sum(tensor.nbytes for tensor in rest)
+            name = f"and {len(rest):,} more, summed by {self._supply.supplier}"
+            self._row(name, _shares(nbytes_by_rank(rest), nbytes), nbytes)
         supplied = []
         for rank in sorted(self._total)[:_MAX_RANKS]:
             supplied.append(shortened(f"{self._supply.label(rank)}: {self._total[rank]} bytes", 100))
@@ -287,17 +294,15 @@ class _Picture:
         share = nbytes / max(1, self._supply.nbytes)
         return f"{shortened(label, _MAX_LABEL)} · {format_bytes(nbytes)} · {share:.1%}"
 
-    def _row(self, tensor: Supplied, cells: Sequence[Cell]) -> None:
+    def _row(self, name: str, cells: Sequence[Cell], nbytes: int, height: int = 12, description: str = "") -> None:
+        """Draw the row of a tensor, or of several."""
         drawing = self._drawing
-        bands = len({round(cell.y, 9) for cell in cells})
-        height = min(max(22, 12 * bands), 48) if len(tensor.shape) > 1 else 12
         middle = drawing.y + max(height, 22) / 2
-        self._frame(cells, middle - height / 2, height, tensor.name)
-        drawing.text(MARGIN, middle + 4, shortened(tensor.name, 43), "n")
-        shape = format_shape(element_shape(tensor.dtype, tensor.shape))
-        description = shortened(f"{tensor.dtype} {shape}", 20)
-        drawing.text(_LEFT + _FRAME + 14, middle + 4, description, "n g")
-        drawing.text(WIDTH - MARGIN, middle + 4, format_bytes(tensor.nbytes), "e")
+        self._frame(cells, middle - height / 2, height, name)
+        drawing.text(MARGIN, middle + 4, shortened(name, 43), "n")
+        if description:
+            drawing.text(_LEFT + _FRAME + 14, middle + 4, shortened(description, 20), "n g")
+        drawing.text(WIDTH - MARGIN, middle + 4, format_bytes(nbytes), "e")
         drawing.y += max(height, 22) + 6
 
     def _frame(self, cells: Sequence[Cell], top: float, height: float, tooltip: str) -> None:
@@ -321,17 +326,6 @@ class _Picture:
             x = _LEFT + (cell.x + cell.width / 2) * _FRAME
             y = top + (cell.y + cell.height / 2) * height + 3.5
             drawing.text(x, y, str(rank), "r", colour=text_colour(self._colours[rank]))
-
-    def _sum_row(self, tensors: Sequence[Supplied]) -> None:
-        """Draw one row for all tensors that have no row of their own."""
-        if not tensors:
-            return
-        drawing = self._drawing
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        drawing.text(MARGIN, drawing.y + 15, f"and {len(tensors):,} more, summed by {self._supply.supplier}", "g")
-        self._frame(_shares(nbytes_by_rank(tensors), nbytes), drawing.y + 5, 12, "the rest")
-        drawing.text(WIDTH - MARGIN, drawing.y + 15, format_bytes(nbytes), "e")
-        drawing.y += 28
 
 
 def _largest_rows(tensors: Sequence[Supplied]) -> list[tuple[Supplied, list[Cell]]]:
