@@ -270,11 +270,7 @@ class _Picture:
             nbytes = sum(tensor.nbytes for tensor in rest)
             name = f"and {len(rest):,} more, summed by {self._supply.supplier}"
             self._row(name, _shares(nbytes_by_rank(rest), nbytes), nbytes)
-        supplied = []
-        for rank in sorted(self._total)[:_MAX_RANKS]:
-            supplied.append(shortened(f"{self._supply.label(rank)}: {self._total[rank]} bytes", 100))
-        totals = f"{len(tensors)} tensors, {self._supply.nbytes} bytes."
-        return self._drawing.document(f"{totals} {', '.join(supplied)}.")
+        return self._drawing.document(f"{len(tensors)} tensors, {self._supply.nbytes} bytes.")
 
     def _legend(self) -> None:
         """Write a swatch for each of the first ranks, one for all others, and one for what is missing."""

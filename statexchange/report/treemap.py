@@ -126,8 +126,7 @@ def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
     layout = _Layout(root, tops, _Area(MARGIN, drawing.y, WIDTH - 2 * MARGIN, _HEIGHT))
     layout.draw(drawing)
     drawing.y += _HEIGHT + MARGIN // 2
-    listed = ", ".join(f"{shortened(top.name, 100)}: {top.numel}" for top in coloured)
-    return drawing.document(f"{root.num_tensors} tensors, {root.numel} parameters. {listed}.")
+    return drawing.document(f"{root.num_tensors} tensors, {root.numel} parameters.")
 
 
 # --- Modules ---
