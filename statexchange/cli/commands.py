@@ -6,7 +6,7 @@ import functools
 import gc
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -169,8 +169,8 @@ def each_path(*, total: str = "") -> Callable[[Callable[..., int]], Callable[...
     return decorate
 
 
-def listing_at(path: str, **options: object) -> Literal["saves", "versions"] | None:
-    """Return what the directory at a path has, if it is one of saves or of versions, else None.
+def listing_at(path: str, **options: object) -> str | None:
+    """Return what the directory at a path has, "saves" or "versions"; None if it is no directory of these.
 
     Args:
         path: the path.

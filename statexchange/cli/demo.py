@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import textwrap
-import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -46,7 +45,7 @@ def command(output: Output, ranks: int, keep: str | None, steps: int) -> int:
         report = run_demo(ranks, keep=keep, steps=steps, on_progress=watch)
     finally:
         output.live("")
-    drawn = picture and picture.path
+    drawn = None if picture is None else picture.path
     _show(output, report, watch.supplied, drawn)
     data = {**fields_of(report), "tensors_equal": report.tensors_equal, "picture": drawn}
     return output.finish(data, code="OK" if report.ok else "FINDINGS")
@@ -59,7 +58,6 @@ class _DemoProgress:
         self._output = output
         self._steps = steps
         self._picture = picture
-        self._began = time.monotonic()
         self.supplied: list[str] = []  # what each rank has supplied
         self._show_status("starting the ranks")
 

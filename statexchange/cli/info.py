@@ -170,8 +170,8 @@ def _ranks_text(summary: Summary) -> str | None:
 
 def _of_section(summary: Summary) -> str:
     """Return whose parameters are counted, if the checkpoint has other tensors than the model's."""
-    others = [name for name, section in summary.sections.items() if name != "model" and section.num_tensors]
-    if not others:
+    beside = [name for name, section in summary.sections.items() if name != "model" and section.num_tensors]
+    if not beside:
         return ""
     return " in the section model" if "model" in summary.sections else " of the model, as no section is one"
 

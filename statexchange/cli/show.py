@@ -112,8 +112,8 @@ def _of_rank(source: Source, rank: int) -> Source:
         )
     files = tuple(shard_file for shard_file in source.files if shard_file.rank == rank)
     if not files:
-        known = format_ranks(shard_file.rank for shard_file in source.files)
-        holders = f"these ranks have: {known}" if known else "no rank has one"
+        with_files = format_ranks(shard_file.rank for shard_file in source.files)
+        holders = f"these ranks have: {with_files}" if with_files else "no rank has one"
         raise NotFoundError(f"rank {rank} has no file here; {holders}", path=source.path)
     return replace(source, files=files, configs={rank: source.configs[rank]} if rank in source.configs else {})
 
@@ -397,31 +397,31 @@ def _number_text(value: Any, *, exact: bool = False) -> str:
     return str(value)
 
 
-def _write_statistics(output: Output, found: ValueStatistics, facts: TensorFacts) -> None:
+def _write_statistics(output: Output, statistics: ValueStatistics, facts: TensorFacts) -> None:
     exact = not output.aligned
-    elements = f"{found.num_elements:,}"
-    if found.num_elements < math.prod(facts.shape):
+    elements = f"{statistics.num_elements:,}"
+    if statistics.num_elements < math.prod(facts.shape):
         elements += f" of {math.prod(facts.shape):,}"
     fields: list[tuple[str, object]] = [("elements", elements)]
     if facts.dtype in ("C64", "C128"):
         fields.append(("figures", "of the absolute values"))
-    if found.min is not None:
+    if statistics.min is not None:
         for key in ("min", "max", "mean", "std"):
-            fields.append((key, _number_text(getattr(found, key), exact=exact)))
-    for key, count in (("zeros", found.num_zeros), ("NaN", found.num_nan), ("Inf", found.num_inf)):
-        fields.append((key, f"{count:,}{_share_text(count, found.num_elements)}"))
+            fields.append((key, _number_text(getattr(statistics, key), exact=exact)))
+    for key, count in (("zeros", statistics.num_zeros), ("NaN", statistics.num_nan), ("Inf", statistics.num_inf)):
+        fields.append((key, f"{count:,}{_share_text(count, statistics.num_elements)}"))
     output.line()
     output.fields(fields)
-    if not found.histogram:
+    if not statistics.histogram:
         return
     output.line()
-    most = max(one.count for one in found.histogram)
-    labels = [_bin_label(one) for one in found.histogram]
+    most = max(bin_.count for bin_ in statistics.histogram)
+    labels = [_bin_label(bin_) for bin_ in statistics.histogram]
     width = max(map(len, labels))
-    counts = max(len(f"{one.count:,}") for one in found.histogram)
-    for label, one in zip(labels, found.histogram, strict=True):
-        bar = output.bar(max(1, round(_BAR * one.count / most)) if one.count else 0)
-        output.line(f"{label:>{width}}  {one.count:>{counts},}  {bar}".rstrip())
+    counts = max(len(f"{bin_.count:,}") for bin_ in statistics.histogram)
+    for label, bin_ in zip(labels, statistics.histogram, strict=True):
+        bar = output.bar(max(1, round(_BAR * bin_.count / most)) if bin_.count else 0)
+        output.line(f"{label:>{width}}  {bin_.count:>{counts},}  {bar}".rstrip())
 
 
 def _share_text(count: int, total: int) -> str:
@@ -430,6 +430,6 @@ def _share_text(count: int, total: int) -> str:
     return f" ({count / total:.1%})" if count / total >= 0.001 else " (less than 0.1%)"
 
 
-def _bin_label(one: Bin) -> str:
-    low, high = (_number_text(edge) for edge in (one.low, one.high))
-    return low if one.low == one.high else f"{low} to {high}"
+def _bin_label(bin_: Bin) -> str:
+    low, high = (_number_text(edge) for edge in (bin_.low, bin_.high))
+    return low if bin_.low == bin_.high else f"{low} to {high}"

@@ -113,10 +113,10 @@ def compare_configs(configs: Mapping[tuple[int, ...], Any]) -> ConfigComparison:
     """Compare the configs of ranks, given by the ranks that have each. Not collective.
 
     Example:
-        >>> found = compare_configs({(0, 1): {"hidden": 8, "offset": 0}, (2,): {"hidden": 8, "offset": 2}})
-        >>> found.common
+        >>> comparison = compare_configs({(0, 1): {"hidden": 8, "offset": 0}, (2,): {"hidden": 8, "offset": 2}})
+        >>> comparison.common
         {'hidden': 8}
-        >>> [(one.key, [(value.ranks, value.value) for value in one.values]) for one in found.differing]
+        >>> [(key.key, [(value.ranks, value.value) for value in key.values]) for key in comparison.differing]
         [('offset', [((0, 1), 0), ((2,), 2)])]
     """
     differing: list[DifferingKey] = []
@@ -142,9 +142,9 @@ def _compare(key: str, values: Sequence[RanksValue], differing: list[DifferingKe
         for value, of_value in zip(values, items, strict=True):
             below.append(RanksValue(value.ranks, name in of_value, of_value.get(name)))
         step = name if name.startswith("[") or not key else f".{name}"
-        found = _compare(key + step, below, differing)
-        if found is not _NOTHING:
-            common[name] = found
+        shared = _compare(key + step, below, differing)
+        if shared is not _NOTHING:
+            common[name] = shared
     return common or _NOTHING
 
 

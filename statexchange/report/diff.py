@@ -189,7 +189,7 @@ class _Side:
 
     def run(self, names: Sequence[str]) -> ByteRange | None:
         """Return the bytes of tensors that follow one another in a file and have no digests; None if they do not."""
-        ranges = []
+        ranges: list[ByteRange] = []
         for name in names:
             plan = self.tensors[name]
             if len(plan.pieces) != 1 or plan.pieces[0].replicas:
@@ -220,11 +220,11 @@ def _side(source: Source, options: ExportOptions, selected: ExportOptions) -> _S
     return _Side(source, {tensor.name: tensor for tensor in tensors}, {**published, **aliases})
 
 
-def _untied(side: _Side, other: _Side) -> _Side:
+def _untied(side: _Side, against: _Side) -> _Side:
     """Return a side with its tied names that the other side stores as a tensor or ties to another name."""
     tensors = dict(side.tensors)
     for alias, name in side.aliases.items():
-        if name in tensors and (alias in other.tensors or other.aliases.get(alias, name) != name):
+        if name in tensors and (alias in against.tensors or against.aliases.get(alias, name) != name):
             tensors.setdefault(alias, tensors[name])
     return replace(side, tensors=tensors)
 

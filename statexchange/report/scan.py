@@ -111,10 +111,10 @@ def scan(path: str | os.PathLike[str], *, on_directory: Callable[[str], None] | 
         ('models/half', 1000, 'TRUNCATED 50 % model.safetensors')
     """
     root = resolve_path(path, "a directory to scan")
-    given, absolute = without_secrets(os.fspath(path)).rstrip("/"), without_secrets(root).rstrip("/")
+    shown, absolute = without_secrets(os.fspath(path)).rstrip("/"), without_secrets(root).rstrip("/")
     for row in _walk(root, on_directory):
         modified = row.modified or _modified(row.path)
-        yield replace(row, path=given + without_secrets(row.path).removeprefix(absolute), modified=modified)
+        yield replace(row, path=shown + without_secrets(row.path).removeprefix(absolute), modified=modified)
 
 
 def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[ScanRow]:
@@ -125,7 +125,7 @@ def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[Sca
         if on_directory is not None:
             on_directory(without_secrets(folder))
         try:
-            found = probe(folder)
+            probed = probe(folder)
         except StateExchangeError as error:  # of a directory that cannot be opened
             if folder == root:
                 raise
@@ -133,40 +133,40 @@ def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[Sca
                 continue
             yield ScanRow(folder, verdict=_verdict([error], folder), status="broken", problems=(error,))
             continue
-        with found:
-            row = _with_download(folder, found, _row(folder, found))
+        with probed:
+            row = _with_download(folder, probed, _row(folder, probed))
             if row is not None:
                 yield row
-            if not found.opened.store.is_remote:
-                yield from _unfinished(folder, found.names)
-            below = _others(folder, found)
+            if not probed.opened.store.is_remote:
+                yield from _unfinished(folder, probed.names)
+            below = _others(folder, probed)
         waiting += [f"{folder.rstrip('/')}/{name}" for name in reversed(below)]
 
 
-def _others(folder: str, found: Probe) -> list[str]:
+def _others(folder: str, probed: Probe) -> list[str]:
     """Return the subdirectories that are no parts of the checkpoint in a directory."""
-    source = found.source
+    source = probed.source
     if source is not None and source.kind == "workspace":  # its subdirectories are its runs and rounds
         return []
-    used = {path.partition("/")[0] for path in _paths_below(folder, found)}
-    return [name for name in found.directories if not name.startswith(".") and name not in used]
+    used = {path.partition("/")[0] for path in _paths_below(folder, probed)}
+    return [name for name in probed.directories if not name.startswith(".") and name not in used]
 
 
-def _paths_below(folder: str, found: Probe) -> list[str]:
+def _paths_below(folder: str, probed: Probe) -> list[str]:
     """Return the paths, from a directory on, of the files of the checkpoint in it and of those with problems."""
-    paths = [found.error.path] if found.error is not None else []
-    if found.source is not None:
-        paths += [file.path for file in found.source.files] + [problem.path for problem in found.source.problems]
+    paths = [probed.error.path] if probed.error is not None else []
+    if probed.source is not None:
+        paths += [file.path for file in probed.source.files] + [problem.path for problem in probed.source.problems]
     prefix = f"{folder.rstrip('/')}/"
     return [path.removeprefix(prefix) for path in paths if path is not None and path.startswith(prefix)]
 
 
-def _row(folder: str, found: Probe) -> ScanRow | None:
-    source, error = found.source, found.error
+def _row(folder: str, probed: Probe) -> ScanRow | None:
+    source, error = probed.source, probed.error
     if error is not None:
-        row = ScanRow(folder, step=_step_of(folder, found), problems=(error,))
+        row = ScanRow(folder, step=_step_of(folder, probed), problems=(error,))
         # There may be several checkpoints, of which one has to be named, or a format that is not read.
-        if found.is_foreign or isinstance(error, InvalidArgumentError):
+        if probed.is_foreign or isinstance(error, InvalidArgumentError):
             return replace(row, verdict=f"NOT CHECKED: {_reason(error)}", status="not checked")
         return replace(row, verdict=_verdict([error], folder), status="broken")
     if source is None:
@@ -177,54 +177,54 @@ def _row(folder: str, found: Probe) -> ScanRow | None:
         path=folder,
         kind=source.kind,
         model=model_of(source),
-        step=_step_of(folder, found),
+        step=_step_of(folder, probed),
         num_tensors=len(rows),
         num_parameters=count_parameters(source, rows),
         nbytes=source.nbytes,
         problems=problems,
     )
     if problems:
-        nbytes = _size_of_files(folder, source, found)
+        nbytes = _size_of_files(folder, source, probed)
         return replace(row, nbytes=nbytes, verdict=_verdict(problems, folder), status="broken")
-    unread = unread_weights(found.opened.store, {file.name for file in source.files})
+    unread = unread_weights(probed.opened.store, {file.name for file in source.files})
     if unread:
         return replace(row, verdict=f"{row.verdict}, {unread[0].partition(';')[0]}")
     return row
 
 
-def _with_download(folder: str, found: Probe, row: ScanRow | None) -> ScanRow | None:
+def _with_download(folder: str, probed: Probe, row: ScanRow | None) -> ScanRow | None:
     """Return the row of a directory with an unfinished download of huggingface_hub; `row` itself without one.
 
     The hub's files have the ending ``.incomplete`` while they are written, in the directory of its cache or, for a
     download into a directory, in a hidden one below it, where an old one may be left beside a whole checkpoint.
     """
-    names = [name for name in found.names if name.endswith(UNFINISHED_DOWNLOAD)]
-    names = [name for name in names if name.removesuffix(UNFINISHED_DOWNLOAD) not in found.names]
+    names = [name for name in probed.names if name.endswith(UNFINISHED_DOWNLOAD)]
+    names = [name for name in names if name.removesuffix(UNFINISHED_DOWNLOAD) not in probed.names]
     if row is None or row.status != "whole" or row.kind == "torch":  # nothing lists torch's files
-        names += _hidden_downloads(found)
+        names += _hidden_downloads(probed)
     if not names:
         return row
     reason = f": {row.verdict}" if row is not None and row.status == "broken" else ""
     return replace(row or ScanRow(folder), verdict=f"UNFINISHED DOWNLOAD{reason}", status="unfinished")
 
 
-def _hidden_downloads(found: Probe) -> list[str]:
+def _hidden_downloads(probed: Probe) -> list[str]:
     """Return the names of unfinished files that the hub keeps below the directory into which it downloads."""
     try:
-        store = metadata_store(found.opened.store)
+        store = metadata_store(probed.opened.store)
         return [name for name in store.files if name.endswith(UNFINISHED_DOWNLOAD)] if store is not None else []
     except StateExchangeError:  # removed meanwhile, or unreadable
         return []
 
 
-def _size_of_files(folder: str, source: Source, found: Probe) -> int:
+def _size_of_files(folder: str, source: Source, probed: Probe) -> int:
     """Return the bytes of a broken checkpoint's files, also of those beside them that cannot be read."""
     total = source.nbytes
     read = {file.path for file in source.files}
-    for name in found.opened.store.files:
+    for name in probed.opened.store.files:
         if not name.endswith(".json") and f"{folder.rstrip('/')}/{name}" not in read:
             with contextlib.suppress(StateExchangeError):
-                total += found.opened.store.open(name).size
+                total += probed.opened.store.open(name).size
     return total
 
 
@@ -237,14 +237,14 @@ def _modified(folder: str) -> float | None:
         return None
 
 
-def _step_of(folder: str, found: Probe) -> int | None:
+def _step_of(folder: str, probed: Probe) -> int | None:
     """Return the step of a save, or the number in a directory's name such as ``checkpoint-500``.
 
     The directory is this one, or the one below that is read: a run's directory names its newest step.
     """
-    if found.source is not None and found.source.step is not None:
-        return found.source.step
-    below = next(iter(_paths_below(folder, found)), "")
+    if probed.source is not None and probed.source.step is not None:
+        return probed.source.step
+    below = next(iter(_paths_below(folder, probed)), "")
     for name in (os.path.basename(folder), below.partition("/")[0]):
         match = _NUMBERED.fullmatch(name)
         if match is not None:

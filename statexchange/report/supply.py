@@ -111,8 +111,8 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
     else:
         tensors = list(_stored_tensors(source))
         has_ranks = source.has_ranks
-        known = {tensor.name for tensor in tensors}
-        missing = {tensor.name: tensor for tensor in source.unreadable if tensor.name not in known}
+        present = {tensor.name for tensor in tensors}
+        missing = {tensor.name: tensor for tensor in source.unreadable if tensor.name not in present}
         for name, tensor in missing.items():
             if tensor.shape is None or tensor.dtype not in ITEMSIZE:
                 unknown.append(name)

@@ -247,9 +247,9 @@ def cover_problems(
         for holder, index in piece.replicas:
             digest = known_digest(source, computed, name, numbers[holder], index)
             if None not in (expected, digest) and expected != digest:
-                first, other = source.files[numbers[piece.holder]], source.files[numbers[holder]]
-                labels = source.label_of(first), source.label_of(other)
-                yield replica_error(name, piece.box, *labels, path=other.path)
+                first, second = source.files[numbers[piece.holder]], source.files[numbers[holder]]
+                labels = source.label_of(first), source.label_of(second)
+                yield replica_error(name, piece.box, *labels, path=second.path)
 
 
 def element_box(dtype: str, box: Box) -> Box:

@@ -263,8 +263,8 @@ def _tooltip(node: _Node, numel: int) -> str:
     size = f"{node.numel:,} parameters, {node.numel / numel:.2%}"
     if node.row is not None and node.row.shape is not None:
         return f"{node.name or _NO_NAME}\n{node.row.dtype} {format_shape(node.row.shape)}, {size}"
-    others = f"{node.num_tensors:,} {'small tensors' if node.is_rest else 'tensors'}"
-    return f"{node.name}\n{others}, {size}" if node.name else f"{others}, {size}"
+    tensors = f"{node.num_tensors:,} {'small tensors' if node.is_rest else 'tensors'}"
+    return f"{node.name}\n{tensors}, {size}" if node.name else f"{tensors}, {size}"
 
 
 def _label(drawing: Drawing, node: _Node, area: _Area, module: str) -> None:

@@ -165,8 +165,8 @@ def _values_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
 
     kinds = {"F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn"}
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
-    bits = bits.reshape(-1, 8 * ITEMSIZE[dtype] // PACKED[dtype])
-    codes = np.packbits(bits, axis=-1, bitorder="little")
+    bits_of_codes = bits.reshape(-1, 8 * ITEMSIZE[dtype] // PACKED[dtype])
+    codes = np.packbits(bits_of_codes, axis=-1, bitorder="little")
     return codes.view(getattr(ml_dtypes, kinds[dtype])).astype(np.float32).reshape(element_shape(dtype, shape))
 
 
@@ -400,14 +400,14 @@ class ValueSums:
     def _add_squares(self, *squares: float) -> None:
         self.squares = [before + new for before, new in zip(self.squares, squares, strict=True)]
 
-    def merge(self, other: ValueSums) -> None:
+    def merge(self, later: ValueSums) -> None:
         """Add the sums over parts that come later in C order, or on another rank."""
-        self.num_differing += other.num_differing
-        self.max_abs = max(self.max_abs, other.max_abs)
-        self._add_squares(*other.squares)
-        self.first = min((first for first in (self.first, other.first) if first is not None), default=None)
-        self.nans = [ours + theirs for ours, theirs in zip(self.nans, other.nans, strict=True)]
-        self.has_number |= other.has_number
+        self.num_differing += later.num_differing
+        self.max_abs = max(self.max_abs, later.max_abs)
+        self._add_squares(*later.squares)
+        self.first = min((first for first in (self.first, later.first) if first is not None), default=None)
+        self.nans = [before + new for before, new in zip(self.nans, later.nans, strict=True)]
+        self.has_number |= later.has_number
 
     def result(self) -> ValueDiff:
         """Return the differences."""
