@@ -236,28 +236,28 @@ class TensorChecks:
         runs = [run for run in stored_box.runs if self._is_lost(*run) and not self._is_usual(stored_box, *run)]
         if runs:
             nbytes = sum(end - begin for begin, end in runs)
-            first = self._index_of(stored_box, runs[0][0])
-            count = self._num_elements(nbytes)
             parts = "" if len(runs) == 1 else f" in {len(runs):,} parts"
-            text = (
-                f"{nbytes:,} bytes{parts} are zero, from a page of the file to another, as after a lost write: "
-                f"{count:,} elements, the first at {format_shape(first)}"
-            )
-            yield self._finding("zero-pages", text, stored_box, first, count, stored_box.box)
+            text = f"{nbytes:,} bytes{parts} are zero, from a page of the file to another"
+            yield self._lost("zero-pages", text, stored_box, runs[0][0], nbytes)
 
     def tail(self, stored_box: StoredBox, following: int = 0) -> ValueFindingError:
         """Return the finding of the zero bytes at the end of a box, and of `following` in the boxes after it."""
         nbytes, begin = stored_box.tail, stored_box.tail_begin
-        first, count = self._index_of(stored_box, begin), self._num_elements(nbytes)
         is_whole = stored_box.box == full_box(self._shape)
         part = "" if is_whole else f" of region {element_box(self._dtype, stored_box.box)}"
         page = ", from a page of the file on" if self.begins_page(begin) else ""
         more = f", and the {following:,} bytes of the tensors that follow in the file" if following else ""
-        text = (
-            f"the last {nbytes:,} bytes{part}{more} are zero{page}, as after a lost write: "
-            f"{count:,} elements from {format_shape(first)} on"
-        )
-        return self._finding("zero-tail", text, stored_box, first, count, stored_box.box)
+        text = f"the last {nbytes:,} bytes{part}{more} are zero{page}"
+        return self._lost("zero-tail", text, stored_box, begin, nbytes)
+
+    def _lost(self, check: Check, text: str, stored_box: StoredBox, begin: int, nbytes: int) -> ValueFindingError:
+        """Return the finding of zero bytes in a box, the first at byte `begin` of the file."""
+        itemsize, box = ITEMSIZE[self._dtype], stored_box.box
+        number = -(-(begin - stored_box.stored.begin) // itemsize)  # of the first element that begins there or later
+        first = element_shape(self._dtype, index_at(min(number, box.numel - 1), box))
+        count = -(-nbytes // itemsize) * PACKED.get(self._dtype, 1)
+        text = f"{text}, as after a lost write: {count:,} elements from {format_shape(first)} on"
+        return self._finding(check, text, stored_box, first, count, box)
 
     def _is_usual(self, stored_box: StoredBox, begin: int, end: int) -> bool:
         """Whether a run of zeros is to be expected in this tensor."""
@@ -278,37 +278,30 @@ class TensorChecks:
         """Whether a run of zeros begins and ends at pages; the element after it may begin with zeros, as 1.0 does."""
         return self.begins_page(begin) and end % _PAGE_BYTES < ITEMSIZE[self._dtype]
 
+    def _says_nothing(self) -> bool:
+        """Whether equal elements say nothing: those of integers, or a few."""
+        return self._dtype[0] in "IU" or full_box(self._shape).numel < _MIN_ELEMENTS
+
     def _may_be_zero(self) -> bool:
-        if self._is_small() or self._dtype[0] in "IU" or _OPTIMIZER.search(self._name):
+        if self._says_nothing() or _OPTIMIZER.search(self._name):
             return True
-        return self._num_dims() <= 1 and _MAY_BE_ZERO.search(self._last_name) is not None
+        return self._is_vector() and _MAY_BE_ZERO.search(self._last_name) is not None
 
     def _may_be_equal(self) -> bool:
-        if self._is_small() or self._dtype[0] in "IU" or self._dtype == "F8_E8M0":
+        if self._says_nothing() or self._dtype == "F8_E8M0" or _MAY_BE_EQUAL.search(self._last_name):
             return True
-        if _MAY_BE_EQUAL.search(self._last_name) or not _has_equal_elements(self._value or b"", self._dtype):
+        if not _has_equal_elements(self._value or b"", self._dtype):
             return True
-        return self._num_dims() <= 1 and self._dtype not in PACKED and self._value_text() == "1"
+        return self._is_vector() and self._value_text() == "1"
 
-    def _is_small(self) -> bool:
-        return full_box(self._shape).numel < _MIN_ELEMENTS
-
-    def _num_dims(self) -> int:
-        return sum(size > 1 for size in self._shape)
+    def _is_vector(self) -> bool:
+        return sum(size > 1 for size in self._shape) <= 1
 
     def _value_text(self) -> str:
         if self._dtype in PACKED:
             return "equal"
         value = array_over(self._value, self._dtype, (1,))[0]
         return f"{complex(value):.6g}" if self._dtype.startswith("C") else f"{float(value):.6g}"
-
-    def _num_elements(self, nbytes: int) -> int:
-        return -(-nbytes // ITEMSIZE[self._dtype]) * PACKED.get(self._dtype, 1)
-
-    def _index_of(self, stored_box: StoredBox, at: int) -> tuple[int, ...]:
-        """Return the index of the first element that begins at byte `at` of the file or later, in elements."""
-        number = -(-(at - stored_box.stored.begin) // ITEMSIZE[self._dtype])
-        return element_shape(self._dtype, index_at(min(number, stored_box.box.numel - 1), stored_box.box))
 
     def _finding(
         self,
