@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from statexchange.formats.model_files import CONFIG
-from statexchange.storage.location import parse_json, plain_stored
+from statexchange.storage.location import plain_stored
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
-    from statexchange.storage.store import Budget, Store
+    from statexchange.storage.store import Budget
 
 __all__ = [
     "ConfigComparison",
@@ -20,7 +19,6 @@ __all__ = [
     "RanksValue",
     "compare_configs",
     "config_facts",
-    "model_config",
     "plain_configs",
     "plain_entries",
 ]
@@ -96,17 +94,6 @@ def plain_entries(source: Source) -> dict[str, Any]:
     """Return the values of those entries of a source that are not tensors and that were read. Not collective."""
     texts = {name: text for name, text in source.texts.items() if name in source.others}
     return {name: plain_stored(text, source.path, source.budget) for name, text in texts.items()}
-
-
-def model_config(store: Store | None) -> Any:
-    """Return the content of the config.json in a source's `config_store`; None if there is none.
-
-    Raises:
-        CorruptError: it is broken.
-    """
-    if store is None or CONFIG not in store.files:
-        return None
-    return parse_json(store.read_small(CONFIG), store.path_of(CONFIG), store.budget)
 
 
 def compare_configs(configs: Mapping[tuple[int, ...], Any]) -> ConfigComparison:

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from statexchange.errors import StateExchangeError, without_secrets
 from statexchange.formats.config_check import source_warnings
@@ -14,13 +15,15 @@ from statexchange.formats.packed import packing_notes
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
 from statexchange.formats.source import FLAT_PARAMETERS, Part, Source, is_flat_parameter
-from statexchange.report.configs import model_config
 from statexchange.report.tensor_facts import ModuleNode, TensorRow, aliases_of, known_bytes, module_tree, tensor_rows
+from statexchange.storage.location import parse_json
+from statexchange.storage.store import Store
 
 __all__ = [
     "SectionSummary",
     "Summary",
     "count_parameters",
+    "model_config",
     "model_of",
     "model_rows",
     "summarize",
@@ -190,6 +193,17 @@ def _sections(source: Source, rows: list[TensorRow]) -> dict[str, SectionSummary
         of_section = [row for row in rows if row.name in section.names]
         sections[section.name] = SectionSummary(len(of_section), known_bytes(of_section))
     return sections
+
+
+def model_config(store: Store | None) -> Any:
+    """Return the content of the config.json in a source's `config_store`; None if there is none. Not collective.
+
+    Raises:
+        CorruptError: it is broken.
+    """
+    if store is None or CONFIG not in store.files:
+        return None
+    return parse_json(store.read_small(CONFIG), store.path_of(CONFIG), store.budget)
 
 
 def model_of(source: Source) -> str | None:
