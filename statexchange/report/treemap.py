@@ -199,9 +199,8 @@ class _Layout:
         self._outlines: list[tuple[int, _Area]] = []  # with the level, 1 for a top
         self._numel = root.numel
         self._scale = area.width * area.height / root.numel
-        shown = self._shown("", tops) or [_Node("", root.numel, root.num_tensors, is_rest=True)]
-        for top, part in zip(shown, _divided([top.numel for top in shown], area), strict=True):
-            self._place(top, part, 1, top)
+        whole = _Node("", root.numel, root.num_tensors, list(tops), is_rest=True)
+        self._place(whole, area, 0, whole)
 
     def _place(self, node: _Node, area: _Area, level: int, top: _Node) -> None:
         """Divide the area of a node among its parts."""
@@ -209,9 +208,10 @@ class _Layout:
         if not shown:
             self._cells.append((node, area, top))
             return
-        self._outlines.append((level, area))
+        if level:
+            self._outlines.append((level, area))
         for part, of_part in zip(shown, _divided([part.numel for part in shown], area), strict=True):
-            self._place(part, of_part, level + 1, top)
+            self._place(part, of_part, level + 1, top if level else part)
 
     def draw(self, drawing: Drawing) -> None:
         """Draw the areas, then the outlines, the widest last, then the labels."""
