@@ -20,7 +20,7 @@ from statexchange.errors import CorruptError, InvalidArgumentError
 from statexchange.report.tensor_facts import element_box, group_box
 from statexchange.sharding.shards import Box, index_at, intersect
 from statexchange.storage import regions
-from statexchange.tensors import ITEMSIZE, PACKED, array_over, element_shape, numpy_dtype
+from statexchange.tensors import ITEMSIZE, PACKED, array_over, element_shape
 
 if TYPE_CHECKING:
     from statexchange.report.tensor_facts import TensorFacts
@@ -133,7 +133,7 @@ def read_statistics(facts: TensorFacts, on_progress: Callable[[int, int], None] 
         ReplacedError: a file was changed while it was read.
         StorageError: a file cannot be read.
     """
-    sums = _Sums(is_integer=facts.dtype not in PACKED and numpy_dtype(facts.dtype).kind in "iub")
+    sums = _Sums(is_integer=facts.dtype[0] in "IU" or facts.dtype == "BOOL")
     problems: list[CorruptError] = []
     total, done = sum(region.nbytes for region in facts.regions), 0
     ahead = regions.READ_AHEAD_BYTES // (16 if facts.dtype in PACKED else 1)  # values take up to 16 times the bytes
@@ -307,11 +307,10 @@ class ValueSums:
     """The sums over the parts of two tensors from which their differences follow. Not thread-safe."""
 
     num_differing: int = 0
-    max_abs: float = 0.0
+    max_abs: float = -1.0  # until there is a difference that is a number
     squares: list[float] = field(default_factory=lambda: [0.0] * 4)  # of the differences, of a, of b; products a * b
     first: tuple[int, ...] | None = None
     nans: list[int] = field(default_factory=lambda: [0, 0])
-    has_number: bool = False
 
     def add(self, window: Box, a: Any, b: Any, tolerance: float | None) -> None:
         """Add the values of one window; NaN and infinite values count in the numbers of elements only.
@@ -365,7 +364,6 @@ class ValueSums:
             at = np.flatnonzero(np.abs(delta) >= largest * (1 - _ROUNDING))
             largest = float(np.abs(b[at].astype(np.float64) - a[at].astype(np.float64)).max())
         self._add_squares(*squares)
-        self.has_number = True
         self.max_abs = max(self.max_abs, largest)
         return differing
 
@@ -386,10 +384,7 @@ class ValueSums:
             differing = ~is_equal
         self.nans[0] += int(nan_a.sum())
         self.nans[1] += int(nan_b.sum())
-        largest = float(np.fmax.reduce(size))
-        if not math.isnan(largest):  # as it is if all differences are
-            self.has_number = True
-            self.max_abs = max(self.max_abs, largest)
+        self.max_abs = max(self.max_abs, float(np.fmax.reduce(size, initial=-1.0)))  # without NaN
         finite = np.isfinite(delta)
         if not finite.all():
             delta, wide_a, wide_b = (values[finite] for values in (delta, wide_a, wide_b))
@@ -407,7 +402,6 @@ class ValueSums:
         self._add_squares(*later.squares)
         self.first = min((first for first in (self.first, later.first) if first is not None), default=None)
         self.nans = [before + new for before, new in zip(self.nans, later.nans, strict=True)]
-        self.has_number |= later.has_number
 
     def result(self) -> ValueDiff:
         """Return the differences."""
@@ -420,7 +414,9 @@ class ValueSums:
             if delta < min(a, b):  # then this is precise where the cosine is near 1
                 product = (a + b - delta) / 2
             cosine = max(-1.0, min(product / math.sqrt(a) / math.sqrt(b), 1.0))
-        largest = self.max_abs if self.has_number or not self.num_differing else math.nan
+        largest = self.max_abs
+        if largest < 0:
+            largest = math.nan if self.num_differing else 0.0
         return ValueDiff(self.num_differing, largest, relative, cosine, self.first, *self.nans)
 
 
