@@ -360,7 +360,7 @@ class ValueSums:
             if largest >= tolerance * (1 - _ROUNDING):
                 return None
             differing = np.zeros(len(a), np.bool_)
-        if largest * (1 + _ROUNDING) > self.max_abs:
+        if largest * (1 + _ROUNDING) > max(self.max_abs, 0.0):
             at = np.flatnonzero(np.abs(delta) >= largest * (1 - _ROUNDING))
             largest = float(np.abs(b[at].astype(np.float64) - a[at].astype(np.float64)).max())
         self._add_squares(*squares)
