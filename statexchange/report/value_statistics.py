@@ -341,17 +341,10 @@ class ValueSums:
         if not (_fits(a.dtype) and _fits(b.dtype)):
             return None
         wide_a, wide_b = (values.astype(np.float32, copy=False) for values in (a, b))
-        differing = _differing_bits(a, b) if a.dtype == b.dtype else None
-        square = _dot(wide_a, wide_a)
-        if differing is not None and not differing.any():
-            squares, largest = (0.0, square, square, square), 0.0
-        else:
-            of_sides = square, _dot(wide_b, wide_b), _dot(wide_a, wide_b)
-            delta = wide_b - wide_a
-            squares = _dot(delta, delta), *of_sides
-            largest = max(float(delta.max()), -float(delta.min()))
-            if differing is None:
-                differing = delta != 0
+        delta = wide_b - wide_a
+        differing = _differing_bits(a, b) if a.dtype == b.dtype else delta != 0
+        largest = max(float(delta.max()), -float(delta.min()))
+        squares = _dot(delta, delta), _dot(wide_a, wide_a), _dot(wide_b, wide_b), _dot(wide_a, wide_b)
         if not math.isfinite(sum(squares)):
             return None
         if min(squares[1], squares[2], squares[0] if largest else math.inf) < _MIN_SQUARES:
