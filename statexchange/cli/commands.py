@@ -143,7 +143,7 @@ def listing_at(path: str, **options: object) -> str | None:
 
     Args:
         path: the path.
-        options: by name, the values of options that are for one checkpoint.
+        options: by name, the values of options that are not for such directories.
 
     Raises:
         InvalidArgumentError: it is such a directory, and one of these options is used.
@@ -155,7 +155,7 @@ def listing_at(path: str, **options: object) -> str | None:
         if is_kind(path):
             for name, value in options.items():
                 if value:
-                    text = f"--{name} is for one checkpoint, and this directory has {kind}: name one of them"
+                    text = f"--{name} cannot be used, as this directory has {kind}: name one of them"
                     raise InvalidArgumentError(text, path=path)
             return kind
     return None
