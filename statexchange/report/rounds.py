@@ -131,9 +131,15 @@ class _Listing:
             row = self._row(receipt, is_committed=manifest is not None)
             if row is not None:
                 self.rows.append(row)
-        if manifest is None and names:
-            self._add_missing(names)
         folder = os.path.join(self.view.path, run, f"{number:06d}")
+        if manifest is None and names:
+            ranks, world_size = {name.rank for name in names}, names[0].world_size
+            absent = (rank for rank in range(world_size) if rank not in ranks)
+            for rank in islice(absent, _MAX_MISSING):
+                self.rows.append(RankRow(run, number, rank, world_size, "missing", False, folder))
+            hidden = world_size - len(ranks) - _MAX_MISSING
+            if hidden > 0:
+                self.notes.append(f"{hidden:,} more ranks have no file in round {number} of run {run}")
         for name, nbytes in temporary:
             state: State = "abandoned" if atomic.is_abandoned(name) else "unfinished"
             path = os.path.join(folder, name)
@@ -158,17 +164,6 @@ class _Listing:
             return RankRow(*where, "broken", is_committed, path, self.view.size_of(name), problem=error)
         stored = file.file
         return RankRow(*where, "whole", is_committed, path, stored.size, stored.modified, facts)
-
-    def _add_missing(self, names: list[RankName]) -> None:
-        """Add rows for the ranks that have no file in a round without a manifest."""
-        first, ranks = names[0], {name.rank for name in names}
-        path = os.path.join(self.view.path, os.path.dirname(first.relative))
-        absent = (rank for rank in range(first.world_size) if rank not in ranks)
-        for rank in islice(absent, _MAX_MISSING):
-            self.rows.append(RankRow(first.run, first.round, rank, first.world_size, "missing", False, path))
-        hidden = first.world_size - len(ranks) - _MAX_MISSING
-        if hidden > 0:
-            self.notes.append(f"{hidden:,} more ranks have no file in round {first.round} of run {first.run}")
 
 
 def list_rounds(path: str | os.PathLike[str]) -> RoundsReport:
