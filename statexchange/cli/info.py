@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import commands
-from statexchange.cli.output import Output, Row, fields_of
+from statexchange.cli.output import Output, fields_of
 from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError
 from statexchange.formats.source import abbreviated_list, abbreviated_reasons
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from statexchange.formats.source import Part
     from statexchange.report.rounds import RankStatus
-    from statexchange.report.saves import SavesReport
     from statexchange.report.summary import SectionSummary, Summary
     from statexchange.report.tensor_facts import ModuleNode
 
@@ -201,11 +200,13 @@ def _summarize_saves(output: Output, path: str) -> int:
 
     report = list_saves(path)
     output.warnings(report.warnings)
-    newest = None
+    newest, newest_record = None, None
     steps = f": steps {steps_text(row.step for row in report.saves)}" if report.saves else ""
     if report.newest is not None:
         saved = "" if report.newest.created is None else f", saved {format_time(report.newest.created)}"
         newest = f"step {report.newest.step}{saved}, {report.newest.state}"
+        newest_record = fields_of(report.newest)
+        del newest_record["problems"]  # those of all saves are listed
     output.fields(
         [
             ("kind", "saves"),
@@ -217,31 +218,24 @@ def _summarize_saves(output: Output, path: str) -> int:
             ("unfinished", _listed({row.step: row.state for row in report.unfinished})),
         ]
     )
-    return output.finish(_saves_record(report), problems=report.problems)
+    data = {
+        "kind": "saves",
+        "path": report.path,
+        "num_saves": len(report.saves),
+        "steps": [row.step for row in report.saves],
+        "newest": newest_record,
+        "nbytes": report.nbytes,
+        "num_broken": sum(bool(row.problems) for row in report.saves),
+        "unfinished": report.unfinished,
+        "problems": report.problems,
+    }
+    return output.finish(data, problems=report.problems)
 
 
 def _listed(states: Mapping[int, str]) -> str:
     if not states:
         return ""
     return f"{len(states):,}: {abbreviated_list({f'step {step}': state for step, state in states.items()})}"
-
-
-def _saves_record(report: SavesReport) -> Row:
-    newest = None
-    if report.newest is not None:
-        newest = fields_of(report.newest)
-        del newest["problems"]  # those of all saves are listed
-    return {
-        "kind": "saves",
-        "path": report.path,
-        "num_saves": len(report.saves),
-        "steps": [row.step for row in report.saves],
-        "newest": newest,
-        "nbytes": report.nbytes,
-        "num_broken": sum(bool(row.problems) for row in report.saves),
-        "unfinished": report.unfinished,
-        "problems": report.problems,
-    }
 
 
 def _exact_bytes(nbytes: int) -> str:

@@ -139,17 +139,12 @@ def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[Sca
                 yield row
             if not probed.opened.store.is_remote:
                 yield from _unfinished(folder, probed.names)
-            below = _others(folder, probed)
-        waiting += [f"{folder.rstrip('/')}/{name}" for name in reversed(below)]
-
-
-def _others(folder: str, probed: Probe) -> list[str]:
-    """Return the subdirectories that are no parts of the checkpoint in a directory."""
-    source = probed.source
-    if source is not None and source.kind == "workspace":  # its subdirectories are its runs and rounds
-        return []
-    used = {path.partition("/")[0] for path in _paths_below(folder, probed)}
-    return [name for name in probed.directories if not name.startswith(".") and name not in used]
+        if probed.source is not None and probed.source.kind == "workspace":  # its directories are runs and rounds
+            continue
+        parts = {path.partition("/")[0] for path in _paths_below(folder, probed)}
+        for name in reversed(probed.directories):
+            if not name.startswith(".") and name not in parts:
+                waiting.append(f"{folder.rstrip('/')}/{name}")
 
 
 def _paths_below(folder: str, probed: Probe) -> list[str]:

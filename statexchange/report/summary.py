@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from statexchange.formats.model_files import CONFIG
 from statexchange.formats.packed import packing_notes
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
-from statexchange.formats.source import FLAT_PARAMETERS, Part, Source, is_flat_parameter
+from statexchange.formats.source import FLAT_PARAMETERS, Part, SectionName, Source, is_flat_parameter
 from statexchange.report.tensor_facts import ModuleNode, TensorRow, aliases_of, known_bytes, module_tree, tensor_rows
 from statexchange.storage.location import parse_json
 from statexchange.storage.store import Store
@@ -89,7 +89,7 @@ class Summary:
     metrics: dict[str, float]
     world_size: int | None
     ranks: tuple[int, ...]
-    sections: dict[str, SectionSummary]
+    sections: Mapping[SectionName, SectionSummary]
     aliases: dict[str, str]
     num_unreadable: int
     proven: bool
@@ -126,6 +126,11 @@ def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) ->
     """
     with open_source(path, strict=False) as source:
         rows = tensor_rows(source)
+        sections = {}
+        for section in sections_of(source):
+            of_section = [row for row in rows if row.name in section.names]
+            sections[section.name] = SectionSummary(len(of_section), known_bytes(of_section))
+        digests = (stored.is_proven for _, tensor in source.shards() for stored in tensor.byte_ranges)
         return Summary(
             kind=source.kind,
             path=without_secrets(os.fspath(path)),
@@ -142,10 +147,10 @@ def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) ->
             metrics=dict(source.metrics),
             world_size=source.world_size,
             ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if source.has_ranks else (),
-            sections=_sections(source, rows),
+            sections=sections,
             aliases=aliases_of(source),
             num_unreadable=sum(not row.holders for row in rows),
-            proven=_proven(source),
+            proven=bool(source.files) and not source.problems and all(digests),
             others=dict(source.others),
             unsupported={name: error.message for name, error in source.unsupported.items()},
             parts=source.parts,
@@ -178,21 +183,6 @@ def _notes(source: Source) -> tuple[str, ...]:
     is_flat = any(is_flat_parameter(name) for shard_file in source.files for name in shard_file.tensors)
     flat = (FLAT_PARAMETERS,) if is_flat else ()
     return (*source.notes, *flat, *packing_notes(source), *source_warnings(source))
-
-
-def _proven(source: Source) -> bool:
-    """Whether digests cover all bytes; False if anything is missing or broken."""
-    if source.problems or not source.files:
-        return False
-    return all(byte_range.is_proven for _, tensor in source.shards() for byte_range in tensor.byte_ranges)
-
-
-def _sections(source: Source, rows: list[TensorRow]) -> dict[str, SectionSummary]:
-    sections: dict[str, SectionSummary] = {}
-    for section in sections_of(source):
-        of_section = [row for row in rows if row.name in section.names]
-        sections[section.name] = SectionSummary(len(of_section), known_bytes(of_section))
-    return sections
 
 
 def model_config(store: Store | None) -> Any:
