@@ -259,13 +259,18 @@ class _Picture:
         """Return the document with a row for each of the largest tensors."""
         tensors = self._supply.tensors
         self._legend()
-        rows = _largest_rows(tensors)
-        for tensor, cells in rows:
+        num_rows, num_cells = 0, 0
+        for tensor in tensors[:_MAX_ROWS]:
+            cells = cells_of(tensor)
+            num_cells += len(cells)
+            if num_cells > _MAX_CELLS and num_rows:
+                break
+            num_rows += 1
             bands = len({round(cell.y, 9) for cell in cells})
             height = min(max(22, 12 * bands), 48) if len(tensor.shape) > 1 else 12
             shape = format_shape(element_shape(tensor.dtype, tensor.shape))
             self._row(tensor.name, cells, tensor.nbytes, height, f"{tensor.dtype} {shape}")
-        rest = tensors[len(rows) :]
+        rest = tensors[num_rows:]
         if rest:
             nbytes = sum(tensor.nbytes for tensor in rest)
             name = f"and {len(rest):,} more, summed by {self._supply.supplier}"
@@ -322,16 +327,3 @@ class _Picture:
             x = _LEFT + (cell.x + cell.width / 2) * _FRAME
             y = top + (cell.y + cell.height / 2) * height + 3.5
             drawing.text(x, y, str(rank), "r", colour=text_colour(self._colours[rank]))
-
-
-def _largest_rows(tensors: Sequence[Supplied]) -> list[tuple[Supplied, list[Cell]]]:
-    """Return as many of the largest tensors as the picture has space for, with their cells."""
-    rows: list[tuple[Supplied, list[Cell]]] = []
-    cells_left = _MAX_CELLS
-    for tensor in tensors[:_MAX_ROWS]:
-        cells = cells_of(tensor)
-        cells_left -= len(cells)
-        if cells_left < 0 and rows:
-            break
-        rows.append((tensor, cells))
-    return rows
