@@ -69,7 +69,11 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
 
         with open_source(path, strict=False) as source:
             picture.write(parameters_picture(source))
-    statuses = _rank_statuses(path, summary)
+    statuses: list[RankStatus] = []
+    if summary.kind == "workspace" and summary.run is not None:
+        from statexchange.report.rounds import list_rounds, newest_of_ranks
+
+        statuses = newest_of_ranks(list_rounds(path), summary.run)
     output.fields([*_fields(summary), *map(_rank_field, statuses)])
     if summary.tree is not None:
         output.line()
@@ -97,15 +101,6 @@ def _show_tree(output: Output, tree: ModuleNode) -> None:
         name = f"{'  ' * level}{node.name}{alike}"
         rows.append((name, format_count(node.num_parameters), format_bytes(node.nbytes), bar))
     output.table(header, rows, right=_TREE_HEADER[1:])
-
-
-def _rank_statuses(path: str, summary: Summary) -> list[RankStatus]:
-    """Return how far each rank of a workspace is; [] for any other checkpoint."""
-    if summary.kind != "workspace" or summary.run is None:
-        return []
-    from statexchange.report.rounds import list_rounds, newest_of_ranks
-
-    return newest_of_ranks(list_rounds(path), summary.run)
 
 
 def _rank_field(status: RankStatus) -> tuple[str, str]:

@@ -410,7 +410,9 @@ def _write_statistics(output: Output, statistics: ValueStatistics, facts: Tensor
         for key in ("min", "max", "mean", "std"):
             fields.append((key, _number_text(getattr(statistics, key), exact=exact)))
     for key, count in (("zeros", statistics.num_zeros), ("NaN", statistics.num_nan), ("Inf", statistics.num_inf)):
-        fields.append((key, f"{count:,}{_share_text(count, statistics.num_elements)}"))
+        share = count / max(1, statistics.num_elements)
+        percent = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+        fields.append((key, f"{count:,} ({percent})" if count else "0"))
     output.line()
     output.fields(fields)
     if not statistics.histogram:
@@ -423,12 +425,6 @@ def _write_statistics(output: Output, statistics: ValueStatistics, facts: Tensor
     for label, bin_ in zip(labels, statistics.histogram, strict=True):
         bar = output.bar(max(1, round(_BAR * bin_.count / most)) if bin_.count else 0)
         output.line(f"{label:>{width}}  {bin_.count:>{counts},}  {bar}".rstrip())
-
-
-def _share_text(count: int, total: int) -> str:
-    if not count:
-        return ""
-    return f" ({count / total:.1%})" if count / total >= 0.001 else " (less than 0.1%)"
 
 
 def _bin_label(bin_: Bin) -> str:

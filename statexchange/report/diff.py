@@ -314,8 +314,15 @@ class _Comparison:
                 return self._unread(name, "equal", "digests")
             if all(same_bytes(data_a, data_b) for _, data_a, data_b in self._pairs(a, b)):
                 return self._result(name, "equal", "bytes")
+        values = None  # those of packed dtypes are not computed
+        if not {a.dtype, b.dtype} & PACKED.keys():
+            sums = ValueSums()
+            for window, data_a, data_b in self._pairs(a, b):
+                parts = array_over(data_a, a.dtype, window.shape), array_over(data_b, b.dtype, window.shape)
+                sums.add(window, *parts, self._call.tolerance)
+            values = sums.result()
         shape = element_shape(a.dtype, a.shape)
-        return TensorDiff.of_values(name, (a.dtype, b.dtype), shape, self._values(a, b), self._call.tolerance)
+        return TensorDiff.of_values(name, (a.dtype, b.dtype), shape, values, self._call.tolerance)
 
     def _unread(self, name: str, status: Status, by: By | None = None) -> TensorDiff:
         """Return the result of a tensor that is not read."""
@@ -361,13 +368,3 @@ class _Comparison:
             self.done += nbytes
             if self._call.on_progress is not None:
                 self._call.on_progress(min(self.done + self._settled, self._total), self._total)
-
-    def _values(self, a: TensorPlan, b: TensorPlan) -> ValueDiff | None:
-        """Return the differences in values; None for packed dtypes, whose values are not computed."""
-        if {a.dtype, b.dtype} & PACKED.keys():
-            return None
-        sums = ValueSums()
-        for window, data_a, data_b in self._pairs(a, b):
-            values = array_over(data_a, a.dtype, window.shape), array_over(data_b, b.dtype, window.shape)
-            sums.add(window, *values, self._call.tolerance)
-        return sums.result()

@@ -196,20 +196,15 @@ def _with_download(folder: str, probed: Probe, row: ScanRow | None) -> ScanRow |
     names = [name for name in probed.names if name.endswith(UNFINISHED_DOWNLOAD)]
     names = [name for name in names if name.removesuffix(UNFINISHED_DOWNLOAD) not in probed.names]
     if row is None or row.status != "whole" or row.kind == "torch":  # nothing lists torch's files
-        names += _hidden_downloads(probed)
+        # Below the directory, it may be removed meanwhile, or unreadable.
+        with contextlib.suppress(StateExchangeError):
+            store = metadata_store(probed.opened.store)
+            if store is not None:
+                names += [name for name in store.files if name.endswith(UNFINISHED_DOWNLOAD)]
     if not names:
         return row
     reason = f": {row.verdict}" if row is not None and row.status == "broken" else ""
     return replace(row or ScanRow(folder), verdict=f"UNFINISHED DOWNLOAD{reason}", status="unfinished")
-
-
-def _hidden_downloads(probed: Probe) -> list[str]:
-    """Return the names of unfinished files that the hub keeps below the directory into which it downloads."""
-    try:
-        store = metadata_store(probed.opened.store)
-        return [name for name in store.files if name.endswith(UNFINISHED_DOWNLOAD)] if store is not None else []
-    except StateExchangeError:  # removed meanwhile, or unreadable
-        return []
 
 
 def _size_of_files(folder: str, source: Source, probed: Probe) -> int:

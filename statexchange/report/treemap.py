@@ -22,7 +22,7 @@ from statexchange.report.tensor_facts import Branch, TensorRow, known_bytes, mod
 from statexchange.units import format_bytes, format_count, format_number, format_shape, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from statexchange.formats.source import Source
 
@@ -105,7 +105,8 @@ def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
         >>> "up.weight" in treemap([row], name="tiny", kind="huggingface")
         True
     """
-    root = _tree(row for row in rows if row.num_parameters)
+    top = module_branches((row for row in rows if row.num_parameters), _MAX_COMPONENTS)[0]
+    root = _Node("", top.num_parameters, top.num_tensors, _parts(top))
     if not root.num_tensors:
         raise NotFoundError("there is no tensor to draw")
     facts = [
@@ -117,12 +118,21 @@ def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
         facts.append(f"{len(rows) - root.num_tensors:,} without elements or of unknown size")
     drawing = Drawing(f"Parameters of {shortened(name, 60)}", " · ".join(facts))
     tops = _tops(root)
-    coloured = [top for top in tops if top.numel >= _VISIBLE * root.numel]
+    coloured = [node for node in tops if node.numel >= _VISIBLE * root.numel]
     coloured = coloured if len(tops) <= _MAX_COLOURS else coloured[: _MAX_COLOURS - 1]
-    for top, colour in zip(coloured, palette(_MAX_COLOURS), strict=False):
-        top.colour = colour
-    if coloured:
-        drawing.legend(_legend(coloured, tops[len(coloured) :], root.numel), 3)
+    for node, colour in zip(coloured, palette(_MAX_COLOURS), strict=False):
+        node.colour = colour
+    listed, rest = list(coloured), tops[len(coloured) :]
+    if coloured and rest:
+        label = rest[0].name if len(rest) == 1 else f"{len(rest):,} others"
+        listed.append(_Node(label, sum(node.numel for node in rest)))
+    entries = []
+    for node in listed:
+        share = f"{node.numel / root.numel:.1%}" if node.numel >= _VISIBLE * root.numel else "< 0.1%"
+        text = f"{shortened(node.name or _NO_NAME, 24)} · {format_count(node.numel)} · {share}"
+        entries.append((lightened(node.colour, _LIGHTENED), text))
+    if entries:
+        drawing.legend(entries, 3)
     layout = _Layout(root, tops, _Area(MARGIN, drawing.y, WIDTH - 2 * MARGIN, _HEIGHT))
     layout.draw(drawing)
     drawing.y += _HEIGHT + MARGIN // 2
@@ -132,14 +142,8 @@ def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
 # --- Modules ---
 
 
-def _tree(rows: Iterable[TensorRow]) -> _Node:
-    """Return the tree of all modules; a module with one part is left out, its part has the longer name."""
-    top = module_branches(rows, _MAX_COMPONENTS)[0]
-    return _Node("", top.num_parameters, top.num_tensors, _parts(top))
-
-
 def _parts(branch: Branch) -> list[_Node]:
-    """Return the tensors and modules of a branch, largest first."""
+    """Return the tensors and modules of a branch, largest first; a part of a module that has no other stands for it."""
     parts = [_Node(row.name, row.num_parameters, 1, row=row) for row in branch.tensors]
     for module in branch.below.values():
         children = _parts(module)
@@ -170,19 +174,6 @@ def _tops(root: _Node) -> list[_Node]:
 def _relative(name: str, module: str) -> str:
     """Return a name without the module's that it begins with."""
     return name.removeprefix(f"{module}.") if module else name
-
-
-def _legend(coloured: Sequence[_Node], others: Sequence[_Node], numel: int) -> list[tuple[str, str]]:
-    counts = [(top.colour, top.name, top.numel) for top in coloured]
-    if others:
-        name = others[0].name if len(others) == 1 else f"{len(others):,} others"
-        counts.append((_OTHERS, name, sum(top.numel for top in others)))
-    entries = []
-    for colour, name, count in counts:
-        share = f"{count / numel:.1%}" if count >= _VISIBLE * numel else "< 0.1%"
-        text = f"{shortened(name or _NO_NAME, 24)} · {format_count(count)} · {share}"
-        entries.append((lightened(colour, _LIGHTENED), text))
-    return entries
 
 
 # --- Areas ---

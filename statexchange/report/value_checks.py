@@ -172,28 +172,23 @@ class TensorChecks:
 
     def add(self, stored_box: StoredBox, window: Box, data: memoryview) -> None:
         """Look at the bytes of the box's next window, which is in the tensor's coordinates."""
+        import numpy as np
+
         masks = nonfinite(data, self._dtype)
         if masks is not None:
             self._nan.add(masks[0], window, stored_box)
             self._inf.add(masks[1], window, stored_box)
         if stored_box.stored.strides is None:  # else the bytes do not come in the order of the file
             stored_box.find_runs(data)
-        if self._is_equal or self._is_zero:
-            self._compare(data)
-
-    def _compare(self, data: memoryview) -> None:
-        """Look whether all elements up to here are zero, or all equal."""
-        import numpy as np
-
-        itemsize = ITEMSIZE[self._dtype]
+        octets, itemsize = np.frombuffer(data, np.uint8), ITEMSIZE[self._dtype]
         if self._value is None:
             self._value = bytes(data[:itemsize])
         if self._is_equal:
-            array = np.frombuffer(data, np.uint8)
-            is_first = bytes(array[:itemsize]) == self._value
-            self._is_equal = is_first and np.array_equal(array[itemsize:], array[:-itemsize])
-        if self._is_zero:
-            self._is_zero = _is_zero(data, self._dtype)
+            is_first = bytes(data[:itemsize]) == self._value
+            self._is_equal = is_first and np.array_equal(octets[itemsize:], octets[:-itemsize])
+        if self._is_zero:  # -0.0 is
+            values = octets if self._dtype in PACKED else array_over(octets, self._dtype, (-1,))
+            self._is_zero = not values.any()
 
     def end(self, stored_box: StoredBox) -> None:
         """End a box: all its windows were added."""
@@ -222,23 +217,19 @@ class TensorChecks:
         if self._is_equal and not self._may_be_equal():
             yield self._whole("all-equal", self._value_text(), whole)
         for stored_box in self._boxes.values():
-            yield from self._zeros(stored_box)
+            is_long = stored_box.tail >= _PAGE_BYTES
+            if is_long and not self._is_usual(stored_box, stored_box.tail_begin, stored_box.end):
+                yield self.tail(stored_box)
+            runs = [run for run in stored_box.runs if self._is_lost(*run) and not self._is_usual(stored_box, *run)]
+            if runs:
+                nbytes = sum(end - begin for begin, end in runs)
+                parts = "" if len(runs) == 1 else f" in {len(runs):,} parts"
+                text = f"{nbytes:,} bytes{parts} are zero, from a page of the file to another"
+                yield self._lost("zero-pages", text, stored_box, runs[0][0], nbytes)
 
     def _whole(self, check: Check, value: str, whole: Box) -> ValueFindingError:
         where = min(self._boxes.values(), key=lambda stored_box: stored_box.box.offsets)
         return self._finding(check, f"all {whole.numel:,} elements are {value}", where, whole.offsets, whole.numel)
-
-    def _zeros(self, stored_box: StoredBox) -> Iterator[ValueFindingError]:
-        """Yield the findings of runs of zeros in one box."""
-        is_long = stored_box.tail >= _PAGE_BYTES
-        if is_long and not self._is_usual(stored_box, stored_box.tail_begin, stored_box.end):
-            yield self.tail(stored_box)
-        runs = [run for run in stored_box.runs if self._is_lost(*run) and not self._is_usual(stored_box, *run)]
-        if runs:
-            nbytes = sum(end - begin for begin, end in runs)
-            parts = "" if len(runs) == 1 else f" in {len(runs):,} parts"
-            text = f"{nbytes:,} bytes{parts} are zero, from a page of the file to another"
-            yield self._lost("zero-pages", text, stored_box, runs[0][0], nbytes)
 
     def tail(self, stored_box: StoredBox, following: int = 0) -> ValueFindingError:
         """Return the finding of the zero bytes at the end of a box, and of `following` in the boxes after it."""
@@ -338,15 +329,6 @@ def joint_tails(boxes: Iterable[StoredBox]) -> Iterator[ValueFindingError]:
             end, following = after.end, following + after.stored.nbytes
         if stored_box.tail + following >= _PAGE_BYTES and checks.looks_for("zero-tail"):
             yield checks.tail(stored_box, following)
-
-
-def _is_zero(data: memoryview, dtype: str) -> bool:
-    """Whether all elements are zero; -0.0 is."""
-    import numpy as np
-
-    if dtype in PACKED:
-        return not np.frombuffer(data, np.uint8).any()
-    return not array_over(data, dtype, (-1,)).any()
 
 
 def _has_equal_elements(group: bytes, dtype: str) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -235,20 +235,6 @@ class _Sums:
             joined[number >> exponent - self._exponent] += count
         self._bins, self._exponent = joined, exponent
 
-    def _histogram(self) -> Iterator[Bin]:
-        """Yield the bins; one alone if all values are equal."""
-        if self._min == self._max:
-            yield Bin(self._min, self._max, self._bins.total())
-            return
-        for number in range(min(self._bins), max(self._bins) + 1):
-            if self._is_integer:
-                low, high = number << self._exponent, (number + 1 << self._exponent) - 1
-                yield Bin(low, high, self._bins[number])
-            else:
-                with np.errstate(over="ignore"):
-                    low, high = np.ldexp([float(number), number + 1.0], self._exponent).tolist()
-                yield Bin(low, high, self._bins[number])
-
     def result(self, nbytes: int, problems: Sequence[CorruptError]) -> ValueStatistics:
         """Return the statistics."""
         counts = self._num_elements, self._num_zeros, self._num_nan, self._num_inf
@@ -258,7 +244,19 @@ class _Sums:
         low, high = float(self._min), float(self._max)
         mean, deviation = min(max(self._mean, low), high), min(self._deviation, max(abs(low), abs(high)))
         figures = self._min, self._max, mean, deviation
-        return ValueStatistics(*counts, *figures, tuple(self._histogram()), nbytes, tuple(problems))
+        histogram = []
+        for number in range(min(self._bins), max(self._bins) + 1):
+            begin: float
+            end: float
+            if self._is_integer:
+                begin, end = number << self._exponent, (number + 1 << self._exponent) - 1
+            else:
+                with np.errstate(over="ignore"):
+                    begin, end = np.ldexp([float(number), number + 1.0], self._exponent).tolist()
+            histogram.append(Bin(begin, end, self._bins[number]))
+        if self._min == self._max:
+            histogram = [Bin(self._min, self._max, self._bins.total())]
+        return ValueStatistics(*counts, *figures, tuple(histogram), nbytes, tuple(problems))
 
 
 def _bins_of(values: Any, exponent: int) -> Any:
@@ -362,12 +360,18 @@ class ValueSums:
 
     def _add_any(self, a: Any, b: Any, tolerance: float | None) -> Any:
         """Add any values; return for each whether it differs."""
-        wide_a, wide_b = (_wide(values) for values in (a, b))
+        is_complex = "c" in (a.dtype.kind, b.dtype.kind)
+        wide_a, wide_b = (values.astype(np.complex128 if is_complex else np.float64) for values in (a, b))
         nan_a, nan_b = np.isnan(wide_a), np.isnan(wide_b)
         delta = wide_b - wide_a
         size = np.abs(delta)
-        if delta.dtype.kind != "c":
-            _make_exact(size, a, b, wide_a, wide_b)
+        has_large = any(values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values in (a, b))
+        if has_large and not is_complex:
+            # float64 rounds large integers, and Python's are exact. Fractions do not count: a float that has one is far
+            # below _MAX_EXACT.
+            rounded = np.isfinite(size) & (np.maximum(np.abs(wide_a), np.abs(wide_b)) >= _MAX_EXACT)
+            pairs = zip(a[rounded].tolist(), b[rounded].tolist(), strict=True)
+            size[rounded] = [abs(int(first) - int(second)) for first, second in pairs]
         if tolerance is None and a.dtype == b.dtype:
             differing = _differing_bits(a, b)
         else:  # the difference of two equal infinities is NaN
@@ -381,8 +385,8 @@ class ValueSums:
         finite = np.isfinite(delta)
         if not finite.all():
             delta, wide_a, wide_b = (values[finite] for values in (delta, wide_a, wide_b))
-        pairs = (delta, delta), (wide_a, wide_a), (wide_b, wide_b), (wide_a, wide_b)
-        self._add_squares(*(float(np.vdot(left, right).real) for left, right in pairs))
+        factors = (delta, delta), (wide_a, wide_a), (wide_b, wide_b), (wide_a, wide_b)
+        self._add_squares(*(float(np.vdot(left, right).real) for left, right in factors))
         return differing
 
     def _add_squares(self, *squares: float) -> None:
@@ -413,11 +417,6 @@ class ValueSums:
         return ValueDiff(self.num_differing, largest, relative, cosine, self.first, *self.nans)
 
 
-def _wide(values: Any) -> Any:
-    """Return values in float64, or complex128."""
-    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
-
-
 def _fits(dtype: Any) -> bool:
     """Whether float32 represents each value of a dtype exactly, and of integers also the difference of any two."""
     kind, itemsize = str(dtype.kind), int(dtype.itemsize)
@@ -432,19 +431,6 @@ def _dot(left: Any, right: Any) -> float:
     whole = len(left) - len(left) % _DOT
     parts = np.matmul(left[:whole].reshape(-1, 1, _DOT), right[:whole].reshape(-1, _DOT, 1))
     return float(parts.sum(dtype=np.float64)) + float(np.dot(left[whole:], right[whole:]))
-
-
-def _make_exact(size: Any, a: Any, b: Any, wide_a: Any, wide_b: Any) -> None:
-    """Replace the sizes of differences that float64 rounds, as it does those of large integers of 64 bits.
-
-    `wide_a` and `wide_b` are the values in float64.
-    """
-    if all(values.dtype.kind not in "iu" or values.dtype.itemsize < 8 for values in (a, b)):
-        return
-    rounded = np.isfinite(size) & (np.maximum(np.abs(wide_a), np.abs(wide_b)) >= _MAX_EXACT)
-    # Python's integers are exact. Fractions do not count: a float that has one is far below _MAX_EXACT.
-    pairs = zip(a[rounded].tolist(), b[rounded].tolist(), strict=True)
-    size[rounded] = [abs(int(first) - int(second)) for first, second in pairs]
 
 
 def _differing_bits(a: Any, b: Any) -> Any:

@@ -160,15 +160,18 @@ class _Check:
     def run(self) -> None:
         """Check everything; raise ReplacedError if a file was replaced or changed while it was read."""
         values: list[ValueFindingError] = []
+        by_name: dict[str, list[int]] = {}  # the numbers of the files that have a tensor
         for number, shard_file in enumerate(self._source.files):
             self._checked.clear()
-            for tensor in shard_file.tensors.values():
+            for name, tensor in shard_file.tensors.items():
+                by_name.setdefault(name, []).append(number)
                 for index in range(len(tensor.byte_ranges)):
                     self._guard(self._read_box, number, tensor, index)
             values += joint_tails(self._checked)
         for tensor_checks in self._tensor_checks.values():
             values += tensor_checks.findings()
-        self._prove_covers()
+        for name, numbers in by_name.items():  # each separately, so that every problem is found
+            self._guard(self.findings.extend, cover_problems(self._source, name, numbers, self._computed))
         for sealed in self._sealed:
             self._guard(check_sealed_file, self._source.opened.store, sealed)
             self._count(sealed.digest_nbytes)
@@ -214,16 +217,6 @@ class _Check:
         if checks is None:
             checks = self._tensor_checks[key] = TensorChecks(*key, self._checks)
         return checks.begin(stored, box, rank, is_padding=box in self._source.padding.get(shard.name, ()))
-
-    def _prove_covers(self) -> None:
-        """Prove the cover of each tensor separately, so that every problem is found, and compare replicas."""
-        by_name: dict[str, list[int]] = {}
-        for number, shard_file in enumerate(self._source.files):
-            for name in shard_file.tensors:
-                by_name.setdefault(name, []).append(number)
-        for name, numbers in by_name.items():
-            problems = cover_problems(self._source, name, numbers, self._computed)
-            self._guard(self.findings.extend, problems)
 
     def digests(self) -> dict[str, list[str]]:
         """Return the digests of each tensor's boxes; [] if several files have parts of it, whose order is not known."""
