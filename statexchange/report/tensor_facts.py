@@ -361,8 +361,17 @@ def module_tree(rows: Iterable[TensorRow], depth: int) -> ModuleNode:
 
 def _node(name: str, path: str, alike: list[Branch]) -> ModuleNode:
     """Return the node of branches that are alike. The work is bounded by their number and the depth."""
+    modules = alike[0].below
+    runs: list[list[str]] = []  # the names in order of their numbers, successive ones that are alike together
+    for part in sorted(modules, key=lambda part: (0, int(part), "") if is_index(part) else (1, 0, "")):
+        last = runs[-1][-1] if runs else ""
+        is_next = is_index(part) and is_index(last) and int(part) == int(last) + 1
+        if is_next and modules[part].form == modules[last].form:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
     children = []
-    for run in _runs(alike[0].below):
+    for run in runs:
         shown = run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}"
         below = [branch.below[part] for branch in alike for part in run]
         children.append(_node(shown, f"{path}.{shown}".removeprefix("."), below))
@@ -375,16 +384,3 @@ def _node(name: str, path: str, alike: list[Branch]) -> ModuleNode:
         sum(branch.nbytes for branch in alike),
         tuple(children),
     )
-
-
-def _runs(below: dict[str, Branch]) -> list[list[str]]:
-    """Return the names in order of their numbers, successive ones whose branches are alike together."""
-    runs: list[list[str]] = []
-    for name in sorted(below, key=lambda name: (0, int(name), "") if is_index(name) else (1, 0, "")):
-        last = runs[-1][-1] if runs else ""
-        is_next = is_index(name) and is_index(last) and int(name) == int(last) + 1
-        if is_next and below[name].form == below[last].form:
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    return runs

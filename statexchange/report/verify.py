@@ -24,11 +24,9 @@ from statexchange.report.hub_metadata import HubComparison, compare_with_cache, 
 from statexchange.report.tensor_facts import cover_problems, known_digest
 from statexchange.report.value_checks import Check, StoredBox, TensorChecks, ValueFindingError, joint_tails
 from statexchange.sharding.plan import prove_cover
-from statexchange.sharding.shards import Box, Shard
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.save_check import check_saves
 from statexchange.storage.steps import saves_path, step_name
-from statexchange.storage.store import ByteRange
 
 __all__ = ["VerifyReport", "verify", "verify_listed", "verify_saves"]
 
@@ -193,7 +191,13 @@ class _Check:
         self.num_boxes += len(stored.parts) or 1
         digest = BoxDigest(stored, box, shard.dtype, always=not stored.parts)
         rank = self._source.files[number].rank if self._source.has_ranks else None
-        checked = self._begin_checks(shard, box, stored, rank) if self._checks else None
+        checked = None
+        if self._checks:
+            key = shard.name, shard.dtype, shard.global_shape  # that files agree on them is another check
+            if key not in self._tensor_checks:
+                self._tensor_checks[key] = TensorChecks(*key, self._checks)
+            is_padding = box in self._source.padding.get(shard.name, ())
+            checked = self._tensor_checks[key].begin(stored, box, rank, is_padding=is_padding)
         for window, data in blocks(stored, box.shape, shard.dtype):
             placed = to_global(window, box)
             digest.update(placed, data)
@@ -209,14 +213,6 @@ class _Check:
             self.num_unproven += stored.path not in self._equal_files
             self._computed[number, shard.name, index] = digest.hexdigest()
         self.findings += digest.problems(shard.name, rank)
-
-    def _begin_checks(self, shard: Shard, box: Box, stored: ByteRange, rank: int | None) -> StoredBox | None:
-        """Begin the checks of a box's values; return None if there is nothing to look for."""
-        key = shard.name, shard.dtype, shard.global_shape  # that files agree on them is another check
-        checks = self._tensor_checks.get(key)
-        if checks is None:
-            checks = self._tensor_checks[key] = TensorChecks(*key, self._checks)
-        return checks.begin(stored, box, rank, is_padding=box in self._source.padding.get(shard.name, ()))
 
     def digests(self) -> dict[str, list[str]]:
         """Return the digests of each tensor's boxes; [] if several files have parts of it, whose order is not known."""
