@@ -122,12 +122,12 @@ def _of_rank(source: Source, rank: int) -> Source:
 
 
 def _show_configs(output: Output, path: str, source: Source) -> int:
-    from statexchange.report import configs
+    from statexchange.report.configs import compare_configs, plain_configs, plain_entries
     from statexchange.report.summary import model_config
 
-    by_ranks = configs.plain_configs(source)
-    comparison = configs.compare_configs(by_ranks)
-    entries = configs.plain_entries(source)
+    by_ranks = plain_configs(source)
+    comparison = compare_configs(by_ranks)
+    entries = plain_entries(source)
     model = None if by_ranks else model_config(source.config_store)
     output.warnings(source.problems)
     output.line(_title(path, source))
