@@ -251,14 +251,9 @@ class _Comparison:
     def run(self) -> tuple[TensorDiff, ...]:
         """Compare all tensors."""
         with ThreadPoolExecutor(self._call.threads or os.cpu_count() or 1) as pool:
-            futures = [pool.submit(self._compare_all, names) for names in self._parts()]
-            try:
-                tensors = [tensor for future in futures for tensor in future.result()]
-                return tuple(sorted(tensors, key=attrgetter("name")))
-            except BaseException:
-                for future in futures:
-                    future.cancel()
-                raise
+            # After an error `map` cancels what has not begun.
+            tensors = [tensor for part in pool.map(self._compare_all, self._parts()) for tensor in part]
+        return tuple(sorted(tensors, key=attrgetter("name")))
 
     def _parts(self) -> Iterator[list[str]]:
         """Yield the names in parts: to submit a task takes as long as to compare a few small tensors.
