@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 from statexchange.errors import (
     InvalidArgumentError,
     StateExchangeError,
-    StorageError,
     TargetExistsError,
     from_record,
     needing_extra,
     to_record,
 )
+from statexchange.storage.files import make_path
 from statexchange.storage.location import resolve_path
 
 if TYPE_CHECKING:
@@ -147,10 +147,7 @@ def _merged_path(directory: str) -> str:
     except UnicodeEncodeError:
         text = "the demo reads its checkpoint with safetensors, which opens paths in UTF-8 only: choose another"
         raise InvalidArgumentError(text, path=directory) from None
-    try:
-        os.makedirs(directory, exist_ok=True)
-    except OSError as error:
-        raise StorageError.of(error, "make directory", path=directory) from error
+    make_path(directory, 0o777)
     target = os.path.join(directory, "merged")
     if os.path.lexists(target):  # the export would refuse it, too, but only after the training
         raise TargetExistsError(

@@ -16,12 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
 
 if TYPE_CHECKING:
@@ -199,15 +194,6 @@ def shard_model(config: LlamaConfig, mesh: DeviceMesh) -> Llama:
     return model
 
 
-def _shared_input(arguments: int) -> PrepareModuleInput:
-    """Return a style that makes a module's first argument a DTensor.
-
-    Its gradient is then summed over ranks once, not once per projection.
-    """
-    layouts = (Replicate(), *[None] * (arguments - 1))
-    return PrepareModuleInput(input_layouts=layouts, desired_input_layouts=layouts, use_local_output=False)
-
-
 def _tensor_parallel_plan() -> dict[str, Any]:
     # Tuples, not sets: the order of the plan is that of its collectives, and a set's order differs between processes.
     columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
@@ -215,8 +201,6 @@ def _tensor_parallel_plan() -> dict[str, Any]:
     layer = dict.fromkeys(columns, ColwiseParallel()) | dict.fromkeys(rows, RowwiseParallel())
     return {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),
-        "model.layers.*.self_attn": _shared_input(3),
-        "model.layers.*.mlp": _shared_input(1),
         **{f"model.layers.*.{name}": style for name, style in layer.items()},
         "lm_head": ColwiseParallel(output_layouts=Replicate()),
     }

@@ -13,7 +13,7 @@ import click
 from statexchange import settings
 from statexchange.cli.failures import report_failure
 from statexchange.cli.output import FORMATS
-from statexchange.errors import UnsafeError, without_secrets
+from statexchange.errors import InvalidArgumentError, UnsafeError, without_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +25,7 @@ __all__ = [
     "command",
     "common_options",
     "each_path",
+    "listing_at",
     "refuse_other_ranks",
     "requested_format",
 ]
@@ -45,33 +46,29 @@ COMMANDS = {
 }
 
 
-def _set_format(context: click.Context, parameter: click.Parameter, value: str | bool | None) -> None:
-    if value:
-        context.obj.format = "json" if parameter.name == "json" else value
+def common_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of all commands, which may stand before the command too; `function` takes the Output first."""
 
+    @click.option(
+        "--format",
+        "chosen",
+        type=click.Choice(FORMATS),
+        help="human: aligned text; json: one object; jsonl: one object a line; auto: text, tab-separated in pipes.",
+    )
+    @click.option("--json", "is_json", is_flag=True, help="The same as --format json.")
+    @click.option("-q", "--quiet", is_flag=True, help="Write no messages but errors; data and the exit code stay.")
+    @click.option("-v", "--verbose", is_flag=True, help="Write a log of what is done, with times, to stderr.")
+    @click.pass_obj
+    @functools.wraps(function)
+    def run(output: Output, /, *, chosen: str | None, is_json: bool, quiet: bool, verbose: bool, **options: Any) -> Any:
+        output.format = "json" if is_json else chosen or output.format
+        output.quiet |= quiet
+        output.verbose |= verbose
+        if output.quiet and output.verbose:
+            raise click.UsageError("--quiet and --verbose contradict each other", click.get_current_context())
+        return function(output, **options)
 
-_FORMAT = click.option(
-    "--format",
-    type=click.Choice(FORMATS),
-    expose_value=False,
-    callback=_set_format,
-    help="human: aligned text; json: one object; jsonl: one object a line; auto: text, tab-separated in pipes.",
-)
-_JSON = click.option(
-    "--json", is_flag=True, expose_value=False, callback=_set_format, help="The same as --format json."
-)
-
-
-def _set_quiet(context: click.Context, parameter: click.Parameter, value: bool) -> None:  # noqa: ARG001 (click's)
-    context.obj.quiet |= value
-    _refuse_both(context)
-
-
-def _set_verbose(context: click.Context, parameter: click.Parameter, value: bool) -> None:  # noqa: ARG001 (click's)
-    context.obj.verbose |= value
-    _refuse_both(context)
-    if value or context.parent is None:  # the group shows warnings for all commands; with --verbose the log is shown
-        context.with_resource(_log_shown(context.obj))
+    return run
 
 
 @contextmanager
@@ -99,34 +96,6 @@ def _log_shown(output: Output) -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _refuse_both(context: click.Context) -> None:
-    if context.obj.quiet and context.obj.verbose:
-        raise click.UsageError("--quiet and --verbose contradict each other", context)
-
-
-_QUIET = click.option(
-    "-q",
-    "--quiet",
-    is_flag=True,
-    expose_value=False,
-    callback=_set_quiet,
-    help="Write no messages but errors; data and the exit code stay.",
-)
-_VERBOSE = click.option(
-    "-v",
-    "--verbose",
-    is_flag=True,
-    expose_value=False,
-    callback=_set_verbose,
-    help="Write a log of what is done, with times, to stderr.",
-)
-
-
-def common_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options of all commands, which may stand before the command too."""
-    return _FORMAT(_JSON(_QUIET(_VERBOSE(function))))
-
-
 def command(function: Callable[..., int]) -> click.Command:
     """Return a click command for a function that takes the Output first and returns the exit code."""
 
@@ -136,9 +105,10 @@ def command(function: Callable[..., int]) -> click.Command:
         # the arguments the collector has to run, which the start of the program has disabled.
         if "://" in str(options):
             gc.enable()
-        return function(output, **options)
+        with _log_shown(output):
+            return function(output, **options)
 
-    return click.command()(common_options(click.pass_obj(run)))
+    return click.command()(common_options(run))
 
 
 def each_path(*, total: str = "") -> Callable[[Callable[..., int]], Callable[..., int]]:
@@ -166,6 +136,29 @@ def each_path(*, total: str = "") -> Callable[[Callable[..., int]], Callable[...
         return run
 
     return decorate
+
+
+def listing_at(path: str, **options: object) -> str | None:
+    """Return what the directory at a path has, "saves" or "versions"; None if it is no directory of these.
+
+    Args:
+        path: the path.
+        options: by name, the values of options that are not for such directories.
+
+    Raises:
+        InvalidArgumentError: it is such a directory, and one of these options is used.
+    """
+    from statexchange.formats.registry import holds_saves
+    from statexchange.storage.versions import holds_versions
+
+    for kind, is_kind in (("versions", holds_versions), ("saves", holds_saves)):
+        if is_kind(path):
+            for name, value in options.items():
+                if value:
+                    text = f"--{name} cannot be used, as this directory has {kind}: name one of them"
+                    raise InvalidArgumentError(text, path=path)
+            return kind
+    return None
 
 
 def refuse_other_ranks() -> None:

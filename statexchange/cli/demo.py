@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import textwrap
-import time
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -59,7 +58,6 @@ class _DemoProgress:
         self._output = output
         self._steps = steps
         self._picture = picture
-        self._began = time.monotonic()
         self.supplied: list[str] = []  # what each rank has supplied
         self._show_status("starting the ranks")
 
@@ -104,7 +102,11 @@ def _show(output: Output, report: DemoReport, supplied: list[str], picture: str 
     _show_loss(output, report)
     _show_checks(output, report)
     _section(output, "which rank supplied which bytes", supplied)
-    _show_files(output, report, picture)
+    title = f"files in {report.path}" if report.path else "files (not kept; --keep DIR does)"
+    _section(output, title, [f"{format_bytes(nbytes):>8}  {name}" for name, nbytes in report.files])
+    if picture is not None:
+        output.line()
+        output.line(f"picture  {picture}")
 
 
 def _ranks_text(world_size: int, mesh: tuple[int, int]) -> str:
@@ -151,11 +153,3 @@ def _show_checks(output: Output, report: DemoReport) -> None:
         ]
     )
     _section(output, "what the merged model writes", written)
-
-
-def _show_files(output: Output, report: DemoReport, picture: str | None) -> None:
-    title = f"files in {report.path}" if report.path else "files (not kept; --keep DIR does)"
-    _section(output, title, [f"{format_bytes(nbytes):>8}  {name}" for name, nbytes in report.files])
-    if picture is not None:
-        output.line()
-        output.line(f"picture  {picture}")

@@ -41,7 +41,10 @@ def report_failure(output: Output, error: Exception) -> int:
         return output.fail(StorageError.of(error, "continue", path=error.filename), "IO")
     if is_interrupt(error):
         return output.fail(KeyboardInterrupt("interrupted"), "INTERRUPTED")
-    return _report_internal_error(output, error)
+    import traceback
+
+    trace = without_secrets("".join(traceback.format_exception(error)))
+    return output.fail(error, "INTERNAL", _REPORT, trace=trace)
 
 
 def _hint(error: StateExchangeError) -> str | None:
@@ -49,10 +52,3 @@ def _hint(error: StateExchangeError) -> str | None:
     if isinstance(error, CorruptError | IncompleteError) and (context is None or context.info_name != "verify"):
         return "statexchange verify lists all problems"
     return None
-
-
-def _report_internal_error(output: Output, error: Exception) -> int:
-    import traceback
-
-    trace = without_secrets("".join(traceback.format_exception(error)))
-    return output.fail(error, "INTERNAL", _REPORT, trace=trace)

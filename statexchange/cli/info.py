@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from statexchange.cli import commands
-from statexchange.cli.output import Output, Row, fields_of
+from statexchange.cli.output import Output, fields_of
 from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError
 from statexchange.formats.source import abbreviated_list, abbreviated_reasons
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from statexchange.formats.source import Part
     from statexchange.report.rounds import RankStatus
-    from statexchange.report.saves import SavesReport
     from statexchange.report.summary import SectionSummary, Summary
     from statexchange.report.tensor_facts import ModuleNode
 
@@ -61,30 +60,30 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
             raise InvalidArgumentError(text, path=path)
         return _summarize_saves(output, path)
     summary = summarize(path, tree_depth=depth)
-    output.warn_of(summary.problems)  # before the summary, which may be partial because of them
+    output.warnings(summary.problems)  # before the summary, which may be partial because of them
     if summary.unsupported:
         output.warning(f"tensors that cannot be read: {abbreviated_reasons(summary.unsupported)}")
     if picture is not None:
-        _draw_parameters(path, picture)
-    statuses = _rank_statuses(path, summary)
+        from statexchange.formats.registry import open_source
+        from statexchange.report.treemap import parameters_picture
+
+        with open_source(path, strict=False) as source:
+            picture.write(parameters_picture(source))
+    statuses: list[RankStatus] = []
+    if summary.kind == "workspace" and summary.run is not None:
+        from statexchange.report.rounds import list_rounds, newest_of_ranks
+
+        statuses = newest_of_ranks(list_rounds(path), summary.run)
     output.fields([*_fields(summary), *map(_rank_field, statuses)])
     if summary.tree is not None:
         output.line()
         _show_tree(output, summary.tree)
     record = {
         **fields_of(summary),
-        "picture": None if picture is None else picture.path,
-        "rank_statuses": list(map(_status_record, statuses)),
+        "picture": picture and picture.path,
+        "rank_statuses": statuses,
     }
     return output.finish(record, problems=summary.problems)
-
-
-def _draw_parameters(path: str, picture: PictureFile) -> None:
-    from statexchange.formats.registry import open_source
-    from statexchange.report.treemap import parameters_picture
-
-    with open_source(path, strict=False) as source:
-        picture.write(parameters_picture(source))
 
 
 def _show_tree(output: Output, tree: ModuleNode) -> None:
@@ -104,85 +103,69 @@ def _show_tree(output: Output, tree: ModuleNode) -> None:
     output.table(header, rows, right=_TREE_HEADER[1:])
 
 
-def _rank_statuses(path: str, summary: Summary) -> list[RankStatus]:
-    """Return how far each rank of a workspace is; [] for any other checkpoint."""
-    if summary.kind != "workspace" or summary.run is None:
-        return []
-    from statexchange.report.rounds import list_rounds, newest_of_ranks
-
-    return newest_of_ranks(list_rounds(path), summary.run)
-
-
 def _rank_field(status: RankStatus) -> tuple[str, str]:
-    key, newest = f"rank {status.rank}", status.newest
-    if newest is None:
-        return key, "missing"
-    facts = [f"round {newest.round}" + (", late" if status.status == "late" else "")]
-    if newest.written is not None:
-        facts.append(f"written {format_time(newest.written)}")
-    if newest.config is not None and newest.config.num_keys is not None:
-        keys = format_number(newest.config.num_keys, "config key")
-        facts.append(keys + (f" ({newest.config.type})" if newest.config.type else ""))
-    if newest.nbytes is not None:
-        facts.append(format_bytes(newest.nbytes))
-    return key, ", ".join(facts)
+    if status.round is None:
+        return f"rank {status.rank}", "missing"
+    facts = [f"round {status.round}" + (", late" if status.status == "late" else "")]
+    if status.written is not None:
+        facts.append(f"written {format_time(status.written)}")
+    if status.num_config_keys is not None:
+        keys = format_number(status.num_config_keys, "config key")
+        facts.append(keys + (f" ({status.config_type})" if status.config_type else ""))
+    if status.nbytes is not None:
+        facts.append(format_bytes(status.nbytes))
+    return f"rank {status.rank}", ", ".join(facts)
 
 
-def _status_record(status: RankStatus) -> Row:
-    newest = status.newest
-    config = newest.config if newest is not None else None
-    return {
-        "rank": status.rank,
-        "status": status.status,
-        **{key: getattr(newest, key, None) for key in ("round", "written", "nbytes", "path")},
-        "num_config_keys": config.num_keys if config is not None else None,
-        "config_type": config.type if config is not None else None,
-    }
-
-
-def _fields(summary: Summary) -> list[tuple[str, str]]:
+def _fields(summary: Summary) -> list[tuple[str, object]]:
     dtypes = ", ".join(f"{dtype} {count}" for dtype, count in summary.dtypes.items())
-    fields = [
+    files = f"{summary.num_files:,}, {_exact_bytes(summary.file_nbytes)}" if summary.num_files else None
+    sections = {name: section for name, section in summary.sections.items() if section.num_tensors}
+    others = f"{len(summary.others):,}: {abbreviated_list(summary.others)}" if summary.others else None
+    unreadable = None
+    if summary.num_unreadable:
+        verb = "tensor is" if summary.num_unreadable == 1 else "tensors are"
+        unreadable = f"{summary.num_unreadable:,} {verb} listed but cannot be read"
+    return [
         ("kind", summary.kind),
         ("path", summary.path),
         ("tensors", f"{summary.num_tensors:,}"),
         ("parameters", f"{summary.num_parameters:,}{_of_section(summary)}"),
         ("bytes", _exact_bytes(summary.nbytes)),
         ("dtypes", dtypes or "none"),
+        ("files", files),
+        ("step", summary.step),
+        ("saved", _time_text(summary.created)),
+        ("metrics", ", ".join(f"{name} {value:g}" for name, value in summary.metrics.items())),
+        ("job" if summary.kind == "save" else "run", summary.run),
+        ("round", summary.round),
+        ("ranks", _ranks_text(summary)),
+        *_parts(summary.parts),
+        ("sections", ", ".join(map(_section_text, sections.items())) if len(sections) > 1 else None),
+        ("aliases", ", ".join(f"{alias} -> {kept}" for alias, kept in summary.aliases.items())),
+        ("others", others),
+        ("digests", "known, not checked here" if summary.proven else "not known"),
+        *(("note", note) for note in summary.notes),
+        ("unreadable", unreadable),
     ]
-    if summary.num_files:
-        fields.append(("files", f"{summary.num_files:,}, {_exact_bytes(summary.file_nbytes)}"))
-    if summary.kind == "save":
-        fields += _fields_of_save(summary)
-    elif summary.run is not None:
-        fields += [("run", summary.run), ("round", str(summary.round))]
-    elif summary.step is not None:
-        fields.append(("step", str(summary.step)))
-    if summary.world_size is not None:
-        ranks = f": {format_ranks(summary.ranks)}" if summary.ranks else ""
-        fields.append(("ranks", f"{len(summary.ranks)} of {summary.world_size}{ranks}"))
-    elif summary.ranks:
-        fields.append(("ranks", f"{len(summary.ranks)}: {format_ranks(summary.ranks)}"))
-    fields += _parts(summary.parts)
-    sections = {name: section for name, section in summary.sections.items() if section.num_tensors}
-    if len(sections) > 1:
-        fields.append(("sections", ", ".join(map(_section_text, sections.items()))))
-    if summary.aliases:
-        fields.append(("aliases", ", ".join(f"{alias} -> {kept}" for alias, kept in summary.aliases.items())))
-    if summary.others:
-        fields.append(("others", f"{len(summary.others):,}: {abbreviated_list(summary.others)}"))
-    fields.append(("digests", "known, not checked here" if summary.proven else "not known"))
-    fields += [("note", note) for note in summary.notes]
-    if summary.num_unreadable:
-        verb = "tensor is" if summary.num_unreadable == 1 else "tensors are"
-        fields.append(("unreadable", f"{summary.num_unreadable:,} {verb} listed but cannot be read"))
-    return fields
+
+
+def _time_text(seconds: float | None) -> str | None:
+    return None if seconds is None else format_time(seconds)
+
+
+def _ranks_text(summary: Summary) -> str | None:
+    if summary.world_size is None and not summary.ranks:
+        return None
+    size = "" if summary.world_size is None else f" of {summary.world_size}"
+    ranks = f": {format_ranks(summary.ranks)}" if summary.ranks else ""
+    return f"{len(summary.ranks)}{size}{ranks}"
 
 
 def _of_section(summary: Summary) -> str:
     """Return whose parameters are counted, if the checkpoint has other tensors than the model's."""
-    others = [name for name, section in summary.sections.items() if name != "model" and section.num_tensors]
-    if not others:
+    beside = [name for name, section in summary.sections.items() if name != "model" and section.num_tensors]
+    if not beside:
         return ""
     return " in the section model" if "model" in summary.sections else " of the model, as no section is one"
 
@@ -206,64 +189,48 @@ def _section_text(section: tuple[str, SectionSummary]) -> str:
     return f"{name} {summary.num_tensors:,} ({format_bytes(summary.nbytes)})"
 
 
-def _fields_of_save(summary: Summary) -> list[tuple[str, str]]:
-    fields = []
-    if summary.step is not None:
-        fields.append(("step", str(summary.step)))
-    if summary.created is not None:
-        fields.append(("saved", format_time(summary.created)))
-    if summary.metrics:
-        fields.append(("metrics", ", ".join(f"{name} {value:g}" for name, value in summary.metrics.items())))
-    return [*fields, ("job", str(summary.run))]
-
-
 def _summarize_saves(output: Output, path: str) -> int:
     from statexchange.report.saves import list_saves
     from statexchange.storage.steps import steps_text
 
     report = list_saves(path)
-    for text in report.warnings:
-        output.warning(text)
-    broken = {row.step: row.state for row in report.saves if row.problems}
-    newest = report.newest
-    fields = [("kind", "saves"), ("path", report.path)]
-    if newest is None:
-        fields.append(("saves", "0"))
-    else:
-        saved = "" if newest.created is None else f", saved {format_time(newest.created)}"
-        fields += [
-            ("saves", f"{len(report.saves):,}: steps {steps_text(row.step for row in report.saves)}"),
-            ("newest", f"step {newest.step}{saved}, {newest.state}"),
-        ]
-    fields.append(("bytes", _exact_bytes(report.nbytes)))
-    if broken:
-        fields.append(("broken", _listed(broken)))
-    if report.unfinished:
-        fields.append(("unfinished", _listed({row.step: row.state for row in report.unfinished})))
-    output.fields(fields)
-    return output.finish(_saves_record(report), problems=report.problems)
-
-
-def _listed(states: Mapping[int, str]) -> str:
-    return f"{len(states):,}: {abbreviated_list({f'step {step}': state for step, state in states.items()})}"
-
-
-def _saves_record(report: SavesReport) -> Row:
-    newest = None
+    output.warnings(report.warnings)
+    newest, newest_record = None, None
+    steps = f": steps {steps_text(row.step for row in report.saves)}" if report.saves else ""
     if report.newest is not None:
-        newest = fields_of(report.newest)
-        del newest["problems"]  # those of all saves are listed
-    return {
+        saved = "" if report.newest.created is None else f", saved {format_time(report.newest.created)}"
+        newest = f"step {report.newest.step}{saved}, {report.newest.state}"
+        newest_record = fields_of(report.newest)
+        del newest_record["problems"]  # those of all saves are listed
+    output.fields(
+        [
+            ("kind", "saves"),
+            ("path", report.path),
+            ("saves", f"{len(report.saves):,}{steps}"),
+            ("newest", newest),
+            ("bytes", _exact_bytes(report.nbytes)),
+            ("broken", _listed({row.step: row.state for row in report.saves if row.problems})),
+            ("unfinished", _listed({row.step: row.state for row in report.unfinished})),
+        ]
+    )
+    data = {
         "kind": "saves",
         "path": report.path,
         "num_saves": len(report.saves),
         "steps": [row.step for row in report.saves],
-        "newest": newest,
+        "newest": newest_record,
         "nbytes": report.nbytes,
         "num_broken": sum(bool(row.problems) for row in report.saves),
         "unfinished": report.unfinished,
         "problems": report.problems,
     }
+    return output.finish(data, problems=report.problems)
+
+
+def _listed(states: Mapping[int, str]) -> str:
+    if not states:
+        return ""
+    return f"{len(states):,}: {abbreviated_list({f'step {step}': state for step, state in states.items()})}"
 
 
 def _exact_bytes(nbytes: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from typing import TYPE_CHECKING
 
 import click
@@ -11,13 +10,11 @@ from statexchange.cli import commands
 from statexchange.cli.options import option
 from statexchange.cli.output import Output, Row, fields_of, worst_code
 from statexchange.cli.picture_file import PictureFile, picture_options
-from statexchange.errors import InvalidArgumentError, did_you_mean, without_secrets
-from statexchange.units import format_number, format_ranks, format_shape, format_time
+from statexchange.errors import InvalidArgumentError, without_secrets
+from statexchange.sharding.options import ExportOptions
+from statexchange.units import format_number, format_ranks, format_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from statexchange.formats.source import Source
     from statexchange.report.rounds import RankRow
     from statexchange.report.saves import SaveRow, UnfinishedRow
     from statexchange.report.tensor_facts import TensorRow
@@ -50,23 +47,25 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
       statexchange ls model --include "*.weight"
       statexchange ls model trained --json
     """
-    from statexchange.formats.registry import holds_saves, open_source
+    from statexchange.formats.registry import open_source
     from statexchange.formats.source import abbreviated_list, abbreviated_reasons
     from statexchange.report.tensor_facts import known_bytes, tensor_rows
-    from statexchange.storage.versions import holds_versions
 
-    if holds_versions(path):
-        if include or picture is not None or rounds:
-            text = "--include, --svg and --rounds are not for a directory of versions: name one of them"
-            raise InvalidArgumentError(text, path=path)
-        return _list_versions(output, path)
-    if rounds or holds_saves(path):
-        if include or picture is not None:
-            listed = "--rounds lists files: leave it out" if rounds else "this directory has saves: name one of them"
-            raise InvalidArgumentError(f"--include and --svg are for tensors, and {listed}", path=path)
-        return _list_rounds(output, path) if rounds else _list_saves(output, path)
+    if rounds and (include or picture is not None):
+        raise InvalidArgumentError(
+            "--include and --svg are for tensors, and --rounds lists files: leave it out", path=path
+        )
+    listing = commands.listing_at(path, include=include, svg=picture, rounds=rounds)
+    if listing is not None:
+        return _list_versions(output, path) if listing == "versions" else _list_saves(output, path)
+    if rounds:
+        return _list_rounds(output, path)
     source = open_source(path, strict=False)
-    rows = _selected(tensor_rows(source), include)
+    rows = tensor_rows(source)
+    if include:
+        selected = ExportOptions(include=include)
+        selected.check_include([row.name for row in rows])
+        rows = [row for row in rows if selected.wants(row.name)]
     cells = [_cells(output, row, source.has_ranks) for row in rows]
     output.table(_HEADER, cells, right=("BYTES",), drop=("HELD-BY",))
     if source.others:
@@ -74,37 +73,22 @@ def command(output: Output, path: str, include: tuple[str, ...], rounds: bool, p
     for note in source.notes:
         output.message(note)
     if source.unsupported:
-        output.warning(
-            f"tensors that cannot be read: {abbreviated_reasons({n: e.message for n, e in source.unsupported.items()})}"
-        )
-    output.warn_of(source.problems)
+        reasons = {name: error.message for name, error in source.unsupported.items()}
+        output.warning(f"tensors that cannot be read: {abbreviated_reasons(reasons)}")
+    output.warnings(source.problems)
     if picture is not None:
-        _draw_supply(source, rows, picture)
+        from statexchange.report.supply import supply_of, supply_picture
+
+        picture.write(supply_picture(supply_of(source).select({row.name for row in rows})))
     data = {
         "path": without_secrets(path),
         "kind": source.kind,
         "num_tensors": len(rows),
         "nbytes": known_bytes(rows),
         "others": dict(source.others),
-        "picture": None if picture is None else picture.path,
+        "picture": picture and picture.path,
     }
     return output.finish(data, rows=("tensors", [row._asdict() for row in rows]), problems=source.problems)
-
-
-def _draw_supply(source: Source, rows: list[TensorRow], picture: PictureFile) -> None:
-    """Draw which rank or file supplied which bytes of the listed tensors."""
-    from statexchange.report.supply import supply_of, supply_picture
-
-    names = {row.name for row in rows}
-    picture.write(supply_picture(supply_of(source).select(names)))
-
-
-def _selected(rows: list[TensorRow], patterns: Sequence[str]) -> list[TensorRow]:
-    for pattern in patterns:
-        if not any(fnmatch.fnmatchcase(row.name, pattern) for row in rows):
-            hint = did_you_mean(pattern, (row.name for row in rows))
-            raise InvalidArgumentError(f"include pattern {pattern!r} matches no tensor{hint}")
-    return [row for row in rows if not patterns or any(fnmatch.fnmatchcase(row.name, pattern) for pattern in patterns)]
 
 
 def _cells(output: Output, row: TensorRow, has_ranks: bool) -> tuple[str, ...]:
@@ -119,18 +103,18 @@ def _list_rounds(output: Output, path: str) -> int:
 
     report = list_rounds(path)
     cells = [_round_cells(output, row) for row in report.rows]
-    output.table(_ROUNDS_HEADER, cells, right=("ROUND", "BYTES"), drop=("WRITTEN",), sentences=True)
+    output.table(_ROUNDS_HEADER, cells, right=("ROUND", "BYTES"), drop=("WRITTEN",))
     for note in report.notes:
         output.message(note)
-    output.warn_of(report.problems)
+    output.warnings(report.problems)
     data = {"path": report.path, "kind": "workspace", "notes": report.notes}
     return output.finish(data, rows=("rounds", report.rows), problems=report.problems)
 
 
 def _round_cells(output: Output, row: RankRow) -> tuple[str, ...]:
-    written = "-" if row.written is None else format_time(row.written)
     state = f"{row.state}, committed" if row.is_committed else row.state
-    return row.run, str(row.round), "-" if row.rank is None else str(row.rank), written, output.size(row.nbytes), state
+    rank = "-" if row.rank is None else str(row.rank)
+    return row.run, str(row.round), rank, output.time(row.written), output.size(row.nbytes), state
 
 
 def _list_versions(output: Output, path: str) -> int:
@@ -138,9 +122,9 @@ def _list_versions(output: Output, path: str) -> int:
 
     rows = list_version_rows(path)
     cells = [_version_cells(output, row) for row in rows]
-    output.table(_VERSIONS_HEADER, cells, right=("VERSION", "BYTES"), drop=("RUN", "TIME"), sentences=True)
+    output.table(_VERSIONS_HEADER, cells, right=("VERSION", "BYTES"), drop=("RUN", "TIME"))
     problems = [problem for row in rows for problem in row.problems]
-    output.warn_of(problems)
+    output.warnings(problems)
     records: list[Row] = [{**fields_of(row), "code": worst_code(row.problems)} for row in rows]
     nbytes = sum(row.nbytes for row in rows)
     data = {"path": without_secrets(path), "kind": "versions", "num_versions": len(rows), "nbytes": nbytes}
@@ -148,11 +132,10 @@ def _list_versions(output: Output, path: str) -> int:
 
 
 def _version_cells(output: Output, row: VersionRow) -> tuple[str, ...]:
-    created = "-" if row.created is None else format_time(row.created)
     kind = row.kind or _UNKNOWN
     if row.base_version is not None:
         kind = f"delta of {row.base_version}, {format_number(row.changed or 0, 'tensor')}"
-    return row.run or "-", str(row.version), created, output.size(row.nbytes), kind, row.state
+    return row.run or "-", str(row.version), output.time(row.created), output.size(row.nbytes), kind, row.state
 
 
 def _list_saves(output: Output, path: str) -> int:
@@ -161,9 +144,8 @@ def _list_saves(output: Output, path: str) -> int:
     report = list_saves(path)
     unfinished = [_unfinished_row(row) for row in report.unfinished]
     cells = [_save_cells(output, row) for row in (*report.saves, *unfinished)]
-    output.table(_SAVES_HEADER, cells, right=("STEP", "BYTES", "RANKS"), drop=("RANKS", "TIME"), sentences=True)
-    for text in report.warnings:
-        output.warning(text)
+    output.table(_SAVES_HEADER, cells, right=("STEP", "BYTES", "RANKS"), drop=("RANKS", "TIME"))
+    output.warnings(report.warnings)
     records: list[Row] = []
     for row in report.saves:
         records.append({**fields_of(row), "is_finished": True, "code": worst_code(row.problems)})
@@ -177,12 +159,11 @@ def _unfinished_row(row: UnfinishedRow) -> SaveRow:
     """Return a row with the same keys as those of saves."""
     from statexchange.report.saves import SaveRow
 
-    return SaveRow(row.step, next(iter(row.paths), ""), None, row.nbytes, None, None, {}, row.state, ())
+    return SaveRow(row.step, next(iter(row.paths), ""), nbytes=row.nbytes, state=row.state)
 
 
 def _save_cells(output: Output, row: SaveRow) -> tuple[str, ...]:
-    created = "-" if row.created is None else format_time(row.created)
     metrics = ", ".join(f"{name} {value:g}" for name, value in row.metrics.items())
-    size = output.size(row.nbytes)
+    size, ranks = output.size(row.nbytes), str(row.world_size or "-")
     state = f"{row.state}, superseded" if row.is_superseded else row.state
-    return str(row.step), created, size, str(row.world_size or "-"), metrics or "-", state
+    return str(row.step), output.time(row.created), size, ranks, metrics or "-", state

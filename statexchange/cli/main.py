@@ -59,7 +59,7 @@ class _Commands(click.Group):
 @click.version_option(__version__)
 @common_options
 @click.pass_context
-def cli(context: click.Context) -> None:
+def cli(context: click.Context, output: Output) -> None:  # noqa: ARG001 (whose options are set by now)
     """Inspect, verify and merge sharded checkpoints."""
     if context.invoked_subcommand is None:
         click.echo(context.get_help(), err=True)

@@ -74,12 +74,11 @@ def command(output: Output, source: str, path: str, **options: Any) -> int:
         options["files_from"] = None
     with Progress(output, "merge") as progress:
         report = merge_checkpoint(source, path, **options, on_progress=progress)
-    for note in report.notes:
-        output.warning(note)
+    output.warnings(report.notes)
     _show(output, report)
     fields = fields_of(report)
     tensors = fields.pop("tensors")
-    return output.finish(fields, rows=("tensors", tensors) if report.dry_run else None)
+    return output.finish(fields, rows=("tensors", tensors) if report.dry_run else ("", ()))
 
 
 def _show(output: Output, report: MergeReport) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from statexchange import settings
 from statexchange.cli.table_layout import aligned, narrowed
 from statexchange.errors import ReplicaError, StateExchangeError, without_secrets
-from statexchange.units import format_bytes, printable
+from statexchange.units import format_bytes, format_time, printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -118,9 +118,9 @@ class Output:
         if self.human:
             self._write(sys.stdout, printable(text))
 
-    def fields(self, fields: Iterable[tuple[str, str]]) -> None:
-        """Write keys and values, one pair a line."""
-        rows = list(fields)
+    def fields(self, fields: Iterable[tuple[str, object]]) -> None:
+        """Write keys and values, one pair a line, without values that are None or empty texts."""
+        rows = [(key, value) for key, value in fields if value not in (None, "")]
         width = max((len(key) for key, _ in rows), default=0)
         for key, value in rows:
             self.line(f"{key:<{width}}  {value}")
@@ -131,6 +131,10 @@ class Output:
             return "-"
         return format_bytes(nbytes) if self.aligned else str(nbytes)
 
+    def time(self, seconds: float | None) -> str:
+        """Return the cell of a time since the epoch, "-" if it is not known."""
+        return "-" if seconds is None else format_time(seconds)
+
     def table(
         self,
         header: Sequence[str],
@@ -138,18 +142,17 @@ class Output:
         *,
         right: Sequence[str] = (),
         drop: Sequence[str] = (),
-        sentences: bool = False,
     ) -> None:
         """Write a table; columns named in `right` are right-aligned.
 
         It is fitted to a terminal of less than 200 columns, which may leave out the columns in `drop`, the first first.
-        With `sentences` the last column is always whole.
+        The last column is always whole.
         """
         if not self.human:
             return
         cells: Sequence[Sequence[str]] = [list(header), *([printable(cell) for cell in row] for row in rows)]
         if sys.stdout.isatty() and self.width < _WIDE_COLUMNS:
-            cells = narrowed(cells, self.width, drop, sentences)
+            cells = narrowed(cells, self.width, drop)
         lines = aligned(cells, right) if self.aligned else ["\t".join(row) for row in cells]
         self._write(sys.stdout, self._styled(lines[0], _BOLD, sys.stdout))
         for line in lines[1:]:
@@ -171,18 +174,19 @@ class Output:
         if self.human and not self.quiet:
             self._marked("warning:", _YELLOW, text)
 
-    def warn_of(self, problems: Iterable[StateExchangeError]) -> None:
-        """Write a warning for each problem."""
-        for problem in problems:
-            self.warning(str(problem))
+    def warnings(self, texts: Iterable[str | StateExchangeError]) -> None:
+        """Write a warning for each text or problem."""
+        for text in texts:
+            self.warning(str(text))
 
     def finish(
         self,
         data: Row | list[Row] | None,
         *,
-        rows: tuple[str, Iterable[object]] | None = None,
+        rows: tuple[str, Iterable[object]] = ("", ()),
         problems: Iterable[StateExchangeError] = (),
         code: str = "OK",
+        error: BaseException | None = None,
     ) -> int:
         """Write the JSON result, if JSON was requested, and return the exit code.
 
@@ -192,42 +196,32 @@ class Output:
                 whose type is the name's singular; the last line is a summary with `data`.
             problems: what was found, of which the most severe decides the code.
             code: the code without a problem.
+            error: the error that ended the command, if one did.
         """
         worst = most_severe(problems)
-        return self._finish(data, rows, code if worst is None else code_of(worst), worst)
-
-    def _finish(
-        self,
-        data: Row | list[Row] | None,
-        rows: tuple[str, Iterable[object]] | None,
-        code: str,
-        error: BaseException | None,
-    ) -> int:
+        if worst is not None:
+            code, error = code_of(worst), worst
         if self.human:
             return EXIT_CODES[code]
-        result: Row = {"ok": code == "OK", "code": code, "data": data, "warnings": self._warnings}
-        if error is not None:
-            result["error"] = error_record(error, code)
-        name, objects = rows or ("", ())
-        if self.format == "jsonl" and self._path is None:
+        name, objects = rows
+        is_lines = self.format == "jsonl"
+        if is_lines and self._path is None:
             for row in objects:
                 self._write(sys.stdout, _json({"type": name.removesuffix("s"), **_plain(row)}))
         elif isinstance(data, dict) and name:
-            result["data"] = {**data, name: list(objects)}
-        self._write_result(result)
-        return EXIT_CODES[code]
-
-    def _write_result(self, result: Row) -> None:
-        """Write what a command found, or keep what it found at one of several PATHs."""
-        is_lines = self.format == "jsonl"
+            data = {**data, name: list(objects)}
+        result: Row = {"ok": code == "OK", "code": code, "data": data, "warnings": self._warnings}
+        if error is not None:
+            result["error"] = error_record(error, code)
         if self._path is None:
-            envelope = {"schema": SCHEMA, **result}
-            text = _json({"type": "summary", **envelope}) if is_lines else _json(envelope, indent=2)
+            result = {"schema": SCHEMA, **result}
+            text = _json({"type": "summary", **result}) if is_lines else _json(result, indent=2)
             self._write(sys.stdout, text)
         elif is_lines:
             self._write(sys.stdout, _json({"type": "path", "path": self._path, **result}))
         else:
             self._records.append({"path": self._path, **result})
+        return EXIT_CODES[code]
 
     def for_each(self, paths: Sequence[str], look: Callable[[str], int], total: str = "") -> int:
         """Call `look` for each of several PATHs; return the most severe of the exit codes that it returns.
@@ -265,7 +259,7 @@ class Output:
         for line in trace.splitlines():
             self._write(sys.stderr, printable(line))
         if not self.human:
-            return self._finish(None, None, code, error)
+            return self.finish(None, code=code, error=error)
         self._marked("error:", _RED, without_secrets(str(error)))
         if hint is not None:
             self._write(sys.stderr, printable(f"hint: {hint}"))

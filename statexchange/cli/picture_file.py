@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import os
-import stat
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from statexchange.errors import InvalidArgumentError, StorageError, TargetExistsError, UnsafeError
+from statexchange.errors import InvalidArgumentError, TargetExistsError, UnsafeError
 from statexchange.storage.location import is_remote, resolve_path
 
 if TYPE_CHECKING:
@@ -61,16 +60,11 @@ class PictureFile:
         resolved = resolve_path(path, "--svg")
         if path == "-" or is_remote(resolved):
             raise InvalidArgumentError("a picture is written to a local file: name one", path=path)
-        try:
-            mode = os.lstat(resolved).st_mode
-        except FileNotFoundError:
-            return cls(resolved, overwrite)
-        except OSError as error:
-            raise StorageError.of(error, "look for the picture's file", path=resolved) from error
-        if not overwrite:
+        exists = os.path.lexists(resolved)
+        if exists and not overwrite:
             text = "a file of this name exists: choose another, or replace it, for which --svg has --overwrite"
             raise TargetExistsError(text, path=resolved)
-        if not stat.S_ISREG(mode):
+        if exists and (os.path.islink(resolved) or not os.path.isfile(resolved)):
             raise UnsafeError("not a regular file, and therefore not replaced", path=resolved)
         return cls(resolved, overwrite)
 

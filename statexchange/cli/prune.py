@@ -74,7 +74,7 @@ def command(
         return _prune_versions(output, path, keep, is_dry_run=dry_run)
     with Progress(output, "prune") as progress:
         report = prune_saves(path, Retention(keep, keep_every, best), dry_run=dry_run, on_progress=progress)
-    output.warn_of(report.problems)
+    output.warnings(report.problems)
     _show(output, report)
     data = {"path": report.path, "dry_run": dry_run, "nbytes": report.nbytes}
     return output.finish(data, rows=("saves", report.rows), problems=report.problems)
@@ -101,9 +101,7 @@ def _prune_versions(output: Output, path: str, keep: int, *, is_dry_run: bool) -
 def _show(output: Output, report: PruneReport) -> None:
     removed = [row for row in report.rows if row.action == "removed"]
     kept = [row.step for row in report.rows if row.action == "kept"]
-    output.table(
-        _HEADER, (_cells(output, row, report.dry_run) for row in report.rows), right=_HEADER[:2], sentences=True
-    )
+    output.table(_HEADER, (_cells(output, row, report.dry_run) for row in report.rows), right=_HEADER[:2])
     num_saves = sum(not row.is_unfinished for row in removed)
     saves = format_number(num_saves, "save")
     unfinished = f" and {len(removed) - num_saves:,} unfinished" if len(removed) > num_saves else ""

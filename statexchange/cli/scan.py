@@ -70,7 +70,7 @@ def command(output: Output, paths: tuple[str, ...], only: str | None, sort: str)
     if sort != "path":
         shown.sort(key=_KEYS[sort])
     cells = [_cells(output, row) for row in shown]
-    output.table(_HEADER, cells, right=_HEADER[3:8], drop=_DROP, sentences=True)
+    output.table(_HEADER, cells, right=_HEADER[3:8], drop=_DROP)
     counts = ", ".join(f"{count:,} {status}" for status, count in Counter(row.status for row in rows).most_common())
     total = format_number(len(rows), "checkpoint")
     places = "1 directory" if num_directories == 1 else f"{num_directories:,} directories"

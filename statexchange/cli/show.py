@@ -112,8 +112,8 @@ def _of_rank(source: Source, rank: int) -> Source:
         )
     files = tuple(shard_file for shard_file in source.files if shard_file.rank == rank)
     if not files:
-        known = format_ranks(shard_file.rank for shard_file in source.files)
-        holders = f"these ranks have: {known}" if known else "no rank has one"
+        with_files = format_ranks(shard_file.rank for shard_file in source.files)
+        holders = f"these ranks have: {with_files}" if with_files else "no rank has one"
         raise NotFoundError(f"rank {rank} has no file here; {holders}", path=source.path)
     return replace(source, files=files, configs={rank: source.configs[rank]} if rank in source.configs else {})
 
@@ -122,15 +122,16 @@ def _of_rank(source: Source, rank: int) -> Source:
 
 
 def _show_configs(output: Output, path: str, source: Source) -> int:
-    from statexchange.report import configs
+    from statexchange.report.configs import compare_configs, plain_configs, plain_entries
+    from statexchange.report.summary import model_config
 
-    by_ranks = configs.plain_configs(source)
-    comparison = configs.compare_configs(by_ranks) if by_ranks else None
-    entries = configs.plain_entries(source)
-    model = configs.model_config(source.config_store) if not by_ranks else None
-    output.warn_of(source.problems)
+    by_ranks = plain_configs(source)
+    comparison = compare_configs(by_ranks)
+    entries = plain_entries(source)
+    model = None if by_ranks else model_config(source.config_store)
+    output.warnings(source.problems)
     output.line(_title(path, source))
-    if comparison is not None:
+    if by_ranks:
         _write_comparison(output, by_ranks, comparison)
     if model is not None:
         _write_section(output, "config.json", model)
@@ -140,7 +141,7 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
         _write_entries(output, entries, source.others)
     if source.metadata and not by_ranks:
         _write_section(output, "metadata", dict(source.metadata))
-    if comparison is None and model is None and not source.others and not source.metadata and not source.problems:
+    if not (by_ranks or model is not None or source.others or source.metadata or source.problems):
         output.message("nothing but tensors is here, no config: `ls` lists them, and `show PATH NAME` shows one")
     data = {
         "path": path,
@@ -150,8 +151,8 @@ def _show_configs(output: Output, path: str, source: Source) -> int:
         "step": source.step,
         "world_size": source.world_size,
         "configs": [{"ranks": ranks, "config": config} for ranks, config in by_ranks.items()],
-        "common": None if comparison is None else comparison.common,
-        "differing": [] if comparison is None else comparison.differing,
+        "common": comparison.common,
+        "differing": comparison.differing,
         "model_config": model,
         "entries": entries,
         "others": dict(source.others),
@@ -279,7 +280,7 @@ def _show_tensor(
         names = list(dict.fromkeys([*tensors, *aliases_of(source), *source.others]))
         if not names and source.problems:
             raise source.problems[0]
-        output.warn_of(source.problems)  # the tensor may be in a broken file
+        output.warnings(source.problems)  # the tensor may be in a broken file
         hint = did_you_mean(name, names) or "; ls lists all names"
         raise NotFoundError(f"there is no tensor {excerpt(name, 200)} among {len(names):,}{hint}", path=source.path)
 
@@ -295,10 +296,10 @@ def _show_tensor(
     with Progress(output, "show") as progress:
         statistics = read_statistics(facts, progress)
     files = {region.stored.path for region in facts.regions}
-    output.warn_of(source.problems)
+    output.warnings(source.problems)
     of_tensor = [problem for problem in source.problems if problem.name == name or problem.path in files]
     values_and_cover = [*facts.problems, *statistics.problems]
-    output.warn_of(values_and_cover)
+    output.warnings(values_and_cover)
     _write_tensor(output, facts, has_ranks=source.has_ranks)
     _write_values(output, box, values, facts)
     _write_statistics(output, statistics, facts)
@@ -312,7 +313,7 @@ def _show_tensor(
         "slice": {**box._asdict(), "values": values.tolist()},
         "statistics": record,
         "problems": problems,
-        "picture": None if picture is None else picture.path,
+        "picture": picture and picture.path,
     }
     regions = [
         {**region.box._asdict(), "holders": region.holders, "files": region.files, "nbytes": region.nbytes}
@@ -346,13 +347,16 @@ def _box_of(facts: TensorFacts, index: Slice | None) -> Box:
 
 
 def _write_tensor(output: Output, facts: TensorFacts, *, has_ranks: bool) -> None:
-    fields = [("name", facts.name), ("dtype", facts.dtype), ("shape", format_shape(facts.shape))]
-    fields.append(("bytes", f"{format_bytes(facts.nbytes)} ({facts.nbytes:,} bytes)"))
-    if facts.section is not None:
-        fields.append(("section", facts.section))
-    if facts.tied_to is not None:
-        fields.append(("tied to", facts.tied_to))
-    output.fields(fields)
+    output.fields(
+        [
+            ("name", facts.name),
+            ("dtype", facts.dtype),
+            ("shape", format_shape(facts.shape)),
+            ("bytes", f"{format_bytes(facts.nbytes)} ({facts.nbytes:,} bytes)"),
+            ("section", facts.section),
+            ("tied to", facts.tied_to),
+        ]
+    )
     output.line()
     cells = []
     for region in facts.regions:
@@ -394,39 +398,35 @@ def _number_text(value: Any, *, exact: bool = False) -> str:
     return str(value)
 
 
-def _write_statistics(output: Output, found: ValueStatistics, facts: TensorFacts) -> None:
+def _write_statistics(output: Output, statistics: ValueStatistics, facts: TensorFacts) -> None:
     exact = not output.aligned
-    elements = f"{found.num_elements:,}"
-    if found.num_elements < math.prod(facts.shape):
+    elements = f"{statistics.num_elements:,}"
+    if statistics.num_elements < math.prod(facts.shape):
         elements += f" of {math.prod(facts.shape):,}"
-    fields = [("elements", elements)]
+    fields: list[tuple[str, object]] = [("elements", elements)]
     if facts.dtype in ("C64", "C128"):
         fields.append(("figures", "of the absolute values"))
-    if found.min is not None:
+    if statistics.min is not None:
         for key in ("min", "max", "mean", "std"):
-            fields.append((key, _number_text(getattr(found, key), exact=exact)))
-    for key, count in (("zeros", found.num_zeros), ("NaN", found.num_nan), ("Inf", found.num_inf)):
-        fields.append((key, f"{count:,}{_share_text(count, found.num_elements)}"))
+            fields.append((key, _number_text(getattr(statistics, key), exact=exact)))
+    for key, count in (("zeros", statistics.num_zeros), ("NaN", statistics.num_nan), ("Inf", statistics.num_inf)):
+        share = count / max(1, statistics.num_elements)
+        percent = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+        fields.append((key, f"{count:,} ({percent})" if count else "0"))
     output.line()
     output.fields(fields)
-    if not found.histogram:
+    if not statistics.histogram:
         return
     output.line()
-    most = max(one.count for one in found.histogram)
-    labels = [_bin_label(one) for one in found.histogram]
+    most = max(bin_.count for bin_ in statistics.histogram)
+    labels = [_bin_label(bin_) for bin_ in statistics.histogram]
     width = max(map(len, labels))
-    counts = max(len(f"{one.count:,}") for one in found.histogram)
-    for label, one in zip(labels, found.histogram, strict=True):
-        bar = output.bar(max(1, round(_BAR * one.count / most)) if one.count else 0)
-        output.line(f"{label:>{width}}  {one.count:>{counts},}  {bar}".rstrip())
+    counts = max(len(f"{bin_.count:,}") for bin_ in statistics.histogram)
+    for label, bin_ in zip(labels, statistics.histogram, strict=True):
+        bar = output.bar(max(1, round(_BAR * bin_.count / most)) if bin_.count else 0)
+        output.line(f"{label:>{width}}  {bin_.count:>{counts},}  {bar}".rstrip())
 
 
-def _share_text(count: int, total: int) -> str:
-    if not count:
-        return ""
-    return f" ({count / total:.1%})" if count / total >= 0.001 else " (less than 0.1%)"
-
-
-def _bin_label(one: Bin) -> str:
-    low, high = (_number_text(edge) for edge in (one.low, one.high))
-    return low if one.low == one.high else f"{low} to {high}"
+def _bin_label(bin_: Bin) -> str:
+    low, high = (_number_text(edge) for edge in (bin_.low, bin_.high))
+    return low if bin_.low == bin_.high else f"{low} to {high}"

@@ -24,14 +24,13 @@ def aligned(cells: Sequence[Sequence[str]], right: Sequence[str]) -> list[str]:
     return lines
 
 
-def narrowed(
-    cells: Sequence[Sequence[str]], width: int, drop: Sequence[str], sentences: bool = False
-) -> Sequence[Sequence[str]]:
+def narrowed(cells: Sequence[Sequence[str]], width: int, drop: Sequence[str]) -> Sequence[Sequence[str]]:
     """Return the cells of a table, whose first row is the header, so that its lines have at most `width` characters.
 
     The columns in `drop` are left out, one by one, until the others would fit with 32 characters of each text. Then the
-    widest texts lose their middle, down to these 32. A table that cannot fit is made as narrow as it can be. With
-    `sentences` the last column is never shortened: 32 characters are kept free for it, and the terminal wraps the rest.
+    widest texts lose their middle, down to these 32. A table that cannot fit is made as narrow as it can be. The last
+    column, which may be a sentence, is never shortened: 32 characters are kept free for it, and the terminal wraps the
+    rest. The middle of a verdict is what a reader needs: "REFUSED ... path)" says nothing.
     """
     for name in drop:
         least = [min(column, _LEAST) for column in _widths(cells)]
@@ -40,14 +39,10 @@ def narrowed(
         kept = [index for index, column in enumerate(cells[0]) if column != name]
         cells = [[row[index] for index in kept] for row in cells]
     natural = _widths(cells)
-    widths = list(natural)
-    if sentences:
-        widths[-1] = min(natural[-1], _LEAST)
+    widths = [*natural[:-1], min(natural[-1], _LEAST)]
     while _line_width(widths) > width and max(widths) > _LEAST:
         widths[widths.index(max(widths))] -= 1
-    if sentences:
-        # The middle of a verdict is what a reader needs: "REFUSED ... path)" says nothing.
-        widths[-1] = natural[-1]
+    widths[-1] = natural[-1]
     return [[shortened(cell, room) for cell, room in zip(row, widths, strict=True)] for row in cells]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -16,14 +15,12 @@ from statexchange.report.value_checks import CHECKS, ValueFindingError
 from statexchange.units import format_bytes, format_number, format_seconds, format_transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from statexchange.errors import StateExchangeError
     from statexchange.report.hub_metadata import HubComparison
     from statexchange.report.value_checks import Check
     from statexchange.report.verify import VerifyReport
-
-    Each = Iterator[tuple[str, Row, VerifyReport]]  # a save's or a version's label, its keys and the result
 
 _NOT_IN_DATA = ("findings", "hub", "notes")  # notes are the warnings of the JSON
 
@@ -60,28 +57,23 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...], a
       statexchange verify model
       statexchange verify model trained --quiet
     """
-    from statexchange.formats.registry import holds_saves
     from statexchange.report.verify import verify
-    from statexchange.storage.versions import holds_versions
 
     if without and not values:
         raise click.UsageError("--without leaves out a check of --values: give --values, too")
     checks = [check for check in CHECKS if check not in without] if values else []
     if values and not checks:
         raise click.UsageError("--without leaves out every check of --values")
-    for kind, is_kind, verify_each in (("versions", holds_versions, _versions), ("saves", holds_saves, _saves)):
-        if is_kind(path):
-            if against is not None:
-                raise click.UsageError(f"--against compares one checkpoint with a download, and PATH has {kind}")
-            return _verify_each(output, path, kind, partial(verify_each, path, checks))
+    listing = commands.listing_at(path, against=against)
+    if listing is not None:
+        return _verify_each(output, path, listing, checks)
     began = time.perf_counter()
     try:
         with Progress(output, "verify") as progress:
             report = verify(path, checks=checks, against=against, on_progress=progress)
     except (CorruptError, IncompleteError) as error:  # it cannot even be opened
         return _finding_alone(output, error)
-    for note in report.notes:
-        output.warning(note)
+    output.warnings(report.notes)
     _show(output, report, checks, time.perf_counter() - began)
     data = {key: value for key, value in fields_of(report).items() if key not in _NOT_IN_DATA}
     if report.hub is not None:
@@ -155,36 +147,24 @@ def _show_hub(output: Output, hub: HubComparison) -> None:
     output.line(f"{len(hub.equal):,} {are_equal} of the download; {len(hub.not_covered):,} not covered")
 
 
-def _saves(path: str, checks: Collection[Check], on_progress: Callable[[int, int], None]) -> Each:
+def _verify_each(output: Output, path: str, kind: str, checks: Collection[Check]) -> int:
+    """Check all saves of a job, or all versions of weights."""
     from statexchange.report.verify import verify_saves
-
-    for step, report in verify_saves(path, checks=checks, on_progress=on_progress):
-        yield f"step {step}", {"step": step}, report
-
-
-def _versions(path: str, checks: Collection[Check], on_progress: Callable[[int, int], None]) -> Each:
     from statexchange.report.versions import verify_versions
 
-    for run, number, report in verify_versions(path, checks=checks, on_progress=on_progress):
-        yield f"version {run}/{number}" if run else f"version {number}", {"run": run, "version": number}, report
-
-
-def _verify_each(
-    output: Output, path: str, kind: str, verify_each: Callable[[Callable[[int, int], None]], Each]
-) -> int:
-    """Check all saves of a job, or all versions of weights."""
     findings: list[StateExchangeError] = []
     records: list[Row] = []
     began = time.perf_counter()
     with Progress(output, "verify") as progress:
-        for label, keys, report in verify_each(progress):
+        verify_listed = verify_saves if kind == "saves" else verify_versions
+        for keys, report in verify_listed(path, checks=checks, on_progress=progress):
             now = time.perf_counter()
             read = "not read"
             if report.is_read:
                 read = format_transfer(report.num_tensors, report.nbytes, now - began)
             began = now
             outcome = format_number(len(report.findings), "finding") if report.findings else "ok"
-            output.line(f"{label}: {read}: {outcome}")
+            output.line(f"{_label(keys)}: {read}: {outcome}")
             _show_findings(output, report.findings)
             findings += report.findings
             record: Row = {**keys, "path": report.path}
@@ -196,3 +176,10 @@ def _verify_each(
     output.line(f"{num_whole:,} of {len(records):,} {kind} are whole")
     data = {"path": without_secrets(path), "kind": kind, f"num_{kind}": len(records), "num_whole": num_whole}
     return output.finish(data, rows=(kind, records), problems=findings)
+
+
+def _label(keys: Mapping[str, str | int]) -> str:
+    if "step" in keys:
+        return f"step {keys['step']}"
+    run = f"{keys['run']}/" if keys["run"] else ""
+    return f"version {run}{keys['version']}"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from statexchange.formats.model_files import CONFIG
-from statexchange.storage.location import parse_json, plain_stored
+from statexchange.storage.location import plain_stored
 
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
-    from statexchange.storage.store import Budget, Store
+    from statexchange.storage.store import Budget
 
 __all__ = [
     "ConfigComparison",
@@ -20,7 +19,6 @@ __all__ = [
     "RanksValue",
     "compare_configs",
     "config_facts",
-    "model_config",
     "plain_configs",
     "plain_entries",
 ]
@@ -98,25 +96,14 @@ def plain_entries(source: Source) -> dict[str, Any]:
     return {name: plain_stored(text, source.path, source.budget) for name, text in texts.items()}
 
 
-def model_config(store: Store | None) -> Any:
-    """Return the content of the config.json in a source's `config_store`; None if there is none.
-
-    Raises:
-        CorruptError: it is broken.
-    """
-    if store is None or CONFIG not in store.files:
-        return None
-    return parse_json(store.read_small(CONFIG), store.path_of(CONFIG), store.budget)
-
-
 def compare_configs(configs: Mapping[tuple[int, ...], Any]) -> ConfigComparison:
     """Compare the configs of ranks, given by the ranks that have each. Not collective.
 
     Example:
-        >>> found = compare_configs({(0, 1): {"hidden": 8, "offset": 0}, (2,): {"hidden": 8, "offset": 2}})
-        >>> found.common
+        >>> comparison = compare_configs({(0, 1): {"hidden": 8, "offset": 0}, (2,): {"hidden": 8, "offset": 2}})
+        >>> comparison.common
         {'hidden': 8}
-        >>> [(one.key, [(value.ranks, value.value) for value in one.values]) for one in found.differing]
+        >>> [(key.key, [(value.ranks, value.value) for value in key.values]) for key in comparison.differing]
         [('offset', [((0, 1), 0), ((2,), 2)])]
     """
     differing: list[DifferingKey] = []
@@ -133,38 +120,35 @@ def _compare(key: str, values: Sequence[RanksValue], differing: list[DifferingKe
     if len(agreeing) == 1:
         return agreeing[0].value
     items = [_items(value.value) for value in values if value.is_present]
-    if len(items) < len(values) or None in items:
+    if len(items) < len(values) or not all(items):
         differing.append(DifferingKey(key, tuple(agreeing)))
         return _NOTHING
     common = {}
-    for name in dict.fromkeys(name for of_one in items for name in of_one or ()):
+    for name in dict.fromkeys(name for of_value in items for name in of_value):
         below = []
-        for value, of_one in zip(values, items, strict=True):
-            assert of_one is not None
-            below.append(RanksValue(value.ranks, name in of_one, of_one.get(name)))
+        for value, of_value in zip(values, items, strict=True):
+            below.append(RanksValue(value.ranks, name in of_value, of_value.get(name)))
         step = name if name.startswith("[") or not key else f".{name}"
-        found = _compare(key + step, below, differing)
-        if found is not _NOTHING:
-            common[name] = found
+        shared = _compare(key + step, below, differing)
+        if shared is not _NOTHING:
+            common[name] = shared
     return common or _NOTHING
 
 
-def _items(value: Any) -> dict[str, Any] | None:
-    """Return the items of a mapping, or of a list that holds further containers, by key; None for any other value."""
+def _items(value: Any) -> dict[str, Any]:
+    """Return the items of a mapping, or of a list that holds further containers, by key; {} for any other value."""
     if isinstance(value, dict):
-        return value or None
+        return value
     if isinstance(value, list | tuple) and any(isinstance(item, dict | list | tuple) for item in value):
         return {f"[{index}]": item for index, item in enumerate(value)}
-    return None
+    return {}
 
 
 def _grouped(values: Sequence[RanksValue]) -> Iterator[RanksValue]:
     """Yield the distinct values, each with all its ranks: 1, 1.0 and True differ, and NaN is equal to itself."""
-    ranks: dict[tuple[bool, str], list[int]] = {}
-    firsts: dict[tuple[bool, str], Any] = {}
+    groups: dict[tuple[bool, str], tuple[RanksValue, list[int]]] = {}
     for value in values:
-        key = (value.is_present, repr(value.value))
-        ranks.setdefault(key, []).extend(value.ranks)
-        firsts.setdefault(key, value.value)
-    for key, of_value in ranks.items():
-        yield RanksValue(tuple(sorted(of_value)), key[0], firsts[key])
+        _, ranks = groups.setdefault((value.is_present, repr(value.value)), (value, []))
+        ranks += value.ranks
+    for first, ranks in groups.values():
+        yield replace(first, ranks=tuple(sorted(ranks)))

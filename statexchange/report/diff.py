@@ -24,7 +24,7 @@ from statexchange.report.value_statistics import ValueDiff, ValueSums, same_byte
 from statexchange.sharding.options import CallOptions, ExportOptions, Rename, renamed
 from statexchange.sharding.paths import without_wrappers
 from statexchange.sharding.plan import TensorPlan, plan_tensors
-from statexchange.sharding.shards import Box
+from statexchange.sharding.shards import Box, Piece
 from statexchange.storage.store import ByteRange
 from statexchange.tensors import PACKED, array_over, element_shape
 from statexchange.units import format_bytes
@@ -37,6 +37,7 @@ __all__ = ["DiffReport", "TensorDiff", "diff_paths"]
 _PART_BYTES = 2 * MEMORY_BYTES  # of both sides: what one thread compares in a row,
 _PART_NAMES = 256  # or so many small tensors
 
+By = Literal["digests", "bytes"]
 Status = Literal["equal", "values", "dtype", "shape", "only in a", "only in b"]
 
 
@@ -61,7 +62,7 @@ class TensorDiff:
     dtype_b: str | None
     shape_a: tuple[int, ...] | None
     shape_b: tuple[int, ...] | None
-    by: Literal["digests", "bytes"] | None = None
+    by: By | None = None
     values: ValueDiff | None = None
 
     @classmethod
@@ -186,37 +187,29 @@ class _Side:
         plan = self.tensors[name]
         digests: dict[Box, str | None] = {}
         for piece in plan.pieces:
-            stored = self.source.files[piece.holder].tensors[plan.source]
-            byte_range = stored.byte_ranges[piece.box_index]
-            if len(byte_range.parts):
-                digests.update(byte_range.parts)
+            stored = self._stored(plan, piece)
+            if len(stored.parts):
+                digests.update(stored.parts)
             else:
-                digests[piece.box] = byte_range.digest
+                digests[piece.box] = stored.digest
         return digests
 
     def run(self, names: Sequence[str]) -> ByteRange | None:
         """Return the bytes of tensors that follow one another in a file and have no digests; None if they do not."""
-        first = self._first(names[0])
-        if first is None:
-            return None
-        end = first.begin
+        ranges: list[ByteRange] = []
         for name in names:
-            plan, stored = self.tensors[name], self._first(name)
-            if stored is None or len(plan.pieces) != 1 or plan.pieces[0].replicas:
+            plan = self.tensors[name]
+            if len(plan.pieces) != 1 or plan.pieces[0].replicas:
                 return None
+            stored = self._stored(plan, plan.pieces[0])
             if stored.is_proven or stored.strides is not None:
                 return None
-            if stored.file is not first.file or stored.begin != end:
+            if ranges and (stored.file is not ranges[-1].file or stored.begin != ranges[-1].begin + ranges[-1].nbytes):
                 return None
-            end += stored.nbytes
-        return ByteRange(first.file, first.begin, end - first.begin)
+            ranges.append(stored)
+        return ByteRange(ranges[0].file, ranges[0].begin, sum(stored.nbytes for stored in ranges))
 
-    def _first(self, name: str) -> ByteRange | None:
-        """Return the first box of a tensor as it is stored; None if the tensor is empty."""
-        plan = self.tensors[name]
-        if not plan.pieces:
-            return None
-        piece = plan.pieces[0]
+    def _stored(self, plan: TensorPlan, piece: Piece) -> ByteRange:
         return self.source.files[piece.holder].tensors[plan.source].byte_ranges[piece.box_index]
 
 
@@ -234,11 +227,11 @@ def _side(source: Source, options: ExportOptions, selected: ExportOptions) -> _S
     return _Side(source, {tensor.name: tensor for tensor in tensors}, {**published, **aliases})
 
 
-def _untied(side: _Side, other: _Side) -> _Side:
+def _untied(side: _Side, against: _Side) -> _Side:
     """Return a side with its tied names that the other side stores as a tensor or ties to another name."""
     tensors = dict(side.tensors)
     for alias, name in side.aliases.items():
-        if name in tensors and (alias in other.tensors or other.aliases.get(alias, name) != name):
+        if name in tensors and (alias in against.tensors or against.aliases.get(alias, name) != name):
             tensors.setdefault(alias, tensors[name])
     return replace(side, tensors=tensors)
 
@@ -256,9 +249,7 @@ class _Comparison:
         selected.check_include(names)
         self.notes = selected.notes_on_exclude(names)
         self._call = call
-        self._total = 0
-        for side in (a, b):
-            self._total += sum(side.tensors[name].nbytes for name in self._names if name in side.tensors)
+        self._total = sum(map(self._nbytes, self._names))
         self._settled = 0  # bytes of tensors that need not be read
         self._lock = threading.Lock()
         self._memory = threading.local()
@@ -267,14 +258,9 @@ class _Comparison:
     def run(self) -> tuple[TensorDiff, ...]:
         """Compare all tensors."""
         with ThreadPoolExecutor(self._call.threads or os.cpu_count() or 1) as pool:
-            futures = [pool.submit(self._compare_all, names) for names in self._parts()]
-            try:
-                tensors = [tensor for future in futures for tensor in future.result()]
-                return tuple(sorted(tensors, key=attrgetter("name")))
-            except BaseException:
-                for future in futures:
-                    future.cancel()
-                raise
+            # After an error `map` cancels what has not begun.
+            tensors = [tensor for part in pool.map(self._compare_all, self._parts()) for tensor in part]
+        return tuple(sorted(tensors, key=attrgetter("name")))
 
     def _parts(self) -> Iterator[list[str]]:
         """Yield the names in parts: to submit a task takes as long as to compare a few small tensors.
@@ -285,7 +271,7 @@ class _Comparison:
         nbytes = 0
         for name in self._names:
             names.append(name)
-            nbytes += sum(side.tensors[name].nbytes for side in (self._a, self._b) if name in side.tensors)
+            nbytes += self._nbytes(name)
             if nbytes >= _PART_BYTES or len(names) == _PART_NAMES:
                 yield names
                 names, nbytes = [], 0
@@ -295,8 +281,7 @@ class _Comparison:
     def _compare_all(self, names: Sequence[str]) -> list[TensorDiff]:
         if not self._are_equal_runs(names):
             return [self._compare(name) for name in names]
-        tensors_a, tensors_b = self._a.tensors, self._b.tensors
-        return [_result(name, "equal", tensors_a[name], tensors_b[name], "bytes") for name in names]
+        return [self._result(name, "equal", "bytes") for name in names]
 
     def _are_equal_runs(self, names: Sequence[str]) -> bool:
         """Whether tensors lie one after another in a file of each side, and have the same dtypes, shapes and bytes.
@@ -319,34 +304,44 @@ class _Comparison:
     def _compare(self, name: str) -> TensorDiff:
         a, b = self._a.tensors.get(name), self._b.tensors.get(name)
         if a is None or b is None:
-            status: Status = "only in a" if b is None else "only in b"
-            return self._settle(name, status, a, b)
+            return self._unread(name, "only in a" if b is None else "only in b")
         # Only one of several copies is compared with the other side.
         check_tensor_copies(self._a.source, a, TAKE_LOWEST)
         check_tensor_copies(self._b.source, b, TAKE_LOWEST)
         if a.shape != b.shape:
-            return self._settle(name, "shape", a, b)
+            return self._unread(name, "shape")
         if a.dtype == b.dtype:
             digests = self._a.digests(name)
             if None not in digests.values() and digests == self._b.digests(name):
-                return self._settle(name, "equal", a, b, "digests")
+                return self._unread(name, "equal", "digests")
             if all(same_bytes(data_a, data_b) for _, data_a, data_b in self._pairs(a, b)):
-                return _result(name, "equal", a, b, "bytes")
+                return self._result(name, "equal", "bytes")
+        values = None  # those of packed dtypes are not computed
+        if not {a.dtype, b.dtype} & PACKED.keys():
+            sums = ValueSums()
+            for window, data_a, data_b in self._pairs(a, b):
+                parts = array_over(data_a, a.dtype, window.shape), array_over(data_b, b.dtype, window.shape)
+                sums.add(window, *parts, self._call.tolerance)
+            values = sums.result()
         shape = element_shape(a.dtype, a.shape)
-        return TensorDiff.of_values(name, (a.dtype, b.dtype), shape, self._values(a, b), self._call.tolerance)
+        return TensorDiff.of_values(name, (a.dtype, b.dtype), shape, values, self._call.tolerance)
 
-    def _settle(
-        self,
-        name: str,
-        status: Status,
-        a: TensorPlan | None,
-        b: TensorPlan | None,
-        by: Literal["digests"] | None = None,
-    ) -> TensorDiff:
+    def _unread(self, name: str, status: Status, by: By | None = None) -> TensorDiff:
         """Return the result of a tensor that is not read."""
         with self._lock:
-            self._settled += sum(plan.nbytes for plan in (a, b) if plan is not None)
-        return _result(name, status, a, b, by)
+            self._settled += self._nbytes(name)
+        return self._result(name, status, by)
+
+    def _result(self, name: str, status: Status, by: By | None) -> TensorDiff:
+        """Return the result of two tensors whose values are equal, or were not compared."""
+        a, b = self._a.tensors.get(name), self._b.tensors.get(name)
+        dtype_a, shape_a = (None, None) if a is None else (a.dtype, element_shape(a.dtype, a.shape))
+        dtype_b, shape_b = (None, None) if b is None else (b.dtype, element_shape(b.dtype, b.shape))
+        return TensorDiff(name, status, dtype_a, dtype_b, shape_a, shape_b, by)
+
+    def _nbytes(self, name: str) -> int:
+        """Return the bytes of a tensor on both sides."""
+        return sum(side.tensors[name].nbytes for side in (self._a, self._b) if name in side.tensors)
 
     def _pairs(self, a: TensorPlan, b: TensorPlan) -> Iterator[tuple[Box, memoryview, memoryview]]:
         """Yield the windows of two tensors of one shape with the bytes of both; check digests at the end."""
@@ -375,26 +370,3 @@ class _Comparison:
             self.done += nbytes
             if self._call.on_progress is not None:
                 self._call.on_progress(min(self.done + self._settled, self._total), self._total)
-
-    def _values(self, a: TensorPlan, b: TensorPlan) -> ValueDiff | None:
-        """Return the differences in values; None for packed dtypes, whose values are not computed."""
-        if {a.dtype, b.dtype} & PACKED.keys():
-            return None
-        sums = ValueSums()
-        for window, data_a, data_b in self._pairs(a, b):
-            values = array_over(data_a, a.dtype, window.shape), array_over(data_b, b.dtype, window.shape)
-            sums.add(window, *values, self._call.tolerance)
-        return sums.result()
-
-
-def _result(
-    name: str,
-    status: Status,
-    a: TensorPlan | None,
-    b: TensorPlan | None,
-    by: Literal["digests", "bytes"] | None = None,
-) -> TensorDiff:
-    """Return the result of two tensors whose values are equal, or were not compared."""
-    dtype_a, shape_a = (None, None) if a is None else (a.dtype, element_shape(a.dtype, a.shape))
-    dtype_b, shape_b = (None, None) if b is None else (b.dtype, element_shape(b.dtype, b.shape))
-    return TensorDiff(name, status, dtype_a, dtype_b, shape_a, shape_b, by)

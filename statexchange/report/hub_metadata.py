@@ -25,14 +25,14 @@ from statexchange.errors import (
     StateExchangeError,
     excerpt,
 )
-from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.location import open_path, resolve_path
+from statexchange.storage.store import ByteRange
 
 if TYPE_CHECKING:
     from statexchange.storage.location import OpenedPath
     from statexchange.storage.store import Store, StoredFile
 
-__all__ = ["HubComparison", "compare_with_cache", "compare_with_hub"]
+__all__ = ["HubComparison", "compare_with_cache", "compare_with_hub", "metadata_store"]
 
 _FOLDERS = (".cache", "huggingface", "download")
 _SUFFIX = ".metadata"
@@ -89,9 +89,10 @@ def compare_with_hub(
     with open_path(metadata) as opened_metadata, open_path(path) as opened:
         if opened_metadata.file is not None:
             raise InvalidArgumentError("a directory with the metadata of a download is expected", path=metadata)
+        store = metadata_store(opened_metadata.store) or opened_metadata.store
         records = {
-            name.removesuffix(_SUFFIX): file
-            for name, file in _files_below(_metadata_store(opened_metadata.store))
+            name.removesuffix(_SUFFIX): folder
+            for name, folder in _files_below(store)
             if name.endswith(_SUFFIX) and os.path.basename(name) != _SUFFIX  # .metadata is a file of torch DCP
         }
         if not records:
@@ -99,12 +100,12 @@ def compare_with_hub(
             raise NotFoundError(text, path=metadata)
         files = _files_at(opened)
         if opened.file is not None:
-            records = {name: file for name, file in records.items() if name == opened.file}
+            records = {name: folder for name, folder in records.items() if name == opened.file}
         findings: list[StateExchangeError] = []
         commits, expected = set(), {}
-        for name, record in records.items():
+        for name, folder in records.items():
             try:
-                commit, etag = _read_record(record.open())
+                commit, etag = _read_record(folder.open(os.path.basename(name) + _SUFFIX))
             except StateExchangeError as error:
                 findings.append(error)
                 continue
@@ -127,51 +128,43 @@ def compare_with_cache(
     Raises:
         ReplacedError: a file changed while it was read.
     """
-    if not any(_Lazy(opened.store, name).blob for name in opened.names):
+    if not any(_blob(opened.store, name) for name in opened.names):
         return None
     files = _files_at(opened)
-    expected = {name: file.blob for name, file in files.items() if file.blob is not None}
+    expected = {}
+    for name, folder in files.items():
+        blob = _blob(folder, name)
+        if blob is not None:
+            expected[name] = blob
     return _compared(files, expected, set(_SNAPSHOT.findall(opened.store.path)), [], on_progress)
 
 
-@dataclass(frozen=True, slots=True)
-class _Lazy:
-    """A file that is opened when it is needed: a directory may have more files than descriptors."""
-
-    store: Store
-    name: str
-
-    def open(self) -> StoredFile:
-        return self.store.open(self.name)
-
-    @property
-    def blob(self) -> str | None:
-        """The hash in the name of the blob of a cache to which this file is a link; None for anything else."""
-        match = _BLOB.fullmatch(self.store.link_target(self.name) or "")
-        return None if match is None else match[1]
+def _blob(folder: Store, name: str) -> str | None:
+    """Return the hash in the name of the blob of a cache to which a file is a link; None for anything else."""
+    match = _BLOB.fullmatch(folder.link_target(os.path.basename(name)) or "")
+    return None if match is None else match[1]
 
 
-def _files_at(opened: OpenedPath) -> dict[str, _Lazy]:
-    """Return the one file at a path, or all files in the directory and below."""
+def _files_at(opened: OpenedPath) -> dict[str, Store]:
+    """Return the folder of the one file at a path, or of all files in the directory and below, by their paths."""
     if opened.file is not None:
-        return {opened.file: _Lazy(opened.store, opened.file)}
+        return {opened.file: opened.store}
     return dict(_files_below(opened.store))
 
 
-def _metadata_store(store: Store) -> Store:
-    """Return the directory with the metadata: the one inside of a download, or the given one itself."""
-    below = store
+def metadata_store(store: Store) -> Store | None:
+    """Return the directory that huggingface_hub keeps inside of a download; None without one. Not collective."""
     for folder in _FOLDERS:
-        if folder not in below.directories:
-            return store
-        below = below.below(folder)
-    return below
+        if folder not in store.directories:
+            return None
+        store = store.below(folder)
+    return store
 
 
-def _files_below(store: Store, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, _Lazy]]:
-    """Yield each file by its path in the directory, without those in folders named .cache."""
+def _files_below(store: Store, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, Store]]:
+    """Yield the path of each file in the directory, and its folder, without those in folders named .cache."""
     for name in store.files:
-        yield prefix + name, _Lazy(store, name)
+        yield prefix + name, store
     if depth == _MAX_DEPTH:
         return
     for name in store.directories:
@@ -181,18 +174,20 @@ def _files_below(store: Store, prefix: str = "", depth: int = 0) -> Iterator[tup
 
 
 def _compared(
-    files: dict[str, _Lazy],
+    files: dict[str, Store],
     expected: dict[str, str],
     commits: set[str],
     findings: list[StateExchangeError],
     on_progress: Callable[[int, int], None] | None,
 ) -> HubComparison:
     """Hash the files and compare them with the hashes in `expected`, both by name; add to `findings`."""
+    from statexchange.storage.regions import blocks  # imports numpy, which `scan` does not need
+
     equal: list[str] = []
     opened: dict[str, StoredFile] = {}
     for name in expected:
         try:
-            opened[name] = files[name].open()
+            opened[name] = files[name].open(os.path.basename(name))
         except StateExchangeError as error:
             findings.append(error)
     total, done = sum(file.size for file in opened.values()), 0
@@ -200,10 +195,7 @@ def _compared(
         etag = expected[name]
         is_sha256 = len(etag) == 64
         hasher = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
-        memory = memoryview(bytearray(min(WINDOW_BYTES, file.size)))
-        for begin in range(0, file.size, WINDOW_BYTES):
-            window = memory[: min(WINDOW_BYTES, file.size - begin)]
-            file.read_into(window, begin)
+        for _, window in blocks(ByteRange(file, 0, file.size), (file.size,), "U8"):
             hasher.update(window)
             done += len(window)
             if on_progress is not None:

@@ -68,12 +68,22 @@ class RankStatus:
     Attributes:
         rank: the rank.
         status: "present"; "late" if the newest whole round of another rank is newer; "missing" if it has none.
-        newest: what it has written in its newest whole round; None if there is none.
+        round: its newest whole round; None if there is none, like all that follow.
+        written: when it wrote that, as in `RankRow`.
+        nbytes: bytes of its file.
+        path: the file.
+        num_config_keys: as in `ConfigFacts`.
+        config_type: as in `ConfigFacts`.
     """
 
     rank: int
     status: Literal["present", "late", "missing"]
-    newest: RankRow | None
+    round: int | None = None
+    written: float | None = None
+    nbytes: int | None = None
+    path: str | None = None
+    num_config_keys: int | None = None
+    config_type: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +131,15 @@ class _Listing:
             row = self._row(receipt, is_committed=manifest is not None)
             if row is not None:
                 self.rows.append(row)
-        if manifest is None and names:
-            self._add_missing(names)
         folder = os.path.join(self.view.path, run, f"{number:06d}")
+        if manifest is None and names:
+            ranks, world_size = {name.rank for name in names}, names[0].world_size
+            absent = (rank for rank in range(world_size) if rank not in ranks)
+            for rank in islice(absent, _MAX_MISSING):
+                self.rows.append(RankRow(run, number, rank, world_size, "missing", False, folder))
+            hidden = world_size - len(ranks) - _MAX_MISSING
+            if hidden > 0:
+                self.notes.append(f"{hidden:,} more ranks have no file in round {number} of run {run}")
         for name, nbytes in temporary:
             state: State = "abandoned" if atomic.is_abandoned(name) else "unfinished"
             path = os.path.join(folder, name)
@@ -148,17 +164,6 @@ class _Listing:
             return RankRow(*where, "broken", is_committed, path, self.view.size_of(name), problem=error)
         stored = file.file
         return RankRow(*where, "whole", is_committed, path, stored.size, stored.modified, facts)
-
-    def _add_missing(self, names: list[RankName]) -> None:
-        """Add rows for the ranks that have no file in a round without a manifest."""
-        first, ranks = names[0], {name.rank for name in names}
-        path = os.path.join(self.view.path, os.path.dirname(first.relative))
-        absent = (rank for rank in range(first.world_size) if rank not in ranks)
-        for rank in islice(absent, _MAX_MISSING):
-            self.rows.append(RankRow(first.run, first.round, rank, first.world_size, "missing", False, path))
-        hidden = first.world_size - len(ranks) - _MAX_MISSING
-        if hidden > 0:
-            self.notes.append(f"{hidden:,} more ranks have no file in round {first.round} of run {first.run}")
 
 
 def list_rounds(path: str | os.PathLike[str]) -> RoundsReport:
@@ -221,9 +226,11 @@ def newest_of_ranks(report: RoundsReport, run: str) -> list[RankStatus]:
     last = max((row.round for row in newest.values()), default=0)
     statuses = []
     for rank in sorted({rank for rank, _ in rows if rank < world_size}):
-        written = newest.get(rank)
-        status: Literal["present", "late", "missing"] = "missing"
-        if written is not None:
-            status = "late" if written.round < last else "present"
-        statuses.append(RankStatus(rank, status, written))
+        row = newest.get(rank)
+        if row is None or row.config is None:
+            statuses.append(RankStatus(rank, "missing"))
+            continue
+        config = row.config.num_keys, row.config.type
+        status: Literal["late", "present"] = "late" if row.round < last else "present"
+        statuses.append(RankStatus(rank, status, row.round, row.written, row.nbytes, row.path, *config))
     return statuses

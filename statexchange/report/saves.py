@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from statexchange.errors import StateExchangeError, without_secrets
@@ -38,13 +38,13 @@ class SaveRow:
 
     step: int
     path: str
-    created: float | None
-    nbytes: int | None
-    world_size: int | None
-    job: str | None
-    metrics: Mapping[str, float]
-    state: str
-    problems: tuple[StateExchangeError, ...]
+    created: float | None = None
+    nbytes: int | None = None
+    world_size: int | None = None
+    job: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    state: str = "whole"
+    problems: tuple[StateExchangeError, ...] = ()
     is_superseded: bool = False
 
 
@@ -137,14 +137,20 @@ def list_saves(path: str | os.PathLike[str]) -> SavesReport:
     rows = []
     newest: SaveRow | None = None
     for check in checks:
+        row = SaveRow(check.step, check.path, nbytes=check.nbytes, state=check.state, problems=check.problems)
         manifest = check.manifest
-        facts: tuple[float | None, int | None, int | None, str | None, Mapping[str, float]] = None, None, None, None, {}
         if manifest is not None:
-            facts = manifest.created, check.nbytes, manifest.world_size, manifest.job, manifest.metrics
-        is_superseded = manifest is not None and manifest.save in superseded
-        rows.append(SaveRow(check.step, check.path, *facts, check.state, check.problems, is_superseded))
+            row = replace(
+                row,
+                created=manifest.created,
+                world_size=manifest.world_size,
+                job=manifest.job,
+                metrics=manifest.metrics,
+                is_superseded=manifest.save in superseded,
+            )
+        rows.append(row)
         if check.step == step_of_load:
-            newest = rows[-1]
+            newest = row
     unfinished: list[UnfinishedRow] = []
     for step, builds in sorted(unfinished_steps(root).items()):
         for build in builds:

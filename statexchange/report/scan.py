@@ -30,6 +30,7 @@ from statexchange.errors import (
 from statexchange.formats.model_files import unread_weights
 from statexchange.formats.registry import UNFINISHED_DOWNLOAD, Probe, probe
 from statexchange.formats.source import abbreviated_names
+from statexchange.report.hub_metadata import metadata_store
 from statexchange.report.summary import count_parameters, model_of
 from statexchange.report.tensor_facts import tensor_rows
 from statexchange.storage.files import hidden_target
@@ -46,10 +47,8 @@ __all__ = ["ScanRow", "scan"]
 Status = Literal["whole", "broken", "unfinished", "not checked"]
 
 _NUMBERED = re.compile(r"(?:checkpoint|global_step|iter|step)[-_]?([0-9]{1,18})")
-_BROKEN: Status = "broken"
 _MAX_REASON = 120
 _SHOWN_FILES = 2
-_HUB_DIRECTORY = (".cache", "huggingface", "download")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +70,15 @@ class ScanRow:
     """
 
     path: str
-    kind: str | None
-    model: str | None
-    step: int | None
-    num_tensors: int
-    num_parameters: int
-    nbytes: int
-    modified: float | None
-    verdict: str
-    status: Status
+    kind: str | None = None
+    model: str | None = None
+    step: int | None = None
+    num_tensors: int = 0
+    num_parameters: int = 0
+    nbytes: int = 0
+    modified: float | None = None
+    verdict: str = "WHOLE"
+    status: Status = "whole"
     problems: tuple[StateExchangeError, ...] = ()
 
 
@@ -112,9 +111,10 @@ def scan(path: str | os.PathLike[str], *, on_directory: Callable[[str], None] | 
         ('models/half', 1000, 'TRUNCATED 50 % model.safetensors')
     """
     root = resolve_path(path, "a directory to scan")
-    given, absolute = without_secrets(os.fspath(path)).rstrip("/"), without_secrets(root).rstrip("/")
+    shown, absolute = without_secrets(os.fspath(path)).rstrip("/"), without_secrets(root).rstrip("/")
     for row in _walk(root, on_directory):
-        yield replace(row, path=given + row.path.removeprefix(absolute))
+        modified = row.modified or _modified(row.path)
+        yield replace(row, path=shown + without_secrets(row.path).removeprefix(absolute), modified=modified)
 
 
 def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[ScanRow]:
@@ -125,126 +125,98 @@ def _walk(root: str, on_directory: Callable[[str], None] | None) -> Iterator[Sca
         if on_directory is not None:
             on_directory(without_secrets(folder))
         try:
-            found = probe(folder)
+            probed = probe(folder)
         except StateExchangeError as error:  # of a directory that cannot be opened
             if folder == root:
                 raise
             if isinstance(error, NotFoundError):  # removed since its parent was listed
                 continue
-            yield _broken(folder, error)
+            yield ScanRow(folder, verdict=_verdict([error], folder), status="broken", problems=(error,))
             continue
-        with found:
-            row = _with_download(folder, found, _row(folder, found))
+        with probed:
+            row = _with_download(folder, probed, _row(folder, probed))
             if row is not None:
                 yield row
-            if not found.opened.store.is_remote:
-                yield from _unfinished(folder, found.opened.store.listing)
-            below = _others(folder, found)
-        waiting += [f"{folder.rstrip('/')}/{name}" for name in reversed(below)]
+            if not probed.opened.store.is_remote:
+                yield from _unfinished(folder, probed.opened.store.listing)
+        if probed.source is not None and probed.source.kind == "workspace":  # its directories are runs and rounds
+            continue
+        parts = {path.partition("/")[0] for path in _paths_below(folder, probed)}
+        for name in reversed(probed.directories):
+            if not name.startswith(".") and name not in parts:
+                waiting.append(f"{folder.rstrip('/')}/{name}")
 
 
-def _others(folder: str, found: Probe) -> list[str]:
-    """Return the subdirectories that are no parts of the checkpoint in a directory."""
-    source = found.source
-    if source is not None and source.kind == "workspace":  # its subdirectories are its runs and rounds
-        return []
-    used = {path.partition("/")[0] for path in _paths_below(folder, found)}
-    return [name for name in found.directories if not name.startswith(".") and name not in used]
-
-
-def _paths_below(folder: str, found: Probe) -> list[str]:
+def _paths_below(folder: str, probed: Probe) -> list[str]:
     """Return the paths, from a directory on, of the files of the checkpoint in it and of those with problems."""
-    paths = [found.error.path] if found.error is not None else []
-    if found.source is not None:
-        paths += [file.path for file in found.source.files] + [problem.path for problem in found.source.problems]
+    paths = [probed.error.path] if probed.error is not None else []
+    if probed.source is not None:
+        paths += [file.path for file in probed.source.files] + [problem.path for problem in probed.source.problems]
     prefix = f"{folder.rstrip('/')}/"
     return [path.removeprefix(prefix) for path in paths if path is not None and path.startswith(prefix)]
 
 
-def _row(folder: str, found: Probe) -> ScanRow | None:
-    if found.error is not None:
-        is_broken = not found.is_foreign and not isinstance(found.error, InvalidArgumentError)
-        return replace(_broken(folder, found.error, is_broken=is_broken), step=_step_of(folder, found))
-    source = found.source
+def _row(folder: str, probed: Probe) -> ScanRow | None:
+    source, error = probed.source, probed.error
+    if error is not None:
+        row = ScanRow(folder, step=_step_of(folder, probed), problems=(error,))
+        # There may be several checkpoints, of which one has to be named, or a format that is not read.
+        if probed.is_foreign or isinstance(error, InvalidArgumentError):
+            return replace(row, verdict=f"NOT CHECKED: {_reason(error)}", status="not checked")
+        return replace(row, verdict=_verdict([error], folder), status="broken")
     if source is None:
         return None
     rows = tensor_rows(source)
     problems = (*source.problems, *source.empty_weights(), *source.uncovered())
-    status: Status = "whole"
-    verdict = "WHOLE"
-    if problems:
-        verdict, status = _verdict(problems, folder), "broken"
-    unread = unread_weights(found.opened.store, {file.name for file in source.files})
-    if unread and status == "whole":
-        verdict += f", {unread[0].partition(';')[0]}"
-    return ScanRow(
-        path=without_secrets(folder),
+    row = ScanRow(
+        path=folder,
         kind=source.kind,
         model=model_of(source),
-        step=_step_of(folder, found),
+        step=_step_of(folder, probed),
         num_tensors=len(rows),
         num_parameters=count_parameters(source, rows),
-        nbytes=_size_of_files(folder, source, found) if problems else source.nbytes,
-        modified=_modified(folder),
-        verdict=verdict,
-        status=status,
+        nbytes=source.nbytes,
         problems=problems,
     )
+    if problems:
+        nbytes = _size_of_files(folder, source, probed)
+        return replace(row, nbytes=nbytes, verdict=_verdict(problems, folder), status="broken")
+    unread = unread_weights(probed.opened.store, {file.name for file in source.files})
+    if unread:
+        return replace(row, verdict=f"{row.verdict}, {unread[0].partition(';')[0]}")
+    return row
 
 
-def _with_download(folder: str, found: Probe, row: ScanRow | None) -> ScanRow | None:
+def _with_download(folder: str, probed: Probe, row: ScanRow | None) -> ScanRow | None:
     """Return the row of a directory with an unfinished download of huggingface_hub; `row` itself without one.
 
     The hub's files have the ending ``.incomplete`` while they are written, in the directory of its cache or, for a
     download into a directory, in a hidden one below it, where an old one may be left beside a whole checkpoint.
     """
-    listing = found.opened.store.listing
+    listing = probed.opened.store.listing
     names = [name for name in listing if name.endswith(UNFINISHED_DOWNLOAD)]
     names = [name for name in names if name.removesuffix(UNFINISHED_DOWNLOAD) not in listing]
     if row is None or row.status != "whole" or row.kind == "torch":  # nothing lists torch's files
-        names += _hidden_downloads(found)
+        # Below the directory, it may be removed meanwhile, or unreadable.
+        with contextlib.suppress(StateExchangeError):
+            store = metadata_store(probed.opened.store)
+            if store is not None:
+                names += [name for name in store.files if name.endswith(UNFINISHED_DOWNLOAD)]
     if not names:
         return row
-    verdict: str = "UNFINISHED DOWNLOAD"
-    if row is None:
-        return ScanRow(without_secrets(folder), None, None, None, 0, 0, 0, _modified(folder), verdict, "unfinished")
-    is_broken = row.status == "broken"
-    return replace(row, verdict=f"{verdict}: {row.verdict}" if is_broken else verdict, status="unfinished")
+    reason = f": {row.verdict}" if row is not None and row.status == "broken" else ""
+    return replace(row or ScanRow(folder), verdict=f"UNFINISHED DOWNLOAD{reason}", status="unfinished")
 
 
-def _hidden_downloads(found: Probe) -> list[str]:
-    """Return the names of unfinished files that the hub keeps below the directory into which it downloads."""
-    store = found.opened.store
-    try:
-        for name in _HUB_DIRECTORY:
-            if name not in store.directories:
-                return []
-            store = store.below(name)
-        return [name for name in store.files if name.endswith(UNFINISHED_DOWNLOAD)]
-    except StateExchangeError:  # removed meanwhile, or unreadable
-        return []
-
-
-def _size_of_files(folder: str, source: Source, found: Probe) -> int:
+def _size_of_files(folder: str, source: Source, probed: Probe) -> int:
     """Return the bytes of a broken checkpoint's files, also of those beside them that cannot be read."""
     total = source.nbytes
     read = {file.path for file in source.files}
-    for name in found.opened.store.files:
+    for name in probed.opened.store.files:
         if not name.endswith(".json") and f"{folder.rstrip('/')}/{name}" not in read:
             with contextlib.suppress(StateExchangeError):
-                total += found.opened.store.open(name).size
+                total += probed.opened.store.open(name).size
     return total
-
-
-def _broken(folder: str, error: StateExchangeError, *, is_broken: bool = True) -> ScanRow:
-    """Return the row of a checkpoint that cannot be opened.
-
-    With `is_broken` False it has several checkpoints, of which one has to be named, or a format that is not read.
-    """
-    shown, verdict, status = without_secrets(folder), _verdict([error], folder), _BROKEN
-    if not is_broken:
-        verdict, status = f"NOT CHECKED: {_reason(error)}", "not checked"
-    return ScanRow(shown, None, None, None, 0, 0, 0, _modified(folder), verdict, status, (error,))
 
 
 def _modified(folder: str) -> float | None:
@@ -256,14 +228,14 @@ def _modified(folder: str) -> float | None:
         return None
 
 
-def _step_of(folder: str, found: Probe) -> int | None:
+def _step_of(folder: str, probed: Probe) -> int | None:
     """Return the step of a save, or the number in a directory's name such as ``checkpoint-500``.
 
     The directory is this one, or the one below that is read: a run's directory names its newest step.
     """
-    if found.source is not None and found.source.step is not None:
-        return found.source.step
-    below = next(iter(_paths_below(folder, found)), "")
+    if probed.source is not None and probed.source.step is not None:
+        return probed.source.step
+    below = next(iter(_paths_below(folder, probed)), "")
     for name in (os.path.basename(folder), below.partition("/")[0]):
         match = _NUMBERED.fullmatch(name)
         if match is not None:
@@ -346,9 +318,14 @@ def _unfinished(folder: str, names: Iterable[str]) -> Iterator[ScanRow]:
         path = f"{local_path(folder).rstrip('/')}/{name}"
         for build in unfinished_builds(path):
             if build.paths:
-                verdict, step = _unfinished_verdict(build), step_of(name)
-                modified = _modified(build.paths[0])
-                yield ScanRow(path, None, None, step, 0, 0, build.nbytes, modified, verdict, "unfinished")
+                yield ScanRow(
+                    path,
+                    step=step_of(name),
+                    nbytes=build.nbytes,
+                    modified=_modified(build.paths[0]),
+                    verdict=_unfinished_verdict(build),
+                    status="unfinished",
+                )
 
 
 def _unfinished_verdict(build: UnfinishedBuild) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from statexchange.errors import StateExchangeError, without_secrets
 from statexchange.formats.config_check import source_warnings
@@ -13,14 +14,16 @@ from statexchange.formats.model_files import CONFIG
 from statexchange.formats.packed import packing_notes
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
-from statexchange.formats.source import FLAT_PARAMETERS, Part, Source, is_flat_parameter
-from statexchange.report.configs import model_config
+from statexchange.formats.source import FLAT_PARAMETERS, Part, SectionName, Source, is_flat_parameter
 from statexchange.report.tensor_facts import ModuleNode, TensorRow, aliases_of, known_bytes, module_tree, tensor_rows
+from statexchange.storage.location import parse_json
+from statexchange.storage.store import Store
 
 __all__ = [
     "SectionSummary",
     "Summary",
     "count_parameters",
+    "model_config",
     "model_of",
     "model_rows",
     "summarize",
@@ -86,7 +89,7 @@ class Summary:
     metrics: dict[str, float]
     world_size: int | None
     ranks: tuple[int, ...]
-    sections: dict[str, SectionSummary]
+    sections: Mapping[SectionName, SectionSummary]
     aliases: dict[str, str]
     num_unreadable: int
     proven: bool
@@ -122,39 +125,39 @@ def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) ->
         ('huggingface', 6, {'F32': 1})
     """
     with open_source(path, strict=False) as source:
-        return _summary(without_secrets(os.fspath(path)), source, tree_depth)
-
-
-def _summary(path: str, source: Source, tree_depth: int | None) -> Summary:
-    rows = tensor_rows(source)
-    dtypes = Counter(row.dtype for row in rows)
-    return Summary(
-        kind=source.kind,
-        path=path,
-        num_tensors=len(rows),
-        num_parameters=count_parameters(source, rows),
-        nbytes=known_bytes(rows),
-        dtypes=dict(sorted(dtypes.items())),
-        num_files=len(source.files),
-        file_nbytes=source.nbytes,
-        run=source.run,
-        round=source.round,
-        step=source.step,
-        created=source.created,
-        metrics=dict(source.metrics),
-        world_size=source.world_size,
-        ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if source.has_ranks else (),
-        sections=_sections(source, rows),
-        aliases=aliases_of(source),
-        num_unreadable=sum(not row.holders for row in rows),
-        proven=_proven(source),
-        others=dict(source.others),
-        unsupported={name: error.message for name, error in source.unsupported.items()},
-        parts=source.parts,
-        problems=(*source.problems, *source.empty_weights(), *source.uncovered()),
-        notes=_notes(source),
-        tree=None if tree_depth is None else module_tree(rows, tree_depth),
-    )
+        rows = tensor_rows(source)
+        sections = {}
+        for section in sections_of(source):
+            of_section = [row for row in rows if row.name in section.names]
+            sections[section.name] = SectionSummary(len(of_section), known_bytes(of_section))
+        digests = (stored.is_proven for _, tensor in source.shards() for stored in tensor.byte_ranges)
+        return Summary(
+            kind=source.kind,
+            path=without_secrets(os.fspath(path)),
+            num_tensors=len(rows),
+            num_parameters=count_parameters(source, rows),
+            nbytes=known_bytes(rows),
+            dtypes=dict(sorted(Counter(row.dtype for row in rows).items())),
+            num_files=len(source.files),
+            file_nbytes=source.nbytes,
+            run=source.run,
+            round=source.round,
+            step=source.step,
+            created=source.created,
+            metrics=dict(source.metrics),
+            world_size=source.world_size,
+            ranks=tuple(dict.fromkeys(shard_file.rank for shard_file in source.files)) if source.has_ranks else (),
+            sections=sections,
+            aliases=aliases_of(source),
+            num_unreadable=sum(not row.holders for row in rows),
+            proven=bool(source.files) and not source.problems and all(digests),
+            others=dict(source.others),
+            unsupported={name: error.message for name, error in source.unsupported.items()},
+            parts=source.parts,
+            problems=(*source.problems, *source.empty_weights(), *source.uncovered()),
+            notes=_notes(source),
+            tree=None if tree_depth is None else module_tree(rows, tree_depth),
+        )
 
 
 def count_parameters(source: Source, rows: Iterable[TensorRow]) -> int:
@@ -182,19 +185,15 @@ def _notes(source: Source) -> tuple[str, ...]:
     return (*source.notes, *flat, *packing_notes(source), *source_warnings(source))
 
 
-def _proven(source: Source) -> bool:
-    """Whether digests cover all bytes; False if anything is missing or broken."""
-    if source.problems or not source.files:
-        return False
-    return all(byte_range.is_proven for _, tensor in source.shards() for byte_range in tensor.byte_ranges)
+def model_config(store: Store | None) -> Any:
+    """Return the content of the config.json in a source's `config_store`; None if there is none. Not collective.
 
-
-def _sections(source: Source, rows: list[TensorRow]) -> dict[str, SectionSummary]:
-    sections: dict[str, SectionSummary] = {}
-    for section in sections_of(source):
-        of_section = [row for row in rows if row.name in section.names]
-        sections[section.name] = SectionSummary(len(of_section), known_bytes(of_section))
-    return sections
+    Raises:
+        CorruptError: it is broken.
+    """
+    if store is None or CONFIG not in store.files:
+        return None
+    return parse_json(store.read_small(CONFIG), store.path_of(CONFIG), store.budget)
 
 
 def model_of(source: Source) -> str | None:

@@ -111,8 +111,8 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
     else:
         tensors = list(_stored_tensors(source))
         has_ranks = source.has_ranks
-        known = {tensor.name for tensor in tensors}
-        missing = {tensor.name: tensor for tensor in source.unreadable if tensor.name not in known}
+        present = {tensor.name for tensor in tensors}
+        missing = {tensor.name: tensor for tensor in source.unreadable if tensor.name not in present}
         for name, tensor in missing.items():
             if tensor.shape is None or tensor.dtype not in ITEMSIZE:
                 unknown.append(name)
@@ -259,15 +259,23 @@ class _Picture:
         """Return the document with a row for each of the largest tensors."""
         tensors = self._supply.tensors
         self._legend()
-        rows = _largest_rows(tensors)
-        for tensor, cells in rows:
-            self._row(tensor, cells)
-        self._sum_row(tensors[len(rows) :])
-        supplied = []
-        for rank in sorted(self._total)[:_MAX_RANKS]:
-            supplied.append(shortened(f"{self._supply.label(rank)}: {self._total[rank]} bytes", 100))
-        totals = f"{len(tensors)} tensors, {self._supply.nbytes} bytes."
-        return self._drawing.document(f"{totals} {', '.join(supplied)}.")
+        num_rows, num_cells = 0, 0
+        for tensor in tensors[:_MAX_ROWS]:
+            cells = cells_of(tensor)
+            num_cells += len(cells)
+            if num_cells > _MAX_CELLS and num_rows:
+                break
+            num_rows += 1
+            bands = len({round(cell.y, 9) for cell in cells})
+            height = min(max(22, 12 * bands), 48) if len(tensor.shape) > 1 else 12
+            shape = format_shape(element_shape(tensor.dtype, tensor.shape))
+            self._row(tensor.name, cells, tensor.nbytes, height, f"{tensor.dtype} {shape}")
+        rest = tensors[num_rows:]
+        if rest:
+            nbytes = sum(tensor.nbytes for tensor in rest)
+            name = f"and {len(rest):,} more, summed by {self._supply.supplier}"
+            self._row(name, _shares(nbytes_by_rank(rest), nbytes), nbytes)
+        return self._drawing.document(f"{len(tensors)} tensors, {self._supply.nbytes} bytes.")
 
     def _legend(self) -> None:
         """Write a swatch for each of the first ranks, one for all others, and one for what is missing."""
@@ -287,17 +295,15 @@ class _Picture:
         share = nbytes / max(1, self._supply.nbytes)
         return f"{shortened(label, _MAX_LABEL)} · {format_bytes(nbytes)} · {share:.1%}"
 
-    def _row(self, tensor: Supplied, cells: Sequence[Cell]) -> None:
+    def _row(self, name: str, cells: Sequence[Cell], nbytes: int, height: int = 12, description: str = "") -> None:
+        """Draw the row of a tensor, or of several."""
         drawing = self._drawing
-        bands = len({round(cell.y, 9) for cell in cells})
-        height = min(max(22, 12 * bands), 48) if len(tensor.shape) > 1 else 12
         middle = drawing.y + max(height, 22) / 2
-        self._frame(cells, middle - height / 2, height, tensor.name)
-        drawing.text(MARGIN, middle + 4, shortened(tensor.name, 43), "n")
-        shape = format_shape(element_shape(tensor.dtype, tensor.shape))
-        description = shortened(f"{tensor.dtype} {shape}", 20)
-        drawing.text(_LEFT + _FRAME + 14, middle + 4, description, "n g")
-        drawing.text(WIDTH - MARGIN, middle + 4, format_bytes(tensor.nbytes), "e")
+        self._frame(cells, middle - height / 2, height, name)
+        drawing.text(MARGIN, middle + 4, shortened(name, 43), "n")
+        if description:
+            drawing.text(_LEFT + _FRAME + 14, middle + 4, shortened(description, 20), "n g")
+        drawing.text(WIDTH - MARGIN, middle + 4, format_bytes(nbytes), "e")
         drawing.y += max(height, 22) + 6
 
     def _frame(self, cells: Sequence[Cell], top: float, height: float, tooltip: str) -> None:
@@ -321,27 +327,3 @@ class _Picture:
             x = _LEFT + (cell.x + cell.width / 2) * _FRAME
             y = top + (cell.y + cell.height / 2) * height + 3.5
             drawing.text(x, y, str(rank), "r", colour=text_colour(self._colours[rank]))
-
-    def _sum_row(self, tensors: Sequence[Supplied]) -> None:
-        """Draw one row for all tensors that have no row of their own."""
-        if not tensors:
-            return
-        drawing = self._drawing
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        drawing.text(MARGIN, drawing.y + 15, f"and {len(tensors):,} more, summed by {self._supply.supplier}", "g")
-        self._frame(_shares(nbytes_by_rank(tensors), nbytes), drawing.y + 5, 12, "the rest")
-        drawing.text(WIDTH - MARGIN, drawing.y + 15, format_bytes(nbytes), "e")
-        drawing.y += 28
-
-
-def _largest_rows(tensors: Sequence[Supplied]) -> list[tuple[Supplied, list[Cell]]]:
-    """Return as many of the largest tensors as the picture has space for, with their cells."""
-    rows: list[tuple[Supplied, list[Cell]]] = []
-    cells_left = _MAX_CELLS
-    for tensor in tensors[:_MAX_ROWS]:
-        cells = cells_of(tensor)
-        cells_left -= len(cells)
-        if cells_left < 0 and rows:
-            break
-        rows.append((tensor, cells))
-    return rows

@@ -52,20 +52,21 @@ class Drawing:
     def __init__(self, title: str, subtitle: str) -> None:
         """Begin with a heading of two lines."""
         self._title = title
+        self._legend: list[str] = []
         self._parts: list[str] = []
         self.y = MARGIN
         self.text(MARGIN, self.y + 14, title, "t")
         self.text(MARGIN, self.y + 34, subtitle, "g")
         self.y += 48
 
-    def document(self, description: str) -> str:
-        """Return the whole document; `description` is what a screen reader reads."""
-        height = self.y + MARGIN // 2
+    def document(self, totals: str) -> str:
+        """Return the whole document; a screen reader reads `totals`, which is a sentence, and the legend."""
+        height, legend = self.y + MARGIN // 2, "; ".join(self._legend)
         opening = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}"',
             f' height="{height}" role="img" aria-labelledby="title desc">',
             f'<title id="title">{_escaped(self._title)}</title>',
-            f'<desc id="desc">{_escaped(description)}</desc>',
+            f'<desc id="desc">{_escaped(f"{totals} {legend}.")}</desc>',
             f"<style>{_STYLE}</style>",
             f"<defs>{_HATCHING}</defs>",
             f'<rect width="{WIDTH}" height="{height}" class="b"/>',
@@ -98,6 +99,7 @@ class Drawing:
             x, y = MARGIN + number % columns * step, self.y + number // columns * 20
             self.rectangle(x, y, 12, 12, f'fill="{colour}" {BORDER}')
             self.text(x + 18, y + 10, text)
+            self._legend.append(text)
         self.y += -(-len(entries) // columns) * 20 + 12
 
 

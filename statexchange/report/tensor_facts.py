@@ -9,17 +9,21 @@ from typing import TYPE_CHECKING, NamedTuple
 from statexchange.errors import IncompleteError, OverlapError, StateExchangeError, UnsupportedError
 from statexchange.formats.sections import sections_of
 from statexchange.sharding.options import ExportOptions
+from statexchange.sharding.paths import is_index
 from statexchange.sharding.plan import RankShards, plan_tensors, replica_error
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.tensors import ITEMSIZE, PACKED, element_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Mapping, Sequence
 
     from statexchange.formats.source import ShardFile, Source
     from statexchange.storage.store import ByteRange
 
+    Computed = Mapping[tuple[int, str, int], str]  # digests by file, tensor and box
+
 __all__ = [
+    "Branch",
     "ModuleNode",
     "Region",
     "TensorFacts",
@@ -29,6 +33,8 @@ __all__ = [
     "element_box",
     "group_box",
     "known_bytes",
+    "known_digest",
+    "module_branches",
     "module_tree",
     "tensor_facts",
     "tensor_rows",
@@ -67,31 +73,21 @@ class TensorRow(NamedTuple):
 
 def tensor_rows(source: Source) -> list[TensorRow]:
     """Return a row for each tensor of a source, in its order. Not collective."""
-    first: dict[str, tuple[ShardFile, Shard]] = {}
-    more: dict[str, list[tuple[ShardFile, Shard]]] = {}  # of tensors of which several files have a part
+    parts: dict[str, list[tuple[ShardFile, Shard]]] = {}
     for shard_file, tensor in source.shards():
-        part = shard_file, tensor.shard
-        if tensor.shard.name not in first:
-            first[tensor.shard.name] = part
-        else:
-            more.setdefault(tensor.shard.name, []).append(part)
+        parts.setdefault(tensor.shard.name, []).append((shard_file, tensor.shard))
     rows: dict[str, TensorRow] = {}
-    for name, (shard_file, shard) in first.items():
-        holders: tuple[int, ...] = (shard_file.rank,)
+    for name, of_tensor in parts.items():
         # The shape of the last part, as by the ends of its parts a tensor's shape is known.
-        last, num_boxes = shard, len(shard.boxes)
-        if name in more:
-            last = more[name][-1][1]
-            holders += tuple([other.rank for other, _ in more[name]])
-            num_boxes += sum([len(other.boxes) for _, other in more[name]])
+        last = of_tensor[-1][1]
         rows[name] = TensorRow(
             name,
             last.dtype,
             element_shape(last.dtype, last.global_shape),
             full_box(last.global_shape).numel * ITEMSIZE[last.dtype],
-            holders,
-            num_boxes,
-            shard_file.name,
+            tuple([shard_file.rank for shard_file, _ in of_tensor]),
+            sum([len(shard.boxes) for _, shard in of_tensor]),
+            of_tensor[0][0].name,
         )
     for unreadable in source.unreadable:
         if unreadable.name not in rows:
@@ -187,13 +183,9 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
         _refuse_unreadable(source, name)
         return None
 
-    def stored_digest(number: int, index: int) -> str | None:
-        return source.files[number].tensors[kept].byte_ranges[index].digest
-
-    problems = []
-    for problem in cover_problems(source, kept, numbers, stored_digest):
-        if not (is_part and isinstance(problem, IncompleteError)):
-            problems.append(problem)
+    problems = list(cover_problems(source, kept, numbers, {}))
+    if is_part:
+        problems = [problem for problem in problems if not isinstance(problem, IncompleteError)]
     copies: dict[Box, list[tuple[ShardFile, ByteRange]]] = {}
     for number in numbers:
         file = source.files[number]
@@ -219,8 +211,14 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
     )
 
 
+def known_digest(source: Source, computed: Computed, name: str, number: int, index: int) -> str | None:
+    """Return the digest of a box, which is stored or in `computed`; None if it is not known. Not collective."""
+    stored = source.files[number].tensors[name].byte_ranges[index].digest
+    return stored if stored is not None else computed.get((number, name, index))
+
+
 def cover_problems(
-    source: Source, name: str, numbers: Sequence[int], digest_of: Callable[[int, int], str | None]
+    source: Source, name: str, numbers: Sequence[int], computed: Computed
 ) -> Iterator[StateExchangeError]:
     """Yield an error if the boxes of a tensor do not cover it exactly once, else one for each copy that differs.
 
@@ -228,7 +226,7 @@ def cover_problems(
         source: the source.
         name: the tensor's name.
         numbers: the numbers of the files that have the tensor.
-        digest_of: returns the digest of a box by the numbers of its file and of the box; None if it is not known.
+        computed: digests that are not stored, by the numbers of the file and names of tensors and numbers of boxes.
 
     Raises:
         CorruptError, ReplicaError: two files disagree on dtype or shape.
@@ -245,13 +243,13 @@ def cover_problems(
         yield error
         return
     for piece in plan.pieces:
-        expected = digest_of(numbers[piece.holder], piece.box_index)
+        expected = known_digest(source, computed, name, numbers[piece.holder], piece.box_index)
         for holder, index in piece.replicas:
-            digest = digest_of(numbers[holder], index)
+            digest = known_digest(source, computed, name, numbers[holder], index)
             if None not in (expected, digest) and expected != digest:
-                first, other = source.files[numbers[piece.holder]], source.files[numbers[holder]]
-                labels = source.label_of(first), source.label_of(other)
-                yield replica_error(name, piece.box, *labels, path=other.path)
+                first, second = source.files[numbers[piece.holder]], source.files[numbers[holder]]
+                labels = source.label_of(first), source.label_of(second)
+                yield replica_error(name, piece.box, *labels, path=second.path)
 
 
 def element_box(dtype: str, box: Box) -> Box:
@@ -315,14 +313,35 @@ class ModuleNode:
             waiting += [(level + 1, child) for child in reversed(node.children)]
 
 
-class _Branch:
-    """A module while the tree is built. Branches are alike if their `form` is equal."""
+class Branch:
+    """A module with its own tensors and the modules below it. Branches are alike if their `form` is equal."""
 
-    def __init__(self) -> None:
-        self.below: dict[str, _Branch] = {}
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.below: dict[str, Branch] = {}
         self.tensors: list[TensorRow] = []
         self.num_tensors = self.num_parameters = self.nbytes = 0
         self.form = 0
+
+
+def module_branches(rows: Iterable[TensorRow], depth: int) -> list[Branch]:
+    """Return the modules in the tensors' names, down to `depth` parts of a name: the top first, parents first."""
+    branches = [Branch("")]
+    for row in rows:
+        branch = branches[0]
+        path = [branch]
+        for part in row.name.split(".", depth)[:depth]:  # deeper parts count in the last one
+            if part not in branch.below:
+                branch.below[part] = Branch(f"{branch.path}.{part}" if len(path) > 1 else part)
+                branches.append(branch.below[part])
+            branch = branch.below[part]
+            path.append(branch)
+        branch.tensors.append(row)
+        for module in path:
+            module.num_tensors += 1
+            module.num_parameters += row.num_parameters
+            module.nbytes += row.nbytes or 0
+    return branches
 
 
 def module_tree(rows: Iterable[TensorRow], depth: int) -> ModuleNode:
@@ -331,35 +350,28 @@ def module_tree(rows: Iterable[TensorRow], depth: int) -> ModuleNode:
     Successive numbered modules, such as layers.0 to layers.31, are one node if all below them has the same names,
     dtypes and shapes.
     """
-    top = _Branch()
-    branches = [top]
-    for row in rows:
-        branch = top
-        parts = row.name.split(".", depth)[:depth]  # deeper parts count in the last one
-        path = [top]
-        for part in parts:
-            if part not in branch.below:
-                branch.below[part] = _Branch()
-                branches.append(branch.below[part])
-            branch = branch.below[part]
-            path.append(branch)
-        branch.tensors.append(row)
-        for one in path:
-            one.num_tensors += 1
-            one.num_parameters += row.num_parameters
-            one.nbytes += row.nbytes or 0
+    branches = module_branches(rows, depth)
     forms: dict[Hashable, int] = {}  # numbers, so that a form does not hold all forms below
     for branch in reversed(branches):  # children come after their parents
-        own = tuple(sorted((row.name.split(".", depth)[depth:], row.dtype, row.shape) for row in branch.tensors))
+        tensors = sorted((row.name.split(".", depth)[depth:], row.dtype, row.shape) for row in branch.tensors)
         below = tuple(sorted((name, child.form) for name, child in branch.below.items()))
-        branch.form = forms.setdefault((repr(own), below), len(forms))
-    return _node("", "", [top])
+        branch.form = forms.setdefault((repr(tensors), below), len(forms))
+    return _node("", "", branches[:1])
 
 
-def _node(name: str, path: str, alike: list[_Branch]) -> ModuleNode:
+def _node(name: str, path: str, alike: list[Branch]) -> ModuleNode:
     """Return the node of branches that are alike. The work is bounded by their number and the depth."""
+    modules = alike[0].below
+    runs: list[list[str]] = []  # the names in order of their numbers, successive ones that are alike together
+    for part in sorted(modules, key=lambda part: (0, int(part), "") if is_index(part) else (1, 0, "")):
+        last = runs[-1][-1] if runs else ""
+        is_next = is_index(part) and is_index(last) and int(part) == int(last) + 1
+        if is_next and modules[part].form == modules[last].form:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
     children = []
-    for run in _runs(alike[0].below):
+    for run in runs:
         shown = run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}"
         below = [branch.below[part] for branch in alike for part in run]
         children.append(_node(shown, f"{path}.{shown}".removeprefix("."), below))
@@ -372,20 +384,3 @@ def _node(name: str, path: str, alike: list[_Branch]) -> ModuleNode:
         sum(branch.nbytes for branch in alike),
         tuple(children),
     )
-
-
-def _runs(below: dict[str, _Branch]) -> list[list[str]]:
-    """Return the names in order of their numbers, successive ones whose branches are alike together."""
-    runs: list[list[str]] = []
-    for name in sorted(below, key=lambda name: (0, int(name), "") if _is_number(name) else (1, 0, "")):
-        last = runs[-1][-1] if runs else ""
-        is_next = _is_number(name) and _is_number(last) and int(name) == int(last) + 1
-        if is_next and below[name].form == below[last].form:
-            runs[-1].append(name)
-        else:
-            runs.append([name])
-    return runs
-
-
-def _is_number(name: str) -> bool:
-    return name.isascii() and name.isdigit() and len(name) < 10 and str(int(name)) == name

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from statexchange.errors import NotFoundError
 from statexchange.report.summary import model_of, model_rows
 from statexchange.report.svg import MARGIN, WIDTH, Drawing, lightened, palette, text_width, title_of
-from statexchange.report.tensor_facts import TensorRow, known_bytes, tensor_rows
+from statexchange.report.tensor_facts import Branch, TensorRow, known_bytes, module_branches, tensor_rows
 from statexchange.units import format_bytes, format_count, format_number, format_shape, shortened
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from statexchange.formats.source import Source
 
@@ -105,7 +105,8 @@ def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
         >>> "up.weight" in treemap([row], name="tiny", kind="huggingface")
         True
     """
-    root = _tree(row for row in rows if row.num_parameters)
+    top = module_branches((row for row in rows if row.num_parameters), _MAX_COMPONENTS)[0]
+    root = _Node("", top.num_parameters, top.num_tensors, _parts(top))
     if not root.num_tensors:
         raise NotFoundError("there is no tensor to draw")
     facts = [
@@ -117,46 +118,39 @@ def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
         facts.append(f"{len(rows) - root.num_tensors:,} without elements or of unknown size")
     drawing = Drawing(f"Parameters of {shortened(name, 60)}", " · ".join(facts))
     tops = _tops(root)
-    coloured = [top for top in tops if top.numel >= _VISIBLE * root.numel]
+    coloured = [node for node in tops if node.numel >= _VISIBLE * root.numel]
     coloured = coloured if len(tops) <= _MAX_COLOURS else coloured[: _MAX_COLOURS - 1]
-    for top, colour in zip(coloured, palette(_MAX_COLOURS), strict=False):
-        top.colour = colour
-    if coloured:
-        drawing.legend(_legend(coloured, tops[len(coloured) :], root.numel), 3)
+    for node, colour in zip(coloured, palette(_MAX_COLOURS), strict=False):
+        node.colour = colour
+    listed, rest = list(coloured), tops[len(coloured) :]
+    if coloured and rest:
+        label = rest[0].name if len(rest) == 1 else f"{len(rest):,} others"
+        listed.append(_Node(label, sum(node.numel for node in rest)))
+    entries = []
+    for node in listed:
+        share = f"{node.numel / root.numel:.1%}" if node.numel >= _VISIBLE * root.numel else "< 0.1%"
+        text = f"{shortened(node.name or _NO_NAME, 24)} · {format_count(node.numel)} · {share}"
+        entries.append((lightened(node.colour, _LIGHTENED), text))
+    if entries:
+        drawing.legend(entries, 3)
     layout = _Layout(root, tops, _Area(MARGIN, drawing.y, WIDTH - 2 * MARGIN, _HEIGHT))
     layout.draw(drawing)
     drawing.y += _HEIGHT + MARGIN // 2
-    listed = ", ".join(f"{shortened(top.name, 100)}: {top.numel}" for top in coloured)
-    return drawing.document(f"{root.num_tensors} tensors, {root.numel} parameters. {listed}.")
+    return drawing.document(f"{root.num_tensors} tensors, {root.numel} parameters.")
 
 
 # --- Modules ---
 
 
-def _tree(rows: Iterable[TensorRow]) -> _Node:
-    """Return the tree of all modules; a module with one part is left out, its part has the longer name."""
-    nested: dict[str, object] = {}
-    for row in rows:
-        parent = nested
-        components = row.name.split(".", _MAX_COMPONENTS - 1)
-        for component in components[:-1]:
-            parent = parent.setdefault(f"{component}.", {})  # type: ignore[assignment]
-        parent.setdefault(components[-1], row)  # the dot keeps the tensor "a" and the module of "a.b" apart
-    return _node("", nested)
-
-
-def _node(name: str, found: object) -> _Node:
-    """Return the node of a row, or of a dict of components."""
-    if isinstance(found, TensorRow):
-        return _Node(name, found.num_parameters, 1, row=found)
-    assert isinstance(found, dict)
-    children = [_node(f"{name}{component}", part) for component, part in found.items()]
-    if len(children) == 1 and name:
-        return children[0]
-    children.sort(key=_order)
-    return _Node(
-        name.removesuffix("."), sum(child.numel for child in children), sum(c.num_tensors for c in children), children
-    )
+def _parts(branch: Branch) -> list[_Node]:
+    """Return the tensors and modules of a branch, largest first; a part of a module that has no other stands for it."""
+    parts = [_Node(row.name, row.num_parameters, 1, row=row) for row in branch.tensors]
+    for module in branch.below.values():
+        children = _parts(module)
+        is_one = len(children) == 1
+        node = children[0] if is_one else _Node(module.path, module.num_parameters, module.num_tensors, children)
+        parts.append(node)
+    return sorted(parts, key=_order)
 
 
 def _order(node: _Node) -> tuple[int, str]:
@@ -182,19 +176,6 @@ def _relative(name: str, module: str) -> str:
     return name.removeprefix(f"{module}.") if module else name
 
 
-def _legend(coloured: Sequence[_Node], others: Sequence[_Node], numel: int) -> list[tuple[str, str]]:
-    counts = [(top.colour, top.name, top.numel) for top in coloured]
-    if others:
-        name = others[0].name if len(others) == 1 else f"{len(others):,} others"
-        counts.append((_OTHERS, name, sum(top.numel for top in others)))
-    entries = []
-    for colour, name, count in counts:
-        share = f"{count / numel:.1%}" if count >= _VISIBLE * numel else "< 0.1%"
-        text = f"{shortened(name or _NO_NAME, 24)} · {format_count(count)} · {share}"
-        entries.append((lightened(colour, _LIGHTENED), text))
-    return entries
-
-
 # --- Areas ---
 
 
@@ -209,9 +190,8 @@ class _Layout:
         self._outlines: list[tuple[int, _Area]] = []  # with the level, 1 for a top
         self._numel = root.numel
         self._scale = area.width * area.height / root.numel
-        shown = self._shown("", tops) or [_Node("", root.numel, root.num_tensors, is_rest=True)]
-        for top, part in zip(shown, _divided([top.numel for top in shown], area), strict=True):
-            self._place(top, part, 1, top)
+        whole = _Node("", root.numel, root.num_tensors, list(tops), is_rest=True)
+        self._place(whole, area, 0, whole)
 
     def _place(self, node: _Node, area: _Area, level: int, top: _Node) -> None:
         """Divide the area of a node among its parts."""
@@ -219,9 +199,10 @@ class _Layout:
         if not shown:
             self._cells.append((node, area, top))
             return
-        self._outlines.append((level, area))
+        if level:
+            self._outlines.append((level, area))
         for part, of_part in zip(shown, _divided([part.numel for part in shown], area), strict=True):
-            self._place(part, of_part, level + 1, top)
+            self._place(part, of_part, level + 1, top if level else part)
 
     def draw(self, drawing: Drawing) -> None:
         """Draw the areas, then the outlines, the widest last, then the labels."""
@@ -273,8 +254,8 @@ def _tooltip(node: _Node, numel: int) -> str:
     size = f"{node.numel:,} parameters, {node.numel / numel:.2%}"
     if node.row is not None and node.row.shape is not None:
         return f"{node.name or _NO_NAME}\n{node.row.dtype} {format_shape(node.row.shape)}, {size}"
-    others = f"{node.num_tensors:,} {'small tensors' if node.is_rest else 'tensors'}"
-    return f"{node.name}\n{others}, {size}" if node.name else f"{others}, {size}"
+    tensors = f"{node.num_tensors:,} {'small tensors' if node.is_rest else 'tensors'}"
+    return f"{node.name}\n{tensors}, {size}" if node.name else f"{tensors}, {size}"
 
 
 def _label(drawing: Drawing, node: _Node, area: _Area, module: str) -> None:

@@ -12,7 +12,7 @@ A person who reads a finding should have a reason to look.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -25,7 +25,7 @@ from statexchange.units import format_shape
 if TYPE_CHECKING:
     from statexchange.storage.store import ByteRange
 
-__all__ = ["CHECKS", "Check", "FileTails", "TensorChecks", "ValueFindingError"]
+__all__ = ["CHECKS", "Check", "StoredBox", "TensorChecks", "ValueFindingError", "joint_tails"]
 
 Check = Literal["nan", "inf", "all-zero", "zero-tail", "zero-pages", "all-equal"]
 CHECKS: tuple[Check, ...] = get_args(Check)
@@ -70,9 +70,10 @@ class ValueFindingError(StateExchangeError):
 
 
 @dataclass(slots=True)
-class _StoredBox:
+class StoredBox:
     """A box as it lies in a file, with its rank; and the runs of zero bytes in it, by offsets in the file."""
 
+    checks: TensorChecks
     stored: ByteRange
     box: Box
     rank: int | None
@@ -82,10 +83,17 @@ class _StoredBox:
 
     @property
     def end(self) -> int:
+        """Where it ends in the file."""
         return self.stored.begin + self.stored.nbytes
 
     @property
+    def tail_begin(self) -> int:
+        """Where its zero tail begins in the file."""
+        return self.end - self.tail
+
+    @property
     def is_zero(self) -> bool:
+        """Whether all its bytes are zero."""
         return self.tail == self.stored.nbytes
 
     def find_runs(self, data: memoryview) -> None:
@@ -116,16 +124,13 @@ class _Special:
 
     count: int = 0
     first: tuple[int, ...] | None = None
-    where: _StoredBox | None = None
+    where: StoredBox | None = None
 
-    def add(self, mask: Any, window: Box, where: _StoredBox) -> None:
-        import numpy as np
-
-        found = np.flatnonzero(mask)
-        if not len(found):
+    def add(self, mask: Any, window: Box, where: StoredBox) -> None:
+        if not mask.any():
             return
-        self.count += len(found)
-        first = index_at(int(found[0]), window)
+        self.count += int(mask.sum())
+        first = index_at(int(mask.argmax()), window)
         if self.first is None or first < self.first:
             self.first, self.where = first, where
 
@@ -140,129 +145,112 @@ class TensorChecks:
     def __init__(self, name: str, dtype: str, shape: tuple[int, ...], checks: Collection[Check]) -> None:
         self._name, self._dtype, self._shape = name, dtype, shape
         self._last_name = name.rpartition(".")[2]
-        self._checks = set(checks) & _applicable(dtype, self._last_name)
+        self._checks = set(checks)
+        if _MASK.search(self._last_name):
+            self._checks &= {"nan"}
+        if dtype == "BOOL":
+            self._checks.clear()
         self._nan, self._inf = _Special(), _Special()
-        self._boxes: dict[Box, _StoredBox] = {}
-        self._left_out: set[Box] = set()
+        self._boxes: dict[Box, StoredBox] = {}
+        self._padding: set[Box] = set()
         self._value: bytes | None = None  # of the first element
         self._is_equal = True
         self._is_zero = True
-        self._current: _StoredBox | None = None
 
     def looks_for(self, check: Check) -> bool:
         """Whether this check is made."""
         return check in self._checks
 
-    def leave_out(self, box: Box) -> None:
-        """Leave a box that is only padding out of the checks, but count it as seen."""
-        self._left_out.add(box)
-
-    def begin(self, stored: ByteRange, box: Box, rank: int | None) -> bool:
-        """Begin with a box; return False if it need not be read for these checks."""
+    def begin(self, stored: ByteRange, box: Box, rank: int | None, *, is_padding: bool) -> StoredBox | None:
+        """Return a box that is read next; None if it need not be read for these checks, as one that is only padding."""
+        if is_padding:
+            self._padding.add(box)  # it counts as seen
+            return None
         if not self._checks or box in self._boxes or not box.numel:
-            return False
-        self._current = _StoredBox(stored, box, rank)
-        return True
+            return None
+        return StoredBox(self, stored, box, rank)
 
-    def add(self, window: Box, data: memoryview) -> None:
+    def add(self, stored_box: StoredBox, window: Box, data: memoryview) -> None:
         """Look at the bytes of the box's next window, which is in the tensor's coordinates."""
-        assert self._current is not None
-        if self._checks & {"nan", "inf"}:
-            masks = nonfinite(data, self._dtype)
-            if masks is not None:
-                self._nan.add(masks[0], window, self._current)
-                self._inf.add(masks[1], window, self._current)
-        # The bytes of a strided box do not come in the order of the file.
-        if self._checks & {"zero-tail", "zero-pages"} and self._current.stored.strides is None:
-            self._current.find_runs(data)
-        if self._is_equal or self._is_zero:
-            self._compare(data)
-
-    def _compare(self, data: memoryview) -> None:
-        """Look whether all elements up to here are zero, or all equal."""
         import numpy as np
 
-        itemsize = ITEMSIZE[self._dtype]
+        masks = nonfinite(data, self._dtype)
+        if masks is not None:
+            self._nan.add(masks[0], window, stored_box)
+            self._inf.add(masks[1], window, stored_box)
+        if stored_box.stored.strides is None:  # else the bytes do not come in the order of the file
+            stored_box.find_runs(data)
+        octets, itemsize = np.frombuffer(data, np.uint8), ITEMSIZE[self._dtype]
         if self._value is None:
             self._value = bytes(data[:itemsize])
         if self._is_equal:
-            array = np.frombuffer(data, np.uint8)
-            is_first = bytes(array[:itemsize]) == self._value
-            self._is_equal = is_first and np.array_equal(array[itemsize:], array[:-itemsize])
-        if self._is_zero:
-            self._is_zero = _is_zero(data, self._dtype)
+            is_first = bytes(data[:itemsize]) == self._value
+            self._is_equal = is_first and np.array_equal(octets[itemsize:], octets[:-itemsize])
+        if self._is_zero:  # -0.0 is
+            values = octets if self._dtype in PACKED else array_over(octets, self._dtype, (-1,))
+            self._is_zero = not values.any()
 
-    def end(self) -> _StoredBox:
-        """End the box, and return it for the `FileTails` of its file."""
-        assert self._current is not None
-        self._boxes[self._current.box] = self._current
-        return self._current
+    def end(self, stored_box: StoredBox) -> None:
+        """End a box: all its windows were added."""
+        self._boxes[stored_box.box] = stored_box
 
     def findings(self) -> Iterator[ValueFindingError]:
-        """Yield what was found."""
+        """Yield what was found by the checks that are made."""
+        return (finding for finding in self._all_findings() if finding.check in self._checks)
+
+    def _all_findings(self) -> Iterator[ValueFindingError]:
         if not self._boxes:
             return
-        yield from self._specials()
-        if sum(box.numel for box in (*self._boxes, *self._left_out)) != full_box(self._shape).numel:
-            self._is_zero = self._is_equal = False  # a part was not read, which is another finding
-        if self._is_zero:
-            if "all-zero" in self._checks and not self._may_be_zero():
-                yield self._whole("all-zero", "zero")
-            return
-        if self._is_equal and "all-equal" in self._checks and not self._may_be_equal():
-            yield self._whole("all-equal", self._value_text())
-        for stored_box in self._boxes.values():
-            yield from self._zeros(stored_box)
-
-    def _specials(self) -> Iterator[ValueFindingError]:
-        total = full_box(element_shape(self._dtype, self._shape)).numel
+        whole = full_box(element_shape(self._dtype, self._shape))
         kinds: tuple[tuple[Check, str, _Special], ...] = (("nan", "NaN", self._nan), ("inf", "infinite", self._inf))
         for check, word, special in kinds:
-            if check in self._checks and special.first is not None and special.where is not None:
+            if special.first is not None and special.where is not None:
                 verb = "elements is" if special.count == 1 else "elements are"
-                text = f"{special.count:,} of {total:,} {verb} {word}, the first at {format_shape(special.first)}"
+                text = f"{special.count:,} of {whole.numel:,} {verb} {word}, the first at {format_shape(special.first)}"
                 yield self._finding(check, text, special.where, special.first, special.count)
+        if sum(box.numel for box in (*self._boxes, *self._padding)) != full_box(self._shape).numel:
+            self._is_zero = self._is_equal = False  # a part was not read, which is another finding
+        if self._is_zero:
+            if not self._may_be_zero():
+                yield self._whole("all-zero", "zero", whole)
+            return
+        if self._is_equal and not self._may_be_equal():
+            yield self._whole("all-equal", self._value_text(), whole)
+        for stored_box in self._boxes.values():
+            is_long = stored_box.tail >= _PAGE_BYTES
+            if is_long and not self._is_usual(stored_box, stored_box.tail_begin, stored_box.end):
+                yield self.tail(stored_box)
+            runs = [run for run in stored_box.runs if self._is_lost(*run) and not self._is_usual(stored_box, *run)]
+            if runs:
+                nbytes = sum(end - begin for begin, end in runs)
+                parts = "" if len(runs) == 1 else f" in {len(runs):,} parts"
+                text = f"{nbytes:,} bytes{parts} are zero, from a page of the file to another"
+                yield self._lost("zero-pages", text, stored_box, runs[0][0], nbytes)
 
-    def _whole(self, check: Check, value: str) -> ValueFindingError:
+    def _whole(self, check: Check, value: str, whole: Box) -> ValueFindingError:
         where = min(self._boxes.values(), key=lambda stored_box: stored_box.box.offsets)
-        whole = full_box(element_shape(self._dtype, self._shape))
         return self._finding(check, f"all {whole.numel:,} elements are {value}", where, whole.offsets, whole.numel)
 
-    def _zeros(self, stored_box: _StoredBox) -> Iterator[ValueFindingError]:
-        """Yield the findings of runs of zeros in one box."""
-        if "zero-tail" in self._checks and stored_box.tail >= _PAGE_BYTES:
-            begin = stored_box.end - stored_box.tail
-            if not self._is_usual(stored_box, begin, stored_box.end):
-                yield self.tail(stored_box, stored_box.tail)
-        if "zero-pages" not in self._checks:
-            return
-        runs = [run for run in stored_box.runs if self._is_lost(*run) and not self._is_usual(stored_box, *run)]
-        if runs:
-            nbytes = sum(end - begin for begin, end in runs)
-            first = self._index_of(stored_box, runs[0][0])
-            count = self._num_elements(nbytes)
-            parts = "" if len(runs) == 1 else f" in {len(runs):,} parts"
-            text = (
-                f"{nbytes:,} bytes{parts} are zero, from a page of the file to another, as after a lost write: "
-                f"{count:,} elements, the first at {format_shape(first)}"
-            )
-            yield self._finding("zero-pages", text, stored_box, first, count, stored_box.box)
-
-    def tail(self, stored_box: _StoredBox, nbytes: int, following: int = 0) -> ValueFindingError:
-        """Return the finding of `nbytes` zero bytes at the end of a box, and of `following` in the boxes after it."""
-        begin = stored_box.end - nbytes
-        first, count = self._index_of(stored_box, begin), self._num_elements(nbytes)
+    def tail(self, stored_box: StoredBox, following: int = 0) -> ValueFindingError:
+        """Return the finding of the zero bytes at the end of a box, and of `following` in the boxes after it."""
+        nbytes, begin = stored_box.tail, stored_box.tail_begin
         is_whole = stored_box.box == full_box(self._shape)
         part = "" if is_whole else f" of region {element_box(self._dtype, stored_box.box)}"
         page = ", from a page of the file on" if self.begins_page(begin) else ""
         more = f", and the {following:,} bytes of the tensors that follow in the file" if following else ""
-        text = (
-            f"the last {nbytes:,} bytes{part}{more} are zero{page}, as after a lost write: "
-            f"{count:,} elements from {format_shape(first)} on"
-        )
-        return self._finding("zero-tail", text, stored_box, first, count, stored_box.box)
+        text = f"the last {nbytes:,} bytes{part}{more} are zero{page}"
+        return self._lost("zero-tail", text, stored_box, begin, nbytes)
 
-    def _is_usual(self, stored_box: _StoredBox, begin: int, end: int) -> bool:
+    def _lost(self, check: Check, text: str, stored_box: StoredBox, begin: int, nbytes: int) -> ValueFindingError:
+        """Return the finding of zero bytes in a box, the first at byte `begin` of the file."""
+        itemsize, box = ITEMSIZE[self._dtype], stored_box.box
+        number = -(-(begin - stored_box.stored.begin) // itemsize)  # of the first element that begins there or later
+        first = element_shape(self._dtype, index_at(min(number, box.numel - 1), box))
+        count = -(-nbytes // itemsize) * PACKED.get(self._dtype, 1)
+        text = f"{text}, as after a lost write: {count:,} elements from {format_shape(first)} on"
+        return self._finding(check, text, stored_box, first, count, box)
+
+    def _is_usual(self, stored_box: StoredBox, begin: int, end: int) -> bool:
         """Whether a run of zeros is to be expected in this tensor."""
         if self._dtype[0] in "IU" and not self.begins_page(begin):  # counters, and rows of tokens that are padded
             return True
@@ -281,23 +269,24 @@ class TensorChecks:
         """Whether a run of zeros begins and ends at pages; the element after it may begin with zeros, as 1.0 does."""
         return self.begins_page(begin) and end % _PAGE_BYTES < ITEMSIZE[self._dtype]
 
+    def _says_nothing(self) -> bool:
+        """Whether equal elements say nothing: those of integers, or a few."""
+        return self._dtype[0] in "IU" or full_box(self._shape).numel < _MIN_ELEMENTS
+
     def _may_be_zero(self) -> bool:
-        if self._is_small() or self._dtype[0] in "IU" or _OPTIMIZER.search(self._name):
+        if self._says_nothing() or _OPTIMIZER.search(self._name):
             return True
-        return self._num_dims() <= 1 and _MAY_BE_ZERO.search(self._last_name) is not None
+        return self._is_vector() and _MAY_BE_ZERO.search(self._last_name) is not None
 
     def _may_be_equal(self) -> bool:
-        if self._is_small() or self._dtype[0] in "IU" or self._dtype == "F8_E8M0":
+        if self._says_nothing() or self._dtype == "F8_E8M0" or _MAY_BE_EQUAL.search(self._last_name):
             return True
-        if _MAY_BE_EQUAL.search(self._last_name) or not _has_equal_elements(self._value or b"", self._dtype):
+        if not _has_equal_elements(self._value or b"", self._dtype):
             return True
-        return self._num_dims() <= 1 and self._dtype not in PACKED and self._value_text() == "1"
+        return self._is_vector() and self._value_text() == "1"
 
-    def _is_small(self) -> bool:
-        return full_box(self._shape).numel < _MIN_ELEMENTS
-
-    def _num_dims(self) -> int:
-        return sum(size > 1 for size in self._shape)
+    def _is_vector(self) -> bool:
+        return sum(size > 1 for size in self._shape) <= 1
 
     def _value_text(self) -> str:
         if self._dtype in PACKED:
@@ -305,19 +294,11 @@ class TensorChecks:
         value = array_over(self._value, self._dtype, (1,))[0]
         return f"{complex(value):.6g}" if self._dtype.startswith("C") else f"{float(value):.6g}"
 
-    def _num_elements(self, nbytes: int) -> int:
-        return -(-nbytes // ITEMSIZE[self._dtype]) * PACKED.get(self._dtype, 1)
-
-    def _index_of(self, stored_box: _StoredBox, at: int) -> tuple[int, ...]:
-        """Return the index of the first element that begins at byte `at` of the file or later, in elements."""
-        number = -(-(at - stored_box.stored.begin) // ITEMSIZE[self._dtype])
-        return element_shape(self._dtype, index_at(min(number, stored_box.box.numel - 1), stored_box.box))
-
     def _finding(
         self,
         check: Check,
         text: str,
-        where: _StoredBox,
+        where: StoredBox,
         first: tuple[int, ...],
         count: int,
         region: Box | None = None,
@@ -328,49 +309,26 @@ class TensorChecks:
         return ValueFindingError(text, check=check, region=shown, first=first, count=count, **about)
 
 
-class FileTails:
-    """Finds a zero tail that begins with less than a page in one tensor and goes on through the next ones of a file."""
+def joint_tails(boxes: Iterable[StoredBox]) -> Iterator[ValueFindingError]:
+    """Yield the zero tails that begin with less than a page in one tensor and go on through the next ones of a file.
 
-    def __init__(self) -> None:
-        self._boxes: list[tuple[TensorChecks, _StoredBox]] = []
+    Not collective.
 
-    def add(self, checks: TensorChecks, stored_box: _StoredBox) -> None:
-        """Add a box of the file that has been read."""
-        if stored_box.tail and checks.looks_for("zero-tail"):
-            self._boxes.append((checks, stored_box))
-
-    def findings(self) -> Iterator[ValueFindingError]:
-        """Yield what was found in the file."""
-        boxes = sorted(self._boxes, key=lambda pair: pair[1].stored.begin)
-        for number, (checks, stored_box) in enumerate(boxes):
-            begin = stored_box.end - stored_box.tail
-            if stored_box.is_zero or stored_box.tail >= _PAGE_BYTES or not checks.begins_page(begin):
-                continue
-            end, following = stored_box.end, 0
-            for _, after in boxes[number + 1 :]:
-                if after.stored.begin - end > _PAGE_BYTES or not after.is_zero:
-                    break
-                end, following = after.end, following + after.stored.nbytes
-            if stored_box.tail + following >= _PAGE_BYTES:
-                yield checks.tail(stored_box, stored_box.tail, following)
-
-
-def _applicable(dtype: str, last_name: str) -> set[Check]:
-    """Return the checks that say something about a tensor."""
-    if dtype == "BOOL":
-        return set()
-    if _MASK.search(last_name):
-        return {"nan"}
-    return set(CHECKS)
-
-
-def _is_zero(data: memoryview, dtype: str) -> bool:
-    """Whether all elements are zero; -0.0 is."""
-    import numpy as np
-
-    if dtype in PACKED:
-        return not np.frombuffer(data, np.uint8).any()
-    return not array_over(data, dtype, (-1,)).any()
+    Args:
+        boxes: all boxes of one file that were read.
+    """
+    with_tails = sorted((box for box in boxes if box.tail), key=lambda box: box.stored.begin)
+    for number, stored_box in enumerate(with_tails):
+        checks = stored_box.checks
+        if stored_box.is_zero or stored_box.tail >= _PAGE_BYTES or not checks.begins_page(stored_box.tail_begin):
+            continue
+        end, following = stored_box.end, 0
+        for after in with_tails[number + 1 :]:
+            if after.stored.begin - end > _PAGE_BYTES or not after.is_zero:
+                break
+            end, following = after.end, following + after.stored.nbytes
+        if stored_box.tail + following >= _PAGE_BYTES and checks.looks_for("zero-tail"):
+            yield checks.tail(stored_box, following)
 
 
 def _has_equal_elements(group: bytes, dtype: str) -> bool:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from statexchange.errors import CorruptError, InvalidArgumentError
 from statexchange.report.tensor_facts import element_box, group_box
 from statexchange.sharding.shards import Box, index_at, intersect
 from statexchange.storage import regions
-from statexchange.tensors import ITEMSIZE, PACKED, array_over, numpy_dtype
+from statexchange.tensors import ITEMSIZE, PACKED, array_over, element_shape
 
 if TYPE_CHECKING:
     from statexchange.report.tensor_facts import TensorFacts
@@ -32,7 +32,8 @@ _CHUNK = 1 << 18  # elements whose statistics are computed at once: their copies
 _MANTISSA, _LEAST_EXPONENT = 53, -1074  # bits of a float64; exponent of its least positive number
 _MAX_SLICE = 100_000  # elements
 _MAX_EXACT = 1 << 53  # float64 has each whole number up to this
-_TILE = 1 << 19  # elements at once: fewer make threads wait for Python's lock more often
+_TILE = 1 << 17  # elements at once: fewer make threads wait for Python's lock more often
+_SMALL_TILE = 1 << 13  # where all is copied to float64: new memory of more than 128 kB would come from the system
 _DOT = 1 << 10  # elements of a dot product: few enough for float32 to be precise
 _MIN_SQUARES = 1e-24  # of a tile in float32: the squares that float32 rounds to 0 are less than 1e-8 of a larger sum
 _ROUNDING = 2.0**-22  # relative, more than that of a difference in float32
@@ -132,7 +133,7 @@ def read_statistics(facts: TensorFacts, on_progress: Callable[[int, int], None] 
         ReplacedError: a file was changed while it was read.
         StorageError: a file cannot be read.
     """
-    sums = _Sums(is_integer=facts.dtype not in PACKED and numpy_dtype(facts.dtype).kind in "iub")
+    sums = _Sums(is_integer=facts.dtype[0] in "IU" or facts.dtype == "BOOL")
     problems: list[CorruptError] = []
     total, done = sum(region.nbytes for region in facts.regions), 0
     ahead = regions.READ_AHEAD_BYTES // (16 if facts.dtype in PACKED else 1)  # values take up to 16 times the bytes
@@ -162,14 +163,11 @@ def _values_over(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
         return array_over(data, dtype, shape)
     import ml_dtypes
 
-    count, itemsize = PACKED[dtype], ITEMSIZE[dtype]
-    octets = np.frombuffer(data, np.uint8).reshape(-1, itemsize)
-    bits = 8 * itemsize // count
-    groups = sum(octets[:, index].astype(np.uint32) << (8 * index) for index in range(itemsize))
-    codes = np.stack([(groups >> (bits * index)) & ((1 << bits) - 1) for index in range(count)], axis=-1)
     kinds = {"F4": "float4_e2m1fn", "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn"}
-    table = np.arange(1 << bits, dtype=np.uint8).view(getattr(ml_dtypes, kinds[dtype])).astype(np.float32)
-    return table[codes].reshape(*shape[:-1], shape[-1] * count)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
+    bits_of_codes = bits.reshape(-1, 8 * ITEMSIZE[dtype] // PACKED[dtype])
+    codes = np.packbits(bits_of_codes, axis=-1, bitorder="little")
+    return codes.view(getattr(ml_dtypes, kinds[dtype])).astype(np.float32).reshape(element_shape(dtype, shape))
 
 
 class _Sums:
@@ -237,20 +235,6 @@ class _Sums:
             joined[number >> exponent - self._exponent] += count
         self._bins, self._exponent = joined, exponent
 
-    def _histogram(self) -> Iterator[Bin]:
-        """Yield the bins; one alone if all values are equal."""
-        if self._min == self._max:
-            yield Bin(self._min, self._max, self._bins.total())
-            return
-        for number in range(min(self._bins), max(self._bins) + 1):
-            if self._is_integer:
-                low, high = number << self._exponent, (number + 1 << self._exponent) - 1
-                yield Bin(low, high, self._bins[number])
-            else:
-                with np.errstate(over="ignore"):
-                    low, high = np.ldexp([float(number), number + 1.0], self._exponent).tolist()
-                yield Bin(low, high, self._bins[number])
-
     def result(self, nbytes: int, problems: Sequence[CorruptError]) -> ValueStatistics:
         """Return the statistics."""
         counts = self._num_elements, self._num_zeros, self._num_nan, self._num_inf
@@ -260,7 +244,19 @@ class _Sums:
         low, high = float(self._min), float(self._max)
         mean, deviation = min(max(self._mean, low), high), min(self._deviation, max(abs(low), abs(high)))
         figures = self._min, self._max, mean, deviation
-        return ValueStatistics(*counts, *figures, tuple(self._histogram()), nbytes, tuple(problems))
+        histogram = []
+        for number in range(min(self._bins), max(self._bins) + 1):
+            begin: float
+            end: float
+            if self._is_integer:
+                begin, end = number << self._exponent, (number + 1 << self._exponent) - 1
+            else:
+                with np.errstate(over="ignore"):
+                    begin, end = np.ldexp([float(number), number + 1.0], self._exponent).tolist()
+            histogram.append(Bin(begin, end, self._bins[number]))
+        if self._min == self._max:
+            histogram = [Bin(self._min, self._max, self._bins.total())]
+        return ValueStatistics(*counts, *figures, tuple(histogram), nbytes, tuple(problems))
 
 
 def _bins_of(values: Any, exponent: int) -> Any:
@@ -309,12 +305,10 @@ class ValueSums:
     """The sums over the parts of two tensors from which their differences follow. Not thread-safe."""
 
     num_differing: int = 0
-    max_abs: float = 0.0
+    max_abs: float = -1.0  # until there is a difference that is a number
     squares: list[float] = field(default_factory=lambda: [0.0] * 4)  # of the differences, of a, of b; products a * b
     first: tuple[int, ...] | None = None
     nans: list[int] = field(default_factory=lambda: [0, 0])
-    has_number: bool = False
-    _memory: tuple[Any, Any] | None = field(default=None, init=False, repr=False, compare=False)  # for two tiles
 
     def add(self, window: Box, a: Any, b: Any, tolerance: float | None) -> None:
         """Add the values of one window; NaN and infinite values count in the numbers of elements only.
@@ -325,64 +319,59 @@ class ValueSums:
         with np.errstate(all="ignore"):
             for begin in range(0, len(a), _TILE):
                 tile_a, tile_b = a[begin : begin + _TILE], b[begin : begin + _TILE]
-                differing = self._add_in("float32", tile_a, tile_b, tolerance)
+                differing = self._add_narrow(tile_a, tile_b, tolerance)
                 if differing is None:
-                    differing = self._add_in("float64", tile_a, tile_b, tolerance)
-                if differing is None:
-                    differing = self._add_any(tile_a, tile_b, tolerance)
+                    parts = []
+                    for at in range(0, len(tile_a), _SMALL_TILE):
+                        parts.append(self._add_any(tile_a[at:][:_SMALL_TILE], tile_b[at:][:_SMALL_TILE], tolerance))
+                    differing = np.concatenate(parts)
                 num_differing = int(np.count_nonzero(differing))
                 if self.first is None and num_differing:
                     self.first = index_at(begin + int(differing.argmax()), window)
                 self.num_differing += num_differing
 
-    def _add_in(self, dtype: Literal["float32", "float64"], a: Any, b: Any, tolerance: float | None) -> Any:
-        """Add the values of a tile, with sums in a dtype; return for each whether it differs.
+    def _add_narrow(self, a: Any, b: Any, tolerance: float | None) -> Any:
+        """Add the values of a tile, with sums in float32; return for each whether it differs.
 
-        Return None, with nothing added, if that dtype lacks some values, or their squares leave its range. float64
-        takes about four times the time of float32, and `_add_any` takes more. All have the same results but for the
-        squares, which float32 rounds to 6 digits.
+        Return None, with nothing added, if float32 lacks some values, or their squares leave its range. `_add_any`,
+        which takes about three times the time, has the same results but for the squares, of which these have 6 digits.
         """
-        if not (_fits(a.dtype, dtype) and _fits(b.dtype, dtype)):
+        if not (_fits(a.dtype) and _fits(b.dtype)):
             return None
-        if self._memory is None:
-            self._memory = np.empty(_TILE), np.empty(_TILE)
-        room_a, room_b = (memory.view(dtype)[: len(a)] for memory in self._memory)
-        wide_a, wide_b = _converted(a, room_a), _converted(b, room_b)
-        differing = _differing_bits(a, b) if a.dtype == b.dtype else None
-        square = _dot(wide_a, wide_a)
-        if differing is not None and not differing.any():
-            squares, largest = (0.0, square, square, square), 0.0
-        else:
-            of_sides = square, _dot(wide_b, wide_b), _dot(wide_a, wide_b)
-            delta = np.subtract(wide_b, wide_a, out=room_b)
-            squares = _dot(delta, delta), *of_sides
-            largest = max(float(delta.max()), -float(delta.min()))
-            if tolerance is not None:
-                differing = np.abs(delta) > tolerance
-            elif differing is None:
-                differing = delta != 0
+        wide_a, wide_b = (values.astype(np.float32, copy=False) for values in (a, b))
+        delta = wide_b - wide_a
+        differing = _differing_bits(a, b) if a.dtype == b.dtype else delta != 0
+        largest = max(float(delta.max()), -float(delta.min()))
+        squares = _dot(delta, delta), _dot(wide_a, wide_a), _dot(wide_b, wide_b), _dot(wide_a, wide_b)
         if not math.isfinite(sum(squares)):
             return None
-        if dtype == "float32":
-            if min(squares[1], squares[2], squares[0] if largest else math.inf) < _MIN_SQUARES:
+        if min(squares[1], squares[2], squares[0] if largest else math.inf) < _MIN_SQUARES:
+            return None
+        if tolerance is not None:
+            if largest >= tolerance * (1 - _ROUNDING):
                 return None
-            if tolerance is not None and largest >= tolerance * (1 - _ROUNDING):
-                return None
-            if largest * (1 + _ROUNDING) > self.max_abs:
-                at = np.flatnonzero(np.abs(delta) >= largest * (1 - _ROUNDING))
-                largest = float(np.abs(b[at].astype(np.float64) - a[at].astype(np.float64)).max())
+            differing = np.zeros(len(a), np.bool_)
+        if largest * (1 + _ROUNDING) > max(self.max_abs, 0.0):
+            at = np.flatnonzero(np.abs(delta) >= largest * (1 - _ROUNDING))
+            largest = float(np.abs(b[at].astype(np.float64) - a[at].astype(np.float64)).max())
         self._add_squares(*squares)
-        self.has_number = True
         self.max_abs = max(self.max_abs, largest)
         return differing
 
     def _add_any(self, a: Any, b: Any, tolerance: float | None) -> Any:
         """Add any values; return for each whether it differs."""
-        wide_a, wide_b = (_wide(values) for values in (a, b))
+        is_complex = "c" in (a.dtype.kind, b.dtype.kind)
+        wide_a, wide_b = (values.astype(np.complex128 if is_complex else np.float64) for values in (a, b))
         nan_a, nan_b = np.isnan(wide_a), np.isnan(wide_b)
         delta = wide_b - wide_a
         size = np.abs(delta)
-        _make_exact(size, (a, wide_a), (b, wide_b))
+        has_large = any(values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values in (a, b))
+        if has_large and not is_complex:
+            # float64 rounds large integers, and Python's are exact. Fractions do not count: a float that has one is far
+            # below _MAX_EXACT.
+            rounded = np.isfinite(size) & (np.maximum(np.abs(wide_a), np.abs(wide_b)) >= _MAX_EXACT)
+            pairs = zip(a[rounded].tolist(), b[rounded].tolist(), strict=True)
+            size[rounded] = [abs(int(first) - int(second)) for first, second in pairs]
         if tolerance is None and a.dtype == b.dtype:
             differing = _differing_bits(a, b)
         else:  # the difference of two equal infinities is NaN
@@ -392,27 +381,24 @@ class ValueSums:
             differing = ~is_equal
         self.nans[0] += int(nan_a.sum())
         self.nans[1] += int(nan_b.sum())
-        known = size[~np.isnan(size)]
-        if known.size:
-            self.has_number = True
-            self.max_abs = max(self.max_abs, float(known.max()))
+        self.max_abs = max(self.max_abs, float(np.fmax.reduce(size, initial=-1.0)))  # without NaN
         finite = np.isfinite(delta)
-        delta, wide_a, wide_b = (values[finite] for values in (delta, wide_a, wide_b))
-        pairs = (delta, delta), (wide_a, wide_a), (wide_b, wide_b), (wide_a, wide_b)
-        self._add_squares(*(float(np.vdot(left, right).real) for left, right in pairs))
+        if not finite.all():
+            delta, wide_a, wide_b = (values[finite] for values in (delta, wide_a, wide_b))
+        factors = (delta, delta), (wide_a, wide_a), (wide_b, wide_b), (wide_a, wide_b)
+        self._add_squares(*(float(np.vdot(left, right).real) for left, right in factors))
         return differing
 
     def _add_squares(self, *squares: float) -> None:
         self.squares = [before + new for before, new in zip(self.squares, squares, strict=True)]
 
-    def merge(self, other: ValueSums) -> None:
+    def merge(self, later: ValueSums) -> None:
         """Add the sums over parts that come later in C order, or on another rank."""
-        self.num_differing += other.num_differing
-        self.max_abs = max(self.max_abs, other.max_abs)
-        self.squares = [ours + theirs for ours, theirs in zip(self.squares, other.squares, strict=True)]
-        self.first = min((first for first in (self.first, other.first) if first is not None), default=None)
-        self.nans = [ours + theirs for ours, theirs in zip(self.nans, other.nans, strict=True)]
-        self.has_number |= other.has_number
+        self.num_differing += later.num_differing
+        self.max_abs = max(self.max_abs, later.max_abs)
+        self._add_squares(*later.squares)
+        self.first = min((first for first in (self.first, later.first) if first is not None), default=None)
+        self.nans = [before + new for before, new in zip(self.nans, later.nans, strict=True)]
 
     def result(self) -> ValueDiff:
         """Return the differences."""
@@ -425,28 +411,16 @@ class ValueSums:
             if delta < min(a, b):  # then this is precise where the cosine is near 1
                 product = (a + b - delta) / 2
             cosine = max(-1.0, min(product / math.sqrt(a) / math.sqrt(b), 1.0))
-        largest = self.max_abs if self.has_number or not self.num_differing else math.nan
+        largest = self.max_abs
+        if largest < 0:
+            largest = math.nan if self.num_differing else 0.0
         return ValueDiff(self.num_differing, largest, relative, cosine, self.first, *self.nans)
 
 
-def _wide(values: Any) -> Any:
-    """Return values in float64, or complex128."""
-    return values.astype(np.complex128 if values.dtype.kind == "c" else np.float64)
-
-
-def _fits(dtype: Any, wide: Literal["float32", "float64"]) -> bool:
-    """Whether `wide` represents each value of a dtype exactly, and of integers also the difference of any two."""
-    limit = {"float32": 4, "float64": 8}[wide]
+def _fits(dtype: Any) -> bool:
+    """Whether float32 represents each value of a dtype exactly, and of integers also the difference of any two."""
     kind, itemsize = str(dtype.kind), int(dtype.itemsize)
-    return itemsize < limit if kind in "iu" else itemsize <= limit and kind != "c"
-
-
-def _converted(values: Any, room: Any) -> Any:
-    """Return values in the dtype of `room`: themselves if they have it, else in that memory."""
-    if values.dtype == room.dtype:
-        return values
-    np.copyto(room, values, casting="unsafe")
-    return room
+    return itemsize < 4 if kind in "iu" else itemsize <= 4 and kind != "c"
 
 
 def _dot(left: Any, right: Any) -> float:
@@ -459,25 +433,8 @@ def _dot(left: Any, right: Any) -> float:
     return float(parts.sum(dtype=np.float64)) + float(np.dot(left[whole:], right[whole:]))
 
 
-def _make_exact(size: Any, *sides: tuple[Any, Any]) -> None:
-    """Replace the sizes of differences that float64 rounds, as it does those of large integers of 64 bits.
-
-    `sides` are the values of a and of b, and the same in float64.
-    """
-    are_wide = [values.dtype.kind in "iu" and values.dtype.itemsize == 8 for values, _ in sides]
-    if not any(are_wide) or any(wide.dtype.kind == "c" for _, wide in sides):
-        return
-    rounded = np.isfinite(size) & (np.maximum(*(np.abs(wide) for _, wide in sides)) >= _MAX_EXACT)
-    # Python's integers are exact. Fractions do not count: a float that has one is far below _MAX_EXACT.
-    exact = (values if is_wide else wide for is_wide, (values, wide) in zip(are_wide, sides, strict=True))
-    pairs = zip(*(side[rounded].tolist() for side in exact), strict=True)
-    size[rounded] = [abs(int(first) - int(second)) for first, second in pairs]
-
-
 def _differing_bits(a: Any, b: Any) -> Any:
     """Return for each element whether its bits differ: by value 0.0 equals -0.0, and NaN equals nothing."""
     itemsize = a.dtype.itemsize
-    if itemsize <= 8:
-        return a.view(f"u{itemsize}") != b.view(f"u{itemsize}")
-    pairs = (values.reshape(-1).view(np.uint64).reshape(-1, 2) for values in (a, b))
-    return np.not_equal(*pairs).any(axis=1).reshape(a.shape)
+    bits = f"u{itemsize}" if itemsize <= 8 else f"V{itemsize}"
+    return a.view(bits) != b.view(bits)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from statexchange.errors import (
@@ -22,14 +21,14 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.sealed_files import check_sealed_file, sealed_files
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.report.hub_metadata import HubComparison, compare_with_cache, compare_with_hub
-from statexchange.report.tensor_facts import cover_problems
-from statexchange.report.value_checks import Check, FileTails, TensorChecks, ValueFindingError
+from statexchange.report.tensor_facts import cover_problems, known_digest
+from statexchange.report.value_checks import Check, StoredBox, TensorChecks, ValueFindingError, joint_tails
 from statexchange.sharding.plan import prove_cover
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.save_check import check_saves
 from statexchange.storage.steps import saves_path, step_name
 
-__all__ = ["VerifyReport", "verify", "verify_saves"]
+__all__ = ["VerifyReport", "verify", "verify_listed", "verify_saves"]
 
 _UNREAD = "unread"
 
@@ -40,7 +39,7 @@ class VerifyReport:
 
     Attributes:
         path: the verified path.
-        kind: its format; "unread" for a save that could not be opened, of which nothing is counted.
+        kind: its format; "unread" for a save or version that could not be opened, of which nothing is counted.
         num_tensors: number of tensors.
         num_boxes: number of boxes read.
         num_unproven: number of boxes whose bytes cannot be checked, as neither they nor their file has a known hash.
@@ -101,25 +100,20 @@ def verify(
         >>> report.num_tensors, report.nbytes, report.findings
         (1, 32, ())
     """
-    for is_last_attempt in (False, True):
+
+    def attempt() -> VerifyReport:
         with open_source(path, strict=False) as source:
             source.read_ahead()
-            try:
-                if against is None:
-                    hub = compare_with_cache(source.opened, on_progress=on_progress)
-                else:
-                    hub = compare_with_hub(path, against, on_progress=on_progress)
-                check = _Check(source, checks, hub, on_progress)
-                check.run()
-            except ReplacedError:  # read it again, once
-                if is_last_attempt:
-                    raise
-                continue
-            names = source.tensor_names
+            if against is None:
+                hub = compare_with_cache(source.opened, on_progress=on_progress)
+            else:
+                hub = compare_with_hub(path, against, on_progress=on_progress)
+            check = _Check(source, checks, hub, on_progress)
+            check.run()
             return VerifyReport(
                 path=without_secrets(os.fspath(path)),
                 kind=source.kind,
-                num_tensors=len(names),
+                num_tensors=len(source.tensor_names),
                 num_boxes=check.num_boxes,
                 num_unproven=check.num_unproven,
                 nbytes=check.done,
@@ -127,7 +121,11 @@ def verify(
                 hub=hub,
                 notes=(*source.notes, *source_warnings(source, check.digests())),
             )
-    raise AssertionError("the last attempt returns or raises")
+
+    try:
+        return attempt()
+    except ReplacedError:  # read it again, once
+        return attempt()
 
 
 class _Check:
@@ -142,38 +140,36 @@ class _Check:
     ) -> None:
         self._source = source
         self._checks = frozenset(checks)
+        self._checked: list[StoredBox] = []  # the boxes of the current file, whose values were looked at
         self._tensor_checks: dict[tuple[str, str, tuple[int, ...]], TensorChecks] = {}
         self._on_progress = on_progress
-        equal = () if hub is None else hub.equal
-        self._equal_files = {source.opened.store.path_of(name) for name in equal}  # every byte of them is known
+        hub = hub or HubComparison((), (), (), (), 0)
+        self._equal_files = {source.opened.store.path_of(name) for name in hub.equal}  # every byte of them is known
         self._sealed = sealed_files(source)
-        self._before = 0 if hub is None else hub.nbytes  # bytes that were hashed
-        self._total = sum(byte_range.nbytes for _, tensor in source.shards() for byte_range in tensor.byte_ranges)
-        self.done = 0
-        self.num_boxes = 0
-        self.num_unproven = 0
-        self._total += self._before + sum(sealed.digest_nbytes for sealed in self._sealed)
-        self.findings: list[StateExchangeError] = [
-            *source.problems,
-            *source.unsupported.values(),
-            *source.empty_weights(),
-        ]
-        if hub is not None:
-            self.findings += hub.findings
+        self._before = hub.nbytes  # that were hashed
+        self._total = self._before + sum(sealed.digest_nbytes for sealed in self._sealed)
+        for _, tensor in source.shards():
+            self._total += sum(stored.nbytes for stored in tensor.byte_ranges)
+        self.done = self.num_boxes = self.num_unproven = 0
+        self.findings: list[StateExchangeError] = [*source.problems, *source.unsupported.values()]
+        self.findings += (*source.empty_weights(), *hub.findings)
         self._computed: dict[tuple[int, str, int], str] = {}  # digests that are not stored: by file, tensor, box
 
     def run(self) -> None:
         """Check everything; raise ReplacedError if a file was replaced or changed while it was read."""
         values: list[ValueFindingError] = []
+        by_name: dict[str, list[int]] = {}  # the numbers of the files that have a tensor
         for number, shard_file in enumerate(self._source.files):
-            tails = FileTails()
-            for tensor in shard_file.tensors.values():
+            self._checked.clear()
+            for name, tensor in shard_file.tensors.items():
+                by_name.setdefault(name, []).append(number)
                 for index in range(len(tensor.byte_ranges)):
-                    self._guard(self._read_box, number, tensor, index, tails)
-            values += tails.findings()
+                    self._guard(self._read_box, number, tensor, index)
+            values += joint_tails(self._checked)
         for tensor_checks in self._tensor_checks.values():
             values += tensor_checks.findings()
-        self._prove_covers()
+        for name, numbers in by_name.items():  # each separately, so that every problem is found
+            self._guard(self.findings.extend, cover_problems(self._source, name, numbers, self._computed))
         for sealed in self._sealed:
             self._guard(check_sealed_file, self._source.opened.store, sealed)
             self._count(sealed.digest_nbytes)
@@ -189,68 +185,45 @@ class _Check:
         except StateExchangeError as error:
             self.findings.append(error)
 
-    def _read_box(self, number: int, tensor: SourceTensor, index: int, tails: FileTails) -> None:
+    def _read_box(self, number: int, tensor: SourceTensor, index: int) -> None:
         """Read a box, compare its digests, or those of its parts, and look at its values."""
         stored, box, shard = tensor.byte_ranges[index], tensor.shard.boxes[index], tensor.shard
         self.num_boxes += len(stored.parts) or 1
         digest = BoxDigest(stored, box, shard.dtype, always=not stored.parts)
-        checks = self._checks_of(number, tensor, index)
+        rank = self._source.files[number].rank if self._source.has_ranks else None
+        checked = None
+        if self._checks:
+            key = shard.name, shard.dtype, shard.global_shape  # that files agree on them is another check
+            if key not in self._tensor_checks:
+                self._tensor_checks[key] = TensorChecks(*key, self._checks)
+            is_padding = box in self._source.padding.get(shard.name, ())
+            checked = self._tensor_checks[key].begin(stored, box, rank, is_padding=is_padding)
         for window, data in blocks(stored, box.shape, shard.dtype):
             placed = to_global(window, box)
             digest.update(placed, data)
-            if checks is not None:
-                checks.add(placed, data)
+            if checked is not None:
+                checked.checks.add(checked, placed, data)
             self._count(len(data))
-        if checks is not None:
-            tails.add(checks, checks.end())
+        if checked is not None:
+            checked.checks.end(checked)
+            self._checked.append(checked)
         if stored.parts:
             prove_cover(shard.name, shard.global_shape, {part: [0] for part, _ in stored.parts})
         elif stored.digest is None:
             self.num_unproven += stored.path not in self._equal_files
             self._computed[number, shard.name, index] = digest.hexdigest()
-        rank = self._source.files[number].rank if self._source.kind in ("save", "workspace") else None
-        for problem in digest.problems(shard.name, rank):
-            self.findings.append(problem)
-
-    def _checks_of(self, number: int, tensor: SourceTensor, index: int) -> TensorChecks | None:
-        """Return the checks of a box's values, begun; None if there is nothing to look for."""
-        if not self._checks:
-            return None
-        shard = tensor.shard
-        key = shard.name, shard.dtype, shard.global_shape  # that files agree on them is another check
-        checks = self._tensor_checks.get(key)
-        if checks is None:
-            checks = self._tensor_checks[key] = TensorChecks(*key, self._checks)
-        if shard.boxes[index] in self._source.padding.get(shard.name, ()):
-            checks.leave_out(shard.boxes[index])
-            return None
-        rank = self._source.files[number].rank if self._source.has_ranks else None
-        begun = checks.begin(tensor.byte_ranges[index], shard.boxes[index], rank)
-        return checks if begun else None
-
-    def _prove_covers(self) -> None:
-        """Prove the cover of each tensor separately, so that every problem is found, and compare replicas."""
-        by_name: dict[str, list[int]] = {}
-        for number, shard_file in enumerate(self._source.files):
-            for name in shard_file.tensors:
-                by_name.setdefault(name, []).append(number)
-        for name, numbers in by_name.items():
-            problems = cover_problems(self._source, name, numbers, partial(self._digest, name))
-            self._guard(self.findings.extend, problems)
+        self.findings += digest.problems(shard.name, rank)
 
     def digests(self) -> dict[str, list[str]]:
         """Return the digests of each tensor's boxes; [] if several files have parts of it, whose order is not known."""
         digests: dict[str, list[str]] = {}
         for number, shard_file in enumerate(self._source.files):
             for name, tensor in shard_file.tensors.items():
-                of_boxes = [self._digest(name, number, index) for index in range(len(tensor.byte_ranges))]
+                # A box that could not be read has no digest, which is another finding.
+                boxes = range(len(tensor.byte_ranges))
+                of_boxes = [known_digest(self._source, self._computed, name, number, index) for index in boxes]
                 digests[name] = [] if name in digests or None in of_boxes else list(filter(None, of_boxes))
         return digests
-
-    def _digest(self, name: str, number: int, index: int) -> str | None:
-        """Return the digest of a box; None if it could not be read, which is another finding."""
-        stored = self._source.files[number].tensors[name].byte_ranges[index].digest
-        return stored if stored is not None else self._computed.get((number, name, index))
 
     def _count(self, nbytes: int) -> None:
         self.done += nbytes
@@ -262,19 +235,19 @@ def verify_saves(
     path: str | os.PathLike[str],
     *,
     checks: Collection[Check] = (),
-    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> Iterator[tuple[int, VerifyReport]]:
-    """Read and check every save of a directory of steps, oldest first, and yield (step, result) of each.
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[dict[str, int], VerifyReport]]:
+    """Read and check every save of a directory of steps, oldest first, and yield its keys and the result.
 
     Not collective. Problems become findings, not exceptions. A save that is removed meanwhile is left out.
 
     Args:
         path: the directory or URL in which `Checkpoints` saves.
         checks: the checks of values to make.
-        on_progress: called with (bytes done, bytes in total).
+        on_progress: called with (bytes done, bytes in total) of each save.
 
     Yields:
-        The step and the result of a save.
+        {"step": the step} and the result of a save.
 
     Raises:
         NotFoundError: the directory does not exist, or has no saves.
@@ -284,32 +257,34 @@ def verify_saves(
         >>> import torch
         >>> import statexchange as sx
         >>> report = sx.Checkpoints("saves").save({"w": torch.zeros(2)}, 10)
-        >>> for step, report in verify_saves("saves"):
-        ...     step, report.findings
-        (10, ())
+        >>> for keys, report in verify_saves("saves"):
+        ...     keys, report.findings
+        ({'step': 10}, ())
     """
     root = saves_path(path)
-    saves = check_saves(root)
-    total = sum(save.manifest.total_bytes for save in saves if save.manifest is not None)
-    done_before = 0
-    for save in saves:
+    for save in check_saves(root):
         if save.manifest is None:  # the ranks' files alone would look like another format
-            yield save.step, _unreadable_save(save.path, save.problems)
+            yield {"step": save.step}, _unread(save.path, save.problems)
             continue
-
-        def report_part(done: int, _: int, before: int = done_before) -> None:
-            # The files' sizes may differ from those in the manifest: the sum never exceeds the total.
-            on_progress(min(before + done, total), total)
-
-        try:
-            report = verify(os.path.join(root, step_name(save.step)), checks=checks, on_progress=report_part)
-        except NotFoundError:
-            continue
-        except StateExchangeError as error:
-            report = _unreadable_save(save.path, (error,))
-        yield save.step, report
-        done_before += save.manifest.total_bytes
+        report = verify_listed(os.path.join(root, step_name(save.step)), checks, on_progress)
+        if report is not None:
+            yield {"step": save.step}, report
 
 
-def _unreadable_save(path: str, findings: tuple[StateExchangeError, ...]) -> VerifyReport:
+def verify_listed(
+    path: str, checks: Collection[Check], on_progress: Callable[[int, int], None] | None
+) -> VerifyReport | None:
+    """Return the result for one of several checkpoints, whose error is its finding; None if it was removed.
+
+    Not collective.
+    """
+    try:
+        return verify(path, checks=checks, on_progress=on_progress)
+    except NotFoundError:
+        return None
+    except StateExchangeError as error:
+        return _unread(without_secrets(path), (error,))
+
+
+def _unread(path: str, findings: tuple[StateExchangeError, ...]) -> VerifyReport:
     return VerifyReport(path, _UNREAD, 0, 0, 0, 0, findings)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from statexchange.errors import IncompleteError, NotFoundError, StateExchangeError, without_secrets
 from statexchange.formats.registry import open_source
 from statexchange.formats.version import delta_facts
-from statexchange.report.verify import VerifyReport, verify
+from statexchange.report.verify import VerifyReport, verify_listed
 from statexchange.storage.location import directory_of, open_path
 from statexchange.storage.versions import all_versions, retired_versions, size_and_time, version_path
 
@@ -39,13 +39,13 @@ class VersionRow:
     run: str
     version: int
     path: str
-    kind: Literal["full", "delta"] | None
-    base_version: int | None
-    changed: int | None
-    nbytes: int
-    created: float | None
-    state: Literal["whole", "retired", "incomplete", "broken"]
-    problems: tuple[StateExchangeError, ...]
+    kind: Literal["full", "delta"] | None = None
+    base_version: int | None = None
+    changed: int | None = None
+    nbytes: int = 0
+    created: float | None = None
+    state: Literal["whole", "retired", "incomplete", "broken"] = "whole"
+    problems: tuple[StateExchangeError, ...] = ()
 
 
 def list_version_rows(path: str) -> list[VersionRow]:
@@ -74,56 +74,49 @@ def list_version_rows(path: str) -> list[VersionRow]:
 
 def _row(run: str, number: int, path: str, *, is_retired: bool) -> VersionRow | None:
     """Return the row of a version; None if it was removed meanwhile, or has no file."""
-    kind: Literal["full", "delta"] | None = None
-    base: int | None = None
-    changed: int | None = None
-    problems: tuple[StateExchangeError, ...] = ()
+    row = VersionRow(run, number, without_secrets(path), state="retired" if is_retired else "whole")
     try:
         with open_path(path) as opened:
             if not opened.store.listing:
                 return None
             nbytes, created = size_and_time(opened.store)
+            row = replace(row, nbytes=nbytes, created=created)
             try:
                 facts = delta_facts(opened)
-                kind = "full" if facts is None else "delta"
+                row = replace(row, kind="full")
                 if facts is not None:
-                    base, changed = facts
+                    row = replace(row, kind="delta", base_version=facts[0], changed=facts[1])
                 open_source(path).close()
             except StateExchangeError as error:
-                problems = (error,)
+                is_incomplete = isinstance(error, IncompleteError | NotFoundError)
+                return replace(row, state="incomplete" if is_incomplete else "broken", problems=(error,))
     except NotFoundError:
         return None
-    state: Literal["whole", "retired", "incomplete", "broken"] = "retired" if is_retired else "whole"
-    if problems:
-        state = "incomplete" if isinstance(problems[0], IncompleteError | NotFoundError) else "broken"
-    return VersionRow(run, number, without_secrets(path), kind, base, changed, nbytes, created, state, problems)
+    return row
 
 
 def verify_versions(
     path: str,
     *,
     checks: Collection[Check] = (),
-    on_progress: Callable[[int, int], None] = lambda _done, _total: None,
-) -> Iterator[tuple[str, int, VerifyReport]]:
-    """Read and check every version with all that it is based on, and yield its run, its number and the result.
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Iterator[tuple[dict[str, str | int], VerifyReport]]:
+    """Read and check every version of weights with all that it is based on.
 
     Not collective. Problems become findings, not exceptions. A version that is removed meanwhile is left out.
 
     Args:
         path: the directory of versions.
         checks: the checks of values to make.
-        on_progress: called with (versions done, versions in total).
+        on_progress: called with (bytes done, bytes in total) of each version.
+
+    Yields:
+        {"run": the run, "version": the number} and the result of a version.
     """
     path = directory_of(path)
-    listed = [(run, number) for run, numbers in all_versions(path).items() for number in numbers]
-    for done, (run, number) in enumerate(listed):
-        on_progress(done, len(listed))
-        folder = version_path(path, run, number)
-        try:
-            report = verify(folder, checks=checks)
-        except StateExchangeError as error:
-            if number not in all_versions(path).get(run, ()):
-                continue
-            report = VerifyReport(without_secrets(folder), "version", 0, 0, 0, 0, (error,))
-        yield run, number, report
-    on_progress(len(listed), len(listed))
+    for run, numbers in all_versions(path).items():
+        for number in numbers:
+            report = verify_listed(version_path(path, run, number), checks, on_progress)
+            # What it is based on may also be removed while it is read.
+            if report is not None and (report.is_read or number in all_versions(path).get(run, ())):
+                yield {"run": run, "version": number}, report

@@ -152,10 +152,10 @@ def test_a_file_that_was_changed_after_it_was_written_is_not_linked(tmp_path: Pa
 def test_a_damaged_file_is_named_for_each_save_that_has_it(tmp_path: Path) -> None:
     save_adapters(str(tmp_path), 10, 20)
     flip_last_byte(tmp_path / "step-000000010" / FROZEN)
-    for step, report in verify_saves(tmp_path):
+    for keys, report in verify_saves(tmp_path):
         (finding,) = report.findings
         assert (finding.name, finding.rank) == ("model.base.weight", 0)
-        assert f"step-{step:09d}/{FROZEN}" in str(finding)
+        assert f"step-{keys['step']:09d}/{FROZEN}" in str(finding)
     with pytest.raises(sx.errors.CorruptError, match=r"model\.base"):
         sx.Checkpoints(tmp_path).load(adapter_of(0))
 

@@ -938,7 +938,7 @@ def test_every_command_has_a_help_text_and_takes_format_and_json() -> None:
     for name in COMMANDS:
         command = cli.get_command(context, name)
         assert command is not None
-        assert {"format", "json"} <= {parameter.name for parameter in command.params}
+        assert {"--format", "--json"} <= {option for parameter in command.params for option in parameter.opts}
         assert command.help
 
 

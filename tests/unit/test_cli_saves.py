@@ -494,7 +494,7 @@ def test_ls_of_one_step_lists_its_tensors_with_their_ranks(saved: Path, call: Co
 def test_include_for_a_directory_of_saves_is_a_usage_error(saved: Path, call: CommandLine) -> None:
     code, _, err = call("ls", saved, "--include", "*")
     assert code == 2
-    assert "--include and --svg are for tensors" in err
+    assert "--include cannot be used, as this directory has saves" in err
 
 
 def test_a_checkpoint_that_contains_saves_is_listed_as_a_checkpoint(saved: Path, call: CommandLine) -> None:

@@ -65,7 +65,7 @@ TENSORS_METADATA = (
     TensorMetadata("w", "F32", (2, 3), "parameter", requires_grad=True, alias=None, offset=0),
     TensorMetadata("tied", "F32", (2, 3), "parameter", requires_grad=True, alias="w", offset=64),
 )
-SUMS = ValueSums(1, math.inf, [0.5, 1.0, math.inf, 0.0], (1, 2), [0, 1], has_number=True)
+SUMS = ValueSums(1, math.inf, [0.5, 1.0, math.inf, 0.0], (1, 2), [0, 1])
 LEAVES = (synchronize._LeafSpec("tensor", "a.w", "float32", (2, 3)), synchronize._LeafSpec("object", "a.f"))
 ROOT_PARTS = (synchronize._Part("{}", LEAVES, ("T",)), synchronize._Part("", (), ()))
 MANIFEST = SaveManifest("0123456789abcdef", "job", 1.5, (10, 20), 7, {"loss": 1, "accuracy": 0.5})

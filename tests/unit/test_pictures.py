@@ -130,7 +130,7 @@ def test_the_picture_has_no_links_and_has_a_text_for_screen_readers(quarters: Pa
     root = ET.fromstring(svg)
     assert root.get("role") == "img"
     assert root.findtext(f"{SVG}title") == "Which rank supplied which bytes of ws"
-    assert "rank 2: 45 bytes" in root.findtext(f"{SVG}desc", "")
+    assert "rank 2 · 45 B · " in root.findtext(f"{SVG}desc", "")
     assert svg.count("http") == 1, "the XML namespace is the only address"
     assert {text.text for text in root.iter(f"{SVG}text") if text.get("class") == "r"} >= {"0", "1", "2", "3"}
 
@@ -159,7 +159,7 @@ def test_the_smallest_of_many_tensors_are_summed(tmp_path: Path) -> None:
     assert "and 30 more, summed by rank" in svg
     groups = drawn(svg)
     assert len(groups) == 21
-    assert list(shares(groups["the rest"]).values()) == [0.5, 0.5]
+    assert list(shares(groups["and 30 more, summed by rank"]).values()) == [0.5, 0.5]
     assert len(svg) < 30_000
 
 
