@@ -194,7 +194,7 @@ def export_checkpoint(
             # Files and notes are root's alone; all else is equal on all ranks, and is checked on each.
             own_files = model_files(state) if is_root else {}
             config = given_files(files_from).config() if is_root and convert is not None else None
-            conversion = chosen_conversion(options, state, config, is_root=is_root)
+            conversion = chosen_conversion(options, state, config)
         if tokenizer is not None and is_root:
             own_files |= tokenizer_files(tokenizer)
         # Now: in the background the program may change its working directory before root opens the target.

@@ -211,7 +211,7 @@ def _load(request: LoadRequest, comm: Communicator, pause: contextlib.ExitStack)
             plan, items = _plan_with_layout(request, loaded, comm, finding)
         # Last of the checks: a shape that differs says more than the names that differ because of it.
         if comm.world_size > 1 or plan.missing or plan.unexpected or plan.is_empty:
-            compare_names(comm, request.state, plan, loaded)
+            compare_names(comm, plan, loaded)
         from_source = contextlib.nullcontext((items, 0))
         reading = from_source if request.reading is None else request.reading(source, items, comm)
         with reading as (read, num_in_memory):

@@ -217,7 +217,7 @@ class Publisher:
         # A model can only be one of transformers if that has been imported.
         if options.converts or "transformers" in sys.modules:
             own_files = model_files(state) if is_root else {}
-            conversion = chosen_conversion(options, state, None, is_root=is_root)
+            conversion = chosen_conversion(options, state, None)
         with collector_paused():
             described = describe(state, options.new_layout(), comm.rank, with_extra_state=False)
         return described, conversion, ExportRequest(self.path, options, self._call, own_files)
