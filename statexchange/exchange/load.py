@@ -375,13 +375,9 @@ def _items(targets: Sequence[_LiveTarget], loaded: LoadSource) -> list[ReadItem]
 
 
 def _other_shape(target: _LiveTarget, loaded: LoadSource, expected: tuple[int, ...]) -> InvalidArgumentError:
+    text = (
+        "the state's shape differs from the source's: build the state as it was saved, give a layout if each rank "
+        "holds a part, or leave this tensor out by exclude"
+    )
     shape = target.local.shard.global_shape
-    hint = "; build the state as it was saved, or leave this tensor out by exclude"
-    # A plain tensor may be this rank's part of one that the job has cut itself.
-    if len(shape) == len(expected) and not target.local.layout.mesh and loaded.matching.loaded_by > 1:
-        dim = 0
-        while shape[dim] == expected[dim]:
-            dim += 1
-        hint = f'; if each rank holds a part, say so with layout={{"{target.path}": Shard({dim})}}'
-    text = f"the state's shape differs from the source's{hint}"
     return InvalidArgumentError(text, name=target.path, path=loaded.matching.path, expected=expected, found=shape)

@@ -25,7 +25,7 @@ __all__ = [
     "all_tensors",
     "check_equal_options",
     "check_metadata",
-    "equal_options",
+    "compare_options",
     "gather_distinct",
     "local_box",
     "parse_metadata",
@@ -166,12 +166,11 @@ def check_metadata(metadata: Sequence[RankMetadata], layout: Layout) -> None:
         raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
 
 
-def equal_options(comm: Communicator, options: dict[str, str] | None, what: str) -> list[dict[str, str] | None]:
-    """Return all ranks' options, which a rank need not have; raise InvalidArgumentError if they differ. Collective."""
-    sent = from_all(comm, options, dict[str, str] | None, what)
+def compare_options(comm: Communicator, options: dict[str, str], what: str) -> None:
+    """Raise InvalidArgumentError if an option differs between ranks. Collective."""
+    sent = from_all(comm, options, dict[str, str], what)
     with comm.phase(f"comparing {what}"):
-        check_equal_options([rank_options or {} for rank_options in sent])
-    return sent
+        check_equal_options(sent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +218,7 @@ def agreed_names(
         return replace(described.renamed(names), aliases=aliases), converts
 
 
-def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
+def check_equal_options(options: Sequence[Mapping[str, str]], path: str | None = None) -> None:
     """Raise InvalidArgumentError if an option differs between ranks; it names the option and both values."""
     first = options[0]
     for rank, rank_options in enumerate(options):
@@ -231,8 +230,8 @@ def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
             value, rank_value = first.get(option, "the default"), rank_options.get(option, "the default")
             if value != rank_value:
                 shown, rank_shown = value[:_MAX_SHOWN], rank_value[:_MAX_SHOWN]
-                text = f"{option} is {shown} on rank 0 and {rank_shown} on rank {rank}: give all ranks the same"
-                raise InvalidArgumentError(text, rank=rank)
+                text = f"{option} is {shown} on rank 0 and {rank_shown} on rank {rank}: pass the same on all ranks"
+                raise InvalidArgumentError(text, rank=rank, path=path)
 
 
 def local_box(described: Description, name: str, index: int) -> TensorLike:

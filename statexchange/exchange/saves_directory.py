@@ -141,14 +141,11 @@ class SavesDirectory:
                     self._foreign.add(other)
                     self._warn_of_other_job(other, manifest)
             if step in saves and not overwrite:
-                advice = f"load the newest save before training, delete({step}), or replace it by overwrite=True"
-                present = saves[step]
-                if isinstance(present, SaveManifest) and present.save in {*self._later.values(), *self._superseded}:
-                    advice = (
-                        "if the job has gone back to an earlier step, replace it by overwrite=True; if not, load the "
-                        "newest save before training"
-                    )
-                raise TargetExistsError(f"step {step} is saved already: {advice}", path=self.path_of(step))
+                text = (
+                    f"step {step} is saved already: load the newest save before training, or, if the job has gone back "
+                    "to an earlier step, replace it by overwrite=True"
+                )
+                raise TargetExistsError(text, path=self.path_of(step))
         self._begun[step] = job
 
     def newest(self) -> str:

@@ -129,9 +129,6 @@ def open_upload(
                     name = os.path.basename(plan.files[number].path)
                     scratch_files[number] = _make(name, target.headers[number], target.sizes[number], building)
     scratch_files = from_all(comm, scratch_files, dict[int, _Scratch], "its temporary files")[maker]
-    with comm.phase("looking for temporary files"):
-        for scratch in scratch_files.values():
-            _check_seen(scratch.file, comm.rank, maker)
     return Upload(target, plan, nodes, scratch_files)
 
 
@@ -154,17 +151,6 @@ def _make(name: str, header: bytes, nbytes: int, building: contextlib.ExitStack)
     files.pwrite_all(fd, header, 0, path)
     stat = os.fstat(fd)
     return _Scratch(WriteFile(path, False, f"/proc/{os.getpid()}/fd/{fd}", (stat.st_dev, stat.st_ino)), nbytes)
-
-
-def _check_seen(file: WriteFile, rank: int, maker: int) -> None:
-    """Raise UnsupportedError unless this rank sees a file that another rank of its host has made."""
-    try:
-        stat = os.stat(file.link)
-    except OSError:
-        stat = None
-    if stat is None or (stat.st_dev, stat.st_ino) != file.identity:
-        text = f"this rank cannot open the files of rank {maker} on its host: run both as one user in one container"
-        raise UnsupportedError(text, rank=rank, path=file.link)
 
 
 def _parts(fd: int, nbytes: int, path: str, progress: Callable[[], object]) -> Iterator[memoryview]:
