@@ -22,10 +22,10 @@ from statexchange.errors import (
 )
 from statexchange.exchange.load_report import LoadRequest
 from statexchange.exchange.load_source import LoadSource
-from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import differing_text
 from statexchange.formats.listed_files import ListedFiles
 from statexchange.formats.source import Source
+from statexchange.sharding.options import check_equal_options
 from statexchange.sharding.paths import paths_above
 from statexchange.sharding.rules import with_dots
 from statexchange.state.load_plan import LoadPlan

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -17,14 +16,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from statexchange.checkpoint.version_retention import remove_old_versions
-from statexchange.comm.communicator import CommLike, Communicator, from_root
+from statexchange.comm.communicator import CommLike, Communicator, from_all, from_root
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt, without_secrets
 from statexchange.exchange.background import run_in_background, wait_for_end
-from statexchange.exchange.chosen_conversion import Conversion, chosen_conversion
+from statexchange.exchange.chosen_conversion import Conversion
+from statexchange.exchange.export import model_of
 from statexchange.exchange.exporting import ExportRequest
-from statexchange.exchange.pretrained import model_files
-from statexchange.exchange.rank_metadata import compare_options
 from statexchange.exchange.save_schedule import whole_number
 from statexchange.exchange.version_publishing import (
     PublishedVersion,
@@ -213,15 +211,10 @@ class Publisher:
     def _prepared(self, state: State, comm: Communicator) -> tuple[Description, Conversion | None, ExportRequest]:
         """Describe the state, and choose its conversion. Not collective."""
         options = self._options
-        conversion: Conversion | None = None
-        own_files: dict[str, bytes] = {}
-        # A model can only be one of transformers if that has been imported.
-        if options.converts or "transformers" in sys.modules:
-            own_files = model_files(state) if comm.rank == 0 else {}
-            conversion = chosen_conversion(options, state, None)
+        files, conversion = model_of(state, options, comm)
         with collector_paused():
             described = describe(state, options.new_layout(), comm.rank, with_extra_state=False)
-        return described, conversion, ExportRequest(self.path, options, self._call, own_files)
+        return described, conversion, ExportRequest(self.path, options, self._call, files)
 
     def _publish(
         self,
@@ -235,8 +228,12 @@ class Publisher:
         """Convert and publish described tensors; `timing`: when the call began, and whether it has returned."""
         began, is_background = timing
         stall_s = time.perf_counter() - began
-        options = {"version": str(number), "the Publisher": str(self._versions)}
-        compare_options(comm, options, "what to publish")
+        sent = from_all(comm, f"version {number}, {self._versions}", str, "the number of the version")
+        with comm.phase("comparing the number of the version"):
+            for rank, of_rank in enumerate(sent):
+                if of_rank != sent[0]:
+                    text = "this rank publishes another version, or by other options, than rank 0"
+                    raise InvalidArgumentError(text, rank=rank, expected=sent[0], found=of_rank)
         with comm.phase("beginning a version"):
             check_installed()
             if comm.rank == 0:

@@ -11,6 +11,7 @@ from typing import Protocol
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import CorruptError, InvalidArgumentError, MismatchError
 from statexchange.messages import decode, encoded
+from statexchange.sharding.options import check_equal_options
 from statexchange.sharding.rules import REDUCTIONS, Layout, Part, place_parts, renumber_names
 from statexchange.sharding.sharding_spec import ShardingSpec
 from statexchange.sharding.shards import LongTuple, Shard, TensorInfo, shape_from_json
@@ -23,7 +24,6 @@ __all__ = [
     "RankMetadata",
     "agreed_names",
     "all_tensors",
-    "check_equal_options",
     "check_metadata",
     "compare_options",
     "gather_distinct",
@@ -32,8 +32,6 @@ __all__ = [
     "rank_shards",
     "reductions_of",
 ]
-
-_MAX_SHOWN = 300  # characters of an option in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,22 +214,6 @@ def agreed_names(
                 raise InvalidArgumentError(text, name=name, rank=comm.rank)
         aliases = {names.get(alias, alias): names.get(name, name) for alias, name in described.aliases.items()}
         return replace(described.renamed(names), aliases=aliases), converts
-
-
-def check_equal_options(options: Sequence[Mapping[str, str]], path: str | None = None) -> None:
-    """Raise InvalidArgumentError if an option differs between ranks; it names the option and both values."""
-    first = options[0]
-    for rank, rank_options in enumerate(options):
-        if rank_options is first:
-            # Equal metadata is one object.
-            continue
-        for option in {**first, **rank_options}:
-            # An option at its default is not sent.
-            value, rank_value = first.get(option, "the default"), rank_options.get(option, "the default")
-            if value != rank_value:
-                shown, rank_shown = value[:_MAX_SHOWN], rank_value[:_MAX_SHOWN]
-                text = f"{option} is {shown} on rank 0 and {rank_shown} on rank {rank}: pass the same on all ranks"
-                raise InvalidArgumentError(text, rank=rank, path=path)
 
 
 def local_box(described: Description, name: str, index: int) -> TensorLike:

@@ -8,6 +8,7 @@ the memory.
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections import Counter
@@ -124,15 +125,12 @@ class StoredTensors:
         has_leaves = any('"leaf"' in text for text in source.configs.values())
         self.has_tree = has_leaves or (bool(source.configs) and not self.names)
         # A tied tensor is written once. A saved tree has all its names, and errors give the one that is loaded.
-        of_aliases = {}
         for alias, name in self.aliases.items():
             if alias not in self.names and name in self.names:
                 stored = self.by_name[name]
-                if stored.listed is None:
-                    of_aliases[alias] = stored.parts
-                else:
-                    self.by_name[alias] = self._listed_record(alias, stored.listed)
-        self.by_name |= self._records(of_aliases)
+                saved = copy.copy(stored.saved)
+                saved.name = alias
+                self.by_name[alias] = stored._replace(saved=saved)
 
     def _add_listed(self, files: ListedFiles) -> None:
         """Add the tensors of a save that has an index; opens no file."""
@@ -215,8 +213,6 @@ class StoredTensors:
             ReplicaError: copies differ, unless this rank saved one itself or `replicas` is "root".
             IncompleteError, OverlapError: the boxes are not those of a whole tensor.
         """
-        if stored.boxes is not None:
-            return stored.boxes
         name = stored.saved.name
         if stored.listed is not None:
             return self._boxes_of_listed(name, stored.listed, needed)

@@ -28,9 +28,8 @@ from statexchange.errors import InvalidArgumentError, NotFoundError, without_sec
 from statexchange.exchange.box_writers import Shares
 from statexchange.exchange.declared_copies import may_have_copies
 from statexchange.exchange.frozen_files import FrozenFile, FrozenFiles, Target
-from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.staging import Staging, shard_data
-from statexchange.sharding.options import CallOptions, LoadOptions
+from statexchange.sharding.options import CallOptions, LoadOptions, check_equal_options
 from statexchange.state.state_dict import SavedState
 from statexchange.storage.publish import open_build, write_into_build
 from statexchange.storage.publish.build import Build, WrittenFile
@@ -144,15 +143,14 @@ class _Start:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """The file that a rank has written: its size and version.
+    """What a rank has written: the size of its file, its files of frozen parameters, and the versions of all by name.
 
-    `frozen` are its files of frozen parameters, which an earlier save may have written, and `versions` theirs.
+    An earlier save may have written files of frozen parameters.
     """
 
     nbytes: int
-    version: str
     frozen: Sequence[SavedFile]
-    versions: Sequence[str]
+    versions: Mapping[str, str]
 
 
 class Published(NamedTuple):
@@ -278,11 +276,12 @@ def publish(
     comm: Communicator,
 ) -> Published:
     """Give the directory its name once root sees the files of all ranks; return their sizes. Collective."""
-    listed_here, versions = [], []
+    listed_here = []
+    versions = {rank_file_names(comm.world_size)[comm.rank]: file.version}
     for of_key in frozen.values():
         listed_here.append(of_key.listed)
-        versions.append(of_key.version)
-    part_here = _Written(file.content.nbytes, file.version, listed_here, versions)
+        versions[of_key.listed.name] = of_key.version
+    part_here = _Written(file.content.nbytes, listed_here, versions)
     # Outside of the phase: a rank that has failed before takes part in the end of a phase, and in no collective in it.
     written = from_all(comm, part_here, _Written, "the written file")
     files: list[SavedFile] = []
@@ -311,10 +310,9 @@ def _check_seen(build: Build, written: Sequence[_Written], comm: Communicator) -
     """Raise NotFoundError unless root's host sees what each rank has written. Root only."""
     versions: dict[str, str] = {}
     ranks: dict[str, int] = {}
-    for rank, name in enumerate(rank_file_names(comm.world_size)):
-        versions[name], ranks[name] = written[rank].version, rank
-        for listed, version in zip(written[rank].frozen, written[rank].versions, strict=True):
-            versions[listed.name], ranks[listed.name] = version, rank
+    for rank, part in enumerate(written):
+        versions |= part.versions
+        ranks |= dict.fromkeys(part.versions, rank)
     try:
         build.add_all(versions)
     except NotFoundError as error:

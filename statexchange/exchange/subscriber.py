@@ -168,18 +168,19 @@ class Subscriber:
 
     def _nothing_new(self, newer_than: Version | None, number: int | None, timeout_s: float, reason: str) -> StallError:
         """Return the error for a wait that has ended without a version; `reason`: why the newest does not count."""
-        what = f"version {number}" if number is not None else "a version"
+        what = "no version"
+        if number is not None:
+            what += f" {number}"
         if newer_than is not None:
             what += f" newer than {newer_than.number}"
-        text = f"no version was published within {timeout_s:g} s" if newer_than is None and number is None else ""
-        text = text or f"{what} was not published within {timeout_s:g} s"
+        text = f"{what} was published within {timeout_s:g} s"
         if reason:
             return StallError(f"{text}: {reason}", path=self._path)
         last = find_version(self._path, None, None).version
         if last is None:
             exists = is_remote(self._path) or os.path.isdir(self._path)
-            what = "there is none" if exists else "the directory does not exist"
-            return StallError(f"{text}: {what} yet", path=self._path)
+            reason = "there is none" if exists else "the directory does not exist"
+            return StallError(f"{text}: {reason} yet", path=self._path)
         age_s = version_age(self._path, last.run, last.number)
         if age_s is None:  # removed just now
             return StallError(text, path=self._path)

@@ -21,11 +21,12 @@ from statexchange.exchange.exporting import ExportReport
 from statexchange.exchange.gather import _RankMessage
 from statexchange.exchange.gather_transport import TensorMetadata, _ArenaAddress, _FileAddress, _Place
 from statexchange.exchange.load_checks import _OpenedSource
-from statexchange.exchange.rank_metadata import DescribedShard, RankMetadata, check_equal_options
+from statexchange.exchange.rank_metadata import DescribedShard, RankMetadata
 from statexchange.exchange.reading import Overflows, WantedBox
 from statexchange.exchange.saving import _Start, _Written
 from statexchange.messages import decode, encoded
 from statexchange.report.value_statistics import ValueSums
+from statexchange.sharding.options import check_equal_options
 from statexchange.sharding.pieces import SpecPieces
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpec
@@ -99,7 +100,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
         _Start,
         None,
     ),
-    (_Written(100, "etag", (SavedFile("frozen", 9, 0, "0123"),), ("etag",)), _Written, None),
+    (_Written(100, (SavedFile("frozen", 9, 0, "0123"),), {"rank": "etag", "frozen": ""}), _Written, None),
     (_CoverRecord("123", {"names": (1, 2)}, (("01", "02"),), (("23", "45"),), ()), _CoverRecord, None),
     (("/dev/shm/hidden", "no room"), tuple[str, str], None),
     ({"rank-00000-of-00001.safetensors": 80}, dict[str, int], None),
