@@ -22,7 +22,7 @@ from statexchange.exchange.load_report import LoadReport, LoadRequest, notes_on_
 from statexchange.exchange.load_source import LoadSource, located, open_for_state, source_content
 from statexchange.exchange.placing import place_parts, renumbered_names
 from statexchange.exchange.reading import ReadItem, assign_readers, read_all
-from statexchange.sharding.options import FLOATS, CallOptions, Convert, LoadOptions, Rename, Replicas
+from statexchange.sharding.options import CallOptions, Convert, LoadOptions, Rename, Replicas
 from statexchange.state.describe import Description, LocalTensor, State, local_tensors
 from statexchange.state.load_plan import LoadPlan, Matching
 from statexchange.state.match import match
@@ -362,10 +362,7 @@ def _items(targets: Sequence[_LiveTarget], loaded: LoadSource) -> list[ReadItem]
         if shard.global_shape != saved.shape and not (target.is_padded and has_dims):
             raise _other_shape(target, loaded, saved.shape)
         if shard.dtype != saved.dtype and not options.casts(saved.dtype, shard.dtype):
-            hint = ""
-            if saved.dtype in FLOATS and shard.dtype in FLOATS:
-                hint = '; dtype="state" casts to the dtype that the state has'
-            text = f"the state's dtype differs from the source's{hint}"
+            text = "the state's dtype differs from the source's; dtype=\"state\" casts floating dtypes"
             raise InvalidArgumentError(text, name=target.path, path=path, expected=saved.dtype, found=shard.dtype)
         boxes = stored.boxes
         if boxes is None:

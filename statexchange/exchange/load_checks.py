@@ -36,10 +36,7 @@ __all__ = ["check_same_source", "check_whose_state", "compare_names", "settle_na
 
 _MOST_NAMES = 3  # whose values differ, that a message lists
 _MOST_MISSING = 5  # that a message lists of names that are missing or unexpected
-_RENAME = (
-    'rename=[("pattern", "replacement")] maps the source\'s names to the state\'s; where all of them differ by one '
-    'prefix, give {"prefix": state} or state["prefix"]'
-)
+_ADVICE = "rename gives tensors of the source the names of the state, and strict=False loads what both have"
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,33 +248,14 @@ def _loads_nothing(plan: LoadPlan) -> bool:
 def _names_error(plan: LoadPlan, path: str) -> StateExchangeError:
     """Return an error that lists all missing and unexpected names, as torch does."""
     missing = [name for name in plan.missing if name not in plan.tolerated]
-    what, general = "the names differ", "strict=False loads what both have"
-    # With something in common, strict=False would do; with nothing, it would hide the mistake.
-    if not plan.targets and not plan.num_values:
-        what, general = "the source has no name of the state", ""
-    elif _loads_nothing(plan):  # an error without `strict`, too
-        what, general = "the source has no tensor of the state", ""
-    parts = [what]
+    parts = ["the source has no tensor of the state" if _loads_nothing(plan) else "the names differ"]
     for names, problem in ((missing, "missing in the source"), (plan.unexpected, "not in the state")):
         if names:
             listed = names[:_MOST_MISSING]
             if len(names) > _MOST_MISSING:
                 listed.append("...")
             parts.append(f"{len(names)} {problem}: {', '.join(listed)}")
-    parts += [_advice(plan), general]
-    text = "; ".join(filter(None, parts))
+    text = "; ".join([*parts, _ADVICE])
     if missing:
         return NotFoundError(text, path=path)
     return InvalidArgumentError(text, path=path)
-
-
-def _advice(plan: LoadPlan) -> str:
-    """Return what to do about names that differ."""
-    if plan.nameless:
-        return (
-            f"the source has the parameters of {min(plan.nameless)!r} by their names in the state that was saved: "
-            "give the state what has these parameters, too, under the same name; exclude leaves it as it is"
-        )
-    if not plan.missing or not plan.unexpected:
-        return ""
-    return _RENAME

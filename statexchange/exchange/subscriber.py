@@ -7,6 +7,7 @@ version alone, so that what is absent is never taken for unchanged, for full, or
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -18,10 +19,9 @@ from statexchange.errors import InvalidArgumentError, StallError, excerpt
 from statexchange.exchange.load import load_checkpoint
 from statexchange.exchange.load_report import LoadReport
 from statexchange.exchange.save_schedule import whole_number
-from statexchange.exchange.version_cache import CachedVersion, VersionCache
+from statexchange.exchange.version_cache import VersionCache
 from statexchange.exchange.version_reading import (
     NOT_YET,
-    LeasedVersion,
     Search,
     Version,
     find_version,
@@ -32,7 +32,7 @@ from statexchange.formats.registry import open_checkpoint
 from statexchange.sharding.options import Convert, Rename
 from statexchange.state.describe import State
 from statexchange.storage.location import is_remote, target_path
-from statexchange.storage.versions import version_age, version_name, versions_path
+from statexchange.storage.versions import Lease, version_age, version_name, version_path, versions_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -215,27 +215,29 @@ class Subscriber:
         """
         with public_call("Subscriber.stage"):
             comm = as_communicator(self._comm)
-            cached: CachedVersion | LeasedVersion | None = None
-            try:
+            staged: tuple[str, bool] | None = None
+            with contextlib.ExitStack() as holding:
                 with comm.phase("staging a version"):
                     if not isinstance(version, Version):
                         raise InvalidArgumentError(f"stage takes a Version that wait returned, not {excerpt(version)}")
                     if comm.local_rank == 0:
-                        cached = self._staged(comm, version)
+                        staged = self._staged(comm, version, holding)
                 with comm.phase("opening the staged version"):
-                    cached = cached or self._staged(comm, version)
-            except BaseException:
-                if cached is not None:
-                    cached.close()
-                raise
-        return StagedVersion(version, cached, comm)
+                    path, is_checkpoint = staged or self._staged(comm, version, holding)
+                return StagedVersion(version, path, holding.pop_all(), comm, is_checkpoint=is_checkpoint)
 
-    def _staged(self, comm: Communicator, version: Version) -> CachedVersion | LeasedVersion:
-        """Return a version from the cache of this host, which makes it unless it is there. Not collective."""
+    def _staged(self, comm: Communicator, version: Version, holding: contextlib.ExitStack) -> tuple[str, bool]:
+        """Return the path of a version, and whether it is a Hugging Face directory there. Not collective.
+
+        The cache of this host makes it, unless it is there; without a cache it is read where it lies.
+        """
         if self._cache is None:
-            return LeasedVersion(self._path, version)
+            holding.callback(Lease(self._path, version.run, version.number).end)
+            with open_version(self._path, version) as source:
+                return version_path(self._path, version.run, version.number), source.kind == "huggingface"
         with leased(self._path, version) as open_leased:
-            return self._cache.stage(version_name(version.number), version.key, open_leased, comm.progress)
+            name = version_name(version.number)
+            return self._cache.stage(name, version.key, open_leased, comm.progress, holding), True
 
     def close(self) -> None:
         """Remove the staged versions of the default cache that no reader uses. Not collective.
@@ -261,10 +263,14 @@ class StagedVersion:
         version: the version.
     """
 
-    def __init__(self, version: Version, cached: CachedVersion | LeasedVersion, comm: Communicator) -> None:
+    def __init__(
+        self, version: Version, path: str, holding: contextlib.ExitStack, comm: Communicator, *, is_checkpoint: bool
+    ) -> None:
         self.version = version
-        self._cached = cached
+        self._path = path
+        self._holding = holding
         self._comm = comm
+        self._is_checkpoint = is_checkpoint
         self._is_closed = False
 
     def load_into(
@@ -333,7 +339,7 @@ class StagedVersion:
             ['model.safetensors', 'statexchange.json']
         """
         path = self._open_path()
-        if not self._cached.is_checkpoint:
+        if not self._is_checkpoint:
             text = "a delta that is not staged is no Hugging Face directory: give the Subscriber a cache"
             raise InvalidArgumentError(text, path=path)
         return path
@@ -342,7 +348,7 @@ class StagedVersion:
         """Return the path of what is loaded; raise InvalidArgumentError after the end of the block."""
         if self._is_closed:
             raise InvalidArgumentError("this staged version has ended: use it inside its with block")
-        return self._cached.path
+        return self._path
 
     def close(self) -> None:
         """Let the version be removed from this host; the end of a with block does the same. Not collective.
@@ -356,7 +362,7 @@ class StagedVersion:
             >>> subscriber.stage(subscriber.wait()).close()
         """
         self._is_closed = True
-        self._cached.close()
+        self._holding.close()
 
     def __enter__(self) -> Self:
         return self

@@ -185,21 +185,22 @@ class _Comparing:
     ) -> None:
         self._plan = plan
         self._boxes = boxes
-        self._frames: dict[int, list[bytes]] = {}
-        self._zeros: dict[int, bytes] = {}
+        self._frames: list[list[bytes]] = []  # of each box
+        self._changed: set[int] = set()  # the numbers of tensors
+        self._zeros: dict[int, bytes] = {}  # frames by the size of the window
         self._compress = compressor()
         self.receipts = Receipts()
         self._most_nbytes = most_nbytes
         self._nbytes = 0
         staging = Staging()
-        in_order = iter(enumerate(boxes))
+        in_order = iter(boxes)
         for number, tensor, piece, _ in planned_pieces(plan, comm.rank):
             live = local_box(described, tensor.source, piece.box_index)
             if piece.is_written:
-                index, published = next(in_order)
+                published = next(in_order)
                 if (published.number, published.box) != (number, piece.box):
                     raise MismatchError("the plan differs from that of the last version", name=tensor.source)
-                self._compare(index, published, staging.parts(live, tensor.dtype), comm)
+                self._compare(published, staging.parts(live, tensor.dtype), comm)
                 self.receipts.digests.append(published.digest)
             else:
                 hasher = xxhash.xxh3_128()
@@ -209,57 +210,47 @@ class _Comparing:
                 self.receipts.digests.append(hasher.digest())
             self.receipts.tensor_numbers.append(number)
 
-    def _compare(
-        self, index: int, published: PublishedBox, parts: Iterator[tuple[Box, memoryview]], comm: Communicator
-    ) -> None:
-        """Compare a box window by window; from the first that differs on, compress differences and copy new bytes."""
+    def _compare(self, published: PublishedBox, parts: Iterator[tuple[Box, memoryview]], comm: Communicator) -> None:
+        """Compare a box window by window: compress the differences, and copy the new bytes."""
+        frames: list[bytes] = []
+        self._frames.append(frames)
         hasher = None
         at = 0
         for _, part in parts:
             new, old = np.frombuffer(part, np.uint8), published.data[at : at + len(part)]
             comm.progress()
-            if hasher is None and _are_equal(new, old):
-                at += len(part)
-                continue
-            if hasher is None:
-                hasher = xxhash.xxh3_128(published.data[:at].data)
-                self._frames[index] = self._unchanged(published, at)
-            if self._nbytes <= self._most_nbytes:  # what is more is a full version, for which no frame is needed
-                frame = self._compress(np.bitwise_xor(new, old))
-                self._nbytes += len(frame)
-                self._frames[index].append(frame)
-            old[...] = new
-            hasher.update(part)
+            if _are_equal(new, old):
+                frames.append(self._frame_of_zeros(len(part)))
+            else:
+                # Only a box that has changed needs a new digest: from the first window that differs on.
+                hasher = hasher or xxhash.xxh3_128(published.data[:at].data)
+                if self._nbytes <= self._most_nbytes:  # what is more is a full version, for which no frame is needed
+                    frames.append(self._compress(np.bitwise_xor(new, old)))
+                    self._nbytes += len(frames[-1])
+                old[...] = new
+            if hasher is not None:
+                hasher.update(part)
             at += len(part)
         if hasher is not None:
             published.digest, published.sums = hasher.digest(), None
+            self._changed.add(published.number)
 
-    def _unchanged(self, published: PublishedBox, end: int) -> list[bytes]:
-        """Return the frames of the first windows of a box, up to byte `end`, which have not changed."""
-        itemsize = ITEMSIZE[self._plan.tensors[published.number].dtype]
-        frames = []
-        for window in windows(published.box.shape, itemsize):
-            nbytes = window.numel * itemsize
-            if end < nbytes:
-                break
-            end -= nbytes
-            if nbytes not in self._zeros:
-                self._zeros[nbytes] = self._compress(np.zeros(nbytes, np.uint8))
-            frames.append(self._zeros[nbytes])
-        return frames
+    def _frame_of_zeros(self, nbytes: int) -> bytes:
+        """Return the frame of a window that has not changed."""
+        if nbytes not in self._zeros:
+            self._zeros[nbytes] = self._compress(np.zeros(nbytes, np.uint8))
+        return self._zeros[nbytes]
 
     def report(self) -> _Report:
         """Return what the other ranks need first."""
-        return _Report(sorted({self._boxes[index].number for index in self._frames}), self._nbytes)
+        return _Report(sorted(self._changed), self._nbytes)
 
     def of_tensors(self, numbers: Sequence[int]) -> Iterator[tuple[PublishedBox, list[bytes]]]:
-        """Yield this rank's boxes of some tensors with their frames, which are made of boxes that have not changed."""
+        """Yield this rank's boxes of some tensors with their frames, in the order of the plan."""
         wanted = set(numbers)
-        for index, published in enumerate(self._boxes):
+        for published, frames in zip(self._boxes, self._frames, strict=True):
             if published.number in wanted:
-                if index not in self._frames:  # a box that has not changed, of a tensor that has
-                    self._frames[index] = self._unchanged(published, len(published.data))
-                yield published, self._frames[index]
+                yield published, frames
 
     def boxes_of(self, numbers: Sequence[int]) -> list[_ChangedBox]:
         """Return the sizes and sums of this rank's boxes of some tensors, in the order of the plan."""
