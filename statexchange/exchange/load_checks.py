@@ -36,7 +36,10 @@ __all__ = ["check_same_source", "check_whose_state", "compare_names", "settle_na
 
 _MOST_NAMES = 3  # whose values differ, that a message lists
 _MOST_MISSING = 5  # that a message lists of names that are missing or unexpected
-_ADVICE = "rename gives tensors of the source the names of the state, and strict=False loads what both have"
+_ADVICE = (
+    'rename=[("pattern", "replacement")] maps the source\'s names to the state\'s, {"prefix": state} or state["prefix"] '
+    "adds or removes one prefix, and strict=False loads what both have"
+)
 
 
 @dataclass(frozen=True, slots=True)

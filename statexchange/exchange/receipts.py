@@ -21,6 +21,7 @@ from statexchange.formats.box_digests import DIGEST_BYTES
 from statexchange.messages import decode, encoded
 from statexchange.sharding.pieces import holders_of
 from statexchange.sharding.plan import TensorPlan, replica_error
+from statexchange.sharding.rules import layout_advice
 from statexchange.sharding.write_plan import WritePlan
 
 if TYPE_CHECKING:
@@ -166,14 +167,23 @@ def _in_plan_order(sent: Sequence[bytes], ranks: NDArray[np.int64]) -> tuple[NDA
 
 
 def _replica_error(tensors: Sequence[TensorPlan], index: int, holder: int, other: int) -> ReplicaError:
-    """Return the error for a piece of some tensors of which `other` has another copy."""
+    """Return the error for a piece of some tensors of which `other` has another copy.
+
+    It says by which layout the copy would be a part.
+    """
     in_order = iter(tensors)
     tensor = next(in_order)
     while index >= len(tensor.pieces):
         index -= len(tensor.pieces)
         tensor = next(in_order)
+
+    def rule(dim: int) -> str:
+        return f'{{"{tensor.source}": Shard({dim})}}'
+
+    rules = layout_advice([tensor.shape], rule) if len(tensor.pieces) == 1 else ""
+    layout = f"if each rank holds a part, give layout={rules}; " if rules else ""
     advice = (
-        f'give a layout if each rank holds a part, or replicas="root" to take rank {min(holder, other)}\'s copy; '
-        "tensors of different pipeline stages need different names"
+        f'{layout}to take rank {min(holder, other)}\'s copy, replicas="root"; tensors of different pipeline '
+        "stages need different names, even if each stage numbers its layers from 0"
     )
     return replica_error(tensor.name, tensor.pieces[index].box, holder, other, advice)

@@ -29,7 +29,7 @@ from statexchange.storage.save_index import (
 from statexchange.storage.tensorfile import IndexedState
 from statexchange.tensors import collector_paused
 
-__all__ = ["gather_index"]
+__all__ = ["gather_index", "joined", "messages_of_rank"]
 
 _log = logging.getLogger(__name__)
 _ANY_TEXT = 1 << 20  # characters, of which no text takes more memory than a reader may use
@@ -47,13 +47,15 @@ class _Shared:
 class _Own:
     """The part of a message that differs between ranks.
 
-    For each file it has the numbers of the groups of a mesh, and the groups of plain tensors, which ranks with equal
-    copies deal out to each other; each with the rank in its mesh.
+    For each file it has the numbers of the groups of a mesh, and those of the groups of plain tensors, each with the
+    rank in its mesh. Ranks with equal copies of plain tensors deal them out to each other: `groups` are this rank's, as
+    they are encoded, since most ranks of a large job have none, or equal ones.
     """
 
     values: str
     of_mesh: list[list[tuple[int, int]]]
-    plain: list[list[tuple[Group, int]]]
+    plain: list[list[tuple[int, int]]]
+    groups: bytes
 
 
 def gather_index(
@@ -75,20 +77,20 @@ def gather_index(
     files: list[Iterable[Shard]] = [file.content.shards]
     files += [of_key.shards.values() for of_key in frozen.values()]
     with collector_paused():
-        shared_here, own_here = _messages(saved, described, files, comm.rank)
+        shared_here, own_here = messages_of_rank(saved, described, files, comm.rank)
         shared, _ = gather_distinct(comm, shared_here, root=0)
         own = to_root(comm, own_here, "the places of its tensors")
         text = ""
         with comm.phase("indexing"):
             if comm.rank == 0:
-                text, num_files = _joined(shared, own)
+                text, num_files = joined(shared, own)
                 if len(text) > _ANY_TEXT and not is_readable(text, num_files, comm.world_size):
                     _log.warning("the save has boxes that follow no mesh, too many for its index: loads open all files")
                     text = ""
     return text
 
 
-def _messages(
+def messages_of_rank(
     saved: SavedState, described: Description, files: Sequence[Iterable[Shard]], rank: int
 ) -> tuple[bytes, bytes]:
     """Return what a rank sends of the shards of its files: what other ranks may have alike, and its own record."""
@@ -126,14 +128,22 @@ def _groups_of(
             if id(place) not in seen:
                 seen[id(place)] = place, groups.setdefault((*place, number), [])
             seen[id(place)][1].append(IndexedTensor(shard.name, shard.dtype, shard.global_shape))
+    shared, of_mesh_places = _listed(of_mesh, len(files))
+    listed, places = _listed(plain, len(files))
+    own = _Own("", of_mesh_places, places, encoded(listed, list[Group]) if listed else b"")
+    return encoded(_Shared(shared, IndexedState.from_json(json.loads(state))), _Shared), own
+
+
+def _listed(
+    groups: Mapping[tuple[SavedLayout, int, int], Sequence[IndexedTensor]], num_files: int
+) -> tuple[list[Group], list[list[tuple[int, int]]]]:
+    """Return the groups, and for each file the numbers of its groups with the rank in their meshes."""
     listed = []
-    own = _Own("", [[] for _ in files], [[] for _ in files])
-    for (layout, mesh_rank, number), tensors in of_mesh.items():
-        own.of_mesh[number].append((len(listed), mesh_rank))
+    places: list[list[tuple[int, int]]] = [[] for _ in range(num_files)]
+    for (layout, mesh_rank, file), tensors in groups.items():
+        places[file].append((len(listed), mesh_rank))
         listed.append(Group(layout, tensors))
-    for (layout, mesh_rank, number), tensors in plain.items():
-        own.plain[number].append((Group(layout, tensors), mesh_rank))
-    return encoded(_Shared(listed, IndexedState.from_json(json.loads(state))), _Shared), own
+    return listed, places
 
 
 @functools.lru_cache(256)
@@ -141,9 +151,10 @@ def _placed(placement: Placement, mesh_ranks: tuple[int, ...], rank: int) -> tup
     return SavedLayout(placement), mesh_ranks.index(rank) if mesh_ranks else rank
 
 
-def _joined(sent_shared: Sequence[bytes], sent_own: Sequence[bytes]) -> tuple[str, int]:
+def joined(sent_shared: Sequence[bytes], sent_own: Sequence[bytes]) -> tuple[str, int]:
     """Return the text of the index of what all ranks have sent, and the number of its files."""
     shared: dict[bytes, _Shared] = {}
+    plain: dict[bytes, list[Group]] = {b"": []}
     states: dict[bytes, int] = {}
     state_of: dict[bytes, int] = {}
     ranks: list[int] = []
@@ -157,8 +168,11 @@ def _joined(sent_shared: Sequence[bytes], sent_own: Sequence[bytes]) -> tuple[st
         own = decode(own_data, _Own, "the places of its tensors", rank)
         values.append(own.values)
         ranks.append(state_of[data])
-        for number, (of_mesh, plain) in enumerate(zip(own.of_mesh, own.plain, strict=True)):
+        if own.groups not in plain:
+            plain[own.groups] = decode(own.groups, list[Group], "what its files hold", rank)
+        for number, (of_mesh, of_plain) in enumerate(zip(own.of_mesh, own.plain, strict=True)):
             groups = [(shared[data].groups[group], mesh_rank) for group, mesh_rank in of_mesh]
-            (frozen if number else files).append([*groups, *plain])
+            groups += [(plain[own.groups][group], mesh_rank) for group, mesh_rank in of_plain]
+            (frozen if number else files).append(groups)
     listed = [decode(data, IndexedState, "its state", 0) for data in states]
     return index_text([*files, *frozen], listed, ranks, values), len(files) + len(frozen)
