@@ -37,7 +37,7 @@ __all__ = ["check_same_source", "check_whose_state", "compare_names", "settle_na
 _MOST_NAMES = 3  # whose values differ, that a message lists
 _MOST_MISSING = 5  # that a message lists of names that are missing or unexpected
 _ADVICE = (
-    'rename=[("pattern", "replacement")] maps the source\'s names to the state\'s, {"prefix": state} or state["prefix"] '
+    'rename=[("pattern", "replacement")] gives the source the names of the state, {"prefix": state} or state["prefix"] '
     "adds or removes one prefix, and strict=False loads what both have"
 )
 

@@ -179,7 +179,11 @@ class Publisher:
 
             def prepare() -> tuple[Description, Callable[[Description, Communicator], PublishReport]]:
                 number = self._next_number(version)
-                described, conversion, request = self._prepared(state, comm)
+                options = self._options
+                files, conversion = model_of(state, options, comm)
+                request = ExportRequest(self.path, options, self._call, files)
+                with collector_paused():
+                    described = describe(state, options.new_layout(), comm.rank, with_extra_state=False)
 
                 def finish(copies: Description, comm: Communicator) -> PublishReport:
                     timing = (began, background)
@@ -207,14 +211,6 @@ class Publisher:
         if number >= 10**12:
             raise InvalidArgumentError(f"version must be below 10**12, not {number}")
         return number
-
-    def _prepared(self, state: State, comm: Communicator) -> tuple[Description, Conversion | None, ExportRequest]:
-        """Describe the state, and choose its conversion. Not collective."""
-        options = self._options
-        files, conversion = model_of(state, options, comm)
-        with collector_paused():
-            described = describe(state, options.new_layout(), comm.rank, with_extra_state=False)
-        return described, conversion, ExportRequest(self.path, options, self._call, files)
 
     def _publish(
         self,

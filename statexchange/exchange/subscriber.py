@@ -8,6 +8,7 @@ version alone, so that what is absent is never taken for unchanged, for full, or
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Mapping
@@ -25,14 +26,14 @@ from statexchange.exchange.version_reading import (
     Search,
     Version,
     find_version,
-    leased,
+    open_leased,
     open_version,
 )
 from statexchange.formats.registry import open_checkpoint
 from statexchange.sharding.options import Convert, Rename
 from statexchange.state.describe import State
 from statexchange.storage.location import is_remote, target_path
-from statexchange.storage.versions import Lease, version_age, version_name, version_path, versions_path
+from statexchange.storage.versions import version_age, version_name, version_path, versions_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -232,12 +233,12 @@ class Subscriber:
         The cache of this host makes it, unless it is there; without a cache it is read where it lies.
         """
         if self._cache is None:
-            holding.callback(Lease(self._path, version.run, version.number).end)
-            with open_version(self._path, version) as source:
+            with open_leased(self._path, version, holding, {}) as source:
                 return version_path(self._path, version.run, version.number), source.kind == "huggingface"
-        with leased(self._path, version) as open_leased:
+        with contextlib.ExitStack() as leases:
+            open_with_lease = functools.partial(open_leased, self._path, version, leases)
             name = version_name(version.number)
-            return self._cache.stage(name, version.key, open_leased, comm.progress, holding), True
+            return self._cache.stage(name, version.key, open_with_lease, comm.progress, holding), True
 
     def close(self) -> None:
         """Remove the staged versions of the default cache that no reader uses. Not collective.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,7 @@ from statexchange.storage.versions import Lease, list_runs, list_versions, versi
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
 
-__all__ = ["NOT_YET", "Search", "Version", "find_version", "leased", "open_version"]
+__all__ = ["NOT_YET", "Search", "Version", "find_version", "open_leased", "open_version"]
 
 # What a reader may see of a version that is whole at the server: NFS shows new entries and sizes with delay.
 NOT_YET = (CorruptError, IncompleteError, NotFoundError, ReplacedError)
@@ -110,16 +110,12 @@ def open_version(path: str, version: Version, copies: Mapping[str, str] = Mappin
     return open_with(version_path(path, version.run, version.number), read, strict=True)
 
 
-@contextlib.contextmanager
-def leased(path: str, version: Version) -> Iterator[Callable[[Mapping[str, str]], Source]]:
-    """Yield a function that takes a lease of a version and opens it, given copies; the leases end with the block.
+def open_leased(path: str, version: Version, leases: contextlib.ExitStack, copies: Mapping[str, str]) -> Source:
+    """Open a version as `open_version` does, with a lease that ends with `leases`. Not collective.
 
-    It raises NotFoundError if the version was retired.
+    Raises:
+        NotFoundError: it was retired.
+        IncompleteError, CorruptError: it is not whole.
     """
-    with contextlib.ExitStack() as leases:
-
-        def open_leased(copies: Mapping[str, str]) -> Source:
-            leases.callback(Lease(path, version.run, version.number).end)
-            return open_version(path, version, copies)
-
-        yield open_leased
+    leases.callback(Lease(path, version.run, version.number).end)
+    return open_version(path, version, copies)
