@@ -130,7 +130,8 @@ def load_checkpoint(
         The number of bytes and tensors that this rank has read, and the names that were missing or unexpected.
 
     Raises:
-        NotFoundError: there is no known checkpoint at `path`, or with `strict` a name is missing from it.
+        NotFoundError: there is no known checkpoint at `path`; with `strict` a name is missing from it; or it lacks a
+            part of a tensor that a model of transformers has in one, as an expert.
         InvalidArgumentError: with `strict` a name is unexpected; a shape or dtype differs; an optimizer is of another
             class than the saved one; ranks passed different paths or options; a layout rule does not fit a tensor, or
             matches none; `include` and `exclude` leave nothing to load.

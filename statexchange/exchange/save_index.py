@@ -138,7 +138,7 @@ def _listed(
     groups: Mapping[tuple[SavedLayout, int, int], Sequence[IndexedTensor]], num_files: int
 ) -> tuple[list[Group], list[list[tuple[int, int]]]]:
     """Return the groups, and for each file the numbers of its groups with the rank in their meshes."""
-    listed = []
+    listed: list[Group] = []
     places: list[list[tuple[int, int]]] = [[] for _ in range(num_files)]
     for (layout, mesh_rank, file), tensors in groups.items():
         places[file].append((len(listed), mesh_rank))
