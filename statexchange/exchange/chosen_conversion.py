@@ -80,8 +80,4 @@ def chosen_conversion(options: Selection, state: object, config: bytes | None) -
 
     `config` is a config.json that the caller gave.
     """
-    if options.converts:
-        conversion = ChosenConversion.of(options, state, config)
-        if conversion is not None:
-            return conversion
-    return saved_names(state)
+    return ChosenConversion.of(options, state, config) or saved_names(state)

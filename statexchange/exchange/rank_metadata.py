@@ -173,10 +173,11 @@ def compare_options(comm: Communicator, options: dict[str, str], what: str) -> N
 
 @dataclass(frozen=True, slots=True)
 class _Naming:
-    """The options of a rank's conversion and the names that its layout renumbers, if any: they decide its names."""
+    """What decides a rank's names: options, whether it has a conversion, and the names that its layout renumbers."""
 
-    options: Mapping[str, str] | None
-    sources: Mapping[str, str] | None
+    options: Mapping[str, str]
+    converts: bool
+    sources: Mapping[str, str]
 
 
 class _Conversion(Protocol):
@@ -193,21 +194,20 @@ def agreed_names(
 
     `conversion` is that of this rank, if it has one; it is not applied.
     """
-    options = None if conversion is None else conversion.texts()
-    sources: dict[str, str] | None = None
-    if any(rule.renumber for rule in layout.rules.values()):
+    renumbers = any(rule.renumber for rule in layout.rules.values())
+    options = {"renumber of the layout": str(renumbers)}
+    if conversion is not None:
+        options |= conversion.texts()
+    sources: dict[str, str] = {}
+    if renumbers:
         sources = {name: described.sources.get(name, name) for name in described.tensors}
-    sent = from_all(comm, _Naming(options, sources), _Naming, "the conversions")
+    sent = from_all(comm, _Naming(options, conversion is not None, sources), _Naming, "the conversions")
     with comm.phase("comparing the conversions"):
-        check_equal_options([naming.options or {} for naming in sent])
-        converts = any(naming.options is not None for naming in sent)
-        for rank, naming in enumerate(sent):
-            if (naming.sources is None) != (sources is None):
-                raise InvalidArgumentError("a layout renumbers on all ranks or on none", rank=rank)
-        if sources is None:
+        check_equal_options([naming.options for naming in sent])
+        converts = any(naming.converts for naming in sent)
+        if not renumbers:
             return described, converts
-        by_rank = {rank: naming.sources or {} for rank, naming in enumerate(sent)}
-        names = renumber_names(by_rank, layout)[comm.rank]
+        names = renumber_names({rank: naming.sources for rank, naming in enumerate(sent)}, layout)[comm.rank]
         for name, times in Counter(names.values()).items():
             if times > 1:
                 text = "the layout gives this name to two tensors of one rank"
