@@ -195,7 +195,7 @@ def agreed_names(
     `conversion` is that of this rank, if it has one; it is not applied.
     """
     renumbers = any(rule.renumber for rule in layout.rules.values())
-    options = {"renumber of the layout": str(renumbers)}
+    options = {"whether the layout renumbers": str(renumbers)}
     if conversion is not None:
         options |= conversion.texts()
     sources: dict[str, str] = {}
