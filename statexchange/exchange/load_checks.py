@@ -38,7 +38,7 @@ _MOST_NAMES = 3  # whose values differ, that a message lists
 _MOST_MISSING = 5  # that a message lists of names that are missing or unexpected
 _ADVICE = (
     'rename=[("pattern", "replacement")] gives the source the names of the state, {"prefix": state} or state["prefix"] '
-    "adds or removes one prefix, and strict=False loads what both have"
+    "adds or removes one prefix"
 )
 
 
@@ -251,14 +251,20 @@ def _loads_nothing(plan: LoadPlan) -> bool:
 def _names_error(plan: LoadPlan, path: str) -> StateExchangeError:
     """Return an error that lists all missing and unexpected names, as torch does."""
     missing = [name for name in plan.missing if name not in plan.tolerated]
-    parts = ["the source has no tensor of the state" if _loads_nothing(plan) else "the names differ"]
+    what, general = "the names differ", "strict=False loads what both have"
+    # With something in common, strict=False would do; with nothing, it would hide the mistake.
+    if not plan.targets and not plan.num_values:
+        what, general = "the source has no name of the state", ""
+    elif _loads_nothing(plan):  # an error without `strict`, too
+        what, general = "the source has no tensor of the state", ""
+    parts = [what]
     for names, problem in ((missing, "missing in the source"), (plan.unexpected, "not in the state")):
         if names:
             listed = names[:_MOST_MISSING]
             if len(names) > _MOST_MISSING:
                 listed.append("...")
             parts.append(f"{len(names)} {problem}: {', '.join(listed)}")
-    text = "; ".join([*parts, _ADVICE])
+    text = "; ".join(filter(None, [*parts, _ADVICE, general]))
     if missing:
         return NotFoundError(text, path=path)
     return InvalidArgumentError(text, path=path)
