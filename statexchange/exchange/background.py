@@ -25,7 +25,7 @@ from statexchange.tensors import TensorLike, same_memory
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["raise_unreported", "run_in_background", "wait_for_end"]
+__all__ = ["run_in_background", "wait_for_end"]
 
 Report = TypeVar("Report")
 
@@ -78,16 +78,15 @@ def run_in_background(
     return result
 
 
-def wait_for_end(result: Future[Report]) -> None:
-    """Wait for the end of work in the background; return at once in a forked child, which has no such thread."""
+def wait_for_end(result: Future[Report] | None) -> None:
+    """Wait for the end of work in the background, if any, and raise its failure unless the caller has received it.
+
+    A forked child, which has no such thread, returns at once.
+    """
     if isinstance(result, _Result) and not result.is_inherited:
         wait_for([result])
-
-
-def raise_unreported(result: Future[Report]) -> None:
-    """Raise the failure of work that has ended, unless the caller has received it."""
-    if isinstance(result, _Result) and not result.is_inherited and not result.is_reported:
-        result.result()
+        if not result.is_reported:
+            result.result()
 
 
 class _Result(Future[Report]):

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, overload
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, excerpt
-from statexchange.exchange.background import raise_unreported, wait_for_end
+from statexchange.exchange.background import wait_for_end
 from statexchange.exchange.frozen_files import FrozenFiles
 from statexchange.exchange.load_newest import SaveLoader
 from statexchange.exchange.load_report import LoadReport, LoadRequest
@@ -255,7 +255,7 @@ class Checkpoints:
 
             if not background:
                 with comm.phase("waiting for the previous save"):
-                    self._wait()
+                    wait_for_end(self._last)
             shown = os.path.join(self.path, f"step {excerpt(step)}")
             report = save_state("Checkpoints.save", state, shown, request, comm, background=background)
         if isinstance(report, Future):
@@ -268,14 +268,6 @@ class Checkpoints:
         self._schedule.note_save(report.seconds)
         if comm.rank == 0 and report.step is not None:
             self._saves.note_saved(report.step)
-
-    def _wait(self) -> None:
-        """Wait for a save in the background, and raise its failure unless the caller has received it."""
-        last = self._last
-        if last is not None:
-            wait_for_end(last)
-            self._last = None  # only now: an interrupted wait is not the end of the save
-            raise_unreported(last)
 
     # Loading
 
@@ -323,7 +315,7 @@ class Checkpoints:
             comm = as_communicator(self._comm)
             began = time.perf_counter()
             with comm.phase("looking for saves"):
-                self._wait()
+                wait_for_end(self._last)
                 wanted = None if step is None else whole_number(step, "step")
             with comm.phase("checking its options"):
                 # Once: an iterator of patterns would be used up by the first of several attempts.
@@ -431,7 +423,7 @@ class Checkpoints:
             with comm.phase(
                 "choosing the save" if self._memory is None else "choosing the save and its copy in memory"
             ):
-                self._wait()
+                wait_for_end(self._last)
                 number = whole_number(step, "step")
             with comm.phase("removing the save"):
                 if comm.rank == 0:
@@ -453,7 +445,7 @@ class Checkpoints:
             >>> saves.close()
         """
         try:
-            self._wait()
+            wait_for_end(self._last)
         finally:  # after the wait: a signal that comes again must not end the process before the save is whole
             self._schedule.restore_signals()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -13,15 +12,13 @@ from statexchange.conversions.plan import ConversionPlan, plan_conversion
 from statexchange.conversions.rules import ConversionRules
 from statexchange.exchange.pretrained import model_config
 from statexchange.exchange.rank_metadata import all_tensors
-from statexchange.exchange.saved_names import SavedNames, note_on_container, saved_names
+from statexchange.exchange.saved_names import SavedNames, saved_names
 from statexchange.formats.converted import config_of, read_conversion
 from statexchange.formats.model_files import CONFIG
 from statexchange.sharding.options import ExportOptions, Selection
 from statexchange.state.describe import Description
 
 __all__ = ["ChosenConversion", "Conversion", "chosen_conversion"]
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +75,9 @@ class ChosenConversion:
 Conversion: TypeAlias = ChosenConversion | SavedNames
 
 
-def chosen_conversion(options: Selection, state: object, config: bytes | None, *, is_root: bool) -> Conversion | None:
+def chosen_conversion(options: Selection, state: object, config: bytes | None) -> Conversion | None:
     """Return the conversion that the options of a call name, or else that of `save_pretrained`. Not collective.
 
-    `config` is a config.json that the caller gave. Root warns of a model whose conversion is not used.
+    `config` is a config.json that the caller gave.
     """
-    if options.converts:
-        conversion = ChosenConversion.of(options, state, config)
-        if conversion is not None:
-            return conversion
-    names = saved_names(state)
-    if names is None and is_root:
-        # Once: all ranks have the same model.
-        note = note_on_container(state)
-        if note:
-            _log.warning("%s", note)
-    return names
+    return ChosenConversion.of(options, state, config) or saved_names(state)

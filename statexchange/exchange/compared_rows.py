@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from statexchange.comm.communicator import Communicator
 from statexchange.exchange.staging import Staging
 from statexchange.formats.open_checkpoint import StoredTensor
-from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies
-from statexchange.formats.source import Source
 from statexchange.report.diff import TensorDiff
 from statexchange.report.value_statistics import ValueSums, same_bytes
-from statexchange.sharding.plan import RankShards, plan_merge
 from statexchange.sharding.shards import Box
 from statexchange.state.describe import LocalTensor
 from statexchange.tensors import PACKED, TensorLike, array_over
@@ -37,17 +34,6 @@ class RowComparison:
         self._comm = comm
         self._tolerance = tolerance
         self._nbytes = 0
-
-    def check_copies(self, source: Source, names: Collection[str]) -> None:
-        """Raise ReplicaError if copies in the checkpoint differ: only one of them is compared with the live state."""
-        # Each rank checks its share of the tensors.
-        names_here = set(sorted(names)[self._comm.rank :: self._comm.world_size])
-        by_rank = []
-        for holder in source.rank_shards():
-            by_rank.append(RankShards(holder.rank, [shard for shard in holder.shards if shard.name in names_here]))
-        for tensor in plan_merge(by_rank).tensors.values():
-            check_tensor_copies(source, tensor, TAKE_LOWEST)
-            self._comm.progress()
 
     def compare(
         self, live: Mapping[str, LocalTensor], stored: Mapping[str, StoredTensor]

@@ -95,7 +95,7 @@ def diff_checkpoints(
         communicator = as_communicator(comm)
         with communicator.phase("describing its state"):
             options, call = ExportOptions.of(arguments), CallOptions.of(arguments)
-            conversion = chosen_conversion(options, a, None, is_root=False)
+            conversion = chosen_conversion(options, a, None)
             saved = describe_save(a, layout, LoadOptions(), communicator.rank)
             names = None
             if not isinstance(conversion, ChosenConversion):

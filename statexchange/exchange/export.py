@@ -38,7 +38,7 @@ from statexchange.tensors import collector_paused
 if TYPE_CHECKING:
     from typing import Unpack
 
-__all__ = ["ExportReport", "Exported", "converted_description", "export_checkpoint", "export_described"]
+__all__ = ["ExportReport", "Exported", "converted_description", "export_checkpoint", "export_described", "model_of"]
 
 
 class _Options(TypedDict, total=False):
@@ -181,24 +181,16 @@ def export_checkpoint(
     def prepare() -> tuple[Description, Callable[[Description, Communicator], ExportReport]]:
         began = None if background else time.perf_counter()
         call, options = CallOptions.of(arguments), ExportOptions.of(arguments)
-        is_root = communicator.rank == 0
         tensors: State = state
-        own_files: dict[str, bytes] = {}
-        conversion: Conversion | None = None
-        # A model can only be one of transformers or PEFT, which imports transformers, if that has been imported.
-        if options.converts or "transformers" in sys.modules:
-            if is_adapter_model(state):
-                tensors = adapter_state(state)
-                if filename_pattern is None:
-                    options = replace(options, filename_pattern=ADAPTER_PATTERN)
-            # Files and notes are root's alone; all else is equal on all ranks, and is checked on each.
-            own_files = model_files(state) if is_root else {}
-            config = given_files(files_from).config() if is_root and convert is not None else None
-            conversion = chosen_conversion(options, state, config, is_root=is_root)
-        if tokenizer is not None and is_root:
-            own_files |= tokenizer_files(tokenizer)
+        if "peft" in sys.modules and is_adapter_model(state):
+            tensors = adapter_state(state)
+            if filename_pattern is None:
+                options = replace(options, filename_pattern=ADAPTER_PATTERN)
+        files, conversion = model_of(state, options, communicator)
+        if tokenizer is not None and communicator.rank == 0:
+            files |= tokenizer_files(tokenizer)
         # Now: in the background the program may change its working directory before root opens the target.
-        request = ExportRequest(target_path(path), options, call, own_files)
+        request = ExportRequest(target_path(path), options, call, files)
         # A new layout each time: it remembers which patterns have matched a name.
         with collector_paused():
             described = describe(tensors, options.new_layout(), communicator.rank, with_extra_state=False)
@@ -209,6 +201,23 @@ def export_checkpoint(
     with communicator.phase("describing its state"):
         described, export = prepare()
     return export(described, communicator)
+
+
+def model_of(state: State, options: ExportOptions, comm: Communicator) -> tuple[dict[str, bytes], Conversion | None]:
+    """Return the files of a state that is a model of transformers or PEFT, on root, and its conversion. Not collective.
+
+    The conversion is the one that the options name, or else that of `save_pretrained`.
+    """
+    # A model can only be one of transformers or PEFT, which imports transformers, if that has been imported.
+    if not options.converts and "transformers" not in sys.modules:
+        return {}, None
+    files: dict[str, bytes] = {}
+    config: bytes | None = None
+    if comm.rank == 0:
+        files = model_files(state)
+        if options.convert is not None:
+            config = given_files(options.files_from).config()
+    return files, chosen_conversion(options, state, config)
 
 
 def export_described(

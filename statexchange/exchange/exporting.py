@@ -231,15 +231,13 @@ def _in_folder(plan: WritePlan, folder: str) -> WritePlan:
     return replace(plan, files=tuple(files))
 
 
-class _Planned(NamedTuple):
-    """A proven plan, with the notes on its tensors."""
+def _plan_of(
+    metadata: Sequence[RankMetadata], options: ExportOptions, *, is_untied: bool
+) -> tuple[Plan, tuple[str, ...]]:
+    """Prove the cover and plan the files; return the plan, and the notes on its tensors.
 
-    plan: Plan
-    notes: tuple[str, ...]
-
-
-def _plan_of(metadata: Sequence[RankMetadata], options: ExportOptions, *, is_untied: bool) -> _Planned:
-    """Prove the cover and plan the files; tensors of an `is_untied` model are written under all of their names."""
+    Tensors of an `is_untied` model are written under all of their names.
+    """
     layout = options.new_layout()
     check_metadata(metadata, layout)
     by_rank = []
@@ -251,11 +249,13 @@ def _plan_of(metadata: Sequence[RankMetadata], options: ExportOptions, *, is_unt
         has_tensors = any(holder.shards for holder in by_rank)
         reason = "include and exclude leave out every tensor" if has_tensors else "no rank's state has a tensor"
         raise InvalidArgumentError(f"there is nothing to export: {reason}")
-    return _Planned(plan, notes_on_tensors(by_rank, plan, options))
+    return plan, notes_on_tensors(by_rank, plan, options)
 
 
 @functools.lru_cache(2)
-def _last_plan_of(metadata: LongTuple[RankMetadata], options: LongTuple[ExportOptions], *, is_untied: bool) -> _Planned:
+def _last_plan_of(
+    metadata: LongTuple[RankMetadata], options: LongTuple[ExportOptions], *, is_untied: bool
+) -> tuple[Plan, tuple[str, ...]]:
     return _plan_of(metadata, options[0], is_untied=is_untied)
 
 

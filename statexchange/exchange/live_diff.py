@@ -10,9 +10,8 @@ from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
 from statexchange.exchange.chosen_conversion import Conversion
 from statexchange.exchange.compared_rows import Compared, RowComparison, joined
-from statexchange.exchange.converting import convert_live
+from statexchange.exchange.export import converted_description
 from statexchange.exchange.placing import place_parts
-from statexchange.exchange.rank_metadata import agreed_names
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.registry import open_source
 from statexchange.report.diff import DiffReport
@@ -44,7 +43,7 @@ def diff_live(
     conversion, names = conversions
     # The patterns are for the names after the conversion.
     placing = ExportOptions(layout=options.layout)
-    described = _converted(comm, saved.described, conversion, placing)
+    described, _ = converted_description(comm, saved.described, conversion, placing)
     has_layout = any(from_all(comm, placing.layout is not None, bool, "its layout"))
     if conversion is None and has_layout:
         # With a conversion they are placed already.
@@ -61,9 +60,7 @@ def diff_live(
             for name, tensor in stored.items():
                 if options.wants(name):
                     facts[name] = (tensor.dtype, tensor.shape)
-            rows = RowComparison(comm, call.tolerance)
-            rows.check_copies(source, facts)
-            compared = rows.compare(live, stored)
+            compared = RowComparison(comm, call.tolerance).compare(live, stored)
     parts: dict[str, list[Compared]] = {}
     nbytes = 0
     sent = from_all(comm, compared, tuple[dict[str, Compared], int], "its comparison")
@@ -83,16 +80,6 @@ def diff_live(
     return DiffReport("live state", without_secrets(os.fspath(path)), tuple(tensors), nbytes, notes)
 
 
-def _converted(
-    comm: Communicator, described: Description, conversion: Conversion | None, options: ExportOptions
-) -> Description:
-    """Return the tensors by the names that the layout and the conversions of all ranks give them. Collective."""
-    described, converts = agreed_names(comm, described, options.new_layout(), conversion)
-    if converts:
-        described, _ = convert_live(comm, described, conversion, options)
-    return described
-
-
 def _live_tensors(
     comm: Communicator,
     described: Description,
@@ -108,7 +95,7 @@ def _live_tensors(
     apart: dict[str, LocalTensor] = {}
     for name, local in described.tensors.items():
         (live if options.renamed(name) in stored else apart)[name] = local
-    converted = _converted(comm, replace(described, tensors=apart), names, ExportOptions())
+    converted, _ = converted_description(comm, replace(described, tensors=apart), names, ExportOptions())
     wanted = {}
     for name, local in (live | dict(converted.tensors)).items():
         new_name = options.renamed(name)

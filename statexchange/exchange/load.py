@@ -22,7 +22,7 @@ from statexchange.exchange.load_report import LoadReport, LoadRequest, notes_on_
 from statexchange.exchange.load_source import LoadSource, located, open_for_state, source_content
 from statexchange.exchange.placing import place_parts, renumbered_names
 from statexchange.exchange.reading import ReadItem, assign_readers, read_all
-from statexchange.sharding.options import FLOATS, CallOptions, Convert, LoadOptions, Rename, Replicas
+from statexchange.sharding.options import CallOptions, Convert, LoadOptions, Rename, Replicas
 from statexchange.state.describe import Description, LocalTensor, State, local_tensors
 from statexchange.state.load_plan import LoadPlan, Matching
 from statexchange.state.match import match
@@ -130,7 +130,8 @@ def load_checkpoint(
         The number of bytes and tensors that this rank has read, and the names that were missing or unexpected.
 
     Raises:
-        NotFoundError: there is no known checkpoint at `path`, or with `strict` a name is missing from it.
+        NotFoundError: there is no known checkpoint at `path`; with `strict` a name is missing from it; or it lacks a
+            part of a tensor that a model of transformers has in one, as an expert.
         InvalidArgumentError: with `strict` a name is unexpected; a shape or dtype differs; an optimizer is of another
             class than the saved one; ranks passed different paths or options; a layout rule does not fit a tensor, or
             matches none; `include` and `exclude` leave nothing to load.
@@ -211,7 +212,7 @@ def _load(request: LoadRequest, comm: Communicator, pause: contextlib.ExitStack)
             plan, items = _plan_with_layout(request, loaded, comm, finding)
         # Last of the checks: a shape that differs says more than the names that differ because of it.
         if comm.world_size > 1 or plan.missing or plan.unexpected or plan.is_empty:
-            compare_names(comm, request.state, plan, loaded)
+            compare_names(comm, plan, loaded)
         from_source = contextlib.nullcontext((items, 0))
         reading = from_source if request.reading is None else request.reading(source, items, comm)
         with reading as (read, num_in_memory):
@@ -362,10 +363,7 @@ def _items(targets: Sequence[_LiveTarget], loaded: LoadSource) -> list[ReadItem]
         if shard.global_shape != saved.shape and not (target.is_padded and has_dims):
             raise _other_shape(target, loaded, saved.shape)
         if shard.dtype != saved.dtype and not options.casts(saved.dtype, shard.dtype):
-            hint = ""
-            if saved.dtype in FLOATS and shard.dtype in FLOATS:
-                hint = '; dtype="state" casts to the dtype that the state has'
-            text = f"the state's dtype differs from the source's{hint}"
+            text = "the state's dtype differs from the source's; dtype=\"state\" casts floating dtypes"
             raise InvalidArgumentError(text, name=target.path, path=path, expected=saved.dtype, found=shard.dtype)
         boxes = stored.boxes
         if boxes is None:
@@ -375,13 +373,9 @@ def _items(targets: Sequence[_LiveTarget], loaded: LoadSource) -> list[ReadItem]
 
 
 def _other_shape(target: _LiveTarget, loaded: LoadSource, expected: tuple[int, ...]) -> InvalidArgumentError:
+    text = (
+        "the state's shape differs from the source's: build the state as it was saved, give a layout if each rank "
+        "holds a part, or leave this tensor out by exclude"
+    )
     shape = target.local.shard.global_shape
-    hint = "; build the state as it was saved, or leave this tensor out by exclude"
-    # A plain tensor may be this rank's part of one that the job has cut itself.
-    if len(shape) == len(expected) and not target.local.layout.mesh and loaded.matching.loaded_by > 1:
-        dim = 0
-        while shape[dim] == expected[dim]:
-            dim += 1
-        hint = f'; if each rank holds a part, say so with layout={{"{target.path}": Shard({dim})}}'
-    text = f"the state's shape differs from the source's{hint}"
     return InvalidArgumentError(text, name=target.path, path=loaded.matching.path, expected=expected, found=shape)

@@ -6,8 +6,7 @@ On another number of ranks than saved it, a load refuses what belongs to one ran
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from xxhash import xxh3_128_hexdigest
@@ -23,11 +22,10 @@ from statexchange.errors import (
 )
 from statexchange.exchange.load_report import LoadRequest
 from statexchange.exchange.load_source import LoadSource
-from statexchange.exchange.rank_metadata import check_equal_options
 from statexchange.exchange.reading import differing_text
-from statexchange.exchange.saved_names import advice_on_missing
 from statexchange.formats.listed_files import ListedFiles
 from statexchange.formats.source import Source
+from statexchange.sharding.options import check_equal_options
 from statexchange.sharding.paths import paths_above
 from statexchange.sharding.rules import with_dots
 from statexchange.state.load_plan import LoadPlan
@@ -36,12 +34,11 @@ from statexchange.units import format_number
 
 __all__ = ["check_same_source", "check_whose_state", "compare_names", "settle_names"]
 
-_log = logging.getLogger(__name__)
-_MOST_NAMES = 3  # that a message lists of values that differ
+_MOST_NAMES = 3  # whose values differ, that a message lists
 _MOST_MISSING = 5  # that a message lists of names that are missing or unexpected
-_RENAME = (
-    'rename=[("pattern", "replacement")] maps the source\'s names to the state\'s; where all of them differ by one '
-    'prefix, give {"prefix": state} or state["prefix"]'
+_ADVICE = (
+    'rename=[("pattern", "replacement")] gives the source the names of the state, {"prefix": state} or state["prefix"] '
+    "adds or removes one prefix"
 )
 
 
@@ -141,7 +138,8 @@ def check_whose_state(plan: LoadPlan, loaded: LoadSource) -> None:
     differing = [name for name in conflicts if name in places]
     if differing:
         rank, other = conflicts[differing[0]]
-        text = differing_text(_shown(differing), _excluding(differing), rank, other)
+        exclude = differing if len(differing) <= _MOST_NAMES else []
+        text = differing_text(_shown(differing), exclude, rank, other)
         raise ReplicaError(text, rank=other, path=loaded.matching.path)
 
 
@@ -166,12 +164,9 @@ def _other_ranks(name: str, loaded: LoadSource) -> ReplicaError:
 def _shown(names: Sequence[str]) -> str:
     if not names[0]:
         return "different states"
-    others = ""
-    if len(names) == 2:
-        others = " and 1 other entry"
-    elif len(names) > 2:
-        others = f" and {len(names) - 1} other entries"
-    return f"different values of {names[0]!r}{others}"
+    if len(names) == 1:
+        return f"different values of {names[0]!r}"
+    return f"different values of {names[0]!r} and {len(names) - 1} more"
 
 
 def _places(loaded: Collection[str]) -> set[str]:
@@ -182,22 +177,6 @@ def _places(loaded: Collection[str]) -> set[str]:
     if places:
         places.add("")
     return places
-
-
-def _excluding(names: Sequence[str]) -> str | list[str]:
-    """Return what to pass as `exclude`: a few names, or patterns for the entries of the state that hold many."""
-    # One level at a time, from the leaves: the pattern should leave out no more than it must.
-    while len(names) > _MOST_NAMES:
-        outer = set()
-        for name in names:
-            path = name.removesuffix(".*")
-            outer.add(f"{path.rpartition('.')[0] or path}.*")
-        if len(outer) == len(names):
-            break
-        names = sorted(outer)
-    if len(names) == 1:
-        return names[0]
-    return list(names)
 
 
 def settle_names(plan: LoadPlan, loaded: LoadSource) -> None:
@@ -215,7 +194,9 @@ def settle_names(plan: LoadPlan, loaded: LoadSource) -> None:
         if names.options.wants(name) and name not in plan.missing:
             others.append(name)
     for name in plan.missing:
-        _check_readable(loaded.converted.lacking.get(name, name), unreadable)
+        for refused, error in unreadable.items():
+            if name == refused or name in paths_above(refused):
+                raise error
     # Where nothing fits, an entry that cannot be read, as a whole module, may be what was meant.
     if others and plan.missing and not plan.targets:
         raise unreadable[others[0]]
@@ -228,13 +209,7 @@ def settle_names(plan: LoadPlan, loaded: LoadSource) -> None:
         plan.tolerated.update(filter(is_extra_state, plan.missing))
 
 
-def _check_readable(name: str, unreadable: Mapping[str, UnsupportedError]) -> None:
-    for refused, error in unreadable.items():
-        if name == refused or name in paths_above(refused):
-            raise error
-
-
-def compare_names(comm: Communicator, state: object, plan: LoadPlan, loaded: LoadSource) -> None:
+def compare_names(comm: Communicator, plan: LoadPlan, loaded: LoadSource) -> None:
     """Raise, on all ranks, if names of the state or of the source have no counterpart. Collective.
 
     A name is unexpected only if it is so on every rank. Without ``strict`` names are listed by the plan alone, unless a
@@ -256,12 +231,7 @@ def compare_names(comm: Communicator, state: object, plan: LoadPlan, loaded: Loa
         plan.unexpected = [name for name in plan.unexpected if name in everywhere]
         differs = not plan.tolerated.issuperset([*plan.missing, *plan.unexpected])
         if differs and (options.strict or _loads_nothing(plan)):
-            raise _names_error(state, plan, loaded)
-        # Without `strict` the load goes on, maybe with a part of the model alone: root says why.
-        if comm.rank == 0 and plan.missing and plan.unexpected:
-            advice = advice_on_missing(state)
-            if advice:
-                _log.warning("%s: %d names are missing in the source; %s", path, len(plan.missing), advice)
+            raise _names_error(plan, path)
         if is_empty and (options.include or options.exclude):
             patterns = []
             for option, names in (("include", options.include), ("exclude", options.exclude)):
@@ -278,7 +248,7 @@ def _loads_nothing(plan: LoadPlan) -> bool:
     return plan.is_empty or not plan.stateful.isdisjoint(plan.missing)
 
 
-def _names_error(state: object, plan: LoadPlan, loaded: LoadSource) -> StateExchangeError:
+def _names_error(plan: LoadPlan, path: str) -> StateExchangeError:
     """Return an error that lists all missing and unexpected names, as torch does."""
     missing = [name for name in plan.missing if name not in plan.tolerated]
     what, general = "the names differ", "strict=False loads what both have"
@@ -294,35 +264,7 @@ def _names_error(state: object, plan: LoadPlan, loaded: LoadSource) -> StateExch
             if len(names) > _MOST_MISSING:
                 listed.append("...")
             parts.append(f"{len(names)} {problem}: {', '.join(listed)}")
-    parts += _lacking_parts(plan, loaded)
-    parts += [_advice(state, plan), general]
-    text = "; ".join(filter(None, parts))
+    text = "; ".join(filter(None, [*parts, _ADVICE, general]))
     if missing:
-        return NotFoundError(text, path=loaded.matching.path)
-    return InvalidArgumentError(text, path=loaded.matching.path)
-
-
-def _lacking_parts(plan: LoadPlan, loaded: LoadSource) -> Iterator[str]:
-    """Yield the first reasons why tensors are missing of which the source has some parts."""
-    num_reasons = 0
-    for name, part in loaded.converted.lacking.items():
-        if num_reasons < _MOST_MISSING and not {name, *paths_above(name)}.isdisjoint(plan.missing):
-            num_reasons += 1
-            stored = loaded.tensors.by_name.get(part)
-            problem = "is not"
-            if stored is not None:
-                problem = f"has shape {stored.saved.shape}"
-            yield f"{name} is missing: {part} {problem} in the source"
-
-
-def _advice(state: object, plan: LoadPlan) -> str:
-    """Return what to do about names that differ."""
-    if plan.nameless:
-        return (
-            f"the source has the parameters of {min(plan.nameless)!r} by their names in the state that was saved: "
-            "give the state what has these parameters, too, under the same name; exclude leaves it as it is"
-        )
-    if not plan.missing or not plan.unexpected:
-        return ""
-    # No rename gives a model of transformers the parts of its fused tensors.
-    return advice_on_missing(state) or _RENAME
+        return NotFoundError(text, path=path)
+    return InvalidArgumentError(text, path=path)

@@ -29,7 +29,6 @@ class ConvertedSource(NamedTuple):
         source: the source, converted if it had to be.
         names: what makes its names those of the state.
         aliases: other names of tensors, which the conversion has lost.
-        lacking: for a tensor of the state of which the source has some parts only, a part that it lacks.
         without_rule: names of the source for which a conversion has no rule.
         adapter: the names in memory of the active adapter's tensors, if only these are loaded into a PEFT model.
     """
@@ -37,7 +36,6 @@ class ConvertedSource(NamedTuple):
     source: Source
     names: NameFilter
     aliases: Mapping[str, str] = {}
-    lacking: Mapping[str, str] = {}
     without_rule: tuple[str, ...] = ()
     adapter: frozenset[str] | None = None
 
@@ -88,13 +86,12 @@ def _to_names_in_memory(request: LoadRequest, source: Source, names: NameFilter)
             shapes[name] = tuple(value.shape)
     # transformers knows the names after `rename`.
     renamed = source.renamed(names.name)
-    # A tensor that is joined of parts of which one is absent is left out: the error will name that part.
-    plan, lacking = conversion.plan_to_load(shapes, tensors_of(renamed), request.options)
+    plan = conversion.plan_to_load(shapes, tensors_of(renamed), request.options)
     if plan is None:
-        return ConvertedSource(source, names, lacking=lacking)
+        return ConvertedSource(source, names)
     # A saved tree has the names before the conversion.
     converted = replace(converted_by(renamed, plan).source, configs={})
-    return _renamed_source(source, converted, names)._replace(lacking=lacking)
+    return _renamed_source(source, converted, names)
 
 
 def _to_adapter(request: LoadRequest, source: Source, names: NameFilter) -> ConvertedSource:

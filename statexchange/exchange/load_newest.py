@@ -18,7 +18,7 @@ from statexchange.errors import (
 from statexchange.exchange.load import load_now
 from statexchange.exchange.load_report import LoadReport, LoadRequest
 from statexchange.exchange.memory_copy import MemoryCopies
-from statexchange.exchange.rank_metadata import equal_options
+from statexchange.exchange.rank_metadata import compare_options
 from statexchange.exchange.saves_directory import SavesDirectory
 from statexchange.settings import check_flags
 from statexchange.storage.memory_directory import is_in_copy
@@ -49,7 +49,7 @@ class SaveLoader:
             check_flags(missing_ok=missing_ok)
         # Ranks that ask for different steps would each load a save that is whole, and of another time.
         asked = {"step": str(step), "missing_ok": str(missing_ok), "memory": str(self.memory is not None)}
-        equal_options(self.comm, asked, "what to load")
+        compare_options(self.comm, asked, "what to load")
         attempts_left = _ATTEMPTS
         while True:
             attempts_left -= 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -20,10 +19,10 @@ from statexchange.checkpoint.version_retention import remove_old_versions
 from statexchange.comm.communicator import CommLike, Communicator, from_all, from_root
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt, without_secrets
-from statexchange.exchange.background import raise_unreported, run_in_background, wait_for_end
-from statexchange.exchange.chosen_conversion import Conversion, chosen_conversion
+from statexchange.exchange.background import run_in_background, wait_for_end
+from statexchange.exchange.chosen_conversion import Conversion
+from statexchange.exchange.export import model_of
 from statexchange.exchange.exporting import ExportRequest
-from statexchange.exchange.pretrained import model_files
 from statexchange.exchange.save_schedule import whole_number
 from statexchange.exchange.version_publishing import (
     PublishedVersion,
@@ -176,11 +175,15 @@ class Publisher:
             began = time.perf_counter()
             if not background:
                 with comm.phase("waiting for the previous version"):
-                    self._wait()
+                    wait_for_end(self._last)
 
             def prepare() -> tuple[Description, Callable[[Description, Communicator], PublishReport]]:
                 number = self._next_number(version)
-                described, conversion, request = self._prepared(state, comm)
+                options = self._options
+                files, conversion = model_of(state, options, comm)
+                request = ExportRequest(self.path, options, self._call, files)
+                with collector_paused():
+                    described = describe(state, options.new_layout(), comm.rank, with_extra_state=False)
 
                 def finish(copies: Description, comm: Communicator) -> PublishReport:
                     timing = (began, background)
@@ -209,19 +212,6 @@ class Publisher:
             raise InvalidArgumentError(f"version must be below 10**12, not {number}")
         return number
 
-    def _prepared(self, state: State, comm: Communicator) -> tuple[Description, Conversion | None, ExportRequest]:
-        """Describe the state, and choose its conversion. Not collective."""
-        options, is_root = self._options, comm.rank == 0
-        conversion: Conversion | None = None
-        own_files: dict[str, bytes] = {}
-        # A model can only be one of transformers if that has been imported.
-        if options.converts or "transformers" in sys.modules:
-            own_files = model_files(state) if is_root else {}
-            conversion = chosen_conversion(options, state, None, is_root=is_root)
-        with collector_paused():
-            described = describe(state, options.new_layout(), comm.rank, with_extra_state=False)
-        return described, conversion, ExportRequest(self.path, options, self._call, own_files)
-
     def _publish(
         self,
         described: Description,
@@ -234,13 +224,12 @@ class Publisher:
         """Convert and publish described tensors; `timing`: when the call began, and whether it has returned."""
         began, is_background = timing
         stall_s = time.perf_counter() - began
-        own = f"version {number}, {self._versions}"
-        given = from_all(comm, own, str, "the number of the version")
+        sent = from_all(comm, f"version {number}, {self._versions}", str, "the number of the version")
         with comm.phase("comparing the number of the version"):
-            for rank, of_rank in enumerate(given):
-                if of_rank != given[0]:
+            for rank, of_rank in enumerate(sent):
+                if of_rank != sent[0]:
                     text = "this rank publishes another version, or by other options, than rank 0"
-                    raise InvalidArgumentError(text, rank=rank, expected=given[0], found=of_rank)
+                    raise InvalidArgumentError(text, rank=rank, expected=sent[0], found=of_rank)
         with comm.phase("beginning a version"):
             check_installed()
             if comm.rank == 0:
@@ -266,14 +255,6 @@ class Publisher:
         except (StateExchangeError, OSError) as error:  # the version is published all the same
             _log.warning("version %s is published, but not all old versions are removed: %s", published.number, error)
 
-    def _wait(self) -> None:
-        """Wait for a publish in the background, and raise its failure unless the caller has received it."""
-        last = self._last
-        if last is not None:
-            wait_for_end(last)
-            self._last = None  # after the wait, so that an interrupted one can be repeated
-            raise_unreported(last)
-
     def close(self) -> None:
         """Wait for a publish in the background, and raise its failure. Not collective.
 
@@ -281,7 +262,7 @@ class Publisher:
             >>> import statexchange as sx
             >>> sx.Publisher("updates").close()
         """
-        self._wait()
+        wait_for_end(self._last)
 
     def __enter__(self) -> Self:
         return self

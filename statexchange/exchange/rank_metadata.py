@@ -11,6 +11,7 @@ from typing import Protocol
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import CorruptError, InvalidArgumentError, MismatchError
 from statexchange.messages import decode, encoded
+from statexchange.sharding.options import check_equal_options
 from statexchange.sharding.rules import REDUCTIONS, Layout, Part, place_parts, renumber_names
 from statexchange.sharding.sharding_spec import ShardingSpec
 from statexchange.sharding.shards import LongTuple, Shard, TensorInfo, shape_from_json
@@ -23,17 +24,14 @@ __all__ = [
     "RankMetadata",
     "agreed_names",
     "all_tensors",
-    "check_equal_options",
     "check_metadata",
-    "equal_options",
+    "compare_options",
     "gather_distinct",
     "local_box",
     "parse_metadata",
     "rank_shards",
     "reductions_of",
 ]
-
-_MAX_SHOWN = 300  # characters of an option in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,20 +164,20 @@ def check_metadata(metadata: Sequence[RankMetadata], layout: Layout) -> None:
         raise InvalidArgumentError(f"layout pattern {min(unused)!r} matches no tensor")
 
 
-def equal_options(comm: Communicator, options: dict[str, str] | None, what: str) -> list[dict[str, str] | None]:
-    """Return all ranks' options, which a rank need not have; raise InvalidArgumentError if they differ. Collective."""
-    sent = from_all(comm, options, dict[str, str] | None, what)
+def compare_options(comm: Communicator, options: dict[str, str], what: str) -> None:
+    """Raise InvalidArgumentError if an option differs between ranks. Collective."""
+    sent = from_all(comm, options, dict[str, str], what)
     with comm.phase(f"comparing {what}"):
-        check_equal_options([rank_options or {} for rank_options in sent])
-    return sent
+        check_equal_options(sent)
 
 
 @dataclass(frozen=True, slots=True)
 class _Naming:
-    """The options of a rank's conversion and the names that its layout renumbers, if any: they decide its names."""
+    """What decides a rank's names: options, whether it has a conversion, and the names that its layout renumbers."""
 
-    options: Mapping[str, str] | None
-    sources: Mapping[str, str] | None
+    options: Mapping[str, str]
+    converts: bool
+    sources: Mapping[str, str]
 
 
 class _Conversion(Protocol):
@@ -196,43 +194,26 @@ def agreed_names(
 
     `conversion` is that of this rank, if it has one; it is not applied.
     """
-    options = None if conversion is None else conversion.texts()
-    sources: dict[str, str] | None = None
-    if any(rule.renumber for rule in layout.rules.values()):
+    renumbers = any(rule.renumber for rule in layout.rules.values())
+    options = {"whether the layout renumbers": str(renumbers)}
+    if conversion is not None:
+        options |= conversion.texts()
+    sources: dict[str, str] = {}
+    if renumbers:
         sources = {name: described.sources.get(name, name) for name in described.tensors}
-    sent = from_all(comm, _Naming(options, sources), _Naming, "the conversions")
+    sent = from_all(comm, _Naming(options, conversion is not None, sources), _Naming, "the conversions")
     with comm.phase("comparing the conversions"):
-        check_equal_options([naming.options or {} for naming in sent])
-        converts = any(naming.options is not None for naming in sent)
-        for rank, naming in enumerate(sent):
-            if (naming.sources is None) != (sources is None):
-                raise InvalidArgumentError("a layout renumbers on all ranks or on none", rank=rank)
-        if sources is None:
+        check_equal_options([naming.options for naming in sent])
+        converts = any(naming.converts for naming in sent)
+        if not renumbers:
             return described, converts
-        by_rank = {rank: naming.sources or {} for rank, naming in enumerate(sent)}
-        names = renumber_names(by_rank, layout)[comm.rank]
+        names = renumber_names({rank: naming.sources for rank, naming in enumerate(sent)}, layout)[comm.rank]
         for name, times in Counter(names.values()).items():
             if times > 1:
                 text = "the layout gives this name to two tensors of one rank"
                 raise InvalidArgumentError(text, name=name, rank=comm.rank)
         aliases = {names.get(alias, alias): names.get(name, name) for alias, name in described.aliases.items()}
         return replace(described.renamed(names), aliases=aliases), converts
-
-
-def check_equal_options(options: Sequence[Mapping[str, str]]) -> None:
-    """Raise InvalidArgumentError if an option differs between ranks; it names the option and both values."""
-    first = options[0]
-    for rank, rank_options in enumerate(options):
-        if rank_options is first:
-            # Equal metadata is one object.
-            continue
-        for option in {**first, **rank_options}:
-            # An option at its default is not sent.
-            value, rank_value = first.get(option, "the default"), rank_options.get(option, "the default")
-            if value != rank_value:
-                shown, rank_shown = value[:_MAX_SHOWN], rank_value[:_MAX_SHOWN]
-                text = f"{option} is {shown} on rank 0 and {rank_shown} on rank {rank}: give all ranks the same"
-                raise InvalidArgumentError(text, rank=rank)
 
 
 def local_box(described: Description, name: str, index: int) -> TensorLike:

@@ -2,12 +2,13 @@
 
 Tensors that share memory, as tied weights and views of one buffer, are filled in the order of the source's files, and
 the memory has the values of the last one. That is right only if the source has equal values for all of them. So tensors
-whose memory overlaps and that were filled from different stored bytes are read a second time, window by window, and
-compared with what the memory has then.
+whose memory overlaps and that were filled from different stored bytes are filled a second time, which must not change
+the memory.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import operator
 from collections import Counter
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from xxhash import xxh3_128_hexdigest
+from xxhash import xxh3_128, xxh3_128_hexdigest
 
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import (
@@ -42,25 +43,19 @@ from statexchange.storage.regions import (
     Run,
     one_run,
     read_part,
-    slices_within,
     to_global,
-    windows,
 )
 from statexchange.storage.store import ByteRange, StoredFile
 from statexchange.tensors import (
     ITEMSIZE,
     TensorLike,
     TensorMemory,
-    memory_of,
     overlapping,
     run_bytes,
     same_memory,
 )
 
 __all__ = ["Overflows", "ReadItem", "StoredTensors", "WantedBox", "assign_readers", "differing_text", "read_all"]
-
-_COMPARED_BYTES = 8 << 20  # of a window that is read a second time
-
 
 # What a source has
 
@@ -130,15 +125,12 @@ class StoredTensors:
         has_leaves = any('"leaf"' in text for text in source.configs.values())
         self.has_tree = has_leaves or (bool(source.configs) and not self.names)
         # A tied tensor is written once. A saved tree has all its names, and errors give the one that is loaded.
-        of_aliases = {}
         for alias, name in self.aliases.items():
             if alias not in self.names and name in self.names:
                 stored = self.by_name[name]
-                if stored.listed is None:
-                    of_aliases[alias] = stored.parts
-                else:
-                    self.by_name[alias] = self._listed_record(alias, stored.listed)
-        self.by_name |= self._records(of_aliases)
+                saved = copy.copy(stored.saved)
+                saved.name = alias
+                self.by_name[alias] = stored._replace(saved=saved)
 
     def _add_listed(self, files: ListedFiles) -> None:
         """Add the tensors of a save that has an index; opens no file."""
@@ -202,7 +194,7 @@ class StoredTensors:
         # Ranks may have had plain tensors of different shapes, and on their own number each would get its own back.
         if are_whole and self.source.world_size not in (None, self._comm.world_size):
             shapes = f"{first.dtype} {list(first.global_shape)} and {second.dtype} {list(second.global_shape)} here"
-            text = differing_text(shapes, name, one.label, other.label)
+            text = differing_text(shapes, [name], one.label, other.label)
             return ReplicaError(text, name=name, rank=other.rank, path=other.path)
         return CorruptError(
             "two files disagree on dtype or shape",
@@ -221,8 +213,6 @@ class StoredTensors:
             ReplicaError: copies differ, unless this rank saved one itself or `replicas` is "root".
             IncompleteError, OverlapError: the boxes are not those of a whole tensor.
         """
-        if stored.boxes is not None:
-            return stored.boxes
         name = stored.saved.name
         if stored.listed is not None:
             return self._boxes_of_listed(name, stored.listed, needed)
@@ -260,7 +250,7 @@ class StoredTensors:
                 if box not in digests:
                     digests[box] = first.tensor.digest_of(index, self._comm.progress)
                 if part.tensor.digest_of(number, self._comm.progress) != digests[box]:
-                    text = differing_text(f"different values for region {box}", name, first.label, part.label)
+                    text = differing_text(f"different values for region {box}", [name], first.label, part.label)
                     raise ReplicaError(text, name=name, rank=part.rank, path=part.path)
         try:
             prove_cover(name, parts[0].tensor.shard.global_shape, holders)
@@ -285,15 +275,16 @@ def _parts_of_listed(listed: TensorParts) -> list[_SavedPart]:
     return [_SavedPart(rank, tensor, path, rank) for rank, tensor, path in listed.parts()]
 
 
-def differing_text(what: str, exclude: str | list[str], holder: HolderLabel, other: HolderLabel) -> str:
+def differing_text(what: str, exclude: Sequence[str], holder: HolderLabel, other: HolderLabel) -> str:
     """Return the message for a difference between the saves of two ranks, or files, with the remedies.
 
-    `exclude` is "" if the whole state differs.
+    `exclude` are the paths that differ; none, or "", if these are too many, or the whole state.
     """
     holders = holders_text(holder, other)
     leave = ""
-    if exclude:
-        leave = f"pass exclude={exclude!r} to leave the state as it is there, "
+    if any(exclude):
+        patterns = exclude[0] if len(exclude) == 1 else list(exclude)
+        leave = f"pass exclude={patterns!r} to leave the state as it is there, "
     if isinstance(holder, int) and isinstance(other, int):
         return (
             f"{holders} saved {what}: load on as many ranks as have saved, so that each gets its own, {leave}or pass "
@@ -719,7 +710,15 @@ def _check_same_values(group: Sequence[_Part], comm: Communicator) -> None:
     if all(_is_same(first, other) for other in others):
         return
     for part in group:
-        if not _has_its_values(part, comm):
+        # The memory has what was read into it last. Filled with the values of this part again, it must not change.
+        before = _digest_of_memory(part, comm)
+        again = _Reading([part], comm, None)
+        try:
+            again.run([part])
+        except BaseException:
+            again.invalidate()
+            raise
+        if _digest_of_memory(part, comm) != before:
             name = part.item.name
             names = sorted({other.item.name for other in group} - {name})
             sharing = excerpt(names[0]) if names else "another part of itself"
@@ -737,31 +736,10 @@ def _is_same(part: _Part, other: _Part) -> bool:
     return is_tied and part.box == other.box and (item.stored, item.boxes) == (other_item.stored, other_item.boxes)
 
 
-def _has_its_values(part: _Part, comm: Communicator) -> bool:
-    """Whether the memory has the bits that the source has for this part."""
-    item, box, memory = part
-    tensor, shape = memory.tensor, tuple(memory.tensor.shape)
-    for window in windows(shape, ITEMSIZE[memory.dtype], _COMPARED_BYTES):
-        read: TensorLike
-        if isinstance(tensor, np.ndarray):
-            read = np.empty(window.shape, tensor.dtype)
-        else:
-            read = tensor.new_empty(window.shape)
-        again = _Part(item, to_global(window, box), memory_of(read, item.name))
-        _Reading([again], comm, None).run([again])
-        if not _are_same_bits(tensor, slices_within(window, full_box(shape)), read):
-            return False
-    return True
-
-
-def _are_same_bits(tensor: TensorLike, where: tuple[slice, ...], read: TensorLike) -> bool:
-    """Whether the elements `where` of a live tensor have the bits of `read`."""
-    if isinstance(tensor, np.ndarray):
-        assert isinstance(read, np.ndarray)  # as it was made like the tensor
-        return bool(np.ascontiguousarray(tensor[where]).tobytes() == read.tobytes())
-    assert not isinstance(read, np.ndarray)
-    import torch
-
-    # A view that conjugates or negates was filled through it, so that the memory has other bits.
-    plain = tensor.detach()[where].resolve_conj().resolve_neg()
-    return torch.equal(plain.contiguous().reshape(-1).view(torch.uint8), read.reshape(-1).view(torch.uint8))
+def _digest_of_memory(part: _Part, comm: Communicator) -> bytes:
+    """Return a digest of the bytes that the memory of a part has now."""
+    hasher = xxh3_128()
+    for _, data in Staging().parts(part.memory.tensor, part.memory.dtype):
+        hasher.update(data)
+        comm.progress()
+    return hasher.digest()

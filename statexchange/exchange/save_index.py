@@ -6,8 +6,7 @@ import functools
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator, to_root
 from statexchange.exchange.frozen_files import FrozenFile
@@ -30,7 +29,7 @@ from statexchange.storage.save_index import (
 from statexchange.storage.tensorfile import IndexedState
 from statexchange.tensors import collector_paused
 
-__all__ = ["RankIndex", "gather_index", "index_of_rank", "joined"]
+__all__ = ["gather_index", "joined", "messages_of_rank"]
 
 _log = logging.getLogger(__name__)
 _ANY_TEXT = 1 << 20  # characters, of which no text takes more memory than a reader may use
@@ -48,24 +47,15 @@ class _Shared:
 class _Own:
     """The part of a message that differs between ranks.
 
-    For each file it has the numbers of the groups of a mesh, and those of the others, each with the rank in its mesh.
+    For each file it has the numbers of the groups of a mesh, and those of the groups of plain tensors, each with the
+    rank in its mesh. Ranks with equal copies of plain tensors deal them out to each other: `groups` are this rank's, as
+    they are encoded, since most ranks of a large job have none, or equal ones.
     """
 
     values: str
-    of_mesh: Sequence[Sequence[tuple[int, int]]]
-    others: Sequence[Sequence[tuple[int, int]]]
-
-
-class RankIndex(NamedTuple):
-    """The encoded message of a rank to root: what other ranks may have alike, its other groups, and its own record.
-
-    The other groups are those of plain tensors, which ranks with equal copies deal out to each other: they would make
-    the messages of all ranks distinct.
-    """
-
-    shared: bytes
-    others: bytes
-    own: bytes
+    of_mesh: list[list[tuple[int, int]]]
+    plain: list[list[tuple[int, int]]]
+    groups: bytes
 
 
 def gather_index(
@@ -87,38 +77,30 @@ def gather_index(
     files: list[Iterable[Shard]] = [file.content.shards]
     files += [of_key.shards.values() for of_key in frozen.values()]
     with collector_paused():
-        here = index_of_rank(saved, described, files, comm.rank)
-        shared, _ = gather_distinct(comm, here.shared, root=0)
-        others, _ = gather_distinct(comm, here.others, root=0)
-        own = to_root(comm, here.own, "the places of its tensors")
+        shared_here, own_here = messages_of_rank(saved, described, files, comm.rank)
+        shared, _ = gather_distinct(comm, shared_here, root=0)
+        own = to_root(comm, own_here, "the places of its tensors")
         text = ""
         with comm.phase("indexing"):
             if comm.rank == 0:
-                text, num_files = joined(list(map(RankIndex, shared, others, own)))
+                text, num_files = joined(shared, own)
                 if len(text) > _ANY_TEXT and not is_readable(text, num_files, comm.world_size):
                     _log.warning("the save has boxes that follow no mesh, too many for its index: loads open all files")
                     text = ""
     return text
 
 
-def index_of_rank(saved: SavedState, described: Description, files: Sequence[Iterable[Shard]], rank: int) -> RankIndex:
-    """Return what a rank sends of the shards of its files."""
+def messages_of_rank(
+    saved: SavedState, described: Description, files: Sequence[Iterable[Shard]], rank: int
+) -> tuple[bytes, bytes]:
+    """Return what a rank sends of the shards of its files: what other ranks may have alike, and its own record."""
     shards_of_files, layouts = [], []
     for shards in files:
         shards_of_files.append(tuple(shards))
         layouts.append(tuple(described.tensors[shard.name].layout for shard in shards_of_files[-1]))
     state = {"aliases": dict(saved.described.aliases), **saved.owners}
-    shared, others, *places = _groups_of(LongTuple(shards_of_files), LongTuple(layouts), json.dumps(state), rank)
-    return RankIndex(shared, others, encoded(_Own(digest(saved.common.encode()), *places), _Own))
-
-
-class _Groups(NamedTuple):
-    """The groups of a rank's files: the messages of a `RankIndex`, and the numbers of the groups as in `_Own`."""
-
-    shared: bytes
-    others: bytes
-    places_of_mesh: Sequence[Sequence[tuple[int, int]]]
-    places_of_others: Sequence[Sequence[tuple[int, int]]]
+    shared, own = _groups_of(LongTuple(shards_of_files), LongTuple(layouts), json.dumps(state), rank)
+    return shared, encoded(replace(own, values=digest(saved.common.encode())), _Own)
 
 
 @functools.lru_cache(4)
@@ -127,10 +109,13 @@ def _groups_of(
     layouts: LongTuple[tuple[MeshLayout, ...]],
     state: str,
     rank: int,
-) -> _Groups:
-    """Return the groups of each file's shards, whose `layouts` are what their meshes say; `state` is JSON text."""
+) -> tuple[bytes, _Own]:
+    """Return the messages, without `values`, of each file's shards; `layouts` are what their meshes say.
+
+    `state` is JSON text.
+    """
     of_mesh: dict[tuple[SavedLayout, int, int], list[IndexedTensor]] = {}
-    others: dict[tuple[SavedLayout, int, int], list[IndexedTensor]] = {}
+    plain: dict[tuple[SavedLayout, int, int], list[IndexedTensor]] = {}
     for number, (shards, of_shards) in enumerate(zip(files, layouts, strict=True)):
         # By identity first: to compare layouts takes longer than all else here, and most tensors share a few objects.
         seen: dict[int, tuple[object, list[IndexedTensor]]] = {}
@@ -139,15 +124,26 @@ def _groups_of(
             if layout.placement is not None:
                 place, groups = _placed(layout.placement, layout.mesh_ranks, rank), of_mesh
             else:
-                place, groups = layout_of(shard.global_shape, shard.boxes), others
+                place, groups = layout_of(shard.global_shape, shard.boxes), plain
             if id(place) not in seen:
                 seen[id(place)] = place, groups.setdefault((*place, number), [])
             seen[id(place)][1].append(IndexedTensor(shard.name, shard.dtype, shard.global_shape))
-    listed_of_mesh = [Group(place, tensors) for (place, _, _), tensors in of_mesh.items()]
-    shared = encoded(_Shared(listed_of_mesh, IndexedState.from_json(json.loads(state))), _Shared)
-    listed = [Group(place, tensors) for (place, _, _), tensors in others.items()]
-    num_files = len(files)
-    return _Groups(shared, encoded(listed, list[Group]), _places(of_mesh, num_files), _places(others, num_files))
+    shared, of_mesh_places = _listed(of_mesh, len(files))
+    listed, places = _listed(plain, len(files))
+    own = _Own("", of_mesh_places, places, encoded(listed, list[Group]) if listed else b"")
+    return encoded(_Shared(shared, IndexedState.from_json(json.loads(state))), _Shared), own
+
+
+def _listed(
+    groups: Mapping[tuple[SavedLayout, int, int], Sequence[IndexedTensor]], num_files: int
+) -> tuple[list[Group], list[list[tuple[int, int]]]]:
+    """Return the groups, and for each file the numbers of its groups with the rank in their meshes."""
+    listed: list[Group] = []
+    places: list[list[tuple[int, int]]] = [[] for _ in range(num_files)]
+    for (layout, mesh_rank, file), tensors in groups.items():
+        places[file].append((len(listed), mesh_rank))
+        listed.append(Group(layout, tensors))
+    return listed, places
 
 
 @functools.lru_cache(256)
@@ -155,36 +151,28 @@ def _placed(placement: Placement, mesh_ranks: tuple[int, ...], rank: int) -> tup
     return SavedLayout(placement), mesh_ranks.index(rank) if mesh_ranks else rank
 
 
-def _places(groups: Iterable[tuple[SavedLayout, int, int]], num_files: int) -> list[list[tuple[int, int]]]:
-    """Return, for each file, the numbers of its groups with the rank in their meshes."""
-    places: list[list[tuple[int, int]]] = [[] for _ in range(num_files)]
-    for number, (_, mesh_rank, file) in enumerate(groups):
-        places[file].append((number, mesh_rank))
-    return places
-
-
-def joined(sent: Sequence[RankIndex]) -> tuple[str, int]:
+def joined(sent_shared: Sequence[bytes], sent_own: Sequence[bytes]) -> tuple[str, int]:
     """Return the text of the index of what all ranks have sent, and the number of its files."""
     shared: dict[bytes, _Shared] = {}
-    others: dict[bytes, list[Group]] = {}
+    plain: dict[bytes, list[Group]] = {b"": []}
     states: dict[bytes, int] = {}
     state_of: dict[bytes, int] = {}
     ranks: list[int] = []
     values: list[str] = []
     files: list[list[tuple[Group, int]]] = []
     frozen: list[list[tuple[Group, int]]] = []
-    for rank, message in enumerate(sent):
-        if message.shared not in shared:
-            held = shared[message.shared] = decode(message.shared, _Shared, "what its files hold", rank)
-            state_of[message.shared] = states.setdefault(encoded(held.state, IndexedState), len(states))
-        if message.others not in others:
-            others[message.others] = decode(message.others, list[Group], "what its files hold", rank)
-        own = decode(message.own, _Own, "the places of its tensors", rank)
+    for rank, (data, own_data) in enumerate(zip(sent_shared, sent_own, strict=True)):
+        if data not in shared:
+            shared[data] = decode(data, _Shared, "what its files hold", rank)
+            state_of[data] = states.setdefault(encoded(shared[data].state, IndexedState), len(states))
+        own = decode(own_data, _Own, "the places of its tensors", rank)
         values.append(own.values)
-        ranks.append(state_of[message.shared])
-        for number, (of_mesh, of_others) in enumerate(zip(own.of_mesh, own.others, strict=True)):
-            groups = [(shared[message.shared].groups[group], mesh_rank) for group, mesh_rank in of_mesh]
-            groups += [(others[message.others][group], mesh_rank) for group, mesh_rank in of_others]
+        ranks.append(state_of[data])
+        if own.groups not in plain:
+            plain[own.groups] = decode(own.groups, list[Group], "what its files hold", rank)
+        for number, (of_mesh, of_plain) in enumerate(zip(own.of_mesh, own.plain, strict=True)):
+            groups = [(shared[data].groups[group], mesh_rank) for group, mesh_rank in of_mesh]
+            groups += [(plain[own.groups][group], mesh_rank) for group, mesh_rank in of_plain]
             (frozen if number else files).append(groups)
     listed = [decode(data, IndexedState, "its state", 0) for data in states]
     return index_text([*files, *frozen], listed, ranks, values), len(files) + len(frozen)

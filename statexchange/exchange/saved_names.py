@@ -19,17 +19,15 @@ from typing import Any
 from statexchange.comm.communicator import Communicator
 from statexchange.conversions.patches import Dim, Patch
 from statexchange.conversions.plan import ConversionPlan, Fill
-from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
-from statexchange.exchange.pretrained import is_adapter_model, pretrained_model, with_own_classes
+from statexchange.errors import InvalidArgumentError, NotFoundError, UnsupportedError, excerpt
+from statexchange.exchange.pretrained import pretrained_model, with_own_classes
 from statexchange.exchange.rank_metadata import gather_distinct
 from statexchange.messages import decode, encoded
 from statexchange.sharding.options import ExportOptions, LoadOptions
 from statexchange.sharding.shards import Box, TensorInfo, c_strides, full_box
 from statexchange.state.describe import Description
-from statexchange.state.tree import walk
-from statexchange.state.units import is_module
 
-__all__ = ["SavedNames", "advice_on_missing", "note_on_container", "saved_names"]
+__all__ = ["SavedNames", "saved_names"]
 
 _log = logging.getLogger(__name__)
 _SHOWN = 3
@@ -79,16 +77,14 @@ class SavedNames:
 
     def plan_to_load(
         self, shapes: Mapping[str, tuple[int, ...]], stored: Mapping[str, TensorInfo], options: LoadOptions
-    ) -> tuple[ConversionPlan | None, dict[str, str]]:
+    ) -> ConversionPlan | None:
         """Return how stored tensors fill those of the model, given by shape; None if no stored name has to change.
 
         A tensor that is stored under its name in memory stays as it is, and so does a name that the model does not
         know. The parts of a tensor that the options leave out fill nothing.
 
-        Returns:
-            The plan; and for tensors of which only some parts are stored, the name of one that is not.
-
         Raises:
+            NotFoundError: only some parts of a tensor are stored, or one in another shape.
             UnsupportedError: parts of one tensor are stored in several dtypes.
             InvalidArgumentError: a pattern matches names of parts, and none in memory; or the source has further parts
                 of a tensor, which has another shape there.
@@ -100,7 +96,6 @@ class SavedNames:
             by_name.setdefault(name, {})[saved] = patch
         self._check_no_more(shapes, by_name, {name for name in stored if name not in shapes}, options)
         parts: dict[str, tuple[str, ...]] = {}  # the tensor in memory, by the stored names of its parts
-        lacking: dict[str, str] = {}
         for name, patches in by_name.items():
             kept = [saved for saved in patches if saved in stored]
             if name in stored or not kept:
@@ -111,11 +106,13 @@ class SavedNames:
                     del outputs[saved]
                     fills[saved] = []
                 continue
-            # Parts of a model of other sizes are no parts of this one: its tensor is missing then.
-            absent = [saved for saved, patch in patches.items() if not _has_part(stored, saved, patch)]
-            if absent:
-                lacking[name] = absent[0]
-                continue
+            for saved, patch in patches.items():
+                # Parts of a model of other sizes are no parts of this one.
+                if saved not in stored or stored[saved].shape != patch.box.shape:
+                    text = (
+                        f"of its parts the source lacks {saved} of shape {patch.box.shape}: exclude leaves it as it is"
+                    )
+                    raise NotFoundError(text, name=name)
             dtypes = {stored[saved].dtype: saved for saved in patches}
             if len(dtypes) > 1:
                 listed = ", ".join(f"{saved} is {dtype}" for dtype, saved in sorted(dtypes.items()))
@@ -127,7 +124,7 @@ class SavedNames:
                 fills[saved] = [Fill(name, _inverse(patch))]
         _check_patterns(options, {**parts, **{name: (name,) for name in shapes}}, "in the source")
         is_changed = outputs.keys() != stored.keys()
-        return ConversionPlan(outputs, fills) if is_changed else None, lacking
+        return ConversionPlan(outputs, fills) if is_changed else None
 
     def _parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, Patch]] | None:
         """Return, for each name in a file, the tensor in memory and its part that has this name.
@@ -195,34 +192,6 @@ def saved_names(state: Any) -> SavedNames | None:
     # Without a conversion, transformers returns the same mapping.
     unchanged: dict[str, Any] = {}
     return None if revert(model, unchanged) is unchanged else SavedNames(model)
-
-
-def note_on_container(state: Any) -> str:
-    """Return a note on a model whose conversion is not used, as it is in a container; else "". Not collective."""
-    # Nothing can be a model of a library that was never imported: the walk would ask each module of a large one.
-    if "transformers.core_model_loading" not in sys.modules:
-        return ""
-    if pretrained_model(state) is not None or is_adapter_model(state):
-        return ""
-    for step in walk(state):
-        for module in step.value.modules() if is_module(step.value) else ():
-            names = saved_names(module)
-            if names is not None:
-                text = "has its names in memory: give the model itself for those of save_pretrained"
-                return f"{type(names.model).__name__} in {type_text(state)} {text}"
-    return ""
-
-
-def advice_on_missing(state: Any) -> str:
-    """Return advice if a source may have other names than a model of transformers; else "". Not collective."""
-    names = saved_names(state)
-    if names is None:
-        return note_on_container(state)
-    kind = type(names.model).__name__
-    return (
-        f"{kind}.save_pretrained may write tensors that a load cannot take apart: read its directory by "
-        f"{kind}.from_pretrained, write that model by export_checkpoint, and load the export"
-    )
 
 
 def _names_of_all(sent: Sequence[bytes]) -> dict[str, tuple[str, ...]]:
@@ -323,11 +292,6 @@ def _whole(shape: tuple[int, ...]) -> Patch:
     """Return the patch of a tensor that stays as it is; an empty one has a patch, too, or it would get lost."""
     box = full_box(shape)
     return Patch(0, box, box.offsets, tuple(Dim(dim, range(size)) for dim, size in enumerate(shape)))
-
-
-def _has_part(stored: Mapping[str, TensorInfo], name: str, patch: Patch) -> bool:
-    """Whether a part of a tensor is stored under a name, in the shape that it has."""
-    return name in stored and stored[name].shape == patch.box.shape
 
 
 def _inverse(patch: Patch) -> Patch:

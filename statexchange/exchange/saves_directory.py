@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Literal, SupportsFloat
 
 from statexchange.errors import (
@@ -38,33 +37,6 @@ __all__ = ["SavesDirectory"]
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Chosen:
-    """The saves that the next save may supersede, noted before a load.
-
-    Attributes:
-        later: the ids of the saves of later steps, by step, without those that are superseded already.
-        superseded: the ids that this save supersedes, and those of later steps that any save supersedes.
-    """
-
-    later: Mapping[int, str] = field(default_factory=dict)
-    superseded: Collection[str] = ()
-
-    @classmethod
-    def of(cls, step: int, saves: Mapping[int, SaveManifest | StateExchangeError]) -> _Chosen:
-        """Return it for the save of `step` among all saves."""
-        manifests = {other: one for other, one in saves.items() if isinstance(one, SaveManifest)}
-        all_superseded = superseded_saves(saves)
-        later = {}
-        superseded = set(manifests[step].superseded if step in manifests else ())
-        for other, manifest in manifests.items():
-            if other > step and manifest.save in all_superseded:
-                superseded.add(manifest.save)  # the save that records it may be removed before it
-            elif other > step:
-                later[other] = manifest.save
-        return cls(later, superseded)
-
-
 class SavesDirectory:
     """The saves of a job below a path. Not collective; what it remembers is of use on rank 0 alone.
 
@@ -88,7 +60,8 @@ class SavesDirectory:
         self._warned_of: int | None = None  # the newest step that a warning has named
         self._checked: set[tuple[str | int, ...]] = set()  # versions of files that `check_saves` need not read
         self._begun: dict[int, str] = {}  # by step, the job of a save that has not ended, or has failed
-        self._chosen = _Chosen()  # of the save that is being loaded
+        # The step that is being loaded, and the saves that were there when it was chosen.
+        self._at_load: tuple[int, Mapping[int, SaveManifest | StateExchangeError]] = -1, {}
         self._later: dict[int, str] = {}  # by step, the ids of the saves after that of the last load, as they were then
         self._superseded: set[str] = set()  # ids of saves that this job, or the save that it loaded, left behind
 
@@ -140,14 +113,11 @@ class SavesDirectory:
                     self._foreign.add(other)
                     self._warn_of_other_job(other, manifest)
             if step in saves and not overwrite:
-                advice = f"load the newest save before training, delete({step}), or replace it by overwrite=True"
-                present = saves[step]
-                if isinstance(present, SaveManifest) and present.save in {*self._later.values(), *self._superseded}:
-                    advice = (
-                        "if the job has gone back to an earlier step, replace it by overwrite=True; if not, load the "
-                        "newest save before training"
-                    )
-                raise TargetExistsError(f"step {step} is saved already: {advice}", path=self.path_of(step))
+                text = (
+                    f"step {step} is saved already: load the newest save before training, or, if the job has gone back "
+                    "to an earlier step, replace it by overwrite=True"
+                )
+                raise TargetExistsError(text, path=self.path_of(step))
         self._begun[step] = job
 
     def newest(self) -> str:
@@ -243,13 +213,23 @@ class SavesDirectory:
             self._known = set(saves)
         step = self._step_of(saves, wanted, missing_ok=missing_ok)
         if step is not None:
-            self._chosen = _Chosen.of(step, saves)
+            self._at_load = step, saves
         return step
 
     def note_loaded(self) -> None:
-        """Note that the save that was chosen last has been loaded."""
-        self._later = dict(self._chosen.later)
-        self._superseded.update(self._chosen.superseded)
+        """Note that the save that was chosen last has been loaded, and which later ones the next save may supersede."""
+        loaded, saves = self._at_load
+        all_superseded = superseded_saves(saves)
+        self._later = {}
+        for step, manifest in saves.items():
+            if isinstance(manifest, StateExchangeError):
+                continue
+            if step == loaded:
+                self._superseded.update(manifest.superseded)
+            elif step > loaded and manifest.save in all_superseded:
+                self._superseded.add(manifest.save)  # the save that records it may be removed before it
+            elif step > loaded:
+                self._later[step] = manifest.save
 
     def _step_of(
         self, saves: Mapping[int, SaveManifest | StateExchangeError], wanted: int | None, *, missing_ok: bool

@@ -29,9 +29,8 @@ from statexchange.exchange.box_writers import Shares
 from statexchange.exchange.declared_copies import may_have_copies
 from statexchange.exchange.frozen_files import FrozenFile, FrozenFiles, Target
 from statexchange.exchange.staging import Staging, shard_data
-from statexchange.sharding.options import CallOptions, LoadOptions
+from statexchange.sharding.options import CallOptions, LoadOptions, check_equal_options
 from statexchange.state.state_dict import SavedState
-from statexchange.storage.location import is_remote
 from statexchange.storage.publish import join_build, open_build
 from statexchange.storage.publish.build import Build, WrittenFile
 from statexchange.storage.tensorfile import (
@@ -118,31 +117,25 @@ class _Start:
     """The record that each rank sends at the start of a save.
 
     Attributes:
-        name: the last part of the target's path.
-        folder: the directory of the target on this rank; "" for a URL.
         save: a random id; root's identifies the save.
         key: on root the key of the build, else "".
         newest: on root the name of the newest save in the same directory; "" without one.
         num_frozen: the most files of frozen parameters that the rank may write.
         has_layout: whether the rank was given a layout.
         has_copies: whether a layout or a mesh may say that other ranks have copies of its boxes.
-        options: whether the rank makes a copy in memory, and links files of frozen parameters, as text.
-        selection: `include` and `exclude` as text.
+        options: what must be equal on all ranks, as text by name.
         is_empty: whether that selects nothing of its state.
         unmatched: the patterns of `include` that match nothing of its state.
         unused: the patterns of `exclude` that match nothing of its state.
     """
 
-    name: str
-    folder: str
     save: str
     key: str
     newest: str
     num_frozen: int
     has_layout: bool
     has_copies: bool
-    options: str
-    selection: str
+    options: Mapping[str, str]
     is_empty: bool
     unmatched: Sequence[str]
     unused: Sequence[str]
@@ -150,16 +143,14 @@ class _Start:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """The file that a rank has written: its size and version, and the directory or URL in which the rank sees it.
+    """What a rank has written: the size of its file, its files of frozen parameters, and the versions of all by name.
 
-    `frozen` are its files of frozen parameters, which an earlier save may have written, and `versions` theirs.
+    An earlier save may have written files of frozen parameters.
     """
 
     nbytes: int
-    version: str
-    folder: str
     frozen: Sequence[SavedFile]
-    versions: Sequence[str]
+    versions: Mapping[str, str]
 
 
 class Published(NamedTuple):
@@ -188,47 +179,37 @@ def open_target(request: SaveRequest, comm: Communicator, building: contextlib.E
 
 def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None, comm: Communicator) -> list[_Start]:
     """Return what each rank sends at the start; raise InvalidArgumentError if they do not fit. Collective."""
-    folder, name = os.path.split(request.path)
     tensors = saved.described.tensors.values()
+    options = {
+        "the name of the save": os.path.basename(request.path),
+        "include": str(list(request.selection.include)),
+        "exclude": str(list(request.selection.exclude)),
+        # A copy in memory and links are collective, too: with them on some ranks alone the others would not come.
+        "memory": str(request.keep_in_memory is not None),
+        "link": str(request.frozen is not None),
+    }
     start = _Start(
-        name,
-        "" if is_remote(folder) else folder,
         save=secrets.token_hex(8),
         key="" if build is None else build.share(),
         newest="" if build is None or request.frozen is None else os.path.basename(request.newest()),
         num_frozen=len(set(saved.frozen.values())) if request.frozen is not None else 0,
         has_layout=request.layout is not None,
         has_copies=comm.world_size > 1 and any(may_have_copies(local, comm.world_size) for local in tensors),
-        options=f"memory={request.keep_in_memory is not None} and link={request.frozen is not None}",
-        selection=f"include={list(request.selection.include)} and exclude={list(request.selection.exclude)}",
+        options=options,
         is_empty="" in saved.selection.left_out,
         unmatched=saved.selection.unmatched,
         unused=saved.selection.unused,
     )
     starts = from_all(comm, start, _Start, "the start of the save")
-    first = starts[0]
-    are_empty = True
-    for rank, start in enumerate(starts):
-        are_empty = are_empty and start.is_empty
-        if start.name != first.name:
-            text = f"rank 0 saves to {first.name} and rank {rank} to {start.name}: pass the same path on all ranks"
-            raise InvalidArgumentError(text, rank=rank, path=request.path)
-        if start.selection != first.selection:
-            text = f"rank 0 saves with {first.selection}, and rank {rank} with {start.selection}: pass the same on all"
-            raise InvalidArgumentError(text, rank=rank, path=request.path)
-        # A copy in memory and links are collective, too: with them on some ranks alone the others would not come.
-        if start.options != first.options:
-            text = (
-                f"rank 0 has {first.options} and rank {rank} {start.options}: pass the same to Checkpoints on all ranks"
-            )
-            raise InvalidArgumentError(text, rank=rank, path=request.path)
+    check_equal_options([start.options for start in starts], request.path)
     # A pattern may be for the tensors of one pipeline stage: it must match on some rank.
     unmatched = _of_all_ranks([start.unmatched for start in starts])
     if unmatched:
         text = f"include pattern {min(unmatched)!r} matches nothing in the state"
         raise InvalidArgumentError(text, path=request.path)
-    if are_empty:
-        raise InvalidArgumentError(f"{first.selection} select nothing of the state", path=request.path)
+    if all(start.is_empty for start in starts):
+        text = f"include={options['include']} and exclude={options['exclude']} select nothing of the state"
+        raise InvalidArgumentError(text, path=request.path)
     return starts
 
 
@@ -273,7 +254,7 @@ def write_rank_file(
             member = join_build(request.path, start.key, MANIFEST)
             file = member.write_tensors(name, shards, metadata, comm.progress)
         except NotFoundError as error:
-            raise _unseen(error, comm.rank, 0, request.path, comm, start.folder) from error
+            raise _unseen(comm.rank, 0, request.path, comm) from error
         # What another rank relies on must be what was compared.
         if shares.digests:
             file.content.check_unchanged(shares.digests)
@@ -296,11 +277,12 @@ def publish(
     comm: Communicator,
 ) -> Published:
     """Give the directory its name once root sees the files of all ranks; return their sizes. Collective."""
-    listed_here, versions = [], []
+    listed_here = []
+    versions = {rank_file_names(comm.world_size)[comm.rank]: file.version}
     for of_key in frozen.values():
         listed_here.append(of_key.listed)
-        versions.append(of_key.version)
-    part_here = _Written(file.content.nbytes, file.version, file.folder, listed_here, versions)
+        versions[of_key.listed.name] = of_key.version
+    part_here = _Written(file.content.nbytes, listed_here, versions)
     # Outside of the phase: a rank that has failed before takes part in the end of a phase, and in no collective in it.
     written = from_all(comm, part_here, _Written, "the written file")
     files: list[SavedFile] = []
@@ -329,32 +311,19 @@ def _check_seen(build: Build, written: Sequence[_Written], comm: Communicator) -
     """Raise NotFoundError unless root's host sees what each rank has written. Root only."""
     versions: dict[str, str] = {}
     ranks: dict[str, int] = {}
-    for rank, name in enumerate(rank_file_names(comm.world_size)):
-        versions[name], ranks[name] = written[rank].version, rank
-        for listed, version in zip(written[rank].frozen, written[rank].versions, strict=True):
-            versions[listed.name], ranks[listed.name] = version, rank
+    for rank, part in enumerate(written):
+        versions |= part.versions
+        ranks |= dict.fromkeys(part.versions, rank)
     try:
         build.add_all(versions)
     except NotFoundError as error:
-        rank = ranks[os.path.basename(str(error.path))]
-        raise _unseen(error, 0, rank, build.path, comm, os.path.dirname(written[rank].folder)) from error
+        raise _unseen(0, ranks[os.path.basename(str(error.path))], build.path, comm) from error
 
 
-def _unseen(error: NotFoundError, rank: int, writer: int, path: str, comm: Communicator, folder: str) -> NotFoundError:
-    """Return the error that says that `rank` does not see what `writer` has written to the directory `folder`.
-
-    One of the two is rank 0; the error's `rank` is the other one.
-    """
-    seen_by, made_by = comm.hosts[rank], comm.hosts[writer]
-    if is_remote(path):
-        text = (
-            f"{seen_by} does not see at this URL what rank {writer} on {made_by} has put there: give all ranks the "
-            "same URL, endpoint and access"
-        )
-        return NotFoundError(text, rank=rank or writer, path=without_secrets(path))
-    parent = os.path.dirname(path)
+def _unseen(rank: int, writer: int, path: str, comm: Communicator) -> NotFoundError:
+    """Return the error for what `writer` has written and `rank` does not see; one of the two is rank 0."""
     text = (
-        f"rank {rank} on {seen_by} does not see in {parent} what rank {writer} on {made_by} has written in {folder}: "
-        "pass the same shared directory on all ranks"
+        f"rank {rank} on {comm.hosts[rank]} does not see what rank {writer} on {comm.hosts[writer]} has written: pass "
+        "the same shared directory, or URL, on all ranks"
     )
-    return NotFoundError(text, rank=rank or writer, path=parent if rank else error.path)
+    return NotFoundError(text, rank=rank or writer, path=without_secrets(path))

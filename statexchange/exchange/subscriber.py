@@ -7,6 +7,8 @@ version alone, so that what is absent is never taken for unchanged, for full, or
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import time
 from collections.abc import Mapping
@@ -18,21 +20,20 @@ from statexchange.errors import InvalidArgumentError, StallError, excerpt
 from statexchange.exchange.load import load_checkpoint
 from statexchange.exchange.load_report import LoadReport
 from statexchange.exchange.save_schedule import whole_number
-from statexchange.exchange.version_cache import CachedVersion, VersionCache
+from statexchange.exchange.version_cache import VersionCache
 from statexchange.exchange.version_reading import (
     NOT_YET,
-    LeasedVersion,
     Search,
     Version,
     find_version,
-    leased,
+    open_leased,
     open_version,
 )
 from statexchange.formats.registry import open_checkpoint
 from statexchange.sharding.options import Convert, Rename
 from statexchange.state.describe import State
 from statexchange.storage.location import is_remote, target_path
-from statexchange.storage.versions import version_age, version_name, versions_path
+from statexchange.storage.versions import version_age, version_name, version_path, versions_path
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -168,18 +169,19 @@ class Subscriber:
 
     def _nothing_new(self, newer_than: Version | None, number: int | None, timeout_s: float, reason: str) -> StallError:
         """Return the error for a wait that has ended without a version; `reason`: why the newest does not count."""
-        what = f"version {number}" if number is not None else "a version"
+        what = "no version"
+        if number is not None:
+            what += f" {number}"
         if newer_than is not None:
             what += f" newer than {newer_than.number}"
-        text = f"no version was published within {timeout_s:g} s" if newer_than is None and number is None else ""
-        text = text or f"{what} was not published within {timeout_s:g} s"
+        text = f"{what} was published within {timeout_s:g} s"
         if reason:
             return StallError(f"{text}: {reason}", path=self._path)
         last = find_version(self._path, None, None).version
         if last is None:
             exists = is_remote(self._path) or os.path.isdir(self._path)
-            what = "there is none" if exists else "the directory does not exist"
-            return StallError(f"{text}: {what} yet", path=self._path)
+            reason = "there is none" if exists else "the directory does not exist"
+            return StallError(f"{text}: {reason} yet", path=self._path)
         age_s = version_age(self._path, last.run, last.number)
         if age_s is None:  # removed just now
             return StallError(text, path=self._path)
@@ -214,27 +216,29 @@ class Subscriber:
         """
         with public_call("Subscriber.stage"):
             comm = as_communicator(self._comm)
-            cached: CachedVersion | LeasedVersion | None = None
-            try:
+            staged: tuple[str, bool] | None = None
+            with contextlib.ExitStack() as holding:
                 with comm.phase("staging a version"):
                     if not isinstance(version, Version):
                         raise InvalidArgumentError(f"stage takes a Version that wait returned, not {excerpt(version)}")
                     if comm.local_rank == 0:
-                        cached = self._staged(comm, version)
+                        staged = self._staged(comm, version, holding)
                 with comm.phase("opening the staged version"):
-                    cached = cached or self._staged(comm, version)
-            except BaseException:
-                if cached is not None:
-                    cached.close()
-                raise
-        return StagedVersion(version, cached, comm)
+                    path, is_checkpoint = staged or self._staged(comm, version, holding)
+                return StagedVersion(version, path, holding.pop_all(), comm, is_checkpoint=is_checkpoint)
 
-    def _staged(self, comm: Communicator, version: Version) -> CachedVersion | LeasedVersion:
-        """Return a version from the cache of this host, which makes it unless it is there. Not collective."""
+    def _staged(self, comm: Communicator, version: Version, holding: contextlib.ExitStack) -> tuple[str, bool]:
+        """Return the path of a version, and whether it is a Hugging Face directory there. Not collective.
+
+        The cache of this host makes it, unless it is there; without a cache it is read where it lies.
+        """
         if self._cache is None:
-            return LeasedVersion(self._path, version)
-        with leased(self._path, version) as open_leased:
-            return self._cache.stage(version_name(version.number), version.key, open_leased, comm.progress)
+            with open_leased(self._path, version, holding, {}) as source:
+                return version_path(self._path, version.run, version.number), source.kind == "huggingface"
+        with contextlib.ExitStack() as leases:
+            open_with_lease = functools.partial(open_leased, self._path, version, leases)
+            name = version_name(version.number)
+            return self._cache.stage(name, version.key, open_with_lease, comm.progress, holding), True
 
     def close(self) -> None:
         """Remove the staged versions of the default cache that no reader uses. Not collective.
@@ -260,10 +264,14 @@ class StagedVersion:
         version: the version.
     """
 
-    def __init__(self, version: Version, cached: CachedVersion | LeasedVersion, comm: Communicator) -> None:
+    def __init__(
+        self, version: Version, path: str, holding: contextlib.ExitStack, comm: Communicator, *, is_checkpoint: bool
+    ) -> None:
         self.version = version
-        self._cached = cached
+        self._path = path
+        self._holding = holding
         self._comm = comm
+        self._is_checkpoint = is_checkpoint
         self._is_closed = False
 
     def load_into(
@@ -332,7 +340,7 @@ class StagedVersion:
             ['model.safetensors', 'statexchange.json']
         """
         path = self._open_path()
-        if not self._cached.is_checkpoint:
+        if not self._is_checkpoint:
             text = "a delta that is not staged is no Hugging Face directory: give the Subscriber a cache"
             raise InvalidArgumentError(text, path=path)
         return path
@@ -341,7 +349,7 @@ class StagedVersion:
         """Return the path of what is loaded; raise InvalidArgumentError after the end of the block."""
         if self._is_closed:
             raise InvalidArgumentError("this staged version has ended: use it inside its with block")
-        return self._cached.path
+        return self._path
 
     def close(self) -> None:
         """Let the version be removed from this host; the end of a with block does the same. Not collective.
@@ -355,7 +363,7 @@ class StagedVersion:
             >>> subscriber.stage(subscriber.wait()).close()
         """
         self._is_closed = True
-        self._cached.close()
+        self._holding.close()
 
     def __enter__(self) -> Self:
         return self

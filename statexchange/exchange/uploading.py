@@ -49,54 +49,52 @@ class _Target:
     sizes: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True)
 class Upload:
     """The upload of the files of one export.
 
     Attributes:
+        target: where they go.
+        names: the names of all files.
         plan: the plan with the files that the ranks of this host write.
         nodes: for each file the number of the host that writes it.
+        scratch_files: those of this host, by their numbers in the plan.
     """
 
-    def __init__(
-        self, target: _Target, plan: WritePlan, nodes: Sequence[int], scratch_files: Mapping[int, _Scratch]
-    ) -> None:
-        self.nodes = nodes
-        self._target = target
-        self._names = [os.path.basename(file.path) for file in plan.files]
-        self._scratch_files = scratch_files
-        written = list(plan.files)
-        for number, scratch in scratch_files.items():
-            written[number] = scratch.file
-        self.plan = replace(plan, files=tuple(written))
+    target: _Target
+    names: Sequence[str]
+    plan: WritePlan
+    nodes: Sequence[int]
+    scratch_files: Mapping[int, _Scratch]
 
     def run(self, comm: Communicator, call: CallOptions) -> dict[str, str]:
         """Upload each file by one rank of the host that has written it; return on root their versions. Collective."""
         versions: dict[str, str] = {}
         with comm.phase("uploading", timeout_s=call.stall_timeout_s):
             turn = comm.nodes[: comm.rank].count(comm.node_rank)
-            for number in list(self._scratch_files)[turn :: comm.nodes.count(comm.node_rank)]:
-                versions[self._names[number]] = self._put(number, comm.progress)
+            for number in list(self.scratch_files)[turn :: comm.nodes.count(comm.node_rank)]:
+                versions[self.names[number]] = self._put(number, comm.progress)
         by_rank = to_root(comm, encoded(versions, dict[str, str]), "the uploaded files")
         versions_by_name: dict[str, str] = {}
         with comm.phase("collecting what was uploaded"):
             for rank, data in enumerate(by_rank):
                 versions_by_name |= decode(data, dict[str, str], "the uploaded files", rank)
-            if comm.rank == 0 and versions_by_name.keys() != set(self._names):
-                name = min(set(self._names) - versions_by_name.keys())
-                raise IncompleteError("no rank has uploaded this file", path=f"{self._target.url}/{name}")
+            if comm.rank == 0 and versions_by_name.keys() != set(self.names):
+                name = min(set(self.names) - versions_by_name.keys())
+                raise IncompleteError("no rank has uploaded this file", path=f"{self.target.url}/{name}")
         return versions_by_name
 
     def _put(self, number: int, progress: Callable[[], object]) -> str:
         """Upload a file; return its version."""
         from statexchange.storage.publish.object_build import ObjectMember  # imports fsspec
 
-        scratch, target = self._scratch_files[number], self._target
+        scratch, target = self.scratch_files[number], self.target
         file = scratch.file
         fd = files.open_for_writing(file.path, file.link, file.identity)
         with files.closing(fd, file.path):
             parts = _parts(fd, scratch.nbytes, file.path, progress)
             member = ObjectMember(target.url, target.key, MANIFEST)
-            return member.upload(self._names[number], parts, scratch.nbytes)
+            return member.upload(self.names[number], parts, scratch.nbytes)
 
 
 def open_upload(
@@ -123,18 +121,18 @@ def open_upload(
     target = from_root(comm, target, _Target, "the target")
     nodes = assign_hosts(plan, comm.nodes, [True] * comm.world_size)
     maker = comm.nodes.index(comm.node_rank)  # the first rank of this host
+    names = [os.path.basename(file.path) for file in plan.files]
     scratch_files: dict[int, _Scratch] = {}
     with comm.phase("making temporary files"):
         if comm.rank == maker:
             for number, node in enumerate(nodes):
                 if node == comm.node_rank:
-                    name = os.path.basename(plan.files[number].path)
-                    scratch_files[number] = _make(name, target.headers[number], target.sizes[number], building)
+                    scratch_files[number] = _make(names[number], target.headers[number], target.sizes[number], building)
     scratch_files = from_all(comm, scratch_files, dict[int, _Scratch], "its temporary files")[maker]
-    with comm.phase("looking for temporary files"):
-        for scratch in scratch_files.values():
-            _check_seen(scratch.file, comm.rank, maker)
-    return Upload(target, plan, nodes, scratch_files)
+    written = list(plan.files)
+    for number, scratch in scratch_files.items():
+        written[number] = scratch.file
+    return Upload(target, names, replace(plan, files=tuple(written)), nodes, scratch_files)
 
 
 def _make(name: str, header: bytes, nbytes: int, building: contextlib.ExitStack) -> _Scratch:
@@ -156,17 +154,6 @@ def _make(name: str, header: bytes, nbytes: int, building: contextlib.ExitStack)
     files.pwrite_all(fd, header, 0, path)
     stat = os.fstat(fd)
     return _Scratch(WriteFile(path, False, f"/proc/{os.getpid()}/fd/{fd}", (stat.st_dev, stat.st_ino)), nbytes)
-
-
-def _check_seen(file: WriteFile, rank: int, maker: int) -> None:
-    """Raise UnsupportedError unless this rank sees a file that another rank of its host has made."""
-    try:
-        stat = os.stat(file.link)
-    except OSError:
-        stat = None
-    if stat is None or (stat.st_dev, stat.st_ino) != file.identity:
-        text = f"this rank cannot open the files of rank {maker} on its host: run both as one user in one container"
-        raise UnsupportedError(text, rank=rank, path=file.link)
 
 
 def _parts(fd: int, nbytes: int, path: str, progress: Callable[[], object]) -> Iterator[memoryview]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from statexchange.formats.source import Source
 
-__all__ = ["CachedVersion", "VersionCache"]
+__all__ = ["VersionCache"]
 
 _NAME = re.compile(r"weight_v[0-9]{6,12}-([0-9a-f]{32})")
 _LOCK, _USED = ".lock", ".used"
@@ -39,21 +39,11 @@ _POLL_S = 0.1
 _CLOSE_S = 5.0  # for which a reader that closes waits for others, which may have passed over its version
 
 
-class CachedVersion:
-    """A staged version that is in use, until `close`."""
-
-    is_checkpoint = True  # its path is a Hugging Face directory
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._fd = os.open(f"{path}{_USED}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        fcntl.flock(self._fd, fcntl.LOCK_SH)
-
-    def close(self) -> None:
-        """Let the version be removed."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+def _in_use(path: str) -> int:
+    """Return a descriptor whose lock keeps a staged version from being removed until it is closed."""
+    fd = os.open(f"{path}{_USED}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    return fd
 
 
 class VersionCache:
@@ -83,14 +73,16 @@ class VersionCache:
         key: str,
         open_version: Callable[[Mapping[str, str]], Source],
         progress: Callable[[], object],
-    ) -> CachedVersion:
-        """Return a version, which is made unless it is there. Not collective.
+        holding: contextlib.ExitStack,
+    ) -> str:
+        """Return the path of a version, which is made unless it is there. Not collective.
 
         Args:
             name: the name of the version's directory.
             key: the digest of its manifest.
             open_version: opens it, given the versions that are staged.
             progress: called again and again.
+            holding: at its end the version may be removed.
 
         Raises:
             StateExchangeError: as `merge_checkpoint`.
@@ -100,22 +92,18 @@ class VersionCache:
             files.make_path(self.path, 0o700)
             with files.private_directory(self.path):
                 pass
-            cached = CachedVersion(path)
+            holding.callback(os.close, _in_use(path))
             if os.path.isdir(path):  # and it stays, as it is in use now
-                return cached
-            cached.close()
+                return path
             with self._locked(progress):
-                cached = CachedVersion(path)
-                try:
-                    if not os.path.isdir(path):
-                        # What killed readers of this host have left takes the room of a model.
-                        publish.clear_all(self.path, VERSION_PREFIX, MANIFEST)
-                        self._make(path, open_version, progress)
-                    self._remove_unused(without=path)
-                except BaseException:
-                    cached.close()
-                    raise
-        return cached
+                # Once more: the reader that has removed the version may have removed the locked file, too.
+                holding.callback(os.close, _in_use(path))
+                if not os.path.isdir(path):
+                    # What killed readers of this host have left takes the room of a model.
+                    publish.clear_all(self.path, VERSION_PREFIX, MANIFEST)
+                    self._make(path, open_version, progress)
+                self._remove_unused(without=path)
+        return path
 
     @contextlib.contextmanager
     def _storage_errors(self) -> Iterator[None]:

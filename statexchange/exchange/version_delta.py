@@ -10,21 +10,20 @@ that rank joins the boxes and compresses the whole.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from statexchange.comm.communicator import Communicator, from_all, to_root
+from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import MismatchError
 from statexchange.exchange.published import PublishedBox, checksum_of, planned_pieces
 from statexchange.exchange.rank_metadata import local_box
 from statexchange.exchange.receipts import Receipts
 from statexchange.exchange.staging import Staging
 from statexchange.formats.version_frames import are_runs, compressor, decompressed
-from statexchange.messages import decode, encoded
 from statexchange.sharding.pieces import boxes_of, holders_of
 from statexchange.sharding.shards import Box, Shard
 from statexchange.sharding.write_plan import WritePlan, WriteTensor
@@ -60,6 +59,14 @@ def sampled_share(comm: Communicator, described: Description, plan: WritePlan, b
     return expected / max(1, sum(rank_total for _, _, rank_total in sampled))
 
 
+class _WrittenBox(NamedTuple):
+    """A box of a changed tensor, the rank that writes it, and the sizes of its frames; on this rank also the frames."""
+
+    rank: int
+    sizes: Sequence[int]
+    frames: Sequence[bytes]
+
+
 class _Part(NamedTuple):
     """A part of an entry: where it begins there, and its frames."""
 
@@ -78,7 +85,7 @@ class Delta:
         changed: the numbers of the tensors that have changed on any rank.
         nbytes: the bytes of all entries.
         checksums: of each changed tensor, by its number.
-        frames: on root, the sizes of the frames of each changed tensor, by its number.
+        frames: the sizes of the frames of each changed tensor, by its number.
     """
 
     described: Description
@@ -87,7 +94,7 @@ class Delta:
     changed: Sequence[int]
     nbytes: int
     checksums: Mapping[int, str]
-    frames: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    frames: Mapping[int, Sequence[int]]
 
 
 def difference(
@@ -121,20 +128,19 @@ def difference(
     changed = sorted(set().union(*(rank_report.changed for rank_report in report)))
     joins = {number for number in changed if one_frame or not _are_rows(plan.tensors[number])}
     with comm.phase("adding up checksums"):
-        rows = compared.rows(changed)
-    by_rank = from_all(comm, rows, _Rows, "the sizes of its differences")
+        boxes_here = compared.boxes_of(changed)
+    by_rank = from_all(comm, boxes_here, list[_ChangedBox], "the sizes of its differences")
     with comm.phase("joining differences"):
-        parts, sizes = _placed(comm, plan, compared, changed, joins, by_rank, one_frame=one_frame)
+        parts, frames = _placed(comm, plan, compared, changed, joins, by_rank, one_frame=one_frame)
         tensors = {}
         for number, of_tensor in parts.items():
-            tensors[names[number]] = _entry(names[number], sizes[number], of_tensor)
+            tensors[names[number]] = _entry(names[number], sum(frames[number]), of_tensor)
     sums: dict[int, list[tuple[int, int]]] = {}
-    for rows_there in by_rank:
-        for number, first, second in zip(rows_there.numbers, rows_there.first, rows_there.second, strict=True):
-            sums.setdefault(number, []).append((first, second))
+    for of_rank in by_rank:
+        for box in of_rank:
+            sums.setdefault(box.number, []).append(box.sums)
     checksums = {number: checksum_of(plan.tensors[number], sums[number]) for number in changed}
-    frames = _frames_on_root(comm, parts)
-    total = sum(sizes.values())
+    total = sum(map(sum, frames.values()))
     return Delta(Description(tensors), boxes, compared.receipts, changed, total, checksums, frames)
 
 
@@ -146,20 +152,18 @@ class _Report:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Of each box of a changed tensor that a rank writes, in the order of the plan: the tensor, and three numbers.
+class _ChangedBox(NamedTuple):
+    """A box of a changed tensor that a rank writes.
 
     Attributes:
-        numbers: the number of the tensor.
-        sizes: the bytes of its frames.
-        first, second: what it adds to the sums of the checksum.
+        number: the number of the tensor.
+        sizes: the bytes of each of its frames.
+        sums: what it adds to the two sums of the checksum.
     """
 
-    numbers: Sequence[int]
-    sizes: Sequence[int]
-    first: Sequence[int]
-    second: Sequence[int]
+    number: int
+    sizes: tuple[int, ...]
+    sums: tuple[int, int]
 
 
 def _are_equal(new: NDArray[np.uint8], old: NDArray[np.uint8]) -> bool:
@@ -181,21 +185,22 @@ class _Comparing:
     ) -> None:
         self._plan = plan
         self._boxes = boxes
-        self._frames: dict[int, list[bytes]] = {}
-        self._zeros: dict[int, bytes] = {}
+        self._frames: list[list[bytes]] = []  # of each box
+        self._changed: set[int] = set()  # the numbers of tensors
+        self._zeros: dict[int, bytes] = {}  # frames by the size of the window
         self._compress = compressor()
         self.receipts = Receipts()
         self._most_nbytes = most_nbytes
         self._nbytes = 0
         staging = Staging()
-        in_order = iter(enumerate(boxes))
+        in_order = iter(boxes)
         for number, tensor, piece, _ in planned_pieces(plan, comm.rank):
             live = local_box(described, tensor.source, piece.box_index)
             if piece.is_written:
-                index, published = next(in_order)
+                published = next(in_order)
                 if (published.number, published.box) != (number, piece.box):
                     raise MismatchError("the plan differs from that of the last version", name=tensor.source)
-                self._compare(index, published, staging.parts(live, tensor.dtype), comm)
+                self._compare(published, staging.parts(live, tensor.dtype), comm)
                 self.receipts.digests.append(published.digest)
             else:
                 hasher = xxhash.xxh3_128()
@@ -205,68 +210,55 @@ class _Comparing:
                 self.receipts.digests.append(hasher.digest())
             self.receipts.tensor_numbers.append(number)
 
-    def _compare(
-        self, index: int, published: PublishedBox, parts: Iterator[tuple[Box, memoryview]], comm: Communicator
-    ) -> None:
-        """Compare a box window by window; from the first that differs on, compress differences and copy new bytes."""
+    def _compare(self, published: PublishedBox, parts: Iterator[tuple[Box, memoryview]], comm: Communicator) -> None:
+        """Compare a box window by window: compress the differences, and copy the new bytes."""
+        frames: list[bytes] = []
+        self._frames.append(frames)
         hasher = None
         at = 0
         for _, part in parts:
             new, old = np.frombuffer(part, np.uint8), published.data[at : at + len(part)]
             comm.progress()
-            if hasher is None and _are_equal(new, old):
-                at += len(part)
-                continue
-            if hasher is None:
-                hasher = xxhash.xxh3_128(published.data[:at].data)
-                self._frames[index] = self._unchanged(published, at)
-            if self._nbytes <= self._most_nbytes:  # what is more is a full version, for which no frame is needed
-                frame = self._compress(np.bitwise_xor(new, old))
-                self._nbytes += len(frame)
-                self._frames[index].append(frame)
-            old[...] = new
-            hasher.update(part)
+            if _are_equal(new, old):
+                frames.append(self._frame_of_zeros(len(part)))
+            else:
+                # Only a box that has changed needs a new digest: from the first window that differs on.
+                hasher = hasher or xxhash.xxh3_128(published.data[:at].data)
+                if self._nbytes <= self._most_nbytes:  # what is more is a full version, for which no frame is needed
+                    frames.append(self._compress(np.bitwise_xor(new, old)))
+                    self._nbytes += len(frames[-1])
+                old[...] = new
+            if hasher is not None:
+                hasher.update(part)
             at += len(part)
         if hasher is not None:
             published.digest, published.sums = hasher.digest(), None
+            self._changed.add(published.number)
 
-    def _unchanged(self, published: PublishedBox, end: int) -> list[bytes]:
-        """Return the frames of the first windows of a box, up to byte `end`, which have not changed."""
-        itemsize = ITEMSIZE[self._plan.tensors[published.number].dtype]
-        frames = []
-        for window in windows(published.box.shape, itemsize):
-            nbytes = window.numel * itemsize
-            if end < nbytes:
-                break
-            end -= nbytes
-            if nbytes not in self._zeros:
-                self._zeros[nbytes] = self._compress(np.zeros(nbytes, np.uint8))
-            frames.append(self._zeros[nbytes])
-        return frames
+    def _frame_of_zeros(self, nbytes: int) -> bytes:
+        """Return the frame of a window that has not changed."""
+        if nbytes not in self._zeros:
+            self._zeros[nbytes] = self._compress(np.zeros(nbytes, np.uint8))
+        return self._zeros[nbytes]
 
     def report(self) -> _Report:
         """Return what the other ranks need first."""
-        return _Report(sorted({self._boxes[index].number for index in self._frames}), self._nbytes)
+        return _Report(sorted(self._changed), self._nbytes)
 
     def of_tensors(self, numbers: Sequence[int]) -> Iterator[tuple[PublishedBox, list[bytes]]]:
-        """Yield this rank's boxes of some tensors with their frames, which are made of boxes that have not changed."""
+        """Yield this rank's boxes of some tensors with their frames, in the order of the plan."""
         wanted = set(numbers)
-        for index, published in enumerate(self._boxes):
+        for published, frames in zip(self._boxes, self._frames, strict=True):
             if published.number in wanted:
-                if index not in self._frames:  # a box that has not changed, of a tensor that has
-                    self._frames[index] = self._unchanged(published, len(published.data))
-                yield published, self._frames[index]
+                yield published, frames
 
-    def rows(self, numbers: Sequence[int]) -> _Rows:
-        """Return the sizes and sums of this rank's boxes of some tensors."""
-        of_tensors, sizes, firsts, seconds = [], [], [], []
+    def boxes_of(self, numbers: Sequence[int]) -> list[_ChangedBox]:
+        """Return the sizes and sums of this rank's boxes of some tensors, in the order of the plan."""
+        boxes = []
         for published, frames in self.of_tensors(numbers):
-            first, second = published.sums_of(self._plan.tensors[published.number])
-            of_tensors.append(published.number)
-            sizes.append(sum(map(len, frames)))
-            firsts.append(first)
-            seconds.append(second)
-        return _Rows(of_tensors, sizes, firsts, seconds)
+            sums = published.sums_of(self._plan.tensors[published.number])
+            boxes.append(_ChangedBox(published.number, tuple(map(len, frames)), sums))
+        return boxes
 
 
 def _are_rows(tensor: WriteTensor) -> bool:
@@ -279,69 +271,59 @@ def _placed(
     compared: _Comparing,
     changed: Sequence[int],
     joins: set[int],
-    by_rank: Sequence[_Rows],
+    by_rank: Sequence[Sequence[_ChangedBox]],
     *,
     one_frame: bool,
-) -> tuple[dict[int, list[_Part]], dict[int, int]]:
-    """Return this rank's parts of each entry, and the size of each, by the number of the tensor. Collective."""
-    sizes_of: list[dict[int, list[int]]] = []
-    for rows in by_rank:
-        of_rank: dict[int, list[int]] = {}
-        for number, size in zip(rows.numbers, rows.sizes, strict=True):
-            of_rank.setdefault(number, []).append(size)
-        sizes_of.append(of_rank)
-    frames_here: dict[int, list[list[bytes]]] = {}
-    for published, frames in compared.of_tensors(changed):
-        frames_here.setdefault(published.number, []).append(frames)
+) -> tuple[dict[int, list[_Part]], dict[int, Sequence[int]]]:
+    """Return this rank's parts of each entry, and the sizes of its frames, by the number of the tensor. Collective."""
+    # Each rank's boxes are in the order of the plan, in which the tensors are walked here.
+    in_order = [iter(boxes) for boxes in by_rank]
+    frames_here = compared.of_tensors(changed)
     parts: dict[int, list[_Part]] = {}
-    sizes: dict[int, int] = {}
-    joined_here: dict[int, int] = {}
+    sizes: dict[int, Sequence[int]] = {}
+    joined_here: dict[int, Sequence[int]] = {}
     for turn, number in enumerate(changed):
         tensor = plan.tensors[number]
-        writers = [int(rank) for rank in holders_of(tensor.pieces, with_copies=False)[0]]
-        next_of = {rank: iter(sizes_of[rank].get(number, [])) for rank in writers}
-        in_order = iter(frames_here.get(number, []))
+        written = []
+        for rank in holders_of(tensor.pieces, with_copies=False)[0]:
+            frames = next(frames_here)[1] if rank == comm.rank else []
+            written.append(_WrittenBox(int(rank), next(in_order[rank]).sizes, frames))
         if number in joins:
-            owner = writers[turn % len(writers)]
-            frames = _joined(comm, tensor, writers, owner, next_of, in_order, one_frame=one_frame)
+            owner = written[turn % len(written)].rank
+            frames = _joined(comm, tensor, written, owner, one_frame=one_frame)
             if comm.rank == owner:
                 parts[number] = [_Part(0, frames)]
-                joined_here[number] = sum(map(len, frames))
+                joined_here[number] = tuple(map(len, frames))
             continue
-        at = 0
-        for rank in writers:
-            if rank == comm.rank:
-                parts.setdefault(number, []).append(_Part(at, next(in_order)))
-            at += next(next_of[rank])
-        sizes[number] = at
+        of_tensor: list[int] = []
+        for box in written:
+            if box.rank == comm.rank:
+                parts.setdefault(number, []).append(_Part(sum(of_tensor), box.frames))
+            of_tensor += box.sizes
+        sizes[number] = of_tensor
     if joins:
-        for of_rank_joined in from_all(comm, joined_here, dict[int, int], "the sizes of joined differences"):
-            sizes |= of_rank_joined
+        for of_rank in from_all(comm, joined_here, dict[int, Sequence[int]], "the sizes of joined differences"):
+            sizes |= of_rank
     return parts, sizes
 
 
 def _joined(
     comm: Communicator,
     tensor: WriteTensor,
-    writers: Sequence[int],
+    written: Sequence[_WrittenBox],
     owner: int,
-    next_of: Mapping[int, Iterator[int]],
-    in_order: Iterator[list[bytes]],
     *,
     one_frame: bool,
 ) -> list[bytes]:
     """Return on `owner` the frames of a whole tensor, to which the other ranks send the differences of their boxes."""
     itemsize = ITEMSIZE[tensor.dtype]
     whole: Any = np.empty(tensor.shape, np.dtype((np.void, itemsize))) if comm.rank == owner else None
-    for rank, box in zip(writers, boxes_of(tensor.pieces), strict=True):
-        size = next(next_of[rank])
-        data = b""
-        if rank == comm.rank:
-            data = b"".join(next(in_order))
-            if rank != owner:
-                comm.send(np.frombuffer(data, np.uint8), owner)
-        elif comm.rank == owner:
-            received = np.empty(size, np.uint8)
+    for (rank, sizes, box_frames), box in zip(written, boxes_of(tensor.pieces), strict=True):
+        data = b"".join(box_frames)
+        if rank == comm.rank and rank != owner:
+            comm.send(np.frombuffer(data, np.uint8), owner)
+        elif comm.rank == owner and rank != owner:
+            received = np.empty(sum(sizes), np.uint8)
             comm.recv(received, rank)
             data = received.tobytes()
         if comm.rank == owner:
@@ -370,19 +352,3 @@ def _entry(name: str, nbytes: int, parts: Sequence[_Part]) -> LocalTensor:
         arrays.append(array)
         memories.append(memory_of(array, name))
     return LocalTensor(Shard(name, _U8, (nbytes,), tuple(boxes)), tuple(arrays), tuple(memories))
-
-
-def _frames_on_root(comm: Communicator, parts: Mapping[int, Sequence[_Part]]) -> dict[int, list[int]]:
-    """Return on root the sizes of all frames of each entry, by the number of the tensor; {} elsewhere. Collective."""
-    here = {}
-    for number, of_tensor in parts.items():
-        here[number] = [(part.begin, [len(frame) for frame in part.frames]) for part in of_tensor]
-    kind = dict[int, list[tuple[int, list[int]]]]
-    collected: dict[int, list[tuple[int, list[int]]]] = {}
-    for rank, data in enumerate(to_root(comm, encoded(here, kind), "the sizes of its frames")):
-        for number, of_tensor_there in decode(data, kind, "the sizes of its frames", rank).items():
-            collected.setdefault(number, []).extend(of_tensor_there)
-    return {
-        number: [size for _, of_part in sorted(of_tensor) for size in of_part]
-        for number, of_tensor in collected.items()
-    }

@@ -158,11 +158,7 @@ def _publish_full(
     exported = export_described(described, None, replace(request, marks=marks, on_written=keep), comm, None)
     report, root = exported.report, exported.root
     (plan, boxes) = kept[0]
-    names = [tensor.source for tensor in plan.tensors]
-    if request.options.rename:
-        if root is not None:
-            names = list(root.plan.tensors)
-        names = from_root(comm, names, list[str], "the names of the tensors")
+    names = from_root(comm, [] if root is None else list(root.plan.tensors), list[str], "the names of the tensors")
     published = PublishedVersion(run, number, state_digest, plan, names, boxes, "", (), {})
     published.full_nbytes = report.nbytes
     if root is not None:

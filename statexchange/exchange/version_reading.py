@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,7 +17,7 @@ from statexchange.storage.versions import Lease, list_runs, list_versions, versi
 if TYPE_CHECKING:
     from statexchange.formats.source import Source
 
-__all__ = ["NOT_YET", "LeasedVersion", "Search", "Version", "find_version", "leased", "open_version"]
+__all__ = ["NOT_YET", "Search", "Version", "find_version", "open_leased", "open_version"]
 
 # What a reader may see of a version that is whole at the server: NFS shows new entries and sizes with delay.
 NOT_YET = (CorruptError, IncompleteError, NotFoundError, ReplacedError)
@@ -110,43 +110,12 @@ def open_version(path: str, version: Version, copies: Mapping[str, str] = Mappin
     return open_with(version_path(path, version.run, version.number), read, strict=True)
 
 
-class LeasedVersion:
-    """A version that is read where it lies, until `close`.
-
-    Attributes:
-        path: its path.
-        is_checkpoint: whether that is a Hugging Face directory; else it is a delta.
+def open_leased(path: str, version: Version, leases: contextlib.ExitStack, copies: Mapping[str, str]) -> Source:
+    """Open a version as `open_version` does, with a lease that ends with `leases`. Not collective.
 
     Raises:
         NotFoundError: it was retired.
         IncompleteError, CorruptError: it is not whole.
     """
-
-    def __init__(self, path: str, version: Version) -> None:
-        self._lease = Lease(path, version.run, version.number)
-        self.path = version_path(path, version.run, version.number)
-        try:
-            with open_version(path, version) as source:
-                self.is_checkpoint = source.kind == "huggingface"
-        except BaseException:
-            self._lease.end()
-            raise
-
-    def close(self) -> None:
-        """Let the version be removed."""
-        self._lease.end()
-
-
-@contextlib.contextmanager
-def leased(path: str, version: Version) -> Iterator[Callable[[Mapping[str, str]], Source]]:
-    """Yield a function that takes a lease of a version and opens it, given copies; the leases end with the block.
-
-    It raises NotFoundError if the version was retired.
-    """
-    with contextlib.ExitStack() as leases:
-
-        def open_leased(copies: Mapping[str, str]) -> Source:
-            leases.callback(Lease(path, version.run, version.number).end)
-            return open_version(path, version, copies)
-
-        yield open_leased
+    leases.callback(Lease(path, version.run, version.number).end)
+    return open_version(path, version, copies)

@@ -40,6 +40,7 @@ __all__ = [
     "Rename",
     "Replicas",
     "Selection",
+    "check_equal_options",
     "mesh_option",
     "renamed",
     "unmatched",
@@ -61,6 +62,7 @@ _FILENAME_PATTERN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}\{suffix\}[A-Za
 _EVERY_NAME = "*"
 _BRACKETS = re.compile(r"\[\[\]([^\[\]]*)\]")
 _MAX_COMPARED = 1 << 16  # characters of an option that ranks compare
+_MAX_SHOWN = 300  # characters of such an option in a message
 _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE)
 
 
@@ -583,3 +585,19 @@ def renamed(name: str, rename: Rename) -> str:
             text = f"rename replacement {excerpt(replacement)} of pattern {excerpt(pattern)}: {error}"
             raise InvalidArgumentError(text, name=name) from None
     return name
+
+
+def check_equal_options(options: Sequence[Mapping[str, str]], path: str | None = None) -> None:
+    """Raise InvalidArgumentError if an option differs between ranks; it names the option and both values."""
+    first = options[0]
+    for rank, rank_options in enumerate(options):
+        if rank_options is first:
+            # Equal metadata is one object.
+            continue
+        for option in {**first, **rank_options}:
+            # An option at its default is not sent.
+            value, rank_value = first.get(option, "the default"), rank_options.get(option, "the default")
+            if value != rank_value:
+                shown, rank_shown = value[:_MAX_SHOWN], rank_value[:_MAX_SHOWN]
+                text = f"{option} is {shown} on rank 0 and {rank_shown} on rank {rank}: pass the same on all ranks"
+                raise InvalidArgumentError(text, rank=rank, path=path)

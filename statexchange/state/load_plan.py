@@ -485,7 +485,6 @@ class LoadPlan:
         matched: the paths of all entries of the source that the live state has a place for, loaded or not.
         conflicts: parameters of optimizers for which ranks saved different hyperparameters, or other state, by path.
         num_values: the number of plain values that are loaded.
-        nameless: the paths of optimizers whose parameters have names in the source, and only numbers in the live state.
     """
 
     matching: Matching
@@ -499,7 +498,6 @@ class LoadPlan:
     matched: set[str] = field(default_factory=set)
     conflicts: Conflicts = field(default_factory=dict)
     num_values: int = 0
-    nameless: set[str] = field(default_factory=set)
 
     @property
     def is_empty(self) -> bool:

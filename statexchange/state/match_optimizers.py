@@ -570,8 +570,6 @@ class _OptimizerPlan:
             plan.add_missing(name, stateful=False)
         elif num_empty < len(empty):
             plan.unexpected.append(name)
-        if live.by_label and not live.are_named and not self.parameters and self.unexpected:
-            plan.nameless.add(self.path)
         more = self._more()
         # An optimizer of which nothing is loaded is not called: a loader may derive values from its state.
         if self._states or self._dropped or more or groups.count(None) < len(groups):

@@ -817,7 +817,7 @@ def test_ranks_that_save_different_steps_get_an_error(tmp_path: Path) -> None:
     outcomes = run_ranks(save_own_step, 2, args=(str(tmp_path),), allow_failure=True)
     assert set(outcomes.errors.values()) == {"InvalidArgumentError"}
     for text in outcomes.messages.values():
-        assert "rank 0 saves to step-000000010 and rank 1 to step-000000011" in text
+        assert "the name of the save is step-000000010 on rank 0 and step-000000011 on rank 1" in text
     assert entries(tmp_path) == []
 
 

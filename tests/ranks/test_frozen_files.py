@@ -293,8 +293,7 @@ def save_with_ranks_that_differ(path: str) -> str:
 
 def test_ranks_may_differ_in_what_trains_and_not_in_link(tmp_path: Path) -> None:
     for message in run_ranks(save_with_ranks_that_differ, 2, args=(str(tmp_path),)):
-        assert "link=True" in message
-        assert "link=False" in message
+        assert "link is True on rank 0 and False on rank 1" in message
 
 
 def test_a_file_of_frozen_parameters_alone_is_no_save(tmp_path: Path) -> None:

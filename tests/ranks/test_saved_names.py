@@ -97,7 +97,8 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
     sx.merge_checkpoint(tmp_path / "out", tmp_path / "less", exclude=name)
     with pytest.raises(sx.errors.NotFoundError) as caught:
         sx.load_checkpoint(seeded("qwen3_moe", 2), tmp_path / "less")
-    assert f"model.layers.1.mlp.experts.gate_up_proj is missing: {name} is not" in str(caught.value)
+    assert caught.value.name == "model.layers.1.mlp.experts.gate_up_proj"
+    assert f"lacks {name} " in str(caught.value)
     report = sx.diff_checkpoints(model, tmp_path / "less")
     assert [(tensor.name, tensor.status) for tensor in report.differing] == [(name, "only in a")]
 
@@ -129,7 +130,8 @@ def test_an_expert_of_another_size_is_no_part(tmp_path: Path) -> None:
     path = stored_with(tmp_path, name, lambda value: torch.cat([value, value], 0))
     with pytest.raises(sx.errors.NotFoundError) as caught:
         sx.load_checkpoint(seeded("qwen3_moe", 2), path)
-    assert f"model.layers.0.mlp.experts.down_proj is missing: {name} has shape" in str(caught.value)
+    assert caught.value.name == "model.layers.0.mlp.experts.down_proj"
+    assert f"lacks {name} of shape" in str(caught.value)
 
 
 def test_empty_tensors_stay(tmp_path: Path) -> None:
@@ -164,9 +166,8 @@ def test_what_cannot_be_traced_keeps_its_names_in_memory_and_says_so(
 def test_what_cannot_be_traced_loads_what_from_pretrained_has_read(tmp_path: Path) -> None:
     model, other = gte(), gte()
     model.save_pretrained(tmp_path / "theirs")
-    with pytest.raises(sx.errors.NotFoundError, match="from_pretrained") as caught:
+    with pytest.raises(sx.errors.NotFoundError, match="names differ"):
         sx.load_checkpoint(other, tmp_path / "theirs")
-    assert "GteForMaskedLM" in str(caught.value)
     sx.export_checkpoint(type(model).from_pretrained(tmp_path / "theirs"), tmp_path / "ours")
     sx.load_checkpoint(other, tmp_path / "ours")
     assert_equal(dict(model.state_dict()), dict(other.state_dict()))
@@ -220,43 +221,25 @@ IN_CONTAINERS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("container", ["list", "ModuleDict"])
-def test_a_model_in_a_container_is_exported_by_its_names_in_memory_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, container: str
-) -> None:
+def test_a_model_in_a_container_is_exported_by_its_names_in_memory(tmp_path: Path, container: str) -> None:
     state = IN_CONTAINERS[container](seeded("mixtral", 1))
     sx.export_checkpoint(state, tmp_path / "ours")
-    (record,) = caplog.records
-    assert {"MixtralForCausalLM", container} <= {*record.getMessage().split()}
     assert any(name.endswith("layers.0.mlp.experts.gate_up_proj") for name in sx.open_checkpoint(tmp_path / "ours"))
-    caplog.clear()
     sx.load_checkpoint(state, tmp_path / "ours")
-    sx.export_checkpoint(IN_CONTAINERS[container](build("llama")), tmp_path / "llama")
-    assert not caplog.records  # nothing is missing, or has other names
 
 
 @pytest.mark.parametrize("container", IN_CONTAINERS)
-def test_a_load_names_a_model_in_a_container_whose_names_are_missing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, container: str
+def test_a_load_into_a_model_in_a_container_lists_the_names_in_memory_as_missing(
+    tmp_path: Path, container: str
 ) -> None:
     model = seeded("mixtral", 1)
     model.save_pretrained(tmp_path / "theirs")
     state = IN_CONTAINERS[container](model)
-    with pytest.raises(sx.errors.NotFoundError, match="MixtralForCausalLM") as caught:
-        sx.load_checkpoint(state, tmp_path / "theirs")
-    assert "save_pretrained" in str(caught.value)
-    assert not caplog.records
     prefix = {"list": "", "ModuleDict": "net.", "dict": "a."}[container]
-    sx.load_checkpoint(state, tmp_path / "theirs", rename=[("^", prefix)], strict=False)
-    (record,) = caplog.records
-    assert {"MixtralForCausalLM", container} <= {*record.getMessage().split()}
-
-
-def test_what_a_container_lacks_beside_its_model_is_no_matter_of_names(tmp_path: Path) -> None:
-    model = seeded("mixtral", 1)
-    sx.save_checkpoint({"model": model}, tmp_path / "save")
-    with pytest.raises(sx.errors.NotFoundError) as caught:
-        sx.load_checkpoint({"model": model, "other": torch.nn.Linear(2, 2)}, tmp_path / "save")
-    assert "save_pretrained" not in str(caught.value)
+    with pytest.raises(sx.errors.NotFoundError, match="missing in the source"):
+        sx.load_checkpoint(state, tmp_path / "theirs", rename=[("^", prefix)])
+    report = sx.load_checkpoint(state, tmp_path / "theirs", rename=[("^", prefix)], strict=False)
+    assert f"{prefix}model.layers.0.mlp.experts.gate_up_proj" in report.missing
 
 
 def sharded(name: str, seed: int) -> Any:
@@ -294,8 +277,6 @@ def on_a_mesh(path: str) -> list[str]:
             for ours, theirs in zip(model.parameters(), target.parameters(), strict=True):
                 assert torch.equal(ours.to_local(), theirs.to_local())
         assert sx.diff_checkpoints(model, f"{path}/{name}/theirs").equal
-    assert not messages.texts
-    sx.export_checkpoint([model], f"{path}/container")
     return messages.texts
 
 
@@ -305,9 +286,7 @@ SHARDED = ["qwen3_moe", "mixtral", "mixtral without head", "llava"]
 def test_sharded_models_are_written_and_read_by_these_names(tmp_path: Path) -> None:
     for name in SHARDED:
         seeded(name, 1).save_pretrained(tmp_path / name / "theirs")
-    (warning,), of_rank_1 = run_ranks(on_a_mesh, 2, backend="gloo", args=(str(tmp_path),))
-    assert warning.startswith("LlavaForConditionalGeneration in a list")
-    assert of_rank_1 == []
+    assert run_ranks(on_a_mesh, 2, backend="gloo", args=(str(tmp_path),)) == [[], []]
     for name in SHARDED:
         theirs, ours = (load_file(tmp_path / name / kind / "model.safetensors") for kind in ("theirs", "ours"))
         assert_equal(theirs, ours)

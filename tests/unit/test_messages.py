@@ -21,11 +21,12 @@ from statexchange.exchange.exporting import ExportReport
 from statexchange.exchange.gather import _RankMessage
 from statexchange.exchange.gather_transport import TensorMetadata, _ArenaAddress, _FileAddress, _Place
 from statexchange.exchange.load_checks import _OpenedSource
-from statexchange.exchange.rank_metadata import DescribedShard, RankMetadata, check_equal_options
+from statexchange.exchange.rank_metadata import DescribedShard, RankMetadata
 from statexchange.exchange.reading import Overflows, WantedBox
 from statexchange.exchange.saving import _Start, _Written
 from statexchange.messages import decode, encoded
 from statexchange.report.value_statistics import ValueSums
+from statexchange.sharding.options import check_equal_options
 from statexchange.sharding.pieces import SpecPieces
 from statexchange.sharding.rules import Layout
 from statexchange.sharding.sharding_spec import DimSplit, Placement, ShardingSpec
@@ -85,16 +86,13 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     ),
     (
         _Start(
-            "step-000000007",
-            "/saves",
             "0123456789abcdef",
             "hidden",
             "step-000000006",
             2,
             has_layout=False,
             has_copies=True,
-            options="memory=True and link=False",
-            selection="include=[] and exclude=['a']",
+            options={"memory": "True", "exclude": "['a']"},
             is_empty=False,
             unmatched=("b",),
             unused=("c.*",),
@@ -102,7 +100,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
         _Start,
         None,
     ),
-    (_Written(100, "etag", "/saves", (SavedFile("frozen", 9, 0, "0123"),), ("etag",)), _Written, None),
+    (_Written(100, (SavedFile("frozen", 9, 0, "0123"),), {"rank": "etag", "frozen": ""}), _Written, None),
     (_CoverRecord("123", {"names": (1, 2)}, (("01", "02"),), (("23", "45"),), ()), _CoverRecord, None),
     (("/dev/shm/hidden", "no room"), tuple[str, str], None),
     ({"rank-00000-of-00001.safetensors": 80}, dict[str, int], None),

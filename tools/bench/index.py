@@ -97,14 +97,14 @@ def write_save(folder: str, num_tensors: int, world_size: int, written: list[int
 
     names, save = rank_file_names(world_size), "0123456789abcdef"
     sizes = [1] * world_size
-    message_of: dict[int, save_index.RankIndex] = {}
+    message_of: dict[int, tuple[bytes, bytes]] = {}
     for rank in sorted({0, 1, *written}):
         state = state_of(num_tensors, rank, world_size, ROWS_PER_RANK, 1.0)
         saved = describe_save(state, None, LoadOptions(), rank)
         # Rank 0 writes what all ranks have.
         held = [local for local in saved.described.tensors.values() if rank == 0 or local.layout.placement is not None]
         began = time.perf_counter()
-        message_of[rank] = save_index.index_of_rank(saved, saved.described, [[local.shard for local in held]], rank)
+        message_of[rank] = save_index.messages_of_rank(saved, saved.described, [[local.shard for local in held]], rank)
         described_s = time.perf_counter() - began
         if rank in written:
             metadata = rank_metadata(save, rank, world_size, saved.config, {"aliases": {}})
@@ -115,11 +115,12 @@ def write_save(folder: str, num_tensors: int, world_size: int, written: list[int
     messages = []
     for rank in range(world_size):
         # Ranks but the first differ only by their rank in the mesh, which one tensor shows.
-        own = save_index.index_of_rank(saved, saved.described, [[held[0].shard]], rank).own
-        messages.append(message_of.get(rank, message_of[1]._replace(own=own)))
+        _, own = save_index.messages_of_rank(saved, saved.described, [[held[0].shard]], rank)
+        messages.append(message_of.get(rank, (message_of[1][0], own)))
     size = sum(map(len, messages[-1]))
     began = time.perf_counter()
-    text = save_index.joined(messages)[0]
+    shared, own_messages = zip(*messages, strict=True)
+    text = save_index.joined(shared, own_messages)[0]
     joined_s = time.perf_counter() - began
     manifest = SaveManifest(save, "job", 0.0, tuple(sizes), index=text)
     with open(f"{folder}/{MANIFEST}", "wb") as file:
