@@ -1010,7 +1010,7 @@ def saves_at_two_places(folder: str) -> None:
     with pytest.raises(sx.errors.NotFoundError, match="shared directory") as caught:
         sx.save_checkpoint({"w": torch.ones(3)}, f"{folder}/in{rank}/saved")
     assert caught.value.rank == 1
-    with pytest.raises(sx.errors.InvalidArgumentError, match="is 0 on rank 0 and 1 on rank 1: pass the same") as caught:
+    with pytest.raises(sx.errors.InvalidArgumentError, match="rank 1: pass the same") as caught:
         sx.save_checkpoint({"w": torch.ones(3)}, f"{folder}/{rank}")
     assert caught.value.rank == 1
     with pytest.raises(sx.errors.InvalidArgumentError, match="or a URL"):
@@ -1151,7 +1151,7 @@ def cut_by_hand(folder: str) -> list[Any]:
     sx.load_checkpoint(fresh, f"{folder}/two", layout=PARTS)
     assert plain_block(fresh) == plain_block(state)
     assert fresh["step"] == 2
-    with pytest.raises(sx.errors.InvalidArgumentError, match="give a layout if each rank holds a part"):
+    with pytest.raises(sx.errors.InvalidArgumentError, match="give a layout"):
         sx.load_checkpoint(fresh, f"{folder}/two")
     return [plain_block(state)]
 

@@ -230,9 +230,9 @@ def test_an_optimizer_without_its_model_says_what_is_missing(tmp_path: Path) -> 
     path = write_save(saved, tmp_path)
     new = net(1)
     optimizer = torch.optim.Adam(new.parameters())
-    match = r"missing in the source: optimizer\.state\.0.*not in the state: optimizer\.state\.model\.0\.weight"
-    with pytest.raises(errors.NotFoundError, match=match):
+    with pytest.raises(errors.NotFoundError, match=r"state\.model\.0\.weight") as raised:
         sx.load_checkpoint({"optimizer": optimizer}, path, include="optimizer")
+    assert "optimizer.state.0" in str(raised.value)
     before = new[0].weight.tolist()
     sx.load_checkpoint({"optimizer": optimizer, "model": new}, path, exclude="model")
     assert new[0].weight.tolist() == before

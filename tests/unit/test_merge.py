@@ -707,13 +707,14 @@ def test_a_class_of_transformers_may_have_a_whole_model_inside(name: str, tmp_pa
 KILLED = """
 import os, signal, sys
 from statexchange.checkpoint import merge
+from statexchange.storage.publish.directory_build import DirectoryBuild
 source, out, when = sys.argv[1:4]
-record = merge.Publication.record
+record = DirectoryBuild.record
 def die(self, name, facts):
     if when == "before": os.kill(os.getpid(), signal.SIGKILL)
     record(self, name, facts)
     if name.endswith("00002-of-00004.safetensors"): os.kill(os.getpid(), signal.SIGKILL)
-merge.Publication.record = die
+DirectoryBuild.record = die
 merge.merge_checkpoint(source, out, max_shard_size=2_500_000, threads=1, overwrite=os.path.exists(out))
 """
 

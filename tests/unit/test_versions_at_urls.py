@@ -124,7 +124,7 @@ def test_a_store_that_dates_no_object_says_no_age(store: Any, monkeypatch: pytes
     )
     monkeypatch.setattr(MemoryFileSystem, "info", lambda *given, **options: without_times(info(*given, **options)))
     version = sx.Subscriber(URL).wait(timeout_s=0)
-    with pytest.raises(StallError, match="no version newer than 1 was published"):
+    with pytest.raises(StallError, match="newer than 1"):
         sx.Subscriber(URL).wait(newer_than=version, timeout_s=0)
 
 
