@@ -43,11 +43,11 @@ class Walk(NamedTuple):
 
 
 CEILINGS = {
-    "load": Walk(25, 620, 47, 0),
-    "save": Walk(25, 557, 39, 2),
-    "export": Walk(25, 488, 24, 0),
-    "merge": Walk(25, 673, 58, 0),
-    "synchronize": Walk(10, 231, 35, 1),
+    "load": Walk(25, 619, 47, 0),
+    "save": Walk(25, 515, 36, 2),
+    "export": Walk(25, 427, 24, 0),
+    "merge": Walk(25, 664, 58, 0),
+    "synchronize": Walk(10, 215, 33, 1),
 }
 
 # Run by a fresh interpreter, so that neither pytest's plugins nor plans that are remembered count.
