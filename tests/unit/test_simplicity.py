@@ -44,9 +44,9 @@ class Walk(NamedTuple):
 
 CEILINGS = {
     "load": Walk(25, 619, 47, 0),
-    "save": Walk(25, 515, 36, 2),
-    "export": Walk(25, 427, 24, 0),
-    "merge": Walk(25, 664, 58, 0),
+    "save": Walk(25, 532, 39, 2),
+    "export": Walk(25, 433, 24, 0),
+    "merge": Walk(25, 668, 58, 0),
     "synchronize": Walk(10, 215, 33, 1),
 }
 
