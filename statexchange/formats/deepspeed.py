@@ -66,7 +66,7 @@ def check_is_no_part(opened: OpenedPath) -> None:
     step, _, name = opened.store.path.rstrip("/").rpartition("/")
     if {"fp32.pt", "exp_avg.pt"} <= set(opened.store.files):
         step = step.rpartition("/")[0]
-    elif name != UNIVERSAL or "optimizer_state.pt" not in opened.store.files:
+    elif name != UNIVERSAL or not _has_parameters(opened.store):
         return
     text = f"this is a part of a Universal Checkpoint of DeepSpeed: give the directory of its step, {step}"
     raise InvalidArgumentError(text, path=opened.path)
@@ -79,7 +79,17 @@ def _steps(store: Store) -> Iterator[str]:
 
 def _is_step(store: Store) -> bool:
     names = Step(store).names
-    return bool(names["optimizer"] or names["model"] or names["layer"])
+    if names["optimizer"] or names["model"] or names["layer"]:
+        return True
+    # The conversion to a Universal Checkpoint copies the model's files last.
+    return UNIVERSAL in store.directories and _has_parameters(store.below(UNIVERSAL))
+
+
+def _has_parameters(store: Store) -> bool:
+    """Whether a directory has the parameters of a Universal Checkpoint."""
+    if "optimizer_state.pt" in store.files:
+        return True
+    return any("fp32.pt" in store.below(name).files for name in store.directories[:1])
 
 
 def _tag(store: Store, latest: str) -> str | None:

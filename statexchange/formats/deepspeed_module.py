@@ -99,8 +99,9 @@ def add_tensors(step: Step, first: DeepSpeedFile, weights: Weights | None) -> No
         UnsupportedError: the weights that are wanted cannot be read from here.
     """
     zero = step.universal
-    # Of each layer with experts their number.
-    expert_counts = [number_of(count) for count in first.listed(first.root.get("num_experts") or ())]
+    # Of each layer with experts their number; old versions have one number.
+    counts = first.root.get("num_experts")
+    expert_counts = [number_of(count) for count in first.listed(counts)] if type(counts) is list else []
     has_experts = zero is None and (bool(step.names["expert"]) or max(expert_counts, default=1) > 1)
     is_zero = zero is not None or first.root.get("param_shapes") is not None
     num_ranks = count_of(first.root.get("dp_world_size", 1)) if is_zero else 1

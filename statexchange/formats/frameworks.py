@@ -78,7 +78,7 @@ _ACCELERATE = (
     Row("model", rf"(?P<of>adapter_model){_INDEX}\.bin(\.index\.json)?"),
     Row("optimizer", r"optimizer_[0-9]+/", "dcp"),
     Row("optimizer", r"optimizer(_[0-9]+)?\.(pt|bin)", about=_OPTIMIZER),
-    Row("optimizer", r"optimizer(?P<of>(_[0-9]+)?)_rank[0-9]+\.bin", about=_OPTIMIZER),
+    Row("optimizer", r"optimizer(?P<of>(_[0-9]+)?)_rank[0-9]+\.(pt|bin)", about=_OPTIMIZER),
 )
 _WORLD = r"_world_size_(?P<ranks>[0-9]{1,9})_rank_(?P<rank>[0-9]{1,9})\.pt"
 VERL_FILES = "huggingface"
@@ -89,7 +89,7 @@ FRAMEWORKS = (
         rf"{re.escape(TRAINER_STATE)}|checkpoint-[0-9]{{1,18}}/(training_args\.bin|optimizer\.pt)",
         (
             *_ACCELERATE,
-            Row("scheduler", r"scheduler\.pt", about=_SCHEDULER),
+            Row("scheduler", r"scheduler(_[0-9]+)?\.pt", about=_SCHEDULER),
             Row("rng", r"rng_state(_(?P<rank>[0-9]{1,9}))?\.pth", about=_RNG),
             Row("other", r"training_args\.bin|scaler\.pt", about="the arguments of Trainer, or its scaler"),
         ),

@@ -51,6 +51,7 @@ from statexchange.formats.source import (
     parsing,
     unknown_dtypes,
 )
+from statexchange.sharding.plan import prove_cover
 from statexchange.sharding.shards import (
     Box,
     Shard,
@@ -351,6 +352,10 @@ def published_tensor(
         return SourceTensor(replace(shard, boxes=()), ())
     if boxes.keys() == {*shard.boxes}:
         return SourceTensor(shard, (stored._replace(digest=boxes[shard.boxes[0]]),))
+    try:
+        prove_cover(shard.name, shard.global_shape, {box: ["the manifest"] for box in boxes if box.numel})
+    except (CorruptError, IncompleteError) as error:
+        raise error.located(path=stored.file.path) from None
     return SourceTensor(shard, (stored._replace(parts=ListedDigests(boxes.items())),))
 
 

@@ -157,7 +157,8 @@ def missing_number(names: Sequence[str]) -> int | None:
     """Return the first number that is missing if names differ in one number alone, which counts from 0 or 1."""
     varying = _varying_numbers(names)
     if len(varying) == 1:
-        for number, present in enumerate(varying[0], min(1, varying[0][0])):
+        numbers = sorted({*varying[0]})
+        for number, present in enumerate(numbers, min(1, numbers[0])):
             if number != present:
                 return number
     return None

@@ -47,7 +47,8 @@ def read(opened: OpenedPath) -> Source:
         text = "a layout takes each file for one rank's, and by its name this is a whole model: move it, or the others"
         raise InvalidArgumentError(text, path=opened.store.path_of(whole))
     for problem in check_numbers(names, opened.store):
-        raise problem
+        if problem.rank != 0:  # ranks may be counted from 1
+            raise problem
     absent = missing_number(names)
     if absent is not None:
         raise IncompleteError(f"files are numbered, but number {absent} is missing", path=opened.path)

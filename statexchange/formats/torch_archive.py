@@ -5,15 +5,15 @@ A zip directory may contain any numbers, so each offset and size is checked agai
 
 from __future__ import annotations
 
-import io
 import math
+import os
 import struct
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statexchange.errors import CorruptError, TruncatedError, UnsupportedError, excerpt
+from statexchange.errors import CorruptError, StateExchangeError, TruncatedError, UnsupportedError, excerpt
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents
 from statexchange.formats.source import abbreviated_names, strides_of
 from statexchange.sharding.shards import sizes_from_json
@@ -37,7 +37,6 @@ __all__ = [
 
 _LOCAL = struct.Struct("<4s5H3L2H")  # the header before a member's bytes
 _END_BYTES = 22  # of the record at the end of a zip without a comment
-_ENDS_BYTES = _END_BYTES + 76  # with the records before it that a large zip has, too
 _MAX_DIRECTORY_BYTES = 256 << 20
 _AHEAD_BYTES = 2048  # read at once: a small tensor's archive without its data
 _FREE_VALUES, _FREE_CHARACTERS = 10_000, 1000  # that a plain value may have, in however few bytes it was written
@@ -132,22 +131,20 @@ class Archive:
 
     def _directory(self) -> dict[str, tuple[int, int]]:
         """Return (offset of the local header, bytes) of each member."""
-        ends = self._read(max(0, self._length - _ENDS_BYTES), min(_ENDS_BYTES, self._length))
-        end = ends[-_END_BYTES:]
-        nbytes = int.from_bytes(end[12:16], "little")
-        if nbytes == 0xFFFFFFFF:  # the size stands in the record before
-            nbytes = int.from_bytes(ends[40:48], "little")
-        # Enough for zipfile: the directory, and the records behind it.
-        nbytes = min(nbytes + _ENDS_BYTES, self._length)
-        before = self._length - nbytes
+        end = self._read(max(0, self._length - _END_BYTES), min(_END_BYTES, self._length))
         try:
             # zipfile would also take an archive with a comment, or with anything else, behind it.
-            if not end.startswith(b"PK\5\6") or not end.endswith(b"\0\0") or nbytes > _MAX_DIRECTORY_BYTES:
+            if not end.startswith(b"PK\5\6") or not end.endswith(b"\0\0"):
                 raise zipfile.BadZipFile("it does not end there")
-            members = zipfile.ZipFile(io.BytesIO(self._read(before, nbytes))).infolist()
+            members = zipfile.ZipFile(_Window(self._read, self._length)).infolist()
+        except StateExchangeError:
+            raise
         except (zipfile.BadZipFile, NotImplementedError, OverflowError, ValueError, struct.error):
             text = "truncated, or not a file of torch.save: it does not end like a zip archive"
             raise CorruptError(text, path=self._path) from None
+        # It would take one with other bytes in front, too, and add their number to all offsets.
+        if min((member.header_offset for member in members), default=0) != 0:
+            raise CorruptError("not a file of torch.save: it does not begin like a zip archive", path=self._path)
         entries: dict[str, tuple[int, int]] = {}
         for member in members:
             name = member.filename
@@ -157,10 +154,7 @@ class Archive:
                 raise CorruptError(f"member {excerpt(name)} has two sizes", path=self._path)
             if name in entries:
                 raise CorruptError(f"the zip has two members {excerpt(name)}", path=self._path)
-            entries[name] = before + member.header_offset, member.file_size
-        # zipfile would take one with other bytes in front, too, and add their number to all offsets.
-        if min((begin for begin, _ in entries.values()), default=0) != 0:
-            raise CorruptError("not a file of torch.save: it does not begin like a zip archive", path=self._path)
+            entries[name] = member.header_offset, member.file_size
         return entries
 
     def _member(self, name: str) -> tuple[int, int]:
@@ -183,6 +177,37 @@ class Archive:
                 f"member {excerpt(name)} has {nbytes} bytes, more than the limit of {limit}", path=self._path
             )
         return self._read(begin - self._begin, nbytes)
+
+
+class _Window:
+    """The bytes of an archive as the file that zipfile reads.
+
+    All of them, as zipfile follows absolute offsets at the end of a large archive.
+    """
+
+    def __init__(self, read: Callable[[int, int], bytes], length: int) -> None:
+        self._read = read
+        self._length = length
+        self._at = 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Move to an offset from the begin, from here or from the end."""
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        """Return the offset of the next byte."""
+        return self._at
+
+    def read(self, nbytes: int = -1) -> bytes:
+        """Return the next bytes; fewer at the end."""
+        left = self._length - self._at
+        nbytes = left if nbytes < 0 else min(nbytes, left)
+        if nbytes > _MAX_DIRECTORY_BYTES:
+            raise ValueError(f"a directory of {nbytes} bytes")
+        data = self._read(self._at, nbytes)
+        self._at += len(data)
+        return data
 
 
 def unwrap_tensor(tensor: OpaqueObject) -> OpaqueObject:

@@ -267,21 +267,15 @@ def verify_saves(
             yield {"step": save.step}, _unread(save.path, save.problems)
             continue
         report = verify_listed(os.path.join(root, step_name(save.step)), checks, on_progress)
-        if report is not None:
+        was_removed = not report.is_read and isinstance(report.findings[0], NotFoundError)
+        if not was_removed:
             yield {"step": save.step}, report
 
 
-def verify_listed(
-    path: str, checks: Collection[Check], on_progress: Callable[[int, int], None] | None
-) -> VerifyReport | None:
-    """Return the result for one of several checkpoints, whose error is its finding; None if it was removed.
-
-    Not collective.
-    """
+def verify_listed(path: str, checks: Collection[Check], on_progress: Callable[[int, int], None] | None) -> VerifyReport:
+    """Return the result for one of several checkpoints, whose error is its finding. Not collective."""
     try:
         return verify(path, checks=checks, on_progress=on_progress)
-    except NotFoundError:
-        return None
     except StateExchangeError as error:
         return _unread(without_secrets(path), (error,))
 

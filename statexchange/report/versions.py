@@ -117,6 +117,6 @@ def verify_versions(
     for run, numbers in all_versions(path).items():
         for number in numbers:
             report = verify_listed(version_path(path, run, number), checks, on_progress)
-            # What it is based on may also be removed while it is read.
-            if report is not None and (report.is_read or number in all_versions(path).get(run, ())):
+            # It may be removed while it is read, or what it is based on.
+            if report.is_read or number in all_versions(path).get(run, ()):
                 yield {"run": run, "version": number}, report
