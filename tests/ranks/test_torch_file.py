@@ -688,3 +688,18 @@ def test_a_file_of_a_whole_module_says_what_to_save_instead(nested: bool, tmp_pa
     torch.save((read["model"] if nested else read).state_dict(), tmp_path / "state.pt")
     sx.load_checkpoint(live, tmp_path / "state.pt")
     assert torch.equal(live.weight, module.weight)
+
+
+def test_zipfile_gets_an_archive_with_its_own_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python checks absolute offsets at the end of a large archive since 3.10.19, 3.11.14 and their like."""
+    sizes = []
+
+    class Looking(zipfile.ZipFile):
+        def __init__(self, file: Any) -> None:
+            sizes.append(file.seek(0, os.SEEK_END))
+            super().__init__(file)
+
+    torch.save({"w": torch.arange(10_000)}, tmp_path / "w.pt")
+    monkeypatch.setattr(zipfile, "ZipFile", Looking)
+    assert sx.open_checkpoint(tmp_path / "w.pt")["w"].read().tolist() == list(range(10_000))
+    assert set(sizes) == {(tmp_path / "w.pt").stat().st_size}

@@ -69,6 +69,18 @@ def test_a_broken_version_decides_the_exit_code(published: Path, call: CommandLi
     assert out.count("incomplete") == 2
 
 
+@pytest.mark.parametrize("left", [(), ("notes.txt",)])
+def test_a_version_that_was_emptied_is_a_finding(left: tuple[str, ...], published: Path, call: CommandLine) -> None:
+    folder = max(run_of(published).glob("weight_v*"))
+    for file in folder.iterdir():
+        file.unlink()
+    for name in left:
+        (folder / name).write_text("")
+    code, out, _ = call("verify", published)
+    assert code != 0
+    assert "of 6 versions are whole" in out
+
+
 def test_prune_retires_and_then_removes(published: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = call("prune", published, "--keep", "1", "--dry-run")
     assert code == 0

@@ -412,6 +412,10 @@ def test_a_missing_file_of_an_expert_or_of_a_universal_parameter_is_named(tmp_pa
     shutil.rmtree(file.parent)
     assert refused(IncompleteError, "of a parameter", path).name == "up.weight"
     refused(IncompleteError, "of a parameter", path, section="optimizer")
+    path = copy_of("universal", tmp_path / "unfinished")
+    for model in (path / "global_step2").glob("*model_states.pt"):  # which the conversion copies last
+        model.unlink()
+    refused(IncompleteError, "is missing", path / "global_step2")
 
 
 def test_a_placeholder_without_values_is_refused(tmp_path: Path) -> None:
