@@ -32,7 +32,7 @@ from torch import nn
 from statexchange import values
 from statexchange.comm.communicator import CommLike, Communicator, agree
 from statexchange.comm.defaults import as_communicator, public_call
-from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, type_text
+from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, excerpt, type_text
 from statexchange.sharding.paths import joined
 from statexchange.state.tree import (
     PLAIN_TYPES,
@@ -92,7 +92,8 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
 
             * torch tensors (also non-contiguous or requiring grad) and numpy arrays: the same objects are filled with
               root's data;
-            * numbers, strings, enums, torch dtypes and None: they are replaced by root's, also of another type;
+            * numbers, strings, enums, torch dtypes and None: they are replaced by root's of the same type; None may
+              stand for any, and one number for another;
             * modules: parameters and all buffers, persistent or not, by name; tied tensors are sent once; names in
               torch's `_ddp_params_and_buffers_to_ignore` stay each rank's own;
             * optimizers: hyperparameters and state become root's; state that a rank lacks is made and state that root
@@ -555,6 +556,7 @@ def _fill(comm: Communicator, root: int, describe: Describe, tree: Leaf) -> Leaf
             for path, value in root_values.items():
                 # By type and text: -0.0 is another number than 0.0.
                 if not values.is_same(value, held.values[path]):
+                    _check_types(value, held.values[path], path, comm.rank, root)
                     new_values[path] = value
             for (path, value), part in zip(held.objects.items(), parts[1:], strict=True):
                 callback, state_tensors = _installation(value, path, part, comm.device)
@@ -569,6 +571,20 @@ def _fill(comm: Communicator, root: int, describe: Describe, tree: Leaf) -> Leaf
     for callback in callbacks:
         callback()
     return tree
+
+
+def _check_types(value: Leaf, live: Leaf, path: str, rank: int, root: int) -> None:
+    """Raise MismatchError unless root's plain value may replace a live one."""
+    are_numbers = values.is_number(value) and values.is_number(live)
+    if None in (value, live) or type(value) is type(live) or are_numbers:
+        return
+    raise MismatchError(
+        "ranks hold values of different types here",
+        name=path,
+        rank=rank,
+        expected=f"a value, {excerpt(value, 60)} (rank {root})",
+        found=f"a value, {excerpt(live, 60)} (rank {rank})",
+    )
 
 
 def _installation(

@@ -125,9 +125,6 @@ def odd_values(rank: int) -> dict[str, Any]:
         "one may be None": None if rank == 0 else 3,
         "other may be None": "best" if rank == 0 else None,
         "number for number": 1 if rank == 0 else 2.5,
-        "text for number": "x" if rank == 0 else 3,
-        "enum for text": Mode.FAST if rank == 0 else "fast",
-        "text for enum": "fast" if rank == 0 else Mode.FAST,
         "size": torch.Size([1, 2 + rank]),
     }
 
@@ -909,6 +906,21 @@ def test_different_trees_are_one_error_on_all_ranks(case: str, odd: int) -> None
     assert got.endswith(f"(rank {rank})")
     assert f"different on: {'1, 2' if odd == 0 else odd}" in message
     assert [mark.tolist() for mark in marks] == [[float(rank)] * 2 for rank in range(3)]
+
+
+@pytest.mark.parametrize(("first", "second"), [(3, "x"), ("fast", Mode.FAST), (Mode.FAST, "fast"), (torch.half, 2.0)])
+def test_plain_values_of_different_types_are_one_error_on_all_ranks(first: Any, second: Any) -> None:
+    """Nothing has changed then; None may stand for any value, and one number for another."""
+    mark = [torch.full((2,), float(rank)) for rank in range(2)]
+
+    def body() -> None:
+        rank, _ = rank_and_size()
+        synchronize({"mark": mark[rank], "mode": Mode.FAST, "n": second if rank else first})
+
+    errors = raised_on_all(body)
+    assert {type(error) for error in errors} == {sx.errors.MismatchError}
+    assert (errors[0].name, errors[0].rank) == ("n", 1)
+    assert [one.tolist() for one in mark] == [[0.0] * 2, [1.0] * 2]
 
 
 def test_a_different_key_is_shown_with_that_of_root() -> None:
