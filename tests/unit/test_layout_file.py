@@ -481,25 +481,22 @@ def test_complex_numbers_have_no_maximum(tmp_path: Path) -> None:
     refuse(UnsupportedError, "complex numbers", tmp_path, {"w": {"reduce": "max"}}, *states)
 
 
-@pytest.mark.parametrize("name", ["rank{}", "{}_of_a_job", "a_{}"])
-@pytest.mark.parametrize("first", [0, 1])
-def test_ranks_may_be_counted_from_1(name: str, first: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"rank{number}" for number in range(4)],
+        [f"rank{number}" for number in range(1, 5)],
+        [f"{number}_of_a_job" for number in range(1, 5)],
+        ["a_0", "a_1", "b_0", "b_1"],
+        ["a_rank0", "a_rank1", "b_rank0", "b_rank1"],
+    ],
+    ids=lambda names: names[0],
+)
+def test_ranks_may_be_counted_from_1_and_in_two_series(names: list[str], tmp_path: Path) -> None:
     w = torch.randn(8, 3)
     (tmp_path / "in").mkdir()
-    for number in range(4):
-        part = {"w": w[2 * number : 2 * number + 2].contiguous()}
-        save_file(part, tmp_path / "in" / f"{name.format(number + first)}.safetensors")
-    merge_checkpoint(tmp_path / "in", tmp_path / "out", layout={"w": {"dim": 0}})
-    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], w)
-
-
-@pytest.mark.parametrize("name", ["{}_{}", "{}_rank{}"])
-def test_two_series_of_files_are_whole_by_themselves(name: str, tmp_path: Path) -> None:
-    w = torch.randn(8, 3)
-    (tmp_path / "in").mkdir()
-    for number in range(4):
-        part = {"w": w[2 * number : 2 * number + 2].contiguous()}
-        save_file(part, tmp_path / "in" / f"{name.format('ab'[number // 2], number % 2)}.safetensors")
+    for name, part in zip(names, w.chunk(4), strict=True):
+        save_file({"w": part.contiguous()}, tmp_path / "in" / f"{name}.safetensors")
     merge_checkpoint(tmp_path / "in", tmp_path / "out", layout={"w": {"dim": 0}})
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], w)
 
