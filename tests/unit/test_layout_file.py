@@ -495,8 +495,8 @@ def test_complex_numbers_have_no_maximum(tmp_path: Path) -> None:
 def test_ranks_may_be_counted_from_1_and_in_two_series(names: list[str], tmp_path: Path) -> None:
     w = torch.randn(8, 3)
     (tmp_path / "in").mkdir()
-    for name, part in zip(names, w.chunk(4), strict=True):
-        save_file({"w": part.contiguous()}, tmp_path / "in" / f"{name}.safetensors")
+    for name, rows in zip(names, w.chunk(4), strict=True):
+        save_file({"w": rows.contiguous()}, tmp_path / "in" / f"{name}.safetensors")
     merge_checkpoint(tmp_path / "in", tmp_path / "out", layout={"w": {"dim": 0}})
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], w)
 
