@@ -157,7 +157,6 @@ class _Sealing:
     """
 
     def __init__(self, opened: OpenedPath, on_progress: Callable[[int, int], None] | None) -> None:
-        self._opened = opened
         self._on_progress = on_progress
         self._done = 0
         source = huggingface.read(opened, uses_manifest=False)

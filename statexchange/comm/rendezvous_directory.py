@@ -127,7 +127,7 @@ class _Announcement:
 
     @property
     def place(self) -> Place:
-        """Where this process can reach the server: by loopback in the same network namespace."""
+        """The place at which this process can reach the server: by loopback in the same network namespace."""
         is_local = self.network is not None and self.network == network_identity()
         return Place(["localhost"] if is_local else self.addresses, self.port, self.nonce, self.owner.host)
 

@@ -21,9 +21,9 @@ step, of a rank that dies.
   to the other ranks by the page, the backend and the monitor. They raise it from their waits, and are then dead, too.
 * A rank that had completed the call in which another one failed raises the error in its next call.
 * A rank that dies reports nothing. On one host each other rank notices by itself (control_page.py). Between hosts rank
-  0, or a rank of the same host, notices and tells the others (detector.py). Their waits raise PeerError,
-  which ends their sessions likewise. Where the transport fails first, it does not know the rank: `fail` then waits a
-  moment for the monitor to name it (`named_failure`).
+  0, or a rank of the same host, notices and reports it to the others (detector.py). Their waits raise PeerError, which
+  ends their sessions likewise. Where the transport fails first, it does not know the rank: `fail` then waits a moment
+  for the monitor to name it (`named_failure`).
 * `close` ends this rank's session. A rank that waits for this one raises PeerError, or the `error` given to `close`.
 * A rank that waits for a single rank in `send` or `recv` does not see what the others raise together. So a rank with an
   error to report requests a collective first: those waits then raise AbandonedError, and join it.

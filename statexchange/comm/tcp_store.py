@@ -121,7 +121,7 @@ class SharedStore(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a server is reached: its addresses, the likeliest first, its port, and what is known of it already."""
+    """The place of a server: its addresses, the likeliest first, its port, and, if known, its nonce and host."""
 
     addresses: Sequence[str]
     port: int

@@ -173,7 +173,7 @@ def compare_options(comm: Communicator, options: dict[str, str], what: str) -> N
 
 @dataclass(frozen=True, slots=True)
 class _Naming:
-    """What decides a rank's names: options, whether it has a conversion, and the names that its layout renumbers."""
+    """The facts that decide a rank's names: options, a conversion or none, and the names that its layout renumbers."""
 
     options: Mapping[str, str]
     converts: bool

@@ -143,7 +143,7 @@ class _Start:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a rank has written: the size of its file, its files of frozen parameters, and the versions of all by name.
+    """The files that a rank has written: the size of its own, those of frozen parameters, and all versions by name.
 
     An earlier save may have written files of frozen parameters.
     """

@@ -25,6 +25,7 @@ from dataclasses import replace
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, excerpt
 from statexchange.formats.deepspeed_files import MODEL, STATE, UNIVERSAL, DeepSpeedFile, Step
 from statexchange.formats.deepspeed_module import add_tensors
+from statexchange.formats.deepspeed_universal import has_parameters
 from statexchange.formats.sections import sections_from
 from statexchange.formats.source import SectionName, Source, Weights
 from statexchange.storage.location import OpenedPath
@@ -66,7 +67,7 @@ def check_is_no_part(opened: OpenedPath) -> None:
     step, _, name = opened.store.path.rstrip("/").rpartition("/")
     if {"fp32.pt", "exp_avg.pt"} <= set(opened.store.files):
         step = step.rpartition("/")[0]
-    elif name != UNIVERSAL or not _has_parameters(opened.store):
+    elif name != UNIVERSAL or not has_parameters(opened.store):
         return
     text = f"this is a part of a Universal Checkpoint of DeepSpeed: give the directory of its step, {step}"
     raise InvalidArgumentError(text, path=opened.path)
@@ -82,14 +83,7 @@ def _is_step(store: Store) -> bool:
     if names["optimizer"] or names["model"] or names["layer"]:
         return True
     # The conversion to a Universal Checkpoint copies the model's files last.
-    return UNIVERSAL in store.directories and _has_parameters(store.below(UNIVERSAL))
-
-
-def _has_parameters(store: Store) -> bool:
-    """Whether a directory has the parameters of a Universal Checkpoint."""
-    if "optimizer_state.pt" in store.files:
-        return True
-    return any("fp32.pt" in store.below(name).files for name in store.directories[:1])
+    return UNIVERSAL in store.directories and has_parameters(store.below(UNIVERSAL))
 
 
 def _tag(store: Store, latest: str) -> str | None:

@@ -12,12 +12,20 @@ from statexchange.errors import IncompleteError
 from statexchange.formats.deepspeed_files import MASTER_KEY, DeepSpeedFile, Shapes, Step, source_name
 from statexchange.formats.source import open_listed
 from statexchange.formats.torch_archive import is_tensor
+from statexchange.storage.store import Store
 
-__all__ = ["add_parameters"]
+__all__ = ["add_parameters", "has_parameters"]
 
 _SUFFIX = ".pt"
 _WEIGHTS_FILE, _STEP_FILE = MASTER_KEY + _SUFFIX, "step" + _SUFFIX
 _MISSING = "the file of a parameter is missing: the conversion did not finish"
+
+
+def has_parameters(store: Store) -> bool:
+    """Whether a directory has the parameters of a Universal Checkpoint."""
+    if "optimizer_state.pt" in store.files:
+        return True
+    return any(_WEIGHTS_FILE in store.below(name).files for name in store.directories[:1])
 
 
 def add_parameters(step: Step, names: Iterable[str], shapes: Shapes, *, takes_master: bool) -> None:

@@ -152,7 +152,7 @@ def _parts_of(framework: Framework, store: Store) -> list[_StoredPart]:
         names: dict[str, list[str]] = {}
         for name in store.directories if row.is_directory else store.non_directories:
             match = row.match(name)
-            # verl's directory always has config and tokenizer, and weights only if it was told so.
+            # verl's directory always has config and tokenizer, and weights only if it was configured so.
             if match is not None and (name != VERL_FILES or has_safetensors_model(store.below(name))):
                 key = match["of"] or "" if row.has("of") else name
                 names.setdefault(key, []).append(name)

@@ -182,7 +182,7 @@ def _stored_boxes(source: Source, name: str, files: Sequence[ShardFile]) -> Mapp
 
 
 class _FoundBoxes:
-    """What `_stored_boxes` returns, which is found when a tensor is first read. A checkpoint can be pickled with it."""
+    """The result of `_stored_boxes`, found when a tensor is first read. A checkpoint can be pickled with it."""
 
     def __init__(self, source: Source, name: str, files: Sequence[ShardFile]) -> None:
         self._arguments = source, name, files

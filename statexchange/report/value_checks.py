@@ -83,12 +83,12 @@ class StoredBox:
 
     @property
     def end(self) -> int:
-        """Where it ends in the file."""
+        """The offset of its end in the file, in bytes."""
         return self.stored.begin + self.stored.nbytes
 
     @property
     def tail_begin(self) -> int:
-        """Where its zero tail begins in the file."""
+        """The offset of its zero tail in the file, in bytes."""
         return self.end - self.tail
 
     @property

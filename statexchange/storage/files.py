@@ -227,7 +227,7 @@ def stat_of(name: str, dir_fd: int, path: str, *, follow: bool = False) -> os.st
 
 
 def stat_identity(attributes: os.stat_result) -> Identity:
-    """Return the identity of a file or directory, by which another one of its name is told from it."""
+    """Return the identity of a file or directory, which another one of its name does not have."""
     return attributes.st_dev, attributes.st_ino, attributes.st_size, attributes.st_mtime_ns
 
 

@@ -77,7 +77,7 @@ class Algorithm(abc.ABC):
     name: ClassVar[str]
     """The name that `data_parallel` and `switch_to` take for it."""
     bucket_type: ClassVar[BucketType] = "gradient"
-    """What is averaged; with "weight" parameters are, before the step, and each rank keeps its own gradients."""
+    """The tensors that are averaged; with "weight" parameters, before the step: each rank keeps its own gradients."""
 
     def over(self, comm: Communicator) -> Communicator:
         """Return the flat or hierarchical communicator. Not collective.

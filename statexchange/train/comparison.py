@@ -1,4 +1,4 @@
-"""What must be equal on all ranks: it is compared by digests, and shown at the first place where two ranks differ."""
+"""Facts that must be equal on all ranks: compared by digests, and shown at the first place where two ranks differ."""
 
 from __future__ import annotations
 

@@ -33,7 +33,6 @@ happens on rank 2:
                Rank 2's thread takes it: `Member._take_status` sets `_failure`.
     0.4 s      `named_failure`, which looks each 20 ms, returns the error of `check`: PeerError "rank 1 on its-host
                failed in all_reduce sum float32[10000000]: its process 4711 died". `fail` keeps it for later calls.
-
     then       `guarded` raises it from Gloo's error, and later calls raise the same. The connection to rank 0 stays
                until `close`. The tensor may hold a part of the result; torch's default group is broken, too.
 
