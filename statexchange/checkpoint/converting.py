@@ -1,19 +1,13 @@
-"""Convert what a merge selects to the names and values of another model family, and compare it with its config."""
+"""Convert what a merge selects to the names and values of another model family."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from statexchange.conversions.config_facts import check_configs
+from statexchange.conversions.numbers import Numbers
 from statexchange.conversions.rules import ConversionRules
-from statexchange.formats.converted import (
-    Converted,
-    config_files_beside,
-    config_of,
-    configs_beside,
-    convert_source,
-    model_tensors,
-)
+from statexchange.errors import InvalidArgumentError
+from statexchange.formats.converted import Converted, config_files_beside, config_of, configs_beside, convert_source
 from statexchange.formats.model_files import CONFIG
 from statexchange.formats.sections import section_of
 from statexchange.formats.source import Section, Source
@@ -40,25 +34,25 @@ def converted_selection(
         numbers: the numbers for it that the caller gives.
         config: the config.json that the caller gives.
         is_copied: whether without one the source's own is copied.
+
+    Raises:
+        InvalidArgumentError: a number differs from that in the config.json that is written beside the tensors.
     """
     names = source.tensor_names
     options.check_include(names)
     wanted = frozenset(filter(options.wants, names))
     selected = section_of(source, Section("model", "", wanted)).unwrapped()
-    given_configs = [] if config is None else config_of(f"{CONFIG} of files_from", config)
-    converted = convert_source(selected, conversion, numbers, [*given_configs, *configs_beside(source)])
-    config_files = [*given_configs, *config_files_beside(source)]
-    # A config describes the model of transformers, which an inverse conversion has as its input.
-    model = selected if conversion.is_inverse else converted.source
-    written = config_files[0] if config_files and (given_configs or is_copied) else None
-    check_configs(
-        conversion.facts,
-        conversion.model_type,
-        model_tensors(model, is_whole=len(wanted) == len(names)),
-        config_files,
-        written,
-        numbers,
-    )
+    written = [] if config is None else config_of(f"{CONFIG} of files_from", config)
+    configs = [*written, *configs_beside(source)]
+    if is_copied and not written:
+        written = config_files_beside(source)
+    # A caller's number is right where configs differ, but the model is loaded with the one that is written.
+    in_written = Numbers(conversion.numbers, configs=written)
+    for name, number in numbers.items():
+        if in_written.get(name) not in (None, number):
+            text = f"convert: {name} is {in_written.get(name)} in {written[0].where} and {number} by convert_with"
+            raise InvalidArgumentError(f"{text} (--convert-with): give the config of this model (files_from)")
+    converted = convert_source(selected, conversion, numbers, configs)
     # The source's own notes come with the others of the report.
     notes = [*selected.notes[len(source.notes) :], *options.notes_on_exclude({*names, *source.unsupported})]
     notes += options.notes_on_rename(converted.source.tensor_names)

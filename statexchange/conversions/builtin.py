@@ -17,36 +17,6 @@ _TIED: dict[str, Any] = {
 }
 
 
-def _llama_config() -> list[dict[str, Any]]:
-    """Return what a config of Llama describes, by the names of transformers."""
-    attention, mlp = "model.layers.{layer}.self_attn", "model.layers.{layer}.mlp"
-    head_dim, num_kv_heads = "hidden_size / num_attention_heads", "num_attention_heads"
-    return [
-        {"key": "num_hidden_layers", "count": f"{attention}.o_proj.weight"},
-        {"key": "vocab_size", "size": "model.embed_tokens.weight", "dim": 0},
-        {"key": "hidden_size", "size": "model.norm.weight", "dim": 0},
-        {"key": "intermediate_size", "size": f"{mlp}.down_proj.weight", "dim": 1},
-        {
-            "key": ["num_attention_heads", "head_dim"],
-            "size": f"{attention}.o_proj.weight",
-            "dim": 1,
-            "default": head_dim,
-        },
-        {
-            "key": ["num_key_value_heads", "head_dim"],
-            "size": f"{attention}.k_proj.weight",
-            "dim": 0,
-            "default": head_dim,
-        },
-        {"key": "num_attention_heads", "number": "n_heads"},
-        {"key": "num_key_value_heads", "number": "n_kv_heads", "default": num_kv_heads},
-        {"key": "head_dim", "number": "head_dim", "default": head_dim},
-        {"key": "attention_bias", "present": [f"{attention}.{part}_proj.bias" for part in "qkvo"], "default": 0},
-        {"key": "mlp_bias", "present": [f"{mlp}.{part}_proj.bias" for part in ("gate", "up", "down")], "default": 0},
-        {"key": "tie_word_embeddings", "absent": "lm_head.weight", "default": 0},
-    ]
-
-
 def _renamed(names: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return rules that only rename."""
     return [{"from": old, "to": new} for old, new in names.items()]
@@ -72,8 +42,6 @@ def _torchtitan_attention(prefix: str) -> list[dict[str, Any]]:
 _TORCHTITAN_LLAMA3: dict[str, Any] = {
     "about": "torchtitan's Llama 3 to LlamaForCausalLM of transformers",
     "numbers": {**_HEADS, "half": {"value": "head_dim / 2"}, **_TIED},
-    "model_type": "llama",
-    "config": _llama_config(),
     "rules": [
         *_renamed(
             {
@@ -150,8 +118,6 @@ def _megatron_layers() -> list[dict[str, Any]]:
 
 _MEGATRON_GPT: dict[str, Any] = {
     "about": "Megatron-Core's GPTModel (RMSNorm, rotary embeddings, gated MLP) to LlamaForCausalLM of transformers",
-    "model_type": "llama",
-    "config": _llama_config(),
     "numbers": {
         **_HEADS,
         "ffn": {"about": "rows of the gate", "config": ["intermediate_size", "ffn_hidden_size"]},

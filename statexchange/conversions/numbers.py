@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 
-__all__ = ["KnownConfig", "NumberRule", "Numbers", "UnknownNumberError", "check_expression", "number_in"]
+__all__ = ["KnownConfig", "NumberRule", "Numbers", "UnknownNumberError", "check_expression"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _EXPRESSION = re.compile(
@@ -116,7 +116,7 @@ class Numbers:
         values = []
         for config in () if name in self._given else self._configs:
             for key in self._rules.get(name, NumberRule()).config:
-                value = number_in(config.values, key)
+                value = _number_in(config.values, key)
                 if value is not None:
                     values.append((value, config.where))
                     break
@@ -221,7 +221,7 @@ class Numbers:
         return UnknownNumberError(text)
 
 
-def number_in(values: Mapping[str, object], key: str) -> int | None:
+def _number_in(values: Mapping[str, object], key: str) -> int | None:
     """Return a whole number or a truth value in a config, or in its text_config; None if it has none."""
     value = values.get(key)
     inner = values.get("text_config")

@@ -48,20 +48,14 @@ tensor's shape. With ``"must_be": 1`` a model whose number is known to differ is
 ``"tied_to": "embed.weight"``
     The tensor is the same as another of "from" where the number ``tie_word_embeddings`` is 1. It is not written then;
     the inverse restores it where it is missing.
-``"config": [{"key": "num_hidden_layers", "count": "model.layers.{layer}.input_layernorm.weight"}]``
-    What a config.json of the model describes, by the names of "to"; a merge refuses one that contradicts the tensors.
-    "key" is a key, or several whose product counts. It is the "count" of a name, the size of a "dim" of the tensors of
-    a name ("size"), 1 if one of several names is "present", 1 if a name is "absent", or a "number" that the caller may
-    give. "default" is the value of the last key where a config of this conversion's "model_type" does not have it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, get_args
+from typing import Any
 
-from statexchange.conversions.config_facts import ConfigFact, FactKind
 from statexchange.conversions.names import NamePattern
 from statexchange.conversions.numbers import NumberRule, check_expression
 from statexchange.conversions.operations import Operation, parse_operation
@@ -69,10 +63,8 @@ from statexchange.errors import InvalidArgumentError, excerpt
 
 __all__ = ["ConversionRules", "Rule"]
 
-_KEYS = {"about", "numbers", "rules", "model_type", "config"}
+_KEYS = {"about", "numbers", "rules"}
 _NUMBER_KEYS = {"about", "config", "value", "must_be"}
-_FACT_KINDS = get_args(FactKind)
-_FACT_KEYS = {"key", "default", "dim", *_FACT_KINDS}
 _RULE_KEYS = {"from", "to", "values", "unstack", "stack", "tied_to"}
 
 
@@ -158,18 +150,12 @@ class ConversionRules:
         about: what it converts.
         numbers: where the numbers come from, by name.
         rules: the rules.
-        model_type: the architecture whose names "to" are; "" if it is not known.
-        facts: what a config of this architecture describes, by the names of "to".
-        is_inverse: whether this is an inverse: then `model_type` and `facts` are about its inputs.
     """
 
     name: str
     about: str
     numbers: Mapping[str, NumberRule]
     rules: tuple[Rule, ...] = field(default=())
-    model_type: str = ""
-    facts: tuple[ConfigFact, ...] = ()
-    is_inverse: bool = False
 
     def inverse(self) -> ConversionRules:
         """Return the conversion in the other direction; of several rules with equal targets, the first counts."""
@@ -181,8 +167,7 @@ class ConversionRules:
             if inverse is not None:
                 rules.append(inverse)
             seen |= names
-        name = f"inverse:{self.name}"
-        return replace(self, name=name, rules=tuple(rules), is_inverse=not self.is_inverse)
+        return replace(self, name=f"inverse:{self.name}", rules=tuple(rules))
 
     @classmethod
     def parse(cls, raw: object, name: str) -> ConversionRules:
@@ -196,21 +181,16 @@ class ConversionRules:
             InvalidArgumentError: it is not a conversion; the message says why.
         """
         if not isinstance(raw, Mapping) or not {"rules"} <= raw.keys() <= _KEYS:
-            text = "is not a conversion, which has 'rules' and may have 'numbers', 'about', 'model_type' and 'config'"
+            text = "is not a conversion, which has 'rules' and may have 'numbers' and 'about'"
             raise InvalidArgumentError(f"convert: {name} {text}")
         rules, numbers, about = raw["rules"], raw.get("numbers", {}), raw.get("about", "")
         if not isinstance(rules, list | tuple) or not isinstance(numbers, Mapping) or not isinstance(about, str):
             raise InvalidArgumentError(f"convert: {name}: rules are a list, numbers an object and about a text")
-        facts = raw.get("config", [])
-        if not isinstance(facts, list | tuple):
-            raise InvalidArgumentError(f"convert: {name}: config is a list")
         return cls(
             name,
             about,
             {key: _number_rule(key, number) for key, number in numbers.items()},
             tuple(map(Rule.parse, rules)),
-            "".join(_texts(raw.get("model_type", ""))),
-            tuple(map(_fact, facts)),
         )
 
 
@@ -231,19 +211,3 @@ def _number_rule(name: object, raw: object) -> NumberRule:
     if must_be is not None and (type(must_be) is not int or must_be < 0):
         raise InvalidArgumentError(f"convert: must_be is a number, not {excerpt(must_be)}")
     return NumberRule("".join(_texts(raw.get("about", ""))), _texts(raw.get("config", ())), value, must_be)
-
-
-def _fact(raw: object) -> ConfigFact:
-    kinds = [kind for kind in _FACT_KINDS if kind in raw] if isinstance(raw, Mapping) else []
-    if not isinstance(raw, Mapping) or not {"key"} <= raw.keys() <= _FACT_KEYS or len(kinds) != 1:
-        text = f"has 'key' and one of {', '.join(map(repr, _FACT_KINDS))}, and may have 'dim' and 'default'"
-        raise InvalidArgumentError(f"convert: an entry of config {text}; not {excerpt(raw)}")
-    (kind,) = kinds
-    keys, texts, dim, default = _texts(raw["key"]), _texts(raw[kind]), raw.get("dim", 0), raw.get("default")
-    if not keys or type(dim) is not int or dim < 0:
-        raise InvalidArgumentError(f"convert: an entry of config has a key, and dim is a number: {excerpt(raw)}")
-    if default not in (None, 0):
-        default = check_expression(default)
-    if not texts:
-        raise InvalidArgumentError(f"convert: an entry of config names no tensor or number: {excerpt(raw)}")
-    return ConfigFact(keys, kind, tuple(map(NamePattern, texts)), default, dim)

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from statexchange.conversions.choice import check_numbers, choose_conversion
-from statexchange.conversions.config_facts import ModelTensors
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.conversions.patches import Patch
 from statexchange.conversions.plan import ConversionPlan, Fill, InputFills, plan_conversion
@@ -32,7 +31,6 @@ __all__ = [
     "configs_beside",
     "convert_source",
     "converted_by",
-    "model_tensors",
     "read_conversion",
     "tensors_of",
 ]
@@ -133,12 +131,6 @@ def converted_by(source: Source, plan: ConversionPlan) -> Converted:
     if source.manifest is not None:
         manifest = {**source.manifest, "aliases": plan.new_aliases(source.manifest.get("aliases", {}))}
     return Converted(replace(source, files=files, sections=(), manifest=manifest, paths={}), unproven, targets)
-
-
-def model_tensors(source: Source, *, is_whole: bool) -> ModelTensors:
-    """Return what a config is compared with; `is_whole`: these are all tensors of the checkpoint."""
-    aliases = {alias for shard_file in source.files for alias in shard_file.aliases}
-    return ModelTensors({name: info.shape for name, info in tensors_of(source).items()}, aliases, is_whole)
 
 
 def tensors_of(source: Source) -> dict[str, TensorInfo]:
