@@ -41,13 +41,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import rank_files
-from statexchange.formats.config_check import (
-    config_warnings,
-    is_adapter,
-    names_other_class,
-    unties_heads,
-    without_heads,
-)
+from statexchange.formats.config_check import config_warnings, is_adapter, unties_heads, without_heads
 from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG, are_of_ranks
 from statexchange.formats.registry import open_source, open_with, read_opened
 from statexchange.formats.replicas import check_tensor_copies, check_tied
@@ -398,10 +392,9 @@ def _select(opened: Source, reductions: Mapping[str, str], request: _Request) ->
     check_readable(opened, options)
     files, file_notes = ({}, ()) if options.files_from == () else own_files(opened)
     given = given_files(options.files_from)
-    config = given.config(files)
     source, converted = opened, None
     if request.conversion is None:
-        left_options, notes = _unwrapping_options(opened, options, config)
+        left_options, notes = _unwrapping_options(opened, options)
     else:
         from statexchange.checkpoint.converting import converted_selection
 
@@ -410,7 +403,7 @@ def _select(opened: Source, reductions: Mapping[str, str], request: _Request) ->
         )
         source, reductions = converted.source, converted.renamed_keys(reductions)
         left_options = replace(options, include=(), exclude=())  # they have been applied
-    if unties_heads(config):
+    if unties_heads(given.config(files)):
         # Without the aliases of heads that config.json does not tie, so that they are written.
         untied = [replace(shard_file, aliases=without_heads(shard_file.aliases)) for shard_file in source.files]
         source = replace(source, files=tuple(untied))
@@ -535,9 +528,7 @@ def _read_plain(opened: OpenedPath, *, section: str | None, weights: Weights | N
     return read_opened(opened, section=section, weights=weights)
 
 
-def _unwrapping_options(
-    source: Source, options: ExportOptions, config: bytes | None
-) -> tuple[ExportOptions, tuple[str, ...]]:
+def _unwrapping_options(source: Source, options: ExportOptions) -> tuple[ExportOptions, tuple[str, ...]]:
     """Return options that remove the prefixes of wrappers from all selected names, and notes about that."""
     all_names = source.tensor_names
     names = set(filter(options.wants, all_names))
@@ -548,8 +539,7 @@ def _unwrapping_options(
         return replace(options, rename=_unwrapping(rules, options.rename)), (note_on_wrappers(names, rules), *notes)
     inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
     if inner and len(inner) == len(names) and not options.rename:
-        # Some classes wrap a language model themselves, such as ShieldGemma2ForImageClassification.
-        is_whole_model = any(name.startswith(_TOPS) for name in inner) and not names_other_class(config)
+        is_whole_model = any(name.startswith(_TOPS) for name in inner)
         if is_whole_model or source.kind == "dcp":  # DCP checkpoints are often saved as {"model": ...}
             # Without the section, the pattern would match names with the section's prefix.
             section = "" if source.selected is None else f"--section {source.selected} "

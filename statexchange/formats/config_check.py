@@ -1,13 +1,14 @@
 """Compare config.json and adapter_config.json with the tensors beside them: a difference is a warning.
 
-The tensors decide what is written. Where it is unclear which part of a model a config describes, there is no warning.
+The tensors decide what is written. Where it is unclear which part of a model a config describes, there is no warning:
+if several configs have a vocabulary, several tensors are embeddings, or the model has an encoder, too.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -30,7 +31,6 @@ __all__ = [
     "is_plain",
     "live_name",
     "named_adapters",
-    "names_other_class",
     "source_warnings",
     "tie_warnings",
     "unties_heads",
@@ -51,8 +51,7 @@ _BASE_LAYER = re.compile(r"(?<!embed_tokens)(?<!lm_head)\.base_layer\.(?!bias$)"
 _LORA_A = re.compile(r".*\.lora_A\.(.+\.)?weight")
 _SCALE = re.compile(r"(scale|scales|scale_inv|absmax|qzeros|SCB)$")
 
-_NUMBERED = re.compile(r"(?P<list>([^.]+\.)*?)(?P<number>[0-9]{1,9})\.")  # up to the first number in a name
-_LAYERS = re.compile(r"(?P<model>(.*\.)?)(layers?|h|blocks?)\.")  # the list of a model's layers
+_LAYER = re.compile(r"(?P<list>(.*?\.)?(layers?|h|blocks?))\.(?P<number>[0-9]{1,9})\.")  # of a list of layers
 _EMBEDDING = re.compile(
     r"(?P<model>(.*?\.)??)(embeddings\.)?(embed_tokens|wte|word_embeddings|tok_embeddings|embed_in|shared)\.weight"
 )
@@ -63,9 +62,7 @@ _LANGUAGE_MODEL = re.compile(r".*(ForCausalLM|ForConditionalGeneration|LMHeadMod
 # Keys of configs of parts that do not read text, and of quantization_config.
 _OTHER_PART = re.compile(r"quantization|compression|vision|visual|audio|speech")
 _TIED = "tie_word_embeddings"
-# Several keys of one number, in transformers and in the configs of some models.
-_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
-_HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model", "dim")
+_NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")  # keys of one number, of several families
 _FURTHER = "num_nextn_predict_layers"  # layers for multi-token prediction, which num_hidden_layers does not count
 
 LIVE_MODEL = (
@@ -102,12 +99,9 @@ def config_warnings(tensors: _Tensors, files: Mapping[str, bytes]) -> tuple[str,
         warnings += [f"{ADAPTER_CONFIG} and the tensors differ: {text}" for text in _against_adapter(adapter, tensors)]
     if config is not None and tensors:
         texts = [*_against_names(tensors), *_against_dtypes(config, tensors)]
-        file = config.get("transformers_weights")
-        if isinstance(file, str) and file != "model.safetensors":
-            texts.append(f"transformers_weights is {excerpt(file, 100)}, the only file that transformers reads")
         model = _text_model(config, tensors)
         if model is not None:
-            texts += [*_against_layers(model, tensors), *_against_sizes(model, config, tensors)]
+            texts += [*_against_layers(model, tensors), *_against_vocabulary(model, tensors)]
             texts += _against_head(model, config, tensors)
         if texts:
             warnings.append(f"{CONFIG} and the tensors differ: {'; '.join(texts)}")
@@ -161,9 +155,9 @@ def tie_warnings(
         files: the files of the directory, by name.
         digests: the digests of each tensor's boxes, in order.
     """
-    model = _text_model(_parsed(files.get(CONFIG)) or {}, tensors)
-    # Some models with an encoder tie their embeddings alone, whatever the config says.
-    if model is None or not model.embedding or model.has_encoder or not _ties_heads(model.configs.values()):
+    config = _parsed(files.get(CONFIG)) or {}
+    model = _text_model(config, tensors)
+    if model is None or not _ties_heads(config):
         return ()
     embedding = tensors[model.embedding]
     for name in tensors:
@@ -180,13 +174,7 @@ def tie_warnings(
 
 def unties_heads(config: bytes | None) -> bool:
     """Whether a config.json says that the head of a language model is not tied to its embedding."""
-    parsed = _parsed(config) or {}
-    return _ties_heads(dict(_configs(parsed, "")).values()) is False
-
-
-def names_other_class(config: bytes | None) -> bool:
-    """Whether a config.json names a class of transformers, and it is no language model."""
-    return _is_language_model(_parsed(config) or {}) is False
+    return _ties_heads(_parsed(config) or {}) is False
 
 
 def without_heads(aliases: Mapping[str, str]) -> dict[str, str]:
@@ -258,78 +246,33 @@ class _TextModel(NamedTuple):
 
     Attributes:
         prefix: the beginning of all its names.
-        embedding: the name of its embedding; "" if it is not among the tensors.
-        layers: the beginning of its layers' names; "" if it is not clear.
-        configs: the configs that may describe it, by the beginning of their keys.
+        embedding: the name of its embedding.
+        where: the beginning of the full keys of its config.
+        config: its config.
     """
 
     prefix: str
     embedding: str
-    layers: str
-    configs: Mapping[str, _Config]
-
-    def number(self, *keys: str) -> tuple[str, int] | None:
-        """Return the full key and the value of a number; None unless all configs that have it agree on it."""
-        configs = {where: config for where, config in self.configs.items() if "vocab_size" in config}
-        if not configs and len(self.configs) == 1:
-            configs = dict(self.configs)
-        values: dict[str, int] = {}
-        for where, config in configs.items():
-            for key in filter(config.__contains__, keys):
-                value = config[key]
-                if isinstance(value, int) and not isinstance(value, bool):
-                    values[f"{where}{key}"] = value
-        return next(iter(values.items())) if len(set(values.values())) == 1 else None
-
-    @property
-    def has_encoder(self) -> bool:
-        """Whether there is an encoder beside the decoder: some values in the configs are those of one of them."""
-        configs = self.configs.values()
-        return any("encoder_layers" in config or config.get("is_encoder_decoder") is True for config in configs)
-
-
-def _ties_heads(configs: Iterable[_Config]) -> bool | None:
-    """Whether heads are tied, by the outermost config that says so, as in transformers; None if none does."""
-    for config in configs:
-        is_tied = config.get(_TIED)
-        if isinstance(is_tied, bool):
-            return is_tied
-    return None
-
-
-def _is_language_model(config: _Config) -> bool | None:
-    """Whether config.json names the class of a language model, which has a head; None if it names no class."""
-    classes = config.get("architectures")
-    if not isinstance(classes, list) or not classes:
-        return None
-    return any(_LANGUAGE_MODEL.fullmatch(str(name)) for name in classes)
+    where: str
+    config: _Config
 
 
 def _text_model(config: _Config, tensors: _Tensors) -> _TextModel | None:
-    """Return the part that reads text; None if there are several: it is unclear which of them a config describes."""
-    lists = {match["list"] for match in map(_NUMBERED.match, tensors) if match is not None}
-    lists = set(filter(_LAYERS.fullmatch, lists))
+    """Return the part that reads text; None if it is unclear which part that is, or which config describes it."""
+    configs = [(where, inner) for where, inner in _configs(config, "") if "vocab_size" in inner]
     embeddings: dict[str, str] = {}  # by the beginning of the part's names
     for name in tensors:
         match = _EMBEDDING.fullmatch(name)
-        if match is not None and _NUMBERED.match(name) is None:
+        if match is not None and _LAYER.match(name) is None:
             embeddings[match["model"]] = name
-    # Without an embedding, a list of layers is that of a text model only under these names, not under "encoder".
-    if not embeddings and len(lists) == 1:
-        embeddings = {prefix: "" for prefix in ("", "model.", "transformer.") if _layers_below(prefix, lists, 1)}
-    if len(embeddings) != 1:
+    if len(configs) != 1 or len(embeddings) != 1:
+        return None
+    ((where, of_text),) = configs
+    # Some values are those of the encoder, some those of the decoder, and some models tie their embeddings alone.
+    if "encoder_layers" in of_text or of_text.get("is_encoder_decoder") is True:
         return None
     ((prefix, embedding),) = embeddings.items()
-    return _TextModel(prefix, embedding, _layers_below(prefix, lists), dict(_configs(config, "")))
-
-
-def _layers_below(prefix: str, lists: Collection[str], max_depth: int = 2) -> str:
-    """Return the only list of layers beside the embedding or else one level deeper, as in `encoder`; "" if unclear."""
-    for depth in range(1, max_depth + 1):
-        near = [name for name in lists if name.startswith(prefix) and name.count(".", len(prefix)) == depth]
-        if near:
-            return near[0] if len(near) == 1 else ""
-    return ""
+    return _TextModel(prefix, embedding, where, of_text)
 
 
 def _configs(config: _Config, where: str) -> Iterator[tuple[str, _Config]]:
@@ -340,50 +283,61 @@ def _configs(config: _Config, where: str) -> Iterator[tuple[str, _Config]]:
             yield from _configs(inner, f"{where}{key}.")
 
 
+def _ties_heads(config: _Config) -> bool | None:
+    """Whether heads are tied, by the outermost config that says so, as in transformers; None if none does."""
+    for _, inner in _configs(config, ""):
+        is_tied = inner.get(_TIED)
+        if isinstance(is_tied, bool):
+            return is_tied
+    return None
+
+
+def _number(config: _Config, key: str) -> int | None:
+    """Return a whole number in a config; None if the key has none."""
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
 def _against_layers(model: _TextModel, tensors: _Tensors) -> Iterator[str]:
-    """Yield a text if the number of layers in the configs is not that of the tensors."""
-    matches = [match for match in map(_NUMBERED.match, tensors) if match is not None]
-    count = len({match["number"] for match in matches if match["list"] == model.layers})
-    named, (_, further) = model.number(*_NUM_LAYERS), model.number(_FURTHER) or ("", 0)
-    if not model.layers or named is None or model.has_encoder:
+    """Yield a text if the number of layers in the config is not that of the one list of layers."""
+    numbers: dict[str, set[str]] = {}
+    for match in map(_LAYER.match, tensors):
+        if match is not None and match["list"].startswith(model.prefix):
+            numbers.setdefault(match["list"], set()).add(match["number"])
+    key = next(filter(model.config.__contains__, _NUM_LAYERS), "")
+    expected = _number(model.config, key)
+    if expected is None or len(numbers) != 1:
         return
-    if not named[1] <= count <= named[1] + further:
+    ((layers, of_layers),) = numbers.items()
+    count = len(of_layers)
+    if not expected <= count <= expected + (_number(model.config, _FURTHER) or 0):
         verb = "is" if count == 1 else "are"
-        yield f"{named[0]} is {named[1]}, and there {verb} {format_number(count, 'layer')} of {model.layers[:-1]}"
+        yield f"{model.where}{key} is {expected}, and there {verb} {format_number(count, 'layer')} of {layers}"
 
 
-def _against_sizes(model: _TextModel, config: _Config, tensors: _Tensors) -> Iterator[str]:
-    """Yield a text for each size in the configs that is not that of the embedding or the norms."""
+def _against_vocabulary(model: _TextModel, tensors: _Tensors) -> Iterator[str]:
+    """Yield a text if neither the embedding nor a head has as many rows as the vocabulary has tokens."""
+    vocab_size, shape = _number(model.config, "vocab_size"), tensors[model.embedding].shape
     # Packed weights have other shapes than their values.
-    shapes = {name: info.shape for name, info in tensors.items() if info.dtype in FLOATS}
-    embedding, named = shapes.get(model.embedding, ()), model.number("vocab_size")
-    if len(embedding) == 2 and named is not None:
-        # Some embeddings have more rows than there are tokens to predict; then the head, which a base model lacks, has
-        # the vocabulary's size.
-        rows = {shapes[name][0] for name in filter(_HEAD.fullmatch, shapes) if len(shapes[name]) == 2}
-        is_base_model = _is_language_model(config) is False and embedding[0] > named[1]
-        if not is_base_model and named[1] not in {embedding[0], *rows}:
-            yield f"{named[0]} is {named[1]}, and {model.embedding} has {format_number(embedding[0], 'row')}"
-    beside = re.compile(rf"({re.escape(model.prefix)}|{re.escape(model.layers or '-')}0\.)[^.]+\.weight")
-    norms = {name: shape[0] for name, shape in shapes.items() if len(shape) == 1 and beside.fullmatch(name)}
-    # An embedding may have other columns than the layers, so nothing is said unless all sizes are equal.
-    sizes, named = {*norms.values(), *embedding[1:]}, model.number(*_HIDDEN_SIZE)
-    if norms and named is not None and len(sizes) == 1 and named[1] not in sizes:
-        name, size = next(iter(norms.items()))
-        yield f"{named[0]} is {named[1]}, and {name} has {format_number(size, 'element')}"
+    if vocab_size is None or len(shape) != 2 or tensors[model.embedding].dtype not in FLOATS:
+        return
+    # Some embeddings have more rows than there are tokens to predict; then the head has the vocabulary's size.
+    rows = {shape[0], *(tensors[name].shape[0] for name in filter(_HEAD.fullmatch, tensors) if tensors[name].shape)}
+    if vocab_size not in rows:
+        have = format_number(shape[0], "row")
+        yield f"{model.where}vocab_size is {vocab_size}, and {model.embedding} has {have}"
 
 
 def _against_head(model: _TextModel, config: _Config, tensors: _Tensors) -> Iterator[str]:
     """Yield a text if a language model has no head, and the config does not tie it to the embedding."""
-    is_tied = _ties_heads(model.configs.values())
-    if not _is_language_model(config) or model.embedding == "" or is_tied is not False:
+    classes = config.get("architectures")
+    is_language_model = isinstance(classes, list) and any(_LANGUAGE_MODEL.fullmatch(str(name)) for name in classes)
+    if not is_language_model or _ties_heads(config) is not False:
         return
     rows = tensors[model.embedding].shape[:1]
     for name, info in tensors.items():
-        if _HEAD.fullmatch(name) or ("head" in name and not name.startswith(model.layers or "-")):
-            return
-        is_alike = len(info.shape) == 2 and info.shape[:1] == rows and "embed" not in name and "wpe" not in name
-        if is_alike and _NUMBERED.match(name) is None:  # a head of another name
+        # A head of another name has a row for each token, too.
+        if _HEAD.fullmatch(name) or (name != model.embedding and len(info.shape) == 2 and info.shape[:1] == rows):
             return
     yield f"{_TIED} is false, and beside {model.embedding} there is no head, such as lm_head.weight"
 

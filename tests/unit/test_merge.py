@@ -696,14 +696,6 @@ def test_a_model_inside_a_nested_state_is_reported(tmp_path: Path) -> None:
     assert merge_checkpoint(tmp_path / "tied", tmp_path / "hf", files_from={"config.json": "{}"}).notes == ()
 
 
-@pytest.mark.parametrize("name", ["ShieldGemma2ForImageClassification", "LlamaForCausalLM"])
-def test_a_class_of_transformers_may_have_a_whole_model_inside(name: str, tmp_path: Path) -> None:
-    commit_round(tmp_path / "ws", *lay_out({"model.model.a": torch.ones(2), "model.lm_head": torch.ones(2)}, 1, 0))
-    config = {"config.json": f'{{"architectures": ["{name}"]}}'}
-    notes = merge_checkpoint(tmp_path / "ws", tmp_path / "out", files_from=config).notes
-    assert ("--rename" in str(notes)) == (name == "LlamaForCausalLM")
-
-
 KILLED = """
 import os, signal, sys
 from statexchange.checkpoint import merge
