@@ -21,11 +21,11 @@ import xxhash
 import zstandard
 
 Checksum = Literal["adler32", "xxh3-128"]
-Encoding = Literal["xor", "overwrite"]
-Unit = Literal["elements", "bytes"]
 
 INDEX = "model.safetensors.index.json"
 DELTA_KEYS = frozenset(("version", "base_version", "delta_encoding", "compression_format", "checksum_format"))
+
+
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
@@ -76,17 +76,14 @@ def read_version(
     *,
     other_formats: bool = False,
     one_frame: bool = False,
-    overwrite_unit: Unit = "elements",
 ) -> dict[str, RawTensor]:
     """All tensors of a version, from the nearest full version and each delta after it.
 
     Args:
         run_directory: holds the directories `weight_v000001` and so on.
         number: the version to read.
-        other_formats: accept `overwrite` and xxh3-128 too, which ModelExpress refuses.
+        other_formats: accept xxh3-128 too, which ModelExpress refuses.
         one_frame: decompress an xor entry in one shot, which sees its first frame alone; otherwise all frames are read.
-            An `overwrite` entry is always decompressed in one shot, as slime does.
-        overwrite_unit: what the positions of `overwrite` count; see `SharedFormWriter`.
 
     Raises:
         FormError: some version of the chain is absent, incomplete or not of the form.
@@ -97,7 +94,7 @@ def read_version(
     *deltas, full = chain
     tensors = _read_full(full)
     for delta in reversed(deltas):
-        tensors |= _read_changes(delta, tensors, one_frame, overwrite_unit)
+        tensors |= _read_changes(delta, tensors, one_frame)
     return tensors
 
 
@@ -153,7 +150,7 @@ def _check_delta(metadata: dict[str, Any], number: int, place: Path, other_forma
         raise FormError(f"{place}: the keys of a delta's metadata are {sorted(metadata)}, not {sorted(DELTA_KEYS)}")
     allowed = {
         "base_version": [_digits(number - 1)],
-        "delta_encoding": ["xor", "overwrite"] if other_formats else ["xor"],
+        "delta_encoding": ["xor"],
         "compression_format": ["zstd"],
         "checksum_format": ["adler32", "xxh3-128"] if other_formats else ["adler32"],
     }
@@ -202,10 +199,9 @@ def _read_full(index: _Index) -> dict[str, RawTensor]:
     return result
 
 
-def _read_changes(index: _Index, base: dict[str, RawTensor], one_frame: bool, unit: Unit) -> dict[str, RawTensor]:
+def _read_changes(index: _Index, base: dict[str, RawTensor], one_frame: bool) -> dict[str, RawTensor]:
     """The changed tensors of a delta, applied to those of its base and checked."""
     result: dict[str, RawTensor] = {}
-    overwrite = index.metadata["delta_encoding"] == "overwrite"
     for path, entries, checksums in _read_files(index):
         if checksums.keys() != entries.keys():
             raise FormError(f"{path}: not one checksum a tensor: {sorted(checksums.keys() ^ entries.keys())}")
@@ -215,9 +211,9 @@ def _read_changes(index: _Index, base: dict[str, RawTensor], one_frame: bool, un
                 raise FormError(f"{place}: the base version has no such tensor")
             if entry.dtype != "U8" or len(entry.shape) != 1:
                 raise FormError(f"{place}: an entry is U8 of one dimension, not {entry.dtype} {entry.shape}")
-            blob = _decompress(entry.data, one_frame or overwrite, place)
+            blob = _decompress(entry.data, one_frame, place)
             old = base[name]
-            data = _overwritten(old, blob, unit, place) if overwrite else _xored(old.data, blob, place)
+            data = _xored(old.data, blob, place)
             found = checksum_text(data, index.metadata["checksum_format"])
             if found != checksums[name]:
                 raise FormError(f"{place}: the checksum after the change is {found}, not {checksums[name]}")
@@ -239,38 +235,12 @@ def _xored(old: bytes, blob: bytes, place: str) -> bytes:
     return (np.frombuffer(old, np.uint8) ^ np.frombuffer(blob, np.uint8)).tobytes()
 
 
-def _overwritten(old: RawTensor, blob: bytes, unit: Unit, place: str) -> bytes:
-    item = _unit_bytes(old, unit)
-    count = int.from_bytes(blob[:4], "little")
-    if len(blob) != 4 + count * (4 + item):
-        raise FormError(f"{place}: {len(blob)} bytes do not hold a count, {count} positions and values of {item}")
-    positions = np.frombuffer(blob, "<u4", count, 4)
-    rows = np.frombuffer(old.data, np.uint8).reshape(-1, item).copy()
-    if len(np.unique(positions)) != count or (count and int(positions.max()) >= len(rows)):
-        raise FormError(f"{place}: positions of an overwrite repeat, or are past the {len(rows)} {unit} of the tensor")
-    rows[positions] = np.frombuffer(blob, np.uint8, count * item, 4 + 4 * count).reshape(-1, item)
-    return rows.tobytes()
-
-
-def _unit_bytes(tensor: RawTensor, unit: Unit) -> int:
-    if unit == "bytes":
-        return 1
-    if tensor.dtype not in ITEM_BYTES:
-        raise FormError(f"no size is known of an element of {tensor.dtype}")
-    return ITEM_BYTES[tensor.dtype]
-
-
 class SharedFormWriter:
     """Writes versions as the trainers' tools do: data files, then the index by a temporary name, fsync and rename.
 
     Entries are one zstd frame each, with the size of its content. At most `files` data files are written, none of them
     empty; tensors go to them in turn. Nothing is refused that a test may want wrong on disk, such as a base version
     that is not the one before; but a version is not written twice.
-
-    `overwrite` is a count n, n positions, both little-endian u4, then the n new values. The description of the form
-    leaves open what a position counts. The default is elements of the tensor's dtype, each of which changes as a whole;
-    `overwrite_unit="bytes"` writes single bytes at byte positions, which fits the remark that a tensor above 4 GiB
-    wraps. Both are the same for dtypes of one byte, and for others the length of an entry tells which one it is.
     """
 
     def __init__(
@@ -279,16 +249,12 @@ class SharedFormWriter:
         *,
         compression_level: int = 1,
         checksum: Checksum = "adler32",
-        encoding: Encoding = "xor",
         files: int = 1,
-        overwrite_unit: Unit = "elements",
     ) -> None:
         self._run_directory = run_directory
         self._compressor = zstandard.ZstdCompressor(level=compression_level)
         self._checksum: Checksum = checksum
-        self._encoding: Encoding = encoding
         self._files = files
-        self._unit: Unit = overwrite_unit
 
     def write_full(self, number: int, tensors: Mapping[str, RawTensor], total_size: int | None = None) -> Path:
         """Write a full version; `total_size` is what the index records, by default the bytes of all tensors."""
@@ -305,28 +271,17 @@ class SharedFormWriter:
         entries, checksums = {}, {}
         for name, tensor in new.items():
             if tensor.data != old[name].data:
-                data = self._compressor.compress(self._difference(old[name], tensor))
+                data = self._compressor.compress(_xored(old[name].data, tensor.data, name))
                 entries[name] = RawTensor("U8", (len(data),), data)
                 checksums[name] = checksum_text(tensor.data, self._checksum)
         metadata = {
             "version": _digits(number),
             "base_version": _digits(base_number),
-            "delta_encoding": self._encoding,
+            "delta_encoding": "xor",
             "compression_format": "zstd",
             "checksum_format": self._checksum,
         }
         return self._write(number, metadata, entries, checksums)
-
-    def _difference(self, old: RawTensor, new: RawTensor) -> bytes:
-        before, after = np.frombuffer(old.data, np.uint8), np.frombuffer(new.data, np.uint8)
-        if self._encoding == "xor":
-            return (before ^ after).tobytes()
-        item = _unit_bytes(new, self._unit)
-        rows = after.reshape(-1, item)
-        if len(rows) >= 2**32:
-            raise FormError("positions of an overwrite are u4: the tensor is too large")
-        positions = np.flatnonzero((before.reshape(-1, item) != rows).any(axis=1))
-        return len(positions).to_bytes(4, "little") + positions.astype("<u4").tobytes() + rows[positions].tobytes()
 
     def _write(
         self, number: int, metadata: dict[str, Any], tensors: Mapping[str, RawTensor], checksums: dict[str, str]

@@ -20,7 +20,7 @@ compresses its own rows where they lie. Else they are those of the windows of th
 
 **Versions of others** (slime, miles, sglang, vime, stitch, ModelExpress) have no manifest. Their index decides: the
 five keys of its metadata, and a weight map with which the files must agree. A tensor is proven by the checksum of the
-whole new tensor in its file's metadata; one in blake3 is not checked, which a note says.
+whole new tensor in its file's metadata.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from statexchange.formats.source import ShardFile, Source, SourceTensor, open_li
 from statexchange.formats.version_frames import (
     Change,
     IndexedFrames,
-    Overwritten,
     PatchedFile,
     StreamedFrames,
     frame_ends,
@@ -52,7 +51,6 @@ from statexchange.storage.publish.claim import CLAIM_NAME, claim_of
 from statexchange.storage.store import ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import Header, read_header
 from statexchange.storage.versions import version_name, version_number
-from statexchange.tensors import ITEMSIZE
 
 __all__ = [
     "DELTA_SCHEMA",
@@ -73,7 +71,7 @@ VERSION_KEY = "version"
 VERSION_INDEX = f"model.safetensors{INDEX}"
 _MARK = b'{"schema":3,'  # the first bytes of a delta's manifest, whose first key is the schema
 _HEX = re.compile(r"[0-9a-fA-F]{1,64}")
-_CHECKSUMS = ("adler32", "xxh3-128", "blake3")
+_CHECKSUMS = ("adler32", "xxh3-128")
 _MOST_DELTAS = 10_000
 
 
@@ -185,7 +183,6 @@ class _Delta:
         files: the opened files with their headers.
         number: its own number, and
         base: that of the version that it is based on.
-        encoding: "xor" or "overwrite".
         checksum: the kind of the checksums in the files' metadata, each of all new bytes of a tensor; "" if boxes have
             digests.
 
@@ -200,7 +197,6 @@ class _Delta:
     files: Sequence[tuple[StoredFile, Header]]
     number: int
     base: int
-    encoding: str
     checksum: str
     base_manifest: str = ""
     records: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -260,7 +256,6 @@ def _published(store: Store, manifest: Mapping[str, Any]) -> _Delta:
         _opened_files(store, weight_map),
         int(version["number"]),
         int(version["base"]),
-        "xor",
         "",
         str(version["base_manifest"]),
         records,
@@ -277,9 +272,9 @@ def _foreign(store: Store, metadata: Mapping[str, Any], weight_map: Mapping[str,
     if missing:
         raise ValueError(f"it lacks {', '.join(sorted(missing))}")
     encoding, compression, kind = (metadata[key] for key in ("delta_encoding", "compression_format", "checksum_format"))
-    if encoding not in ("xor", "overwrite") or compression != "zstd" or kind not in _CHECKSUMS:
+    if encoding != "xor" or compression != "zstd" or kind not in _CHECKSUMS:
         text = f"a delta in {excerpt(encoding)}, {excerpt(compression)} and {excerpt(kind)} is not supported"
-        raise UnsupportedError(text, path=path)
+        raise UnsupportedError(f"{text}: publish in xor, zstd and {' or '.join(_CHECKSUMS)}", path=path)
     number, base = int(metadata["version"]), int(metadata["base_version"])
     if _number_of(store) != number:
         raise ValueError(f"it is that of version {number}")
@@ -288,7 +283,7 @@ def _foreign(store: Store, metadata: Mapping[str, Any], weight_map: Mapping[str,
         for name in header.entries:
             if not _HEX.fullmatch(header.metadata.get(name, "")):
                 raise CorruptError("a changed tensor has no checksum", name=name, path=file.path)
-    return _Delta(files, number, base, encoding, kind)
+    return _Delta(files, number, base, kind)
 
 
 def _opened_files(store: Store, weight_map: Mapping[str, str]) -> list[tuple[StoredFile, Header]]:
@@ -355,16 +350,13 @@ def _resolved(opened: OpenedPath, delta: _Delta, base: Source) -> Source:
         for name, record in delta.records.items():
             records[name] = {**records[name], **record}
         manifest = {"source": base.manifest.get("source"), "aliases": delta.aliases, "tensors": records}
-    notes = list(base.notes)
-    if delta.checksum == "blake3" and delta.files:
-        notes.append(f"version {delta.number} has checksums in blake3, which are not checked")
     return Source(
         "version",
         opened,
         files,
         manifest=manifest,
         metadata=base.metadata,
-        notes=tuple(notes),
+        notes=base.notes,
         small_files=base.config_store,
     )
 
@@ -385,10 +377,8 @@ def _patched(delta: _Delta, header: Header, stored: ByteRange, base: SourceTenso
         boxes = [Box.from_json(box[:2]) for box in record["boxes"]]
         ends = frame_ends(boxes, shard, delta.frame_nbytes, len(frames))
         applied = IndexedFrames(stored, nbytes, name, frames, ends)
-    elif delta.encoding == "xor":
-        applied = StreamedFrames(stored, nbytes, name)
     else:
-        applied = Overwritten(stored, nbytes, name, ITEMSIZE[shard.dtype])
+        applied = StreamedFrames(stored, nbytes, name)
     checksum = header.metadata.get(name, "")
     file = PatchedFile(base.byte_ranges[0], applied, checksum if delta.checksum == "adler32" else "")
     patched = ByteRange(file, 0, nbytes, checksum if delta.checksum == "xxh3-128" else None)

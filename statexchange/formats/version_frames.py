@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Change",
     "IndexedFrames",
-    "Overwritten",
     "PatchedFile",
     "StreamedFrames",
     "are_runs",
@@ -40,7 +39,6 @@ __all__ = [
 ]
 
 _LEVEL = 1  # random differences do not become smaller at a higher one
-_MOST_OVERWRITTEN = 1 << 32  # bytes of a tensor, whose positions are 4 bytes
 
 
 class Change(ABC):
@@ -161,49 +159,6 @@ class StreamedFrames(Change):
             raise self.broken(f"it ends at byte {self._at} of {self.nbytes}")
         self._at += len(data)
         return data
-
-
-class Overwritten(Change):
-    """Positions and new elements: a count and that many positions of 4 bytes each, then the elements."""
-
-    def __init__(self, stored: ByteRange, nbytes: int, name: str, itemsize: int) -> None:
-        super().__init__(stored, nbytes, name)
-        self._itemsize = itemsize
-        self._lock = threading.Lock()
-        self._content: tuple[Any, Any] | None = None
-        if nbytes >= _MOST_OVERWRITTEN:
-            raise self.broken("positions of 4 bytes do not reach the end of a tensor of 4 GiB")
-
-    def apply(self, part: NDArray[np.uint8], offset: int) -> None:
-        """Overwrite the elements of the part."""
-        positions, content = self._decoded()
-        import numpy as np
-
-        # Byte by byte of the elements: a part may begin within one.
-        for byte in range(self._itemsize):
-            places = positions * self._itemsize + byte - offset
-            inside = np.flatnonzero((places >= 0) & (places < len(part)))
-            part[places[inside]] = content[inside, byte]
-
-    def _decoded(self) -> tuple[Any, Any]:
-        import numpy as np
-
-        with self._lock:
-            if self._content is None:
-                most = 4 + (4 + self._itemsize) * (self.nbytes // self._itemsize)
-                try:
-                    data = _reader(_Entry(self.stored)).read(most + 1)
-                except _zstandard().ZstdError as error:
-                    raise self.broken(error) from None
-                count = int(np.frombuffer(data[:4], "<u4")[0]) if len(data) >= 4 else -1
-                if len(data) != 4 + count * (4 + self._itemsize):
-                    raise self.broken("it does not have as many elements as it counts")
-                positions = np.frombuffer(data, "<u4", count, 4).astype(np.int64)
-                content = np.frombuffer(data, np.uint8, offset=4 + 4 * count).reshape(count, self._itemsize)
-                if count and int(positions.max()) >= self.nbytes // self._itemsize:
-                    raise self.broken("a position lies beyond the end of the tensor")
-                self._content = positions, content
-        return self._content
 
 
 class PatchedFile(StoredFile):

@@ -30,9 +30,7 @@ from statexchange.errors import (
     TargetExistsError,
     UnsupportedError,
 )
-from statexchange.formats.version_frames import Overwritten
 from statexchange.storage import versions
-from statexchange.storage.store import ByteRange, open_local
 
 
 def publish(path: Path, count: int, *, first: int = 1, **options: Any) -> list[dict[str, torch.Tensor]]:
@@ -174,12 +172,16 @@ def test_5_staged_bytes_that_were_lost_are_not_loaded(tmp_path: Path) -> None:
     assert_equal(weights, published[1])
 
 
-def test_6_an_overwrite_of_4_gib_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    store, _ = open_local(str(tmp_path))
-    stored = ByteRange(store.open("file"), 0, 1)
-    with pytest.raises(CorruptError, match="do not reach"):
-        Overwritten(stored, 1 << 32, "w", 2)
+def test_6_an_overwrite_whose_positions_may_wrap_is_refused(tmp_path: Path) -> None:
+    rng = np.random.default_rng(9)
+    writer, tensors = SharedFormWriter(tmp_path), random_tensors(rng, 2)
+    writer.write_full(1, tensors)
+    delta = writer.write_delta(2, 1, tensors, changed(rng, tensors, 0.1))
+    index = json.loads((delta / "model.safetensors.index.json").read_text())
+    index["metadata"]["delta_encoding"] = "overwrite"
+    (delta / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(UnsupportedError, match="a delta in 'overwrite'.* is not supported: publish in xor"):
+        sx.open_checkpoint(delta)
 
 
 def test_7_an_entry_that_two_files_have_is_refused(tmp_path: Path) -> None:
@@ -359,12 +361,10 @@ def test_what_cannot_be_removed_does_not_fail_a_publish(tmp_path: Path, caplog: 
 # Versions of other programs
 
 
-@pytest.mark.parametrize(
-    ("encoding", "checksum", "files"), [("xor", "adler32", 1), ("xor", "xxh3-128", 3), ("overwrite", "adler32", 2)]
-)
-def test_versions_of_others_are_read(tmp_path: Path, encoding: Any, checksum: Any, files: int) -> None:
+@pytest.mark.parametrize(("checksum", "files"), [("adler32", 1), ("xxh3-128", 3)])
+def test_versions_of_others_are_read(tmp_path: Path, checksum: Any, files: int) -> None:
     rng = np.random.default_rng(5)
-    writer = SharedFormWriter(tmp_path, checksum=checksum, encoding=encoding, files=files)
+    writer = SharedFormWriter(tmp_path, checksum=checksum, files=files)
     tensors = random_tensors(rng, 10)
     writer.write_full(1, tensors)
     with sx.Subscriber(tmp_path) as subscriber:
@@ -402,7 +402,7 @@ def test_versions_of_others_are_staged_from_the_last_one(tmp_path: Path) -> None
                     assert np.ascontiguousarray(found[name].read()).tobytes() == raw.data, (number, name)
 
 
-@pytest.mark.parametrize("what", ["checksum", "frame", "encoding", "number", "key", "shape"])
+@pytest.mark.parametrize("what", ["checksum", "frame", "subtract", "overwrite", "blake3", "number", "key", "shape"])
 def test_what_others_have_broken_is_named(tmp_path: Path, what: str) -> None:
     rng = np.random.default_rng(6)
     writer = SharedFormWriter(tmp_path)
@@ -423,8 +423,10 @@ def test_what_others_have_broken_is_named(tmp_path: Path, what: str) -> None:
         else:
             data[at] ^= 0xFF
         file.write_bytes(data)
-    elif what == "encoding":
-        metadata["delta_encoding"] = "subtract"
+    elif what == "blake3":
+        metadata["checksum_format"] = what
+    elif what in ("subtract", "overwrite"):
+        metadata["delta_encoding"] = what
     elif what == "number":
         metadata["version"] = "000003"
     elif what == "key":
