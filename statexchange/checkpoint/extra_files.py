@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.checkpoint.publication import index_name, single_file_name
@@ -22,9 +21,9 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats.box_digests import DIGESTS
-from statexchange.formats.config_check import LIVE_MODEL, is_adapter, live_name, named_adapters
+from statexchange.formats.config_check import is_adapter, live_name
 from statexchange.formats.huggingface import MANIFEST
-from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG
+from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG
 from statexchange.formats.source import KINDS_BESIDE_CONFIGS, WEIGHT_SUFFIXES, abbreviated_list
 from statexchange.sharding.options import FLOATS, FilesFrom
 from statexchange.storage.location import open_path, parse_json, resolve_path
@@ -41,7 +40,6 @@ __all__ = [
     "GivenFiles",
     "extra_files",
     "given_files",
-    "notes_on_adapters",
     "notes_on_foreign_names",
     "notes_on_missing_files",
     "own_files",
@@ -271,32 +269,6 @@ def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str,
     if is_adapter(names):
         program, missing = "PEFT", ADAPTER_CONFIG
     return (f"no {missing}: {program} will not load this directory; give one by files_from (--files-from)",)
-
-
-def notes_on_adapters(plan: Plan, files: Collection[str], source: Source) -> tuple[str, ...]:
-    """Return a note if tensors have the names of a live model of PEFT, by which PEFT loads no adapter.
-
-    Where PEFT's own names follow from these, the note shows the options of a merge that selects and renames the tensors
-    of one adapter. `files` are the names of the extra files.
-    """
-    live = live_name(plan.tensors)
-    adapters = named_adapters(plan.tensors)
-    if not adapters or not all(ADAPTER_PREFIX in name for name in plan.tensors):
-        # Beside a config.json the same is said by config_check.py.
-        return () if live is None or CONFIG in files else (f"no program finds names such as {live}: {LIVE_MODEL}",)
-    adapter, names = next(iter(adapters.items()))
-    options = [] if source.selected is None else [f"--section {source.selected}"]
-    for pattern in (f"*.{adapter}", f"*.{adapter}.*"):
-        if fnmatch.filter(names, pattern):
-            options.append(f'--include "{pattern}"')
-    options.append(rf'--rename "([.]modules_to_save)?[.]{re.escape(adapter)}\b="')
-    if not all(name.startswith(ADAPTER_PREFIX) for name in names):
-        options.append(f'--rename "^.*?(?={re.escape(ADAPTER_PREFIX)})="')
-    if ADAPTER_CONFIG not in files:
-        options.append(f"--files-from {ADAPTER_CONFIG}")
-    text = f"the tensors are those of a model of PEFT with the adapters {', '.join(map(repr, adapters))}"
-    advice = f'to write what PEFT loads of {adapter!r} alone, with "*.bias" in include if it trains biases'
-    return (f"{text}; {advice}: the options of a merge ({' '.join(options)})",)
 
 
 def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:

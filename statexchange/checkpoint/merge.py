@@ -25,7 +25,6 @@ from statexchange.checkpoint.extra_files import (
     GivenFiles,
     extra_files,
     given_files,
-    notes_on_adapters,
     notes_on_foreign_names,
     notes_on_missing_files,
     own_files,
@@ -444,7 +443,6 @@ def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
     compared_files = {**selected.compared_files, **extra}
     if request.has_model:
         notes += notes_on_missing_files(plan, extra)
-        notes += notes_on_adapters(plan, compared_files, opened)
         if request.conversion is None:
             notes += notes_on_foreign_names(plan)
     if request.is_whole_model:

@@ -7,7 +7,6 @@ if several configs have a vocabulary, several tensors are embeddings, or the mod
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -25,12 +24,10 @@ if TYPE_CHECKING:
     from statexchange.formats.source import Source
 
 __all__ = [
-    "LIVE_MODEL",
     "config_warnings",
     "is_adapter",
     "is_plain",
     "live_name",
-    "named_adapters",
     "source_warnings",
     "tie_warnings",
     "unties_heads",
@@ -42,9 +39,7 @@ __all__ = [
 _BY_NAME = "lora|ia3|hada|lokr|oft|boft|fourierft|hra|miss|trainable_tokens"
 _METHODS = f"{_BY_NAME}|vera|vblora|adaption|bone|shira|c3a|randlora|road"
 _ADAPTER_PARAMETER = re.compile(rf"[._]({_METHODS})_")
-_NAMED_ADAPTER = re.compile(
-    rf"\.(({_BY_NAME})_[A-Za-z0-9_]+|modules_to_save)\.(?!weight$|bias$)(?P<adapter>[^.]+)(\.|$)"
-)
+_NAMED_ADAPTER = re.compile(rf"\.(({_BY_NAME})_[A-Za-z0-9_]+|modules_to_save)\.(?!weight$|bias$)[^.]+(\.|$)")
 _LIVE_MODEL = re.compile(r"\.(base_layer|original_module)\.|^prompt_encoder\.[^.]+\.embedding\.weight$")
 # The wrapped weight of a layer shows a whole model. PEFT writes those of embeddings, and biases, into adapters.
 _BASE_LAYER = re.compile(r"(?<!embed_tokens)(?<!lm_head)\.base_layer\.(?!bias$)")
@@ -65,7 +60,7 @@ _TIED = "tie_word_embeddings"
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")  # keys of one number, of several families
 _FURTHER = "num_nextn_predict_layers"  # layers for multi-token prediction, which num_hidden_layers does not count
 
-LIVE_MODEL = (
+_OF_LIVE_MODEL = (
     "a live model with an adapter of PEFT has these names, and its save_pretrained writes what PEFT loads; "
     "load_checkpoint fills such a model from here"
 )
@@ -84,10 +79,10 @@ _Tensors = Mapping[str, _Info]
 
 
 def config_warnings(tensors: _Tensors, files: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Return a warning for each config in a directory that differs from its tensors. Not collective.
+    """Return a warning for each config in a directory that differs from its tensors, and about names of live models.
 
-    transformers would give missing layers and heads random values, leave out layers that it does not expect, and refuse
-    tensors of other shapes. A config that cannot be parsed is left out.
+    Not collective. transformers would give missing layers and heads random values, leave out layers that it does not
+    expect, and refuse tensors of other shapes. A config that cannot be parsed is left out.
 
     Args:
         tensors: all tensors of the model, by name.
@@ -95,10 +90,13 @@ def config_warnings(tensors: _Tensors, files: Mapping[str, bytes]) -> tuple[str,
     """
     warnings = []
     adapter, config = _parsed(files.get(ADAPTER_CONFIG)), _parsed(files.get(CONFIG))
+    live = live_name(tensors)
+    if live is not None:
+        warnings.append(f"no program finds names such as {live}: {_OF_LIVE_MODEL}")
     if adapter is not None and tensors:
         warnings += [f"{ADAPTER_CONFIG} and the tensors differ: {text}" for text in _against_adapter(adapter, tensors)]
     if config is not None and tensors:
-        texts = [*_against_names(tensors), *_against_dtypes(config, tensors)]
+        texts = list(_against_dtypes(config, tensors))
         model = _text_model(config, tensors)
         if model is not None:
             texts += [*_against_layers(model, tensors), *_against_vocabulary(model, tensors)]
@@ -201,27 +199,12 @@ def is_adapter(names: Collection[str], files: Collection[str] = ()) -> bool:
     return ADAPTER_CONFIG in files or any(map(_ADAPTER_PARAMETER.search, names))
 
 
-def named_adapters(names: Collection[str]) -> dict[str, list[str]]:
-    """Return the names of each adapter's tensors in a live model of PEFT, by the name of the adapter in them.
-
-    Without adapters of which PEFT saves a tensor by a name that does not follow from these.
-    """
-    adapters: dict[str, list[str]] = {}
-    for name in names:
-        match = _NAMED_ADAPTER.search(name)
-        if match is not None:
-            adapters.setdefault(match["adapter"], []).append(name)
-    counts: Counter[str] = Counter()
-    for name in names if adapters else ():
-        counts.update(adapters.keys() & name.split("."))
-    return {adapter: of_adapter for adapter, of_adapter in adapters.items() if counts[adapter] == len(of_adapter)}
-
-
 def live_name(names: Collection[str]) -> str | None:
     """Return a name that only a live model with an adapter of PEFT has, and no file that PEFT or transformers reads."""
-    for adapter_names in named_adapters(names).values():
-        return adapter_names[0]
-    return None if is_adapter(names) else next(filter(_LIVE_MODEL.search, names), None)
+    named = next(filter(_NAMED_ADAPTER.search, names), None)
+    if named is not None or is_adapter(names):
+        return named
+    return next(filter(_LIVE_MODEL.search, names), None)
 
 
 def is_plain(dtypes: Mapping[str, str]) -> bool:
@@ -340,13 +323,6 @@ def _against_head(model: _TextModel, config: _Config, tensors: _Tensors) -> Iter
         if _HEAD.fullmatch(name) or (name != model.embedding and len(info.shape) == 2 and info.shape[:1] == rows):
             return
     yield f"{_TIED} is false, and beside {model.embedding} there is no head, such as lm_head.weight"
-
-
-def _against_names(tensors: _Tensors) -> Iterator[str]:
-    """Yield a text if the tensors are those of a live model with an adapter, whose names transformers does not find."""
-    name = live_name(tensors)
-    if name is not None:
-        yield f"from_pretrained does not find names such as {name}: {LIVE_MODEL}"
 
 
 def _against_dtypes(config: _Config, tensors: _Tensors) -> Iterator[str]:
