@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.checkpoint.publication import FORMAT_METADATA
 from statexchange.errors import UnsupportedError, excerpt
+from statexchange.formats import torchao
 from statexchange.formats.config_check import tie_warnings
-from statexchange.formats.packed import renamed_torchao
 from statexchange.formats.source import (
     FLAT_PARAMETERS,
     abbreviated_list,
@@ -72,7 +72,9 @@ def kept_metadata(source: Source, options: ExportOptions) -> tuple[dict[str, str
 
     torchao's records of its weights get the names that `options` give to the tensors.
     """
-    metadata = renamed_torchao(source.metadata, options.renamed, source.path) if options.rename else source.metadata
+    metadata = source.metadata
+    if options.rename:
+        metadata = torchao.renamed_records(metadata, options.renamed, source.path)
     others = {key: value for key, value in metadata.items() if key != "format"}
     written = {key: value for key, value in others.items() if _is_text(key) and _is_text(value)}
     reasons = dict.fromkeys(source.differing, "files differ")

@@ -36,6 +36,7 @@ from statexchange.errors import (
     UnsupportedError,
     excerpt,
 )
+from statexchange.formats import torchao
 from statexchange.sharding.options import ExportOptions, renamed
 from statexchange.sharding.paths import (
     Path,
@@ -46,7 +47,7 @@ from statexchange.sharding.paths import (
 )
 from statexchange.sharding.plan import HolderLabel, RankShards, plan_tensors
 from statexchange.sharding.shards import Box, Shard, c_strides
-from statexchange.storage.location import OpenedPath, parse_json
+from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Budget, ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import Header, RankFile
 from statexchange.tensors import ITEMSIZE, PACKED
@@ -62,7 +63,6 @@ __all__ = [
     "KINDS_OF_JOBS",
     "KINDS_WITH_KEYS",
     "KINDS_WITH_RANKS",
-    "TORCHAO_NAMES",
     "WEIGHTS",
     "WEIGHT_SUFFIXES",
     "Part",
@@ -83,13 +83,11 @@ __all__ = [
     "open_listed",
     "parsing",
     "strides_of",
-    "torchao_names",
     "unknown_dtypes",
 ]
 
 _MAX_LISTED, _MAX_NAME = 8, 100
 _AHEAD_BYTES = 64 << 20  # of all files of a source that is read ahead
-TORCHAO_NAMES = "tensor_names"  # torchao's key of the metadata with a list of all weights (formats/packed.py)
 SourceKind = Literal[
     "save",
     "workspace",
@@ -304,23 +302,12 @@ def merged_metadata(files: Sequence[Mapping[str, str]]) -> tuple[dict[str, str],
     for metadata in files:
         for key, value in metadata.items():
             values.setdefault(key, {})[value] = None
-    lists = [torchao_names(text) for text in values.get(TORCHAO_NAMES, ())]
+    lists = [torchao.listed_weights(text) for text in values.get(torchao.TENSOR_NAMES, ())]
     if len(lists) > 1 and None not in lists:
         names = dict.fromkeys(name for listed in lists for name in listed or ())
-        values[TORCHAO_NAMES] = {json.dumps(list(names)): None}
+        values[torchao.TENSOR_NAMES] = {json.dumps(list(names)): None}
     agreed = {key: next(iter(of_key)) for key, of_key in sorted(values.items()) if len(of_key) == 1}
     return agreed, tuple(key for key in sorted(values) if key not in agreed)
-
-
-def torchao_names(text: str) -> list[str] | None:
-    """Return torchao's list of all weights, the value of `TORCHAO_NAMES`; None if it is something else."""
-    try:
-        listed = parse_json(text, "", Budget(""))
-    except CorruptError:
-        return None
-    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-        return None
-    return listed
 
 
 @dataclass(frozen=True, slots=True)

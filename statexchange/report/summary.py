@@ -11,7 +11,6 @@ from typing import Any
 from statexchange.errors import StateExchangeError, without_secrets
 from statexchange.formats.config_check import source_warnings
 from statexchange.formats.model_files import CONFIG
-from statexchange.formats.packed import packing_notes
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
 from statexchange.formats.source import FLAT_PARAMETERS, Part, SectionName, Source, is_flat_parameter
@@ -68,8 +67,7 @@ class Summary:
         unsupported: reasons, by name, why tensors cannot be read although their files can.
         parts: the parts of a training framework's directory.
         problems: errors for everything that is missing or broken.
-        notes: the layout of quantised weights and the tool that reads it; what was not looked at; differences between a
-            config and the tensors beside it.
+        notes: what was not looked at; differences between a config and the tensors beside it.
         tree: the modules in the names of the tensors, if they were asked for.
     """
 
@@ -173,7 +171,7 @@ def _notes(source: Source) -> tuple[str, ...]:
     """Return the notes on a source that belong beside its numbers."""
     is_flat = any(is_flat_parameter(name) for shard_file in source.files for name in shard_file.tensors)
     flat = (FLAT_PARAMETERS,) if is_flat else ()
-    return (*source.notes, *flat, *packing_notes(source), *source_warnings(source))
+    return (*source.notes, *flat, *source_warnings(source))
 
 
 def model_config(store: Store | None) -> Any:

@@ -1,74 +1,28 @@
-"""Quantised weights of torchao, bitsandbytes, GPTQ and others: `info` names the layout, a merge keeps it whole."""
+"""Quantised weights of torchao, bitsandbytes, GPTQ and others: a merge keeps them whole."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from commands import CommandLine
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from stored import DATA
 
 import statexchange as sx
 from statexchange.errors import UnsupportedError
-from statexchange.report.summary import summarize
 from statexchange.sharding.options import Rename
 
 SAMPLES = DATA / "packed"
-
-
-def note(path: Path) -> str:
-    notes = summarize(path).notes
-    assert len(notes) < 2
-    return "".join(notes)
 
 
 def metadata(path: Path) -> dict[str, str]:
     with safe_open(path, "np") as file:
         found: dict[str, str] = file.metadata()
         return found
-
-
-def packed(path: Path, *names: str, dtype: str = "i4", config: dict[str, Any] | None = None) -> Path:
-    path.mkdir()
-    save_file({name: np.ones(2, dtype) for name in names}, path / "model.safetensors")
-    if config is not None:
-        (path / "config.json").write_text(json.dumps({"quantization_config": config}))
-    return path
-
-
-def test_info_names_the_layout_and_the_tool(tmp_path: Path, call: CommandLine) -> None:
-    assert note(SAMPLES / "torchao").startswith("torchao: weights taken apart into _weight_qdata")
-    found = note(SAMPLES / "bitsandbytes")
-    assert found.startswith("bitsandbytes: weights packed into U8")
-    assert "transformers with bitsandbytes loads it" in found
-    assert f"note        {found}\n" in call("info", SAMPLES / "bitsandbytes")[1]
-    shutil.copy(SAMPLES / "bitsandbytes/model.safetensors", tmp_path)  # without config.json
-    assert note(tmp_path).startswith("bitsandbytes: ")
-    assert note(tmp_path / "model.safetensors").startswith("bitsandbytes: ")
-
-
-@pytest.mark.parametrize(
-    ("names", "layout"),
-    [
-        (("l.qweight", "l.qzeros", "l.scales", "l.g_idx"), "GPTQ"),
-        (("l.qweight", "l.qzeros", "l.scales"), "AWQ, or GPTQ without g_idx"),
-        (("l.weight", "l.SCB"), "bitsandbytes"),
-        (("l.weight_packed", "l.weight_scale", "l.weight_shape"), "compressed-tensors"),
-        (("l.w_blocks", "l.w_scales"), "MXFP4"),
-        (("l.weight", "l.weight_scale_inv"), "float8 by blocks"),
-        (("l.weight", "n_blocks"), ""),
-        (("l.weight", "l.scale"), ""),
-    ],
-)
-def test_names_of_tensors_show_the_layout(names: tuple[str, ...], layout: str, tmp_path: Path) -> None:
-    assert note(packed(tmp_path / "x", *names)).partition(":")[0] == layout
 
 
 WEIGHTS = ["model.0.weight", "model.0.bias", "model.1.weight", "model.1.bias"]
