@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from statexchange.conversions.numbers import Numbers
-from statexchange.conversions.rules import ConversionRules
 from statexchange.errors import InvalidArgumentError
-from statexchange.formats.converted import Converted, config_files_beside, config_of, configs_beside, convert_source
+from statexchange.formats.converted import (
+    Converted,
+    config_files_beside,
+    config_of,
+    configs_beside,
+    convert_source,
+    read_conversion,
+)
 from statexchange.formats.model_files import CONFIG
 from statexchange.formats.sections import section_of
 from statexchange.formats.source import Section, Source
@@ -19,8 +23,6 @@ __all__ = ["converted_selection"]
 def converted_selection(
     source: Source,
     options: ExportOptions,
-    conversion: ConversionRules,
-    numbers: Mapping[str, int],
     config: bytes | None,
     *,
     is_copied: bool,
@@ -29,15 +31,16 @@ def converted_selection(
 
     Args:
         source: the source of the merge.
-        options: which of its tensors are selected.
-        conversion: the conversion.
-        numbers: the numbers for it that the caller gives.
+        options: which of its tensors are selected, the conversion, and the numbers for it that the caller gives.
         config: the config.json that the caller gives.
         is_copied: whether without one the source's own is copied.
 
     Raises:
-        InvalidArgumentError: a number differs from that in the config.json that is written beside the tensors.
+        InvalidArgumentError: there is no such conversion, or a number differs from that in the config.json that is
+            written beside the tensors.
     """
+    conversion, numbers = read_conversion(options)
+    assert conversion is not None
     names = source.tensor_names
     options.check_include(names)
     wanted = frozenset(filter(options.wants, names))

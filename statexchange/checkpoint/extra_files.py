@@ -1,4 +1,4 @@
-"""Choose and read the extra files of a published checkpoint, such as its config and tokenizer; notes about these."""
+"""Choose and read the extra files of a published checkpoint, such as its config and tokenizer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats.box_digests import DIGESTS
-from statexchange.formats.config_check import is_adapter, live_name
 from statexchange.formats.huggingface import MANIFEST
 from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG
 from statexchange.formats.source import KINDS_BESIDE_CONFIGS, WEIGHT_SUFFIXES, abbreviated_list
@@ -40,12 +39,9 @@ __all__ = [
     "GivenFiles",
     "extra_files",
     "given_files",
-    "notes_on_foreign_names",
-    "notes_on_missing_files",
     "own_files",
 ]
 
-_TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
 _MAX_BYTES = 64 << 20  # of a file, and of all files in subdirectories
 _MAX_DEPTH, _MAX_ENTRIES = 3, 1000  # of subdirectories
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
@@ -252,37 +248,6 @@ def _files_below(store: Store, name: str, depth: int) -> dict[str, StoredFile]:
         elif not inner.startswith("."):
             files[f"{name}/{inner}"] = below.open(inner)
     return files
-
-
-def notes_on_missing_files(plan: Plan, extra: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Return a note if the config is missing without which transformers loads no model, or PEFT no adapter.
-
-    Only if tensors have names as in transformers' models: others need no config.
-    """
-    if extra.keys() & {CONFIG, ADAPTER_CONFIG}:
-        return ()
-    names = plan.tensors
-    # The names of a live model of PEFT: no program loads these, whatever config lies beside them.
-    if not any(map(_TRANSFORMERS_NAMES.search, names)) or live_name(names) is not None:
-        return ()
-    program, missing = "transformers", CONFIG
-    if is_adapter(names):
-        program, missing = "PEFT", ADAPTER_CONFIG
-    return (f"no {missing}: {program} will not load this directory; give one by files_from (--files-from)",)
-
-
-def notes_on_foreign_names(plan: Plan) -> tuple[str, ...]:
-    """Return a note if a built-in conversion to names of transformers has a rule for the name of every tensor."""
-    names = list(plan.tensors)
-    if not any(".layers." in f".{name}" for name in names):  # built-in conversions are of models with layers
-        return ()
-    from statexchange.conversions.choice import conversion_of
-
-    conversion = conversion_of(names)
-    if conversion is None:
-        return ()
-    option = f'convert="{conversion}" (--convert {conversion})'
-    return (f"transformers does not know these names: {option} writes the names and values that it knows",)
 
 
 def _with_dtype(config: bytes, plan: Plan) -> bytes:

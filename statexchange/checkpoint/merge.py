@@ -18,19 +18,20 @@ import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from statexchange.checkpoint.extra_files import (
-    GivenFiles,
-    extra_files,
-    given_files,
-    notes_on_foreign_names,
-    notes_on_missing_files,
-    own_files,
+from statexchange.checkpoint.extra_files import extra_files
+from statexchange.checkpoint.notes import (
+    check_readable,
+    kept_metadata,
+    note_on_others,
+    notes_on_model,
+    notes_on_names,
+    notes_on_tensors,
+    notes_on_written,
 )
-from statexchange.checkpoint.notes import check_readable, kept_metadata, notes_about, notes_on_tensors, notes_on_written
 from statexchange.checkpoint.publication import Provenance, Publication, check_publication
+from statexchange.checkpoint.selection import Selection, open_selected, read_layout, select
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -39,29 +40,12 @@ from statexchange.errors import (
     UnsafeError,
     without_secrets,
 )
-from statexchange.formats import rank_files
-from statexchange.formats.config_check import config_warnings, is_adapter, unties_heads, without_heads
-from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG, are_of_ranks
-from statexchange.formats.registry import open_source, open_with, read_opened
-from statexchange.formats.replicas import check_tensor_copies, check_tied
-from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, select_section
+from statexchange.formats.replicas import advice_on_copies, check_tensor_copies, check_tied
 from statexchange.formats.source import SectionName, Source, Weights, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
-from statexchange.sharding.options import (
-    ADAPTER_PATTERN,
-    CallOptions,
-    Cast,
-    Convert,
-    ExportOptions,
-    FilesFrom,
-    Rename,
-    Replicas,
-    renamed,
-)
-from statexchange.sharding.paths import note_on_wrappers, wrapper_rules
+from statexchange.sharding.options import CallOptions, Cast, Convert, ExportOptions, FilesFrom, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
-from statexchange.sharding.rules import Layout, layout_advice, rule_for_dim
-from statexchange.storage.location import OpenedPath, is_remote, read_option_file, target_path
+from statexchange.storage.location import is_remote, target_path
 from statexchange.storage.publish.build import OutputFile
 from statexchange.tensors import element_shape
 from statexchange.units import format_transfer
@@ -69,15 +53,10 @@ from statexchange.units import format_transfer
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from statexchange.conversions.rules import ConversionRules
-    from statexchange.formats.converted import Converted
-
 __all__ = ["MergeReport", "PlannedTensor", "copy_source", "merge_checkpoint"]
 
 _log = logging.getLogger(__name__)
 
-# First parts of names in a whole model. A name with one of these after "model." shows that "model." is a wrapper.
-_TOPS = ("model.", "lm_head.", "transformer.", "module.")
 _WITHOUT_MODEL = ("optimizer", "scheduler", "rng", "other")  # sections
 
 
@@ -244,18 +223,12 @@ def merge_checkpoint(
     call = CallOptions.of(arguments)
     if threads == 0:
         raise InvalidArgumentError("threads must be a number from 1 on, not 0")
-    options = ExportOptions.of({**arguments, "layout": _read_layout(layout)})
-    conversion: ConversionRules | None = None
-    numbers: Mapping[str, int] = {}
-    if options.converts:
-        from statexchange.formats.converted import read_conversion  # late, as in `_select`: most merges convert nothing
-
-        conversion, numbers = read_conversion(options)
-    request = _Request(target_path(path), call, options, conversion, numbers, began)
+    options = ExportOptions.of({**arguments, "layout": read_layout(layout)})
+    request = _Request(target_path(path), call, options, began)
     try:
-        return _merge(*_open(source, call, options), request)
+        return _merge(*open_selected(source, call, options), request)
     except ReplacedError:
-        return _merge(*_open(source, call, options), request)
+        return _merge(*open_selected(source, call, options), request)
 
 
 def copy_source(opened: Source, path: str, on_progress: Callable[[int, int], None] | None = None) -> MergeReport:
@@ -264,19 +237,19 @@ def copy_source(opened: Source, path: str, on_progress: Callable[[int, int], Non
     Not collective. The result depends on the tensors alone, and not on the files in which they lay: so it has the same
     bytes on all hosts.
     """
-    call = CallOptions(section=ALL, on_progress=on_progress)
+    call = CallOptions(section="all", on_progress=on_progress)
     nbytes = sum(tensor.shard.nbytes for _, tensor in opened.shards())
     # Files are written side by side: several also of a small model, and not too many of a large one.
     options = ExportOptions(max_shard_size=max(_COPIED_SHARD_BYTES, nbytes // _MOST_COPIED_SHARDS))
     # The ranks of a source without ranks are the numbers of its files.
     files = tuple(replace(shard_file, rank=0) for shard_file in opened.files)
-    request = _Request(target_path(path), call, options, None, {}, time.perf_counter(), is_copy=True)
+    request = _Request(target_path(path), call, options, time.perf_counter(), is_copy=True)
     return _merge(replace(opened, files=files), {}, request)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A call: the target, the options, the conversion that these name and its numbers, and the time when it began.
+    """A call: the target, the options, and the time when it began.
 
     `is_copy`: this is `copy_source`, with tensors in the order of their names, and a killed copy is not resumed.
     """
@@ -284,8 +257,6 @@ class _Request:
     path: str
     call: CallOptions
     options: ExportOptions
-    conversion: ConversionRules | None
-    numbers: Mapping[str, int]
     began: float
     is_copy: bool = False
 
@@ -301,39 +272,21 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True)
-class _Selected:
-    """The part of an opened source that is merged.
+class _Output:
+    """The files to write.
 
     Attributes:
-        source: the tensors, converted if a conversion was asked for.
-        options: the options that are left to apply to these.
-        reductions: "max" or "min" by name of the tensors whose copies are reduced.
-        given: the files of the option `files_from`.
-        files: the small files of the source that are copied.
-        compared_files: those with which the tensors are only compared.
-        converted: the conversion's result.
-        notes: notes about names.
-        file_notes: notes about files that are not copied.
+        plan: the plan of the tensors.
+        extra: the small files.
+        metadata: the text metadata of the tensor files.
+        compared: the files with which the tensors of a whole model are compared; None if a part is written.
+        notes: what the user should know before anything is written.
     """
-
-    source: Source
-    options: ExportOptions
-    reductions: Mapping[str, str]
-    given: GivenFiles
-    files: Mapping[str, bytes]
-    compared_files: Mapping[str, bytes]
-    converted: Converted | None
-    notes: tuple[str, ...]
-    file_notes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Output:
-    """The files to write: the plan of the tensors, the small files, and the text metadata of the tensor files."""
 
     plan: Plan
     extra: Mapping[str, bytes]
     metadata: Mapping[str, str]
+    compared: Mapping[str, bytes] | None
     notes: tuple[str, ...]
 
 
@@ -341,7 +294,8 @@ def _merge(opened: Source, reductions: Mapping[str, str], request: _Request) -> 
     """Merge once, and close the source; raise ReplacedError if it is replaced meanwhile."""
     with opened:
         opened.read_ahead()
-        selected = _select(opened, reductions, request)
+        check_readable(opened, request.options)
+        selected = select(opened, reductions, request.options)
         output = _plan(opened, selected, request)
         call, target, plan, notes = request.call, request.path, output.plan, output.notes
         extra, metadata, overwrite, resume = output.extra, output.metadata, call.overwrite, call.resume
@@ -349,6 +303,7 @@ def _merge(opened: Source, reductions: Mapping[str, str], request: _Request) -> 
         _check_apart(opened, target)
         if call.dry_run:
             check_publication(target, plan, extra=extra, metadata=metadata, overwrite=overwrite)
+            notes += notes_on_model(plan, output.compared, {}) if output.compared is not None else ()
         else:
             with Publication(
                 target,
@@ -367,8 +322,7 @@ def _merge(opened: Source, reductions: Mapping[str, str], request: _Request) -> 
                 # Before the commit: a copy of a file that was changed in place is half old and half new.
                 opened.check_unchanged()
                 publication.commit(provenance)
-            model_files = extra if request.is_whole_model else None
-            notes += notes_on_written(plan, provenance, request.options.new_layout(), model_files)
+            notes += notes_on_written(plan, provenance, request.options.new_layout(), output.compared)
         report = MergeReport(
             path=target,
             files=tuple((file.name, file.data_nbytes) for file in plan.files),
@@ -385,37 +339,7 @@ def _merge(opened: Source, reductions: Mapping[str, str], request: _Request) -> 
         return report
 
 
-def _select(opened: Source, reductions: Mapping[str, str], request: _Request) -> _Selected:
-    """Select the tensors, convert them if that was asked for, and find the files that belong to them."""
-    options = request.options
-    check_readable(opened, options)
-    files, file_notes = ({}, ()) if options.files_from == () else own_files(opened)
-    given = given_files(options.files_from)
-    source, converted = opened, None
-    if request.conversion is None:
-        left_options, notes = _unwrapping_options(opened, options)
-    else:
-        from statexchange.checkpoint.converting import converted_selection
-
-        converted, notes = converted_selection(
-            opened, options, request.conversion, request.numbers, given.config(), is_copied=CONFIG in files
-        )
-        source, reductions = converted.source, converted.renamed_keys(reductions)
-        left_options = replace(options, include=(), exclude=())  # they have been applied
-    if unties_heads(given.config(files)):
-        # Without the aliases of heads that config.json does not tie, so that they are written.
-        untied = [replace(shard_file, aliases=without_heads(shard_file.aliases)) for shard_file in source.files]
-        source = replace(source, files=tuple(untied))
-    compared_files: dict[str, bytes] = {}
-    if _writes_adapter(source, left_options, files):
-        left_options = replace(left_options, filename_pattern=options.filename_pattern or ADAPTER_PATTERN)
-    elif ADAPTER_CONFIG in files:
-        # Beside a whole model it would make transformers look for an adapter: not copied, only compared.
-        compared_files = {ADAPTER_CONFIG: files.pop(ADAPTER_CONFIG)}
-    return _Selected(source, left_options, reductions, given, files, compared_files, converted, notes, file_notes)
-
-
-def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
+def _plan(opened: Source, selected: Selection, request: _Request) -> _Output:
     """Plan the output, which proves that each element is supplied exactly once, and compare the copies."""
     options, left_options = request.options, selected.options
     try:
@@ -431,23 +355,17 @@ def _plan(opened: Source, selected: _Selected, request: _Request) -> _Output:
     if not plan.num_tensors:
         raise _nothing_to_merge(opened, request.call.section)
     if options.replicas == "equal":
-        _check_replicas(selected.source, plan, left_options)
+        _check_copies(selected.source, plan, left_options)
     updates_dtype = bool(options.dtype) or opened.kind == "deepspeed"
     extra = extra_files(selected.given.contents, plan, selected.files, updates_dtype=updates_dtype)
     metadata, metadata_notes = kept_metadata(opened, left_options)
-    names = [tensor.source for tensor in plan.tensors.values()]
-    notes = opened.notes + selected.notes
-    notes += notes_about(opened, names, options, expects_model=request.has_model)
-    notes += metadata_notes + selected.file_notes
-    notes += notes_on_tensors(rank_shards, plan, left_options) + selected.given.notes
-    compared_files = {**selected.compared_files, **extra}
+    notes = opened.notes + selected.notes + note_on_others(opened, options)
+    notes += metadata_notes + selected.file_notes + selected.given.notes
+    notes += notes_on_tensors(rank_shards, plan, left_options)
     if request.has_model:
-        notes += notes_on_missing_files(plan, extra)
-        if request.conversion is None:
-            notes += notes_on_foreign_names(plan)
-    if request.is_whole_model:
-        notes += config_warnings(plan.tensors, compared_files)
-    return _Output(plan, extra, metadata, notes)
+        notes += notes_on_names(plan, extra, is_converted=options.converts)
+    compared = {**selected.compared_files, **extra} if request.is_whole_model else None
+    return _Output(plan, extra, metadata, compared, notes)
 
 
 def _published_aliases(manifest: Mapping[str, Any], plan: Plan, options: ExportOptions) -> dict[str, str]:
@@ -460,15 +378,9 @@ def _published_aliases(manifest: Mapping[str, Any], plan: Plan, options: ExportO
     return aliases
 
 
-def _writes_adapter(source: Source, options: ExportOptions, files: Mapping[str, bytes]) -> bool:
-    """Whether what is written is an adapter of PEFT."""
-    wanted = filter(options.wants, source.tensor_names)
-    return is_adapter(list(map(options.renamed, wanted)), files)
-
-
 def _nothing_to_merge(source: Source, section: str | None) -> InvalidArgumentError:
     """Return the error for a source of which nothing would be written."""
-    what = "the source" if section in (None, ALL) else f"the section {section!r}"
+    what = "the source" if section in (None, "all") else f"the section {section!r}"
     text = f"there is nothing to merge: {what} has no tensor"
     if source.others:
         text += f", only {abbreviated_list(source.others)}, which a merge does not write: load it with load_checkpoint"
@@ -491,68 +403,6 @@ def _check_apart(source: Source, path: str) -> None:
     for _, tensor in source.shards():
         if any(byte_range.path.startswith(prefix) for byte_range in tensor.byte_ranges):
             raise UnsafeError("refused: the source is in the target, whose objects would be replaced", path=path)
-
-
-def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> Mapping[str, Any] | Layout | None:
-    """Return the layout as it was given, or parsed from the file if it is a path."""
-    if not isinstance(layout, str | os.PathLike):
-        return layout
-    return Layout.parse(read_option_file(layout, "a layout"))
-
-
-def _open(path: str | os.PathLike[str], call: CallOptions, options: ExportOptions) -> tuple[Source, Mapping[str, str]]:
-    """Return a section of the source, sharded by the layout if there is one, and the reductions by tensor name."""
-    section, weights = call.section, call.weights
-    has_patterns = bool(options.layout is not None or options.include or options.exclude or options.rename)
-    if section is None and has_patterns and options.convert is None:
-        section = MODEL_OF_PARTS
-    if options.layout is None:
-        wants = options.wants if options.include or options.exclude else None
-        source = open_source(path, section=section, weights=weights, wants=wants)
-    else:
-        source = open_with(path, partial(_read_plain, weights=weights), strict=True, section=section)
-    if section == MODEL_OF_PARTS and source.sections and all(one.name != "model" for one in source.sections):
-        source.close()
-        raise no_section(source, "model")
-    if options.layout is None:
-        return source, {}
-    return rank_files.apply_layout(source, options.new_layout())
-
-
-def _read_plain(opened: OpenedPath, *, section: str | None, weights: Weights | None) -> Source:
-    """Read each file of a directory of plain safetensors files as one rank's; read anything else by its own format."""
-    if weights is None and rank_files.matches(opened):
-        return select_section(rank_files.read(opened), section)
-    return read_opened(opened, section=section, weights=weights)
-
-
-def _unwrapping_options(source: Source, options: ExportOptions) -> tuple[ExportOptions, tuple[str, ...]]:
-    """Return options that remove the prefixes of wrappers from all selected names, and notes about that."""
-    all_names = source.tensor_names
-    names = set(filter(options.wants, all_names))
-    rules = wrapper_rules(names)
-    notes = options.notes_on_exclude({*all_names, *source.unsupported})
-    notes += options.notes_on_rename({renamed(name, rules) for name in names})
-    if rules:
-        return replace(options, rename=_unwrapping(rules, options.rename)), (note_on_wrappers(names, rules), *notes)
-    inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
-    if inner and len(inner) == len(names) and not options.rename:
-        is_whole_model = any(name.startswith(_TOPS) for name in inner)
-        if is_whole_model or source.kind == "dcp":  # DCP checkpoints are often saved as {"model": ...}
-            # Without the section, the pattern would match names with the section's prefix.
-            section = "" if source.selected is None else f"--section {source.selected} "
-            reason = "which may be a wrapper around the model's own names"
-            advice = f'the options of a merge ({section}--rename "^model\\.=")'
-            notes.insert(0, f"all names begin with 'model.', {reason}; to remove it: {advice}")
-    return options, tuple(notes)
-
-
-def _unwrapping(rules: Sequence[tuple[str, str]], rename: Rename) -> Rename:
-    """Return a `rename` that removes the parts of wrappers first."""
-    if not callable(rename):
-        return (*rules, *rename)
-    inner: Callable[[str], str] = rename
-    return lambda name: inner(renamed(name, rules))
 
 
 _COPIED_SHARD_BYTES, _MOST_COPIED_SHARDS = 64 << 20, 64
@@ -589,18 +439,11 @@ def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
     return tuple(planned)
 
 
-def _check_replicas(source: Source, plan: Plan, options: ExportOptions) -> None:
+def _check_copies(source: Source, plan: Plan, options: ExportOptions) -> None:
     """Raise ReplicaError unless all copies of each box are equal, and selected tied tensors equal each other."""
-    # A layout would concatenate what are copies or versions of one model in files of no rank.
-    are_parts = source.has_ranks or are_of_ranks([shard_file.name for shard_file in source.files])
     for tensor in plan.tensors.values():
-        if not any(piece.replicas for piece in tensor.pieces):
-            continue
-        advice = 'to take the lowest rank\'s, replicas="root" (--replicas root)'
-        rules = layout_advice([tensor.shape], rule_for_dim(tensor.source))
-        if rules and len(tensor.pieces) == 1 and are_parts:  # of more pieces the files have the sharding
-            advice = f"if each holds a part, give a layout (--layout): {rules}; {advice}"
-        check_tensor_copies(source, tensor, advice)
+        if any(piece.replicas for piece in tensor.pieces):
+            check_tensor_copies(source, tensor, advice_on_copies(source, tensor))
     for shard_file in source.files:
         for alias, name in shard_file.aliases.items():
             if options.wants(alias) and options.wants(name):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections import Counter
-from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.checkpoint.publication import FORMAT_METADATA
 from statexchange.errors import UnsupportedError, excerpt
 from statexchange.formats import torchao
-from statexchange.formats.config_check import tie_warnings
+from statexchange.formats.config_check import config_warnings
+from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG
 from statexchange.formats.source import (
     FLAT_PARAMETERS,
     abbreviated_list,
@@ -20,13 +19,13 @@ from statexchange.formats.source import (
     is_flat_parameter,
 )
 from statexchange.sharding.options import FLOATS
+from statexchange.sharding.paths import is_adapter, note_on_adapters
 from statexchange.sharding.pieces import boxes_of
 from statexchange.sharding.plan import is_packed_weight
 from statexchange.tensors import ITEMSIZE, LONG_NAMES, PACKED, numpy_dtype
-from statexchange.units import format_number
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from statexchange.checkpoint.publication import Provenance
     from statexchange.formats.source import Source
@@ -39,13 +38,16 @@ __all__ = [
     "check_readable",
     "kept_metadata",
     "note_on_extra_state",
+    "note_on_others",
     "note_on_overflows",
-    "notes_about",
     "notes_on_equal_parts",
+    "notes_on_model",
+    "notes_on_names",
     "notes_on_tensors",
     "notes_on_written",
 ]
 
+_TRANSFORMERS_NAMES = re.compile(r"(^|[._])embed|(^|\.)lm_head\.|(^|\.)(layers?|h|blocks?)\.[0-9]+\.")
 # Names under an optimizer's key, in its state dict, or with the name of a moment at the end.
 _OPTIMIZER_STATE = re.compile(
     r"(optim|optimizer|optimizers|optim_state|optimizer_state|optimizer_states)(\..*)?|state\.[0-9]+\.[^.]+|"
@@ -97,22 +99,73 @@ def _is_text(value: str) -> bool:
     return True
 
 
-def notes_about(
-    source: Source, names: Iterable[str], options: ExportOptions, *, expects_model: bool
-) -> tuple[str, ...]:
-    """Return notes about entries that are not tensors, and about optimizer state among a model's tensors `names`."""
-    notes = []
+def note_on_others(source: Source, options: ExportOptions) -> tuple[str, ...]:
+    """Return a note about the selected entries that are not tensors."""
     others = {name: description for name, description in source.others.items() if options.wants(name)}
-    if others:
-        count = "1 entry is not a tensor" if len(others) == 1 else f"{len(others):,} entries are not tensors"
-        notes.append(f"{count}, not written: {abbreviated_list(others)}")
-    names = list(names) if expects_model else []
+    if not others:
+        return ()
+    count = "1 entry is not a tensor" if len(others) == 1 else f"{len(others):,} entries are not tensors"
+    return (f"{count}, not written: {abbreviated_list(others)}",)
+
+
+def notes_on_names(plan: Plan, files: Collection[str], *, is_converted: bool) -> tuple[str, ...]:
+    """Return notes on what the names of a model's tensors show: what does not belong to it, or is missing beside it.
+
+    Args:
+        plan: what is written.
+        files: the names of the small files beside the tensors.
+        is_converted: whether the names are those that a conversion gives.
+    """
+    names = [tensor.source for tensor in plan.tensors.values()]
+    notes = []
     of_optimizer = list(filter(_OPTIMIZER_STATE.fullmatch, names))
     if 0 < len(of_optimizer) < len(names):
         finding = f"{len(of_optimizer):,} of {len(names):,} tensors look like optimizer state"
         advice = 'exclude (--exclude), or in a job\'s state section="model" (--section model), leaves them out'
         notes.append(f"{finding}, such as {of_optimizer[0]}: {advice}")
+    if not {CONFIG, ADAPTER_CONFIG}.intersection(files):
+        notes += _note_on_missing_config(plan.tensors)
+    # Built-in conversions are of models with layers.
+    if not is_converted and any(".layers." in f".{name}" for name in plan.tensors):
+        notes += _note_on_foreign_names(list(plan.tensors))
     return tuple(notes)
+
+
+def _note_on_missing_config(names: Collection[str]) -> Iterator[str]:
+    """Yield a note if transformers loads no model, or PEFT no adapter, of these names without a config."""
+    # No program loads the names of a live model of PEFT, whatever config lies beside them.
+    if not any(map(_TRANSFORMERS_NAMES.search, names)) or note_on_adapters(names):
+        return
+    program, missing = "transformers", CONFIG
+    if is_adapter(names):
+        program, missing = "PEFT", ADAPTER_CONFIG
+    yield f"no {missing}: {program} will not load this directory; give one by files_from (--files-from)"
+
+
+def _note_on_foreign_names(names: Collection[str]) -> Iterator[str]:
+    """Yield a note if a built-in conversion to names of transformers has a rule for the name of every tensor."""
+    from statexchange.conversions.choice import conversion_of
+
+    conversion = conversion_of(names)
+    if conversion is not None:
+        option = f'convert="{conversion}" (--convert {conversion})'
+        yield f"transformers does not know these names: {option} writes the names and values that it knows"
+
+
+def notes_on_model(
+    plan: Plan, files: Mapping[str, bytes], digests: Mapping[str, Sequence[str] | bytes]
+) -> tuple[str, ...]:
+    """Return notes on names that no program finds, and on what a config says against the tensors of a whole model.
+
+    Args:
+        plan: what is written.
+        files: the small files beside the tensors.
+        digests: the digests of each tensor's boxes, in order, where they are known.
+    """
+    notes = note_on_adapters(plan.tensors)
+    if CONFIG in files or ADAPTER_CONFIG in files:
+        notes += config_warnings(plan.tensors, files, digests)
+    return notes
 
 
 def notes_on_written(
@@ -121,7 +174,7 @@ def notes_on_written(
     layout: Layout,
     model_files: Mapping[str, bytes] | None,
 ) -> tuple[str, ...]:
-    """Return the notes that follow from the written bytes: overflows, equal parts of ranks, a head that is not tied.
+    """Return the notes on what was written: overflows, equal parts of ranks, and what a config says against it.
 
     Args:
         plan: what was written.
@@ -132,8 +185,7 @@ def notes_on_written(
     notes = note_on_overflows({name: boxes.num_overflows for name, boxes in provenance.items()})
     notes += notes_on_equal_parts(layout, _joined_parts(plan, provenance))
     if model_files is not None:
-        digests = {name: boxes.digests for name, boxes in provenance.items()}
-        notes += tie_warnings(plan.tensors, model_files, digests)
+        notes += notes_on_model(plan, model_files, {name: boxes.digests for name, boxes in provenance.items()})
     return notes
 
 
@@ -212,8 +264,6 @@ def _is_constant(start: str, numel: int, dtype: str) -> bool:
     return False
 
 
-_MAX_CAST_PATTERNS = 16
-_NUMBER = re.compile(r"(?<=\.)[0-9]+(?=\.)")
 # Tensors without which quantised weights cannot be read: their names after that of the module or the weight.
 _SCALES = re.compile(r"\.[^.]*(scale|zero|g_idx|SCB|absmax|quant_map|weight_shape)[^.]*$|\.quant_state\.[^.]+$")
 # Tensors that writers of model families keep in float32 (`_keep_in_fp32_modules` in transformers).
@@ -287,13 +337,11 @@ def _notes_on_casts(tensors: Sequence[TensorPlan], dtypes: Mapping[str, str], op
         count = "1 tensor keeps its dtype" if len(kept) == 1 else f"{len(kept):,} tensors keep their dtypes"
         reason = "as a cast does not unpack quantised weights or change their scales"
         yield f"{count}, {reason}: {abbreviated_list(kept)}"
-    yield from _notes_on_narrowed(floats, dtypes, options)
+    yield from _note_on_narrowed(floats, dtypes)
 
 
-def _notes_on_narrowed(
-    floats: Sequence[TensorPlan], dtypes: Mapping[str, str], options: ExportOptions
-) -> Iterable[str]:
-    """Yield a note about the tensors that the cast narrows and should not, with the option that keeps them.
+def _note_on_narrowed(floats: Sequence[TensorPlan], dtypes: Mapping[str, str]) -> Iterable[str]:
+    """Yield a note about the tensors that the cast narrows and should not.
 
     These are in a wider dtype than most elements of the source, or writers of their family keep the name in float32.
     """
@@ -307,29 +355,10 @@ def _notes_on_narrowed(
         is_wide = ITEMSIZE[dtype] > bulk or _KEPT_WIDE.search(tensor.source)
         if is_wide and ITEMSIZE[dtype] > ITEMSIZE[tensor.dtype]:
             narrowed[tensor.source] = dtype
-    if not narrowed:
-        return
-    patterns = _patterns(narrowed, dtypes)
-    # The caller's own patterns follow, as the first that matches a name counts. Of many, a first part is shown.
-    rules = {pattern: LONG_NAMES[dtype] for pattern, dtype in islice(patterns.items(), _MAX_CAST_PATTERNS)}
-    for pattern, dtype in options.dtype:
-        rules.setdefault(pattern, LONG_NAMES[dtype])
-    arguments = " ".join(f'--dtype "{pattern}={dtype}"' for pattern, dtype in rules.items())
-    count = format_number(len(narrowed), "tensor")
-    text = f"the cast narrows {count} that the source, or writers of such models, keep wide"
-    kept = (
-        "these" if len(patterns) <= _MAX_CAST_PATTERNS else f"those of {_MAX_CAST_PATTERNS} of {len(patterns)} patterns"
-    )
-    yield f"{text}: {abbreviated_list(narrowed)}. To keep {kept}, dtype={rules} ({arguments})"
-
-
-def _patterns(narrowed: Mapping[str, str], dtypes: Mapping[str, str]) -> dict[str, str]:
-    """Return patterns that select the tensors, with their dtypes: one for all layers where it selects no other."""
-    fits: dict[str, bool] = {}  # whether a pattern selects tensors of one dtype alone
-    patterns: dict[str, str] = {}
-    for name, dtype in narrowed.items():
-        pattern = _NUMBER.sub("*", name)
-        if pattern not in fits:
-            fits[pattern] = all(dtypes[other] == dtype for other in fnmatch.filter(dtypes, pattern))
-        patterns[pattern if fits[pattern] else name] = dtype
-    return patterns
+    if narrowed:
+        name, dtype = next(iter(narrowed.items()))
+        keep = f'dtype={{"{name}": "{LONG_NAMES[dtype]}", ...}} (--dtype "{name}={LONG_NAMES[dtype]}")'
+        yield (
+            "the cast narrows tensors that the source, or writers of such models, keep wide: "
+            f"{abbreviated_list(narrowed)}. A pattern before the others keeps them wide: {keep}"
+        )

@@ -30,7 +30,7 @@ from statexchange.exchange.rank_metadata import (
     reductions_of,
 )
 from statexchange.exchange.receipts import Receipts, gather_provenance
-from statexchange.formats.config_check import config_warnings, unties_heads, without_heads
+from statexchange.formats.config_check import unties_heads, without_heads
 from statexchange.messages import decode
 from statexchange.sharding.options import CallOptions, ExportOptions
 from statexchange.sharding.plan import Plan, RankShards, plan_merge
@@ -351,12 +351,9 @@ def _notes_on_written(
     root: RootExport, provenance: Mapping[str, Provenance], request: ExportRequest
 ) -> tuple[str, ...]:
     """Return what there is to say of the written tensors, and of a whole model beside its config."""
-    layout = root.options.new_layout()
     # Of a part of a model, its config says other things than of the whole.
-    if not root.extra or request.options.include or request.options.exclude:
-        return notes_on_written(root.plan, provenance, layout, None)
-    about_config = config_warnings(root.plan.tensors, root.extra)
-    return about_config + notes_on_written(root.plan, provenance, layout, root.extra)
+    is_part = not root.extra or request.options.include or request.options.exclude
+    return notes_on_written(root.plan, provenance, root.options.new_layout(), None if is_part else root.extra)
 
 
 def _report(

@@ -7,14 +7,15 @@ if several configs have a vocabulary, several tensors are embeddings, or the mod
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from statexchange.errors import CorruptError, ReplacedError, StateExchangeError, excerpt
-from statexchange.formats.model_files import ADAPTER_CONFIG, ADAPTER_PREFIX, CONFIG
+from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG
 from statexchange.formats.sections import sections_of
 from statexchange.sharding.options import FLOATS
+from statexchange.sharding.paths import ADAPTER_PREFIX, is_adapter, note_on_adapters
 from statexchange.sharding.shards import TensorInfo
 from statexchange.storage.location import parse_json
 from statexchange.storage.store import Budget
@@ -25,24 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "config_warnings",
-    "is_adapter",
     "is_plain",
-    "live_name",
     "source_warnings",
-    "tie_warnings",
     "unties_heads",
     "without_heads",
 ]
 
-# Methods of PEFT that save parameters by their names in the live model without that of the adapter; others save some by
-# new names.
-_BY_NAME = "lora|ia3|hada|lokr|oft|boft|fourierft|hra|miss|trainable_tokens"
-_METHODS = f"{_BY_NAME}|vera|vblora|adaption|bone|shira|c3a|randlora|road"
-_ADAPTER_PARAMETER = re.compile(rf"[._]({_METHODS})_")
-_NAMED_ADAPTER = re.compile(rf"\.(({_BY_NAME})_[A-Za-z0-9_]+|modules_to_save)\.(?!weight$|bias$)[^.]+(\.|$)")
-_LIVE_MODEL = re.compile(r"\.(base_layer|original_module)\.|^prompt_encoder\.[^.]+\.embedding\.weight$")
-# The wrapped weight of a layer shows a whole model. PEFT writes those of embeddings, and biases, into adapters.
-_BASE_LAYER = re.compile(r"(?<!embed_tokens)(?<!lm_head)\.base_layer\.(?!bias$)")
 _LORA_A = re.compile(r".*\.lora_A\.(.+\.)?weight")
 _SCALE = re.compile(r"(scale|scales|scale_inv|absmax|qzeros|SCB)$")
 
@@ -60,11 +49,6 @@ _TIED = "tie_word_embeddings"
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")  # keys of one number, of several families
 _FURTHER = "num_nextn_predict_layers"  # layers for multi-token prediction, which num_hidden_layers does not count
 
-_OF_LIVE_MODEL = (
-    "a live model with an adapter of PEFT has these names, and its save_pretrained writes what PEFT loads; "
-    "load_checkpoint fills such a model from here"
-)
-
 _Config = Mapping[str, object]
 
 
@@ -78,8 +62,10 @@ class _Info(Protocol):
 _Tensors = Mapping[str, _Info]
 
 
-def config_warnings(tensors: _Tensors, files: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Return a warning for each config in a directory that differs from its tensors, and about names of live models.
+def config_warnings(
+    tensors: _Tensors, files: Mapping[str, bytes], digests: Mapping[str, Sequence[str] | bytes]
+) -> tuple[str, ...]:
+    """Return a warning for each config in a directory that differs from its tensors.
 
     Not collective. transformers would give missing layers and heads random values, leave out layers that it does not
     expect, and refuse tensors of other shapes. A config that cannot be parsed is left out.
@@ -87,19 +73,21 @@ def config_warnings(tensors: _Tensors, files: Mapping[str, bytes]) -> tuple[str,
     Args:
         tensors: all tensors of the model, by name.
         files: the files of the directory, by name.
+        digests: the digests of each tensor's boxes, in order, where they are known.
     """
     warnings = []
     adapter, config = _parsed(files.get(ADAPTER_CONFIG)), _parsed(files.get(CONFIG))
-    live = live_name(tensors)
-    if live is not None:
-        warnings.append(f"no program finds names such as {live}: {_OF_LIVE_MODEL}")
     if adapter is not None and tensors:
         warnings += [f"{ADAPTER_CONFIG} and the tensors differ: {text}" for text in _against_adapter(adapter, tensors)]
     if config is not None and tensors:
         texts = list(_against_dtypes(config, tensors))
+        file = config.get("transformers_weights")
+        if isinstance(file, str) and file != "model.safetensors":
+            texts.append(f"transformers_weights is {excerpt(file, 100)}, the only file that transformers reads")
         model = _text_model(config, tensors)
         if model is not None:
             texts += [*_against_layers(model, tensors), *_against_vocabulary(model, tensors)]
+            texts += _against_ties(model, tensors, digests) if _ties_heads(config) else ()
             texts += _against_head(model, config, tensors)
         if texts:
             warnings.append(f"{CONFIG} and the tensors differ: {'; '.join(texts)}")
@@ -140,34 +128,7 @@ def source_warnings(source: Source, digests: Mapping[str, Sequence[str]] = Mappi
             name = shard.name if model is None else shard.name.removeprefix(model.prefix)
             tensors[name] = TensorInfo(shard.dtype, shard.global_shape)
             digests_of_model[name] = digests.get(shard.name, ())
-    return config_warnings(tensors, files) + tie_warnings(tensors, files, digests_of_model)
-
-
-def tie_warnings(
-    tensors: _Tensors, files: Mapping[str, bytes], digests: Mapping[str, Sequence[str] | bytes]
-) -> tuple[str, ...]:
-    """Return a warning if config.json ties a head to the embedding and their values differ. Not collective.
-
-    Args:
-        tensors: all tensors of the model, by name.
-        files: the files of the directory, by name.
-        digests: the digests of each tensor's boxes, in order.
-    """
-    config = _parsed(files.get(CONFIG)) or {}
-    model = _text_model(config, tensors)
-    if model is None or not _ties_heads(config):
-        return ()
-    embedding = tensors[model.embedding]
-    for name in tensors:
-        head = _HEAD.fullmatch(name)
-        if head is None or not model.embedding.startswith(head["model"]):  # that of another part
-            continue
-        is_alike = (tensors[name].dtype, tensors[name].shape) == (embedding.dtype, embedding.shape)
-        of_head, of_embedding = digests.get(name, ()), digests.get(model.embedding, ())
-        if is_alike and len(of_head) == len(of_embedding) and list(of_head) != list(of_embedding):
-            text = f"{_TIED} is true, and {name} and {model.embedding} have different values"
-            return (f"{CONFIG} and the tensors differ: {text}",)
-    return ()
+    return note_on_adapters(tensors) + config_warnings(tensors, files, digests_of_model)
 
 
 def unties_heads(config: bytes | None) -> bool:
@@ -186,25 +147,6 @@ def without_heads(aliases: Mapping[str, str]) -> dict[str, str]:
         if bool(_EMBEDDING.fullmatch(alias)) == bool(_EMBEDDING.fullmatch(name)):
             kept[alias] = name
     return kept
-
-
-def is_adapter(names: Collection[str], files: Collection[str] = ()) -> bool:
-    """Whether tensors of these names, beside these files, are an adapter of PEFT and not a whole model."""
-    if "prompt_embeddings" in names or not names:
-        return bool(names)
-    if ADAPTER_CONFIG in files and all(map(_ADAPTER_PARAMETER.search, names)):  # PEFT's prefix may be missing
-        return True
-    if any(not name.startswith(ADAPTER_PREFIX) or _BASE_LAYER.search(name) for name in names):
-        return False
-    return ADAPTER_CONFIG in files or any(map(_ADAPTER_PARAMETER.search, names))
-
-
-def live_name(names: Collection[str]) -> str | None:
-    """Return a name that only a live model with an adapter of PEFT has, and no file that PEFT or transformers reads."""
-    named = next(filter(_NAMED_ADAPTER.search, names), None)
-    if named is not None or is_adapter(names):
-        return named
-    return next(filter(_LIVE_MODEL.search, names), None)
 
 
 def is_plain(dtypes: Mapping[str, str]) -> bool:
@@ -311,6 +253,20 @@ def _against_vocabulary(model: _TextModel, tensors: _Tensors) -> Iterator[str]:
         yield f"{model.where}vocab_size is {vocab_size}, and {model.embedding} has {have}"
 
 
+def _against_ties(model: _TextModel, tensors: _Tensors, digests: Mapping[str, Sequence[str] | bytes]) -> Iterator[str]:
+    """Yield a text if a head, which the config ties to the embedding, has other values; for the first such head."""
+    embedding, of_embedding = tensors[model.embedding], digests.get(model.embedding, ())
+    for name in tensors:
+        head = _HEAD.fullmatch(name)
+        if head is None or not model.embedding.startswith(head["model"]):  # that of another part
+            continue
+        is_alike = (tensors[name].dtype, tensors[name].shape) == (embedding.dtype, embedding.shape)
+        of_head = digests.get(name, ())
+        if is_alike and len(of_head) == len(of_embedding) and list(of_head) != list(of_embedding):
+            yield f"{_TIED} is true, and {name} and {model.embedding} have different values"
+            return
+
+
 def _against_head(model: _TextModel, config: _Config, tensors: _Tensors) -> Iterator[str]:
     """Yield a text if a language model has no head, and the config does not tie it to the embedding."""
     classes = config.get("architectures")
@@ -337,7 +293,7 @@ def _against_dtypes(config: _Config, tensors: _Tensors) -> Iterator[str]:
 
 def _against_adapter(adapter: _Config, tensors: _Tensors) -> Iterator[str]:
     """Yield a text if the tensors are no adapter, or their names or LoRA's rank are not those of the config."""
-    if not is_adapter(tensors, [ADAPTER_CONFIG]):
+    if not is_adapter(tensors, has_config=True):
         name = next((name for name in tensors if not name.startswith(ADAPTER_PREFIX)), next(iter(tensors)))
         yield f"it describes an adapter, and the tensors are a whole model's, such as {excerpt(name)[1:-1]}"
     elif not any(name.startswith(ADAPTER_PREFIX) for name in tensors) and "prompt_embeddings" not in tensors:

@@ -23,7 +23,6 @@ from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentEr
 from statexchange.formats.frameworks import FRAMEWORKS, TRAINER_STATE, VERL_FILES, Framework, Row
 from statexchange.formats.model_files import (
     ADAPTER_CONFIG,
-    ADAPTER_PREFIX,
     TORCH,
     has_safetensors_model,
     is_weights,
@@ -40,7 +39,7 @@ from statexchange.formats.source import (
     abbreviated_names,
     merged_metadata,
 )
-from statexchange.sharding.paths import Path
+from statexchange.sharding.paths import ADAPTER_PREFIX, Path
 from statexchange.storage.location import FilteredStore, OpenedPath
 from statexchange.storage.publish.claim import CLAIM_NAME
 from statexchange.storage.steps import list_steps, step_name

@@ -22,7 +22,6 @@ from statexchange.units import format_number
 
 __all__ = [
     "ADAPTER_CONFIG",
-    "ADAPTER_PREFIX",
     "CONFIG",
     "INDEX",
     "OF_TOTAL",
@@ -40,7 +39,6 @@ __all__ = [
 ]
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
-ADAPTER_PREFIX = "base_model.model."  # all names in an adapter that PEFT saves begin with it
 SAFETENSORS, TORCH, INDEX = (".safetensors",), (".pt", ".pth", ".bin"), ".index.json"
 _PREFERRED = (
     "model.safetensors",

@@ -7,6 +7,9 @@ Wrappers of modules put parts of their own into these texts, and the rules here 
 activation checkpointing put theirs anywhere; no attribute of a model is called so. DistributedDataParallel and
 AveragedModel put ``module.`` in front of all names. A user's own attribute may have that name, too, so it counts as
 theirs only where all names begin with it; parameters of optimizers are also found by their names without it.
+
+Adapters of PEFT put parts into names, too: ``base_layer``, and in the live model the name of the adapter, which no file
+of PEFT or transformers has. Nothing removes these; a note names them.
 """
 
 from __future__ import annotations
@@ -18,16 +21,19 @@ from statexchange.errors import excerpt
 from statexchange.sharding.options import renamed
 
 __all__ = [
+    "ADAPTER_PREFIX",
     "Key",
     "ListItem",
     "Path",
     "TupleItem",
     "agreed_paths",
     "find_wrapper",
+    "is_adapter",
     "is_index",
     "joined",
     "module_prefix",
     "moved_path",
+    "note_on_adapters",
     "note_on_wrappers",
     "paths_above",
     "text_of",
@@ -180,3 +186,39 @@ def note_on_wrappers(names: Collection[str], rules: Sequence[tuple[str, str]]) -
     old, new = min(changed)
     example = f"{excerpt(old)} is {excerpt(new)}"
     return f"parts that wrappers put into names were removed from {len(changed):,} of {len(names):,}: {example}"
+
+
+ADAPTER_PREFIX = "base_model.model."  # all names in an adapter that PEFT saves begin with it
+_METHODS = (
+    "lora|ia3|hada|lokr|oft|boft|fourierft|hra|miss|trainable_tokens|vera|vblora|adaption|bone|shira|c3a|randlora|road"
+)
+_ADAPTER_PARAMETER = re.compile(rf"[._]({_METHODS})_")
+_NAMED_ADAPTER = re.compile(rf"\.(({_METHODS})_[A-Za-z0-9_]+|modules_to_save)\.(?!weight$|bias$)[^.]+(\.|$)")
+_LIVE_MODEL = re.compile(r"\.(base_layer|original_module)\.|^prompt_encoder\.[^.]+\.embedding\.weight$")
+# The wrapped weight of a layer shows a whole model. PEFT writes those of embeddings, and biases, into adapters.
+_BASE_LAYER = re.compile(r"(?<!embed_tokens)(?<!lm_head)\.base_layer\.(?!bias$)")
+
+
+def is_adapter(names: Collection[str], *, has_config: bool = False) -> bool:
+    """Whether tensors of these names are an adapter of PEFT and not a whole model.
+
+    `has_config` says that an adapter_config.json lies beside them: then PEFT's prefix may be missing.
+    """
+    if "prompt_embeddings" in names or not names:
+        return bool(names)
+    if has_config and all(map(_ADAPTER_PARAMETER.search, names)):
+        return True
+    if any(not name.startswith(ADAPTER_PREFIX) or _BASE_LAYER.search(name) for name in names):
+        return False
+    return has_config or any(map(_ADAPTER_PARAMETER.search, names))
+
+
+def note_on_adapters(names: Collection[str]) -> tuple[str, ...]:
+    """Return a note if a name is that of a live model with an adapter of PEFT, which no program finds in files."""
+    live = next(filter(_NAMED_ADAPTER.search, names), None)
+    if live is None and not is_adapter(names):
+        live = next(filter(_LIVE_MODEL.search, names), None)
+    if live is None:
+        return ()
+    advice = "its save_pretrained writes what PEFT loads; load_checkpoint fills such a model from here"
+    return (f"no program finds names such as {live}: a live model with an adapter of PEFT has these, and {advice}",)

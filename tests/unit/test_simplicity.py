@@ -46,7 +46,7 @@ CEILINGS = {
     "load": Walk(25, 619, 47, 0),
     "save": Walk(25, 532, 39, 2),
     "export": Walk(25, 433, 24, 0),
-    "merge": Walk(25, 668, 58, 0),
+    "merge": Walk(25, 649, 58, 0),
     "synchronize": Walk(10, 215, 33, 1),
 }
 
