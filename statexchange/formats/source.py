@@ -37,7 +37,7 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats import torchao
-from statexchange.sharding.options import ExportOptions, renamed
+from statexchange.sharding.options import renamed
 from statexchange.sharding.paths import (
     Path,
     agreed_paths,
@@ -45,7 +45,7 @@ from statexchange.sharding.paths import (
     note_on_wrappers,
     wrapper_rules,
 )
-from statexchange.sharding.plan import HolderLabel, RankShards, plan_tensors
+from statexchange.sharding.plan import HolderLabel, RankShards
 from statexchange.sharding.shards import Box, Shard, c_strides
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Budget, ByteRange, Store, StoredFile
@@ -539,26 +539,6 @@ class Source:
         shapes = {tensor.shard.name: tensor.shard.global_shape for _, tensor in self.shards()}
         text = empty_weights_text(shapes)
         return (IncompleteError(text, path=self.path),) if text else ()
-
-    def uncovered(self) -> tuple[StateExchangeError, ...]:
-        """Return the error of a tensor whose boxes do not cover it, if nothing but the boxes can show a missing file.
-
-        That is so for files of torch.save, one per rank, and of torch's HuggingFaceStorageWriter. Where the world size
-        is known, or a manifest lists the files, a missing one is a problem. Only the error of the first such tensor is
-        returned.
-        """
-        if self.problems or self.world_size is not None or self.manifest is not None:
-            return ()
-        parts = {tensor.shard.name for _, tensor in self.shards() if not tensor.shard.is_whole}
-        holders = []
-        for shard_file in self.files if parts else ():
-            shards = [tensor.shard for name, tensor in shard_file.tensors.items() if name in parts]
-            holders.append(RankShards(shard_file.rank, shards, label=self.label_of(shard_file)))
-        try:
-            plan_tensors(holders, ExportOptions())
-        except StateExchangeError as error:
-            return (error.located(path=self.path),)
-        return ()
 
     def shards(self) -> Iterator[tuple[ShardFile, SourceTensor]]:
         """Yield each tensor of each file."""

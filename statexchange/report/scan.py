@@ -31,7 +31,7 @@ from statexchange.formats.model_files import unread_weights
 from statexchange.formats.registry import UNFINISHED_DOWNLOAD, Probe, probe
 from statexchange.formats.source import abbreviated_names
 from statexchange.report.summary import count_parameters, model_of
-from statexchange.report.tensor_facts import tensor_rows
+from statexchange.report.tensor_facts import tensor_rows, uncovered
 from statexchange.storage.files import hidden_target
 from statexchange.storage.location import is_remote, resolve_path
 from statexchange.storage.steps import step_of
@@ -167,7 +167,7 @@ def _row(folder: str, probed: Probe) -> ScanRow | None:
     if source is None:
         return None
     rows = tensor_rows(source)
-    problems = (*source.problems, *source.empty_weights(), *source.uncovered())
+    problems = (*source.problems, *source.empty_weights(), *uncovered(source))
     row = ScanRow(
         path=folder,
         kind=source.kind,

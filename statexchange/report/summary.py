@@ -14,7 +14,15 @@ from statexchange.formats.model_files import CONFIG
 from statexchange.formats.registry import open_source
 from statexchange.formats.sections import sections_of
 from statexchange.formats.source import FLAT_PARAMETERS, Part, SectionName, Source, is_flat_parameter
-from statexchange.report.tensor_facts import ModuleNode, TensorRow, aliases_of, known_bytes, module_tree, tensor_rows
+from statexchange.report.tensor_facts import (
+    ModuleNode,
+    TensorRow,
+    aliases_of,
+    known_bytes,
+    module_tree,
+    tensor_rows,
+    uncovered,
+)
 from statexchange.storage.location import parse_json
 from statexchange.storage.store import Store
 
@@ -151,7 +159,7 @@ def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) ->
             others=dict(source.others),
             unsupported={name: error.message for name, error in source.unsupported.items()},
             parts=source.parts,
-            problems=(*source.problems, *source.empty_weights(), *source.uncovered()),
+            problems=(*source.problems, *source.empty_weights(), *uncovered(source)),
             notes=_notes(source),
             tree=None if tree_depth is None else module_tree(rows, tree_depth),
         )

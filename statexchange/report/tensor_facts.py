@@ -36,6 +36,7 @@ __all__ = [
     "module_tree",
     "tensor_facts",
     "tensor_rows",
+    "uncovered",
 ]
 
 
@@ -248,6 +249,28 @@ def cover_problems(
                 first, second = source.files[numbers[piece.holder]], source.files[numbers[holder]]
                 labels = source.label_of(first), source.label_of(second)
                 yield replica_error(name, piece.box, *labels, path=second.path)
+
+
+def uncovered(source: Source) -> tuple[StateExchangeError, ...]:
+    """Return the error of the first tensor that is not covered, if only boxes can show a missing file; else ().
+
+    Not collective. That is so for files of torch.save, one per rank, and of torch's HuggingFaceStorageWriter. Where the
+    world size is known, or a manifest lists the files, a missing one is a problem of the source.
+    """
+    if source.problems or source.world_size is not None or source.manifest is not None:
+        return ()
+    parts = {tensor.shard.name for _, tensor in source.shards() if not tensor.shard.is_whole}
+    numbers: dict[str, list[int]] = {}
+    for number, shard_file in enumerate(source.files if parts else ()):
+        for name in filter(parts.__contains__, shard_file.tensors):
+            numbers.setdefault(name, []).append(number)
+    for name, of_name in numbers.items():
+        try:
+            for problem in cover_problems(source, name, of_name, {}):
+                return (problem.located(path=source.path),)
+        except StateExchangeError as error:  # the files disagree on it
+            return (error.located(path=source.path),)
+    return ()
 
 
 def element_box(dtype: str, box: Box) -> Box:

@@ -180,7 +180,7 @@ def test_6_an_overwrite_whose_positions_may_wrap_is_refused(tmp_path: Path) -> N
     index = json.loads((delta / "model.safetensors.index.json").read_text())
     index["metadata"]["delta_encoding"] = "overwrite"
     (delta / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UnsupportedError, match=r"a delta in 'overwrite'.* is not supported: publish in xor"):
+    with pytest.raises(UnsupportedError, match="overwrite"):
         sx.open_checkpoint(delta)
 
 
