@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "config_warnings",
-    "is_plain",
     "source_warnings",
     "unties_heads",
     "without_heads",
@@ -147,12 +146,6 @@ def without_heads(aliases: Mapping[str, str]) -> dict[str, str]:
         if bool(_EMBEDDING.fullmatch(alias)) == bool(_EMBEDDING.fullmatch(name)):
             kept[alias] = name
     return kept
-
-
-def is_plain(dtypes: Mapping[str, str]) -> bool:
-    """Whether the weights, given by name and dtype, are not quantised: none is packed, in float8, or a scale."""
-    plain = {*FLOATS, "I64", "BOOL"}  # positions and masks are in models of any kind
-    return not any(dtype not in plain or _SCALE.search(name) for name, dtype in dtypes.items())
 
 
 def _parsed(content: bytes | None) -> _Config | None:
@@ -285,7 +278,9 @@ def _against_dtypes(config: _Config, tensors: _Tensors) -> Iterator[str]:
     """Yield a text if the config calls the weights quantised, and no tensor is."""
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    if isinstance(method, str) and is_plain({name: info.dtype for name, info in tensors.items()}):
+    plain = {*FLOATS, "I64", "BOOL"}  # positions and masks are in models of any kind
+    is_quantised = any(info.dtype not in plain or _SCALE.search(name) for name, info in tensors.items())
+    if isinstance(method, str) and not is_quantised:
         name, info = next(iter(tensors.items()))
         text = f"quantization_config says {excerpt(method)}, and no tensor is packed, in float8 or a scale"
         yield f"{text}: {excerpt(name)[1:-1]} has dtype {info.dtype}"
