@@ -303,7 +303,8 @@ def _merge(opened: Source, reductions: Mapping[str, str], request: _Request) -> 
         _check_apart(opened, target)
         if call.dry_run:
             check_publication(target, plan, extra=extra, metadata=metadata, overwrite=overwrite)
-            notes += notes_on_model(plan, output.compared, {}) if output.compared is not None else ()
+            if output.compared is not None:
+                notes += notes_on_model(plan, output.compared, {})
         else:
             with Publication(
                 target,
