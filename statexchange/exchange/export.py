@@ -111,7 +111,7 @@ def export_checkpoint(
     and calls `on_progress`. The copy's memory is used again by the next export. A further export, and the interpreter's
     exit, first wait for the one that runs; an export cannot be cancelled. A failure on any rank is logged on all ranks
     and raised by `result()` on all ranks. If `result()` was not called, the next export in the background raises the
-    failure instead of exporting, and at exit it is logged again.
+    failure instead of exporting.
 
     Args:
         state: a module, a mapping of names to tensors, or a list of such. DTensors and Megatron-Core's ShardedTensors

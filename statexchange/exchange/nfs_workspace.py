@@ -93,7 +93,7 @@ class NFSWorkspace:
         self._round = workspace.next_round(run, rank) if self._round is None else self._round + 1
         staging = Staging()
         shards = shard_data(describe(weights).tensors.values(), staging)
-        receipt = workspace.write(
+        written = workspace.write(
             shards,
             run=run,
             round=self._round,
@@ -103,7 +103,7 @@ class NFSWorkspace:
         )
         age_s = process_age_s()
         if age_s is not None:
-            self._written = receipt.rank_name, age_s
+            self._written = written, age_s
         try:
             # A reader may have listed the last round but one, and opens its file only now.
             for old in [number for number in workspace.rounds(run) if number <= self._round - 2]:

@@ -16,13 +16,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from statexchange.checkpoint.version_retention import remove_old_versions
-from statexchange.comm.communicator import CommLike, Communicator, from_all, from_root
+from statexchange.comm.communicator import CommLike, Communicator, from_root
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt, without_secrets
 from statexchange.exchange.background import run_in_background, wait_for_end
 from statexchange.exchange.chosen_conversion import Conversion
 from statexchange.exchange.export import model_of
 from statexchange.exchange.exporting import ExportRequest
+from statexchange.exchange.rank_metadata import compare_options
 from statexchange.exchange.save_schedule import whole_number
 from statexchange.exchange.version_publishing import (
     PublishedVersion,
@@ -224,12 +225,7 @@ class Publisher:
         """Convert and publish described tensors; `timing`: when the call began, and whether it has returned."""
         began, is_background = timing
         stall_s = time.perf_counter() - began
-        sent = from_all(comm, f"version {number}, {self._versions}", str, "the number of the version")
-        with comm.phase("comparing the number of the version"):
-            for rank, of_rank in enumerate(sent):
-                if of_rank != sent[0]:
-                    text = "this rank publishes another version, or by other options, than rank 0"
-                    raise InvalidArgumentError(text, rank=rank, expected=sent[0], found=of_rank)
+        compare_options(comm, {"version": str(number), "the Publisher": str(self._versions)}, "what to publish")
         with comm.phase("beginning a version"):
             check_installed()
             if comm.rank == 0:

@@ -175,7 +175,8 @@ def diff_checkpoints(
     """
     arguments = locals()
     if not isinstance(a, str | os.PathLike):
-        raise InvalidArgumentError(f"a is a path or a URL, not {excerpt(a)}: save or export live state, and compare that")
+        text = f"a is a path or a URL, not {excerpt(a)}: save or export live state, and compare that"
+        raise InvalidArgumentError(text)
     return diff_paths(a, b, ExportOptions.of(arguments), CallOptions.of(arguments))
 
 
