@@ -143,7 +143,8 @@ class _Listing:
         except ReplacedError:
             raise
         except StateExchangeError as error:
-            return RankRow(*where, "broken", path, self.view.size_of(name), problem=error)
+            broken = self.view.stored(name)
+            return RankRow(*where, "broken", path, None if broken is None else broken.size, problem=error)
         stored = file.file
         return RankRow(*where, "whole", path, stored.size, stored.modified, facts)
 

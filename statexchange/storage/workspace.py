@@ -36,7 +36,6 @@ from statexchange.errors import (
 )
 from statexchange.storage import atomic, files
 from statexchange.storage.location import (
-    OpenedPath,
     directory_of,
     is_remote,
     open_path,
@@ -182,17 +181,8 @@ class WorkspaceView:
                 found.append((name, store.open(name).size))
         return found
 
-    def modified(self, name: RankName) -> float | None:
-        """Return when a rank's file was written, by the clock of the file server; None if it cannot be opened."""
-        file = self._stored(name)
-        return None if file is None else file.modified
-
-    def size_of(self, name: RankName) -> int | None:
-        """Return the size of a rank's file, whose content is not checked; None if it cannot be opened."""
-        file = self._stored(name)
-        return None if file is None else file.size
-
-    def _stored(self, name: RankName) -> StoredFile | None:
+    def stored(self, name: RankName) -> StoredFile | None:
+        """Return a rank's file, whose content is not checked; None if it cannot be opened."""
         try:
             return self._round(name.run, name.round).open(name.file)
         except StateExchangeError:
@@ -358,83 +348,62 @@ class Workspace:
         Raises:
             NotFoundError: the directory does not exist.
         """
-        with self._open() as opened:
-            yield WorkspaceView(opened.store)
-
-    def _open(self) -> OpenedPath:
         if self._in_memory:
             self._check_base()
-        opened = open_path(self.path)
-        if opened.file is not None:
-            opened.close()
-            raise NotFoundError("not a directory", path=self.path)
-        return opened
+        with open_path(self.path) as opened:
+            if opened.file is not None:
+                raise NotFoundError("not a directory", path=self.path)
+            yield WorkspaceView(opened.store)
 
     def _check_base(self) -> None:
         """Raise UnsafeError if another user made the directory on tmpfs, or may write in it."""
         with files.private_directory(os.path.dirname(self.path)):
             pass
 
-    def open(self, name: RankName) -> RankFile:
-        """Open a rank's file; close it, or use it in a with block.
+    @contextlib.contextmanager
+    def open(self, name: RankName) -> Iterator[RankFile]:
+        """Open a rank's file for a with block.
 
         Not collective.
 
         Args:
             name: the name of the file.
 
-        Returns:
+        Yields:
             The open file.
 
         Raises:
             NotFoundError: the file is missing; the error has its rank and path.
             CorruptError: the file's header or metadata is wrong.
         """
-        opened = self._open()
-        try:
-            file = WorkspaceView(opened.store).open(name)
-        except BaseException:  # an interrupt, too: the file would have closed it
-            opened.close()
-            raise
-        file.store = opened.store
-        return file
+        with self.view() as view:
+            yield view.open(name)
 
-    def sweep(self, run: str) -> None:
-        """Remove temporary files of a run whose writers have provably ended, and directories of rounds without a file.
+    def sweep(self, run: str, rank: int, before: int) -> None:
+        """Remove what is of no use any more in a run.
 
-        Not collective.
+        These are the files of `rank` in rounds before the round `before`, temporary files whose writers have provably
+        ended, and directories of rounds without a file. Not collective.
         """
         with contextlib.suppress(*_REMOVED), self.view() as view:
             for number in view.rounds(run):
                 with contextlib.suppress(*_REMOVED):  # another rank removes it
-                    names = [name for name, _ in view.temporary_files(run, number) if atomic.is_abandoned(name)]
-                    if names or not view.rank_names(run, number):
+                    names = view.rank_names(run, number)
+                    obsolete = [name for name, _ in view.temporary_files(run, number) if atomic.is_abandoned(name)]
+                    if number < before:
+                        obsolete += [name.file for name in names if name.rank == rank]
+                    if obsolete or not names:
                         # A writer may have just made a directory without a file; it makes it again (`_retried`).
-                        self._remove(run, number, names)
+                        self._remove(run, number, obsolete)
 
-    def rounds(self, run: str) -> list[int]:
-        """Return the rounds of `run` that have a directory, oldest first. Not collective."""
-        with self.view() as view:
-            return view.rounds(run)
-
-    def rank_names(self, run: str, round: int) -> list[RankName]:  # noqa: A002
-        """Return the names of a round's complete files, in rank order. Not collective."""
-        with self.view() as view:
-            return view.rank_names(run, round)
-
-    def next_round(self, run: str, rank: int | None = None) -> int:
-        """Return the number after the newest round of `run`, or after the newest in which `rank` wrote.
-
-        Not collective.
-        """
-        try:
-            with self.view() as view:
-                rounds = view.rounds(run)
-                if rank is not None:
-                    rounds = [number for number in rounds if _has_written(view, run, number, rank)]
-        except NotFoundError:
-            return 1
-        return max(rounds, default=0) + 1
+    def next_round(self, run: str, rank: int) -> int:
+        """Return the number after the newest round of `run` in which `rank` wrote. Not collective."""
+        with contextlib.suppress(*_REMOVED), self.view() as view:
+            for number in reversed(view.rounds(run)):
+                with contextlib.suppress(*_REMOVED):  # another rank removes it
+                    if any(name.rank == rank for name in view.rank_names(run, number)):
+                        return number + 1
+        return 1
 
     def remove(self, relatives: Iterable[str]) -> None:
         """Remove files by their paths below the root, then directories that this leaves empty.
@@ -469,10 +438,3 @@ class Workspace:
                 with contextlib.suppress(OSError):
                     os.rmdir(self.path)
                     os.rmdir(os.path.dirname(self.path))
-
-
-def _has_written(view: WorkspaceView, run: str, number: int, rank: int) -> bool:
-    try:
-        return any(name.rank == rank for name in view.rank_names(run, number))
-    except _REMOVED:
-        return False

@@ -58,6 +58,22 @@ def write_value(path: Path, value: int) -> None:
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
+def opens(workspace: Workspace, name: RankName) -> None:
+    with workspace.open(name):
+        pass
+
+
+def rounds_of(workspace: Workspace) -> list[int]:
+    with workspace.view() as view:
+        return view.rounds("job")
+
+
+def names_in(workspace: Workspace) -> list[RankName]:
+    """Return the names in the first round."""
+    with workspace.view() as view:
+        return view.rank_names("job", 1)
+
+
 def value_of(path: Path) -> int:
     """Return the value of the newest round, after reading and checking all of it."""
     value, weights = NFSWorkspace(path, run="job").read_configs_and_weights_from_rank(0)
@@ -97,7 +113,7 @@ def test_after_a_kill_at_any_write_the_old_round_or_the_new_one_is_there(
         write_value(path, 5)
         write_value(path, 6)
         assert value_of(path) == 6, point
-        rounds = Workspace(path).rounds("job")
+        rounds = rounds_of(Workspace(path))
         assert len(rounds) == 2, point
         assert rounds[1] == rounds[0] + 1, point
         assert leftovers(path) == [], point
@@ -131,7 +147,7 @@ def test_a_failing_write_is_an_error_with_path_and_errno_and_leaves_nothing(
         assert done.returncode == 0, (case, done.stderr)
         if (call, code) in TOLERATED:
             assert (done.stdout, value_of(path)) == ("", 3), case
-            is_left = call == "unlinkat" and len(Workspace(path).rounds("job")) > 2
+            is_left = call == "unlinkat" and len(rounds_of(Workspace(path))) > 2
             assert ("cannot remove an old round" in done.stderr) == is_left, (case, done.stderr)
         else:
             kind, number, where = json.loads(done.stdout)
@@ -229,7 +245,7 @@ def test_a_writer_cannot_write_outside_of_its_directory(workspace: Workspace, ba
 def test_files_are_listed_in_the_order_of_their_ranks(workspace: Workspace) -> None:
     for rank in (100_000, 20_000, 3):
         write(workspace, rank, 200_000)
-    assert [name.rank for name in workspace.rank_names("job", 1)] == [3, 20_000, 100_000]
+    assert [name.rank for name in names_in(workspace)] == [3, 20_000, 100_000]
 
 
 def test_a_missing_file_is_named(workspace: Workspace) -> None:
@@ -237,11 +253,11 @@ def test_a_missing_file_is_named(workspace: Workspace) -> None:
     path = os.path.join(workspace.path, name.relative)
     os.unlink(path)
     with pytest.raises(NotFoundError, match="missing") as caught:
-        workspace.open(name)
+        opens(workspace, name)
     assert (caught.value.rank, caught.value.path) == (3, path)
     shutil.rmtree(os.path.dirname(path))
     with pytest.raises(NotFoundError, match="missing") as caught:
-        workspace.open(name)
+        opens(workspace, name)
     assert (caught.value.rank, caught.value.path) == (3, path)
 
 
@@ -251,8 +267,8 @@ def test_an_empty_round_of_a_killed_writer_is_swept(workspace: Workspace) -> Non
     for path in (empty, held_by_notes):
         path.mkdir(0o700)
     (held_by_notes / "notes").write_text("mine")
-    workspace.sweep("job")
-    assert workspace.rounds("job") == [1, 3]
+    workspace.sweep("job", 0, before=0)
+    assert rounds_of(workspace) == [1, 3]
     assert (held_by_notes / "notes").read_text() == "mine"
 
 
@@ -273,7 +289,7 @@ def test_altered_bytes_name_rank_tensor_and_file(workspace: Workspace) -> None:
     assert (caught.value.rank, caught.value.name, caught.value.path) == (1, "w", path)
     damage(path, lambda data: data.append(0))
     with pytest.raises(CorruptError):
-        workspace.open(name)
+        opens(workspace, name)
 
 
 def test_a_file_of_another_rank_round_or_run_is_refused(workspace: Workspace) -> None:
@@ -287,7 +303,7 @@ def test_a_file_of_another_rank_round_or_run_is_refused(workspace: Workspace) ->
     for other, word in zip(names[1:], ("rank", "round", "run"), strict=True):
         shutil.copy(os.path.join(workspace.path, other.relative), first)
         with pytest.raises(CorruptError, match=f"another {word}"):
-            workspace.open(RankName.parse(names[0].relative))
+            opens(workspace, RankName.parse(names[0].relative))
 
 
 @pytest.mark.parametrize("plant", ["symlink", "fifo", "directory", "socket"])
@@ -305,7 +321,7 @@ def test_a_special_file_in_place_of_a_file_is_refused_and_never_blocks(workspace
         program = "import os, socket, sys; os.chdir(sys.argv[1]); socket.socket(1).bind(sys.argv[2])"
         subprocess.run([sys.executable, "-c", program, *os.path.split(path)], check=True)
     with pytest.raises(UnsafeError, match="regular file") as caught:
-        workspace.open(name)
+        opens(workspace, name)
     assert caught.value.path == path
 
 
@@ -316,9 +332,9 @@ def test_a_directory_that_is_a_link_is_refused(workspace: Workspace, tmp_path: P
     os.rename(place, tmp_path / "elsewhere")
     os.symlink(tmp_path / "elsewhere", place)
     for use in (
-        lambda: workspace.open(name),
+        lambda: opens(workspace, name),
         lambda: write(workspace),
-        lambda: workspace.rank_names("job", 1),
+        lambda: names_in(workspace),
         lambda: workspace.remove([name.relative]),
     ):
         with pytest.raises(UnsafeError, match="not a directory"):
@@ -329,7 +345,7 @@ def test_a_directory_that_is_a_link_is_refused(workspace: Workspace, tmp_path: P
 def test_a_run_that_others_may_write_in_is_refused(workspace: Workspace) -> None:
     name = write(workspace)
     os.chmod(os.path.join(workspace.path, "job"), 0o770)
-    for use in (lambda: write(workspace), lambda: workspace.open(name)):
+    for use in (lambda: write(workspace), lambda: opens(workspace, name)):
         with pytest.raises(UnsafeError, match="others may write"):
             use()
 
@@ -340,18 +356,18 @@ def test_files_of_a_committed_round_are_not_removed(workspace: Workspace) -> Non
     workspace.remove([name.relative])
     for value in range(3):
         NFSWorkspace(workspace.path, run="job").write_configs_and_weights(value, {})
-    workspace.sweep("job")
-    assert workspace.rounds("job") == [1, 3, 4]
+    workspace.sweep("job", 0, before=0)
+    assert rounds_of(workspace) == [1, 3, 4]
     assert open_source(manifest.parent).round == 1
 
 
 def test_rounds_are_counted_by_rank_and_by_run(workspace: Workspace) -> None:
-    assert workspace.next_round("job") == workspace.next_round("job", 3) == 1
+    assert workspace.next_round("job", 3) == 1
     write(workspace, 0, 2, number=4)
     write(workspace, 1, 2, number=2)
     os.mkdir(os.path.join(workspace.path, "job", "0000099"))
     Path(workspace.path, "job", "notes").write_text("")
-    assert (workspace.next_round("job"), workspace.next_round("job", 0), workspace.next_round("job", 1)) == (5, 5, 3)
+    assert (workspace.next_round("job", 0), workspace.next_round("job", 1)) == (5, 3)
 
 
 def test_a_workspace_is_at_a_path_a_file_url_or_a_shm_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,7 +397,7 @@ base = Path(workspace.path).parent
 name = write(workspace)
 print(oct(base.stat().st_mode & 0o777))
 base.chmod(0o777)
-for use in (lambda: workspace.open(name), lambda: write(workspace)):
+for use in (lambda: workspace.open(name).__enter__(), lambda: write(workspace)):
     try:
         use()
     except UnsafeError as error:
@@ -532,7 +548,8 @@ from statexchange.storage.workspace import Workspace
 def write(path):
     workspace = Workspace(path)
     name = workspace.write([], run="job", round=1, rank=0, world_size=1)
-    return workspace.rank_names("job", 1)[0] == name
+    with workspace.view() as view:
+        return view.rank_names("job", 1) == [name]
 
 path = sys.argv[1]
 assert write(path + "/warm")  # imports all that may not be readable afterwards
