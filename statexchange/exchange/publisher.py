@@ -16,14 +16,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from statexchange.checkpoint.version_retention import remove_old_versions
-from statexchange.comm.communicator import CommLike, Communicator, from_root
+from statexchange.comm.communicator import CommLike, Communicator, from_all, from_root
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt, without_secrets
 from statexchange.exchange.background import run_in_background, wait_for_end
 from statexchange.exchange.chosen_conversion import Conversion
 from statexchange.exchange.export import model_of
 from statexchange.exchange.exporting import ExportRequest
-from statexchange.exchange.rank_metadata import compare_options
 from statexchange.exchange.save_schedule import whole_number
 from statexchange.exchange.version_publishing import (
     PublishedVersion,
@@ -32,7 +31,15 @@ from statexchange.exchange.version_publishing import (
     check_installed,
     publish_version,
 )
-from statexchange.sharding.options import CallOptions, Cast, Convert, ExportOptions, Rename, Replicas
+from statexchange.sharding.options import (
+    CallOptions,
+    Cast,
+    Convert,
+    ExportOptions,
+    Rename,
+    Replicas,
+    check_equal_options,
+)
 from statexchange.state.describe import Description, State, describe
 from statexchange.storage.versions import begin_run, check_is_current, set_latest, versions_path
 from statexchange.tensors import collector_paused
@@ -225,7 +232,10 @@ class Publisher:
         """Convert and publish described tensors; `timing`: when the call began, and whether it has returned."""
         began, is_background = timing
         stall_s = time.perf_counter() - began
-        compare_options(comm, {"version": str(number), "the Publisher": str(self._versions)}, "what to publish")
+        here = {"version": str(number), "the Publisher": str(self._versions)}
+        sent = from_all(comm, here, dict[str, str], "what to publish")
+        with comm.phase("comparing what to publish"):
+            check_equal_options(sent)
         with comm.phase("beginning a version"):
             check_installed()
             if comm.rank == 0:
