@@ -11,12 +11,13 @@ from statexchange.cli.output import Output, fields_of
 from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError
 from statexchange.formats.source import abbreviated_list, abbreviated_reasons
-from statexchange.units import format_bytes, format_count, format_ranks, format_time
+from statexchange.units import format_bytes, format_count, format_number, format_ranks, format_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from statexchange.formats.source import Part
+    from statexchange.report.rounds import RankStatus
     from statexchange.report.summary import SectionSummary, Summary
     from statexchange.report.tensor_facts import ModuleNode
 
@@ -68,13 +69,19 @@ def command(output: Output, path: str, tree: bool, depth: int | None, picture: P
 
         with open_source(path, strict=False) as source:
             picture.write(parameters_picture(source))
-    output.fields(_fields(summary))
+    statuses: list[RankStatus] = []
+    if summary.kind == "workspace" and summary.run is not None:
+        from statexchange.report.rounds import list_rounds, newest_of_ranks
+
+        statuses = newest_of_ranks(list_rounds(path), summary.run)
+    output.fields([*_fields(summary), *map(_rank_field, statuses)])
     if summary.tree is not None:
         output.line()
         _show_tree(output, summary.tree)
     record = {
         **fields_of(summary),
         "picture": picture and picture.path,
+        "rank_statuses": statuses,
     }
     return output.finish(record, problems=summary.problems)
 
@@ -94,6 +101,20 @@ def _show_tree(output: Output, tree: ModuleNode) -> None:
         name = f"{'  ' * level}{node.name}{alike}"
         rows.append((name, format_count(node.num_parameters), format_bytes(node.nbytes), bar))
     output.table(header, rows, right=_TREE_HEADER[1:])
+
+
+def _rank_field(status: RankStatus) -> tuple[str, str]:
+    if status.round is None:
+        return f"rank {status.rank}", "missing"
+    facts = [f"round {status.round}" + (", late" if status.status == "late" else "")]
+    if status.written is not None:
+        facts.append(f"written {format_time(status.written)}")
+    if status.num_config_keys is not None:
+        keys = format_number(status.num_config_keys, "config key")
+        facts.append(keys + (f" ({status.config_type})" if status.config_type else ""))
+    if status.nbytes is not None:
+        facts.append(format_bytes(status.nbytes))
+    return f"rank {status.rank}", ", ".join(facts)
 
 
 def _fields(summary: Summary) -> list[tuple[str, object]]:

@@ -21,7 +21,7 @@ from statexchange.storage import atomic
 from statexchange.storage.location import OpenedPath, read_with_retry, resolve_path
 from statexchange.storage.workspace import RankName, WorkspaceView
 
-__all__ = ["RankRow", "RoundsReport", "list_rounds"]
+__all__ = ["RankRow", "RankStatus", "RoundsReport", "list_rounds", "newest_of_ranks"]
 
 State = Literal["whole", "unfinished", "abandoned", "broken", "missing"]
 _MAX_MISSING = 1000  # listed of a round: a file's name may claim any world size
@@ -55,6 +55,31 @@ class RankRow:
     written: float | None = None
     config: ConfigFacts | None = None
     problem: StateExchangeError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus:
+    """The progress of one rank.
+
+    Attributes:
+        rank: the rank.
+        status: "present"; "late" if the newest whole round of another rank is newer; "missing" if it has none.
+        round: its newest whole round; None if there is none, like all that follow.
+        written: when it wrote that, as in `RankRow`.
+        nbytes: bytes of its file.
+        path: the file.
+        num_config_keys: as in `ConfigFacts`.
+        config_type: as in `ConfigFacts`.
+    """
+
+    rank: int
+    status: Literal["present", "late", "missing"]
+    round: int | None = None
+    written: float | None = None
+    nbytes: int | None = None
+    path: str | None = None
+    num_config_keys: int | None = None
+    config_type: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,3 +199,21 @@ def _sorted(rows: list[RankRow]) -> Iterator[RankRow]:
         if row.state == "missing" and newest.get((row.run, row.rank), 0) > row.round:
             continue
         yield row
+
+
+def newest_of_ranks(report: RoundsReport, run: str) -> list[RankStatus]:
+    """Return how far each rank of a run is, by its newest whole round. Not collective."""
+    rows = {(row.rank, row.round): row for row in report.rows if row.run == run and row.rank is not None}
+    world_size = next((row.world_size for row in reversed(rows.values())), None) or 0
+    newest = {rank: row for (rank, _), row in rows.items() if row.state == "whole"}
+    last = max((row.round for row in newest.values()), default=0)
+    statuses = []
+    for rank in sorted({rank for rank, _ in rows if rank < world_size}):
+        row = newest.get(rank)
+        if row is None or row.config is None:
+            statuses.append(RankStatus(rank, "missing"))
+            continue
+        config = row.config.num_keys, row.config.type
+        status: Literal["late", "present"] = "late" if row.round < last else "present"
+        statuses.append(RankStatus(rank, status, row.round, row.written, row.nbytes, row.path, *config))
+    return statuses

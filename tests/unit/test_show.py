@@ -78,6 +78,37 @@ def held(name: str, data: Any, dtype: str, shape: Sequence[int], box: Box) -> Sh
 # The commands info and ls --rounds
 
 
+def test_info_shows_how_far_each_rank_of_a_workspace_is(
+    tmp_path: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for rank in range(4):
+        write_rank(tmp_path, monkeypatch, rank, 5, [config_of(rank)] * (2 if rank == 3 else 3))
+    code, out, err = call("info", tmp_path)
+    assert code == 5
+    assert "[3, 4] of 5 have no file" in err
+    lines = {line.split("  ")[0]: line for line in out.splitlines() if line.startswith("rank ")}
+    assert list(lines) == [f"rank {rank}" for rank in range(5)]
+    assert "round 3, written 20" in lines["rank 0"]
+    assert "3 config keys (Train)" in lines["rank 0"]
+    assert "late" not in lines["rank 0"]
+    assert "round 2, late, written" in lines["rank 3"]
+    assert lines["rank 4"].endswith("  missing")
+    _, envelope = call.json("info", tmp_path)
+    statuses = envelope["data"]["rank_statuses"]
+    assert [status["status"] for status in statuses] == ["present"] * 3 + ["late", "missing"]
+    assert [status["round"] for status in statuses] == [3, 3, 3, 2, None]
+    assert statuses[0]["nbytes"] == os.path.getsize(statuses[0]["path"])
+    assert statuses[0]["written"] == pytest.approx(os.path.getmtime(statuses[0]["path"]))
+    assert (statuses[0]["num_config_keys"], statuses[0]["config_type"]) == (3, "Train")
+    assert (statuses[4]["path"], statuses[4]["config_type"]) == (None, None)
+
+
+def test_info_of_a_checkpoint_without_ranks_has_no_status_of_ranks(tmp_path: Path, call: CommandLine) -> None:
+    save_file({"w": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+    _, envelope = call.json("info", tmp_path)
+    assert envelope["data"]["rank_statuses"] == []
+
+
 def test_ls_lists_the_rounds_of_a_workspace(tmp_path: Path, call: CommandLine, monkeypatch: pytest.MonkeyPatch) -> None:
     for rank, rounds in ((0, 3), (1, 2)):
         write_rank(tmp_path, monkeypatch, rank, 3, [config_of(rank)] * rounds)
