@@ -28,7 +28,7 @@ _HOMES = {
     "Workspace": "statexchange.storage.workspace",
     "average_gradients": "statexchange.train.averaging",
     "comm": "",
-    "diff_checkpoints": "statexchange.report.diff",
+    "diff_checkpoints": "statexchange.exchange.diff",
     "errors": "",
     "export_checkpoint": "statexchange.exchange.export",
     "gather_state": "statexchange.exchange.gather",

@@ -12,6 +12,7 @@ from statexchange.comm.init import init as init
 from statexchange.comm.init import shutdown as shutdown
 from statexchange.errors import StateExchangeError as StateExchangeError
 from statexchange.exchange.checkpoints import Checkpoints as Checkpoints
+from statexchange.exchange.diff import diff_checkpoints as diff_checkpoints
 from statexchange.exchange.export import export_checkpoint as export_checkpoint
 from statexchange.exchange.gather import gather_state as gather_state
 from statexchange.exchange.gather import get_configs_parallel as get_configs_parallel
@@ -22,7 +23,6 @@ from statexchange.exchange.publisher import Publisher as Publisher
 from statexchange.exchange.save import save_checkpoint as save_checkpoint
 from statexchange.exchange.subscriber import Subscriber as Subscriber
 from statexchange.formats.registry import open_checkpoint as open_checkpoint
-from statexchange.report.diff import diff_checkpoints as diff_checkpoints
 from statexchange.storage.workspace import Workspace as Workspace
 from statexchange.train.averaging import average_gradients as average_gradients
 from statexchange.train.optimizer import DistributedOptimizer as DistributedOptimizer

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
-from statexchange.errors import InvalidArgumentError, excerpt, without_secrets
+from statexchange.errors import InvalidArgumentError, without_secrets
 from statexchange.formats.converted import configs_beside, convert_source, read_conversion
 from statexchange.formats.registry import has_master_weights, open_source
 from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies, check_tied
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.report.value_statistics import ValueDiff, ValueSums, same_bytes
-from statexchange.sharding.options import CallOptions, Convert, ExportOptions, Rename, renamed
+from statexchange.sharding.options import CallOptions, ExportOptions, Rename, renamed
 from statexchange.sharding.paths import without_wrappers
 from statexchange.sharding.plan import TensorPlan, plan_tensors
 from statexchange.sharding.shards import Box, Piece
@@ -30,9 +30,9 @@ from statexchange.tensors import PACKED, array_over, element_shape
 from statexchange.units import format_bytes
 
 if TYPE_CHECKING:
-    from statexchange.formats.source import SectionName, Source, Weights
+    from statexchange.formats.source import Source
 
-__all__ = ["DiffReport", "TensorDiff", "diff_checkpoints", "diff_paths"]
+__all__ = ["DiffReport", "TensorDiff", "diff_paths"]
 
 _PART_BYTES = 2 * MEMORY_BYTES  # of both sides: what one thread compares in a row,
 _PART_NAMES = 256  # or so many small tensors
@@ -117,73 +117,10 @@ class DiffReport:
         return f"{same:,} of {len(self.tensors):,} tensors are equal, {format_bytes(self.nbytes)} read"
 
 
-def diff_checkpoints(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
-    *,
-    section: SectionName | Literal["all"] | None = None,
-    weights: Weights | None = None,
-    include: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
-    rename: Rename = (),
-    convert: Convert | None = None,
-    convert_with: Mapping[str, int] | None = None,
-    tolerance: float | None = None,
-    threads: int | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-) -> DiffReport:
-    """Compare two checkpoints of any formats and shardings.
-
-    Not collective. Only tensors are compared; memory is bounded, whatever their size. To compare live state with a
-    checkpoint, save or export it and compare the two paths.
-
-    Args:
-        a: a path or URL of any format that `open_checkpoint` reads.
-        b: another path or URL.
-        section: what to compare of a job's state, as for `merge_checkpoint`: by default the model, where it is known.
-        weights: which weights of a DeepSpeed checkpoint are the model, as for `merge_checkpoint`, in a and b.
-        include: shell patterns of names to compare; by default all. They are matched after `rename` and `convert`.
-        exclude: shell patterns of names to leave out.
-        rename: a function of a name, or (regex, replacement) pairs, for the names in a.
-        convert: a conversion of the names and values in a, as for `merge_checkpoint`; `rename` applies after it.
-        convert_with: numbers that the conversion needs, by name. Others come from a config.json beside a path.
-        tolerance: values are equal if they differ by at most this, whatever their dtypes, and NaN equals NaN. By
-            default bits and dtypes must be equal.
-        threads: the number of tensors read at once; by default one per core.
-        on_progress: called with (bytes done, bytes in total).
-
-    Returns:
-        The report. A tied name is listed if the other checkpoint stores a tensor under it.
-
-    Raises:
-        NotFoundError: there is no checkpoint at a path.
-        IncompleteError: something is missing in one of them.
-        CorruptError: a file is broken; `statexchange verify` names what.
-        ReplicaError: the copies that ranks have of one tensor differ.
-        ReplacedError: a checkpoint was changed while it was read.
-        InvalidArgumentError: an option is wrong, or the patterns select no name; or `a` or `b` is no path.
-
-    Example:
-        >>> import numpy
-        >>> from safetensors.numpy import save_file
-        >>> save_file({"w": numpy.ones(4), "b": numpy.zeros(2)}, "a.safetensors")
-        >>> save_file({"w": numpy.array([1.0, 1, 1.5, 1]), "b": numpy.zeros(2)}, "b.safetensors")
-        >>> report = diff_checkpoints("a.safetensors", "b.safetensors")
-        >>> for tensor in report.differing:
-        ...     tensor.name, tensor.status, tensor.values.max_abs, tensor.values.first
-        ('w', 'values', 0.5, (2,))
-    """
-    arguments = locals()
-    if not isinstance(a, str | os.PathLike):
-        text = f"a is a path or a URL, not {excerpt(a)}: save or export live state, and compare that"
-        raise InvalidArgumentError(text)
-    return diff_paths(a, b, ExportOptions.of(arguments), CallOptions.of(arguments))
-
-
 def diff_paths(
     a: str | os.PathLike[str], b: str | os.PathLike[str], options: ExportOptions, call: CallOptions
 ) -> DiffReport:
-    """Compare two checkpoints by checked options, the first converted if `convert` is given. Not collective.
+    """Compare two checkpoints as `diff_checkpoints` does, the first converted if `convert` is given. Not collective.
 
     Raises:
         StateExchangeError: as `diff_checkpoints`.

@@ -392,6 +392,14 @@ class ValueSums:
     def _add_squares(self, *squares: float) -> None:
         self.squares = [before + new for before, new in zip(self.squares, squares, strict=True)]
 
+    def merge(self, later: ValueSums) -> None:
+        """Add the sums over parts that come later in C order, or on another rank."""
+        self.num_differing += later.num_differing
+        self.max_abs = max(self.max_abs, later.max_abs)
+        self._add_squares(*later.squares)
+        self.first = min((first for first in (self.first, later.first) if first is not None), default=None)
+        self.nans = [before + new for before, new in zip(self.nans, later.nans, strict=True)]
+
     def result(self) -> ValueDiff:
         """Return the differences."""
         delta, a, b, product = self.squares

@@ -322,8 +322,9 @@ def test_options_that_compare_nothing_are_refused(tmp_path: Path) -> None:
 
 def test_without_a_tensor_there_is_nothing_to_compare(tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.ones(1)}, "optimizer": {"state": {}, "param_groups": [{}]}}, tmp_path / "a.pt")
-    with pytest.raises(sx.errors.InvalidArgumentError, match="nothing to compare"):
-        sx.diff_checkpoints(tmp_path / "a.pt", tmp_path / "a.pt", section="optimizer")
+    for a in (tmp_path / "a.pt", {"epoch": 1}):
+        with pytest.raises(sx.errors.InvalidArgumentError, match="nothing to compare"):
+            sx.diff_checkpoints(a, tmp_path / "a.pt", section="optimizer")
 
 
 def test_a_byte_that_differs_from_its_digest_is_an_error(tmp_path: Path) -> None:
@@ -354,6 +355,70 @@ def test_the_command_prints_differences_as_lines_bars_and_json(tmp_path: Path, c
     assert call("diff", a, tmp_path / "absent")[0] == 3
 
 
-def test_live_state_is_no_side_of_a_comparison(tmp_path: Path) -> None:
-    with pytest.raises(sx.errors.InvalidArgumentError, match="save or export live state"):
-        sx.diff_checkpoints({"w": torch.ones(3)}, tmp_path)  # type: ignore[arg-type]
+def compare_live(path: str) -> None:
+    """Each rank holds rows; a copy of `norm` is on all ranks."""
+    comm = sx.get_communicator()
+    layout = {"model.w": {"dim": 0}}
+    rows = torch.arange(24.0).reshape(6, 4)[2 * comm.rank :][:2].clone()
+    state = {"model": {"w": rows, "norm": torch.ones(4)}, "step": 3}
+    sx.save_checkpoint(state, path, layout=layout)
+    assert sx.diff_checkpoints(state, path, layout=layout).equal
+    if comm.rank == 1:
+        rows[1, 2] += 0.5
+    report = sx.diff_checkpoints(state, path, layout=layout)
+    (found,) = report.differing
+    assert found.values is not None
+    assert (found.name, found.status, found.values.first, found.values.max_abs) == ("model.w", "values", (3, 2), 0.5)
+    expected = torch.arange(24.0)
+    expected[14] += 0.5  # the norm is that of the first
+    assert found.values.relative_l2 == pytest.approx(0.5 / float(torch.linalg.norm(expected)))
+    state["model"]["norm"][0] = comm.rank + 1.0  # type: ignore[index]
+    report = sx.diff_checkpoints(state, path, layout=layout, exclude="*.w")
+    assert [tensor.name for tensor in report.differing] == ["model.norm"]
+    assert len(report.tensors) == 1
+    assert sx.diff_checkpoints(state, path, layout=layout, tolerance=2.0).equal
+    with pytest.raises(sx.errors.NotFoundError):
+        sx.diff_checkpoints(state, path + "-absent", layout=layout)
+
+
+def test_live_state_is_compared_by_the_ranks_that_hold_it(tmp_path: Path) -> None:
+    run_ranks(lambda: compare_live(str(tmp_path / "save")), 3)
+
+
+def test_a_live_module_is_compared_with_the_model_of_a_save(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    sx.save_checkpoint({"model": model, "optimizer": optimizer, "step": 1}, tmp_path / "save")
+    assert sx.diff_checkpoints(model, tmp_path / "save").equal
+    with torch.no_grad():
+        model.bias.add_(1)
+    (found,) = sx.diff_checkpoints(model, tmp_path / "save").differing
+    assert (found.name, found.status) == ("bias", "values")
+    half = torch.nn.Linear(3, 2).bfloat16()
+    half.load_state_dict(model.state_dict())
+    statuses = {one.name: one.status for one in sx.diff_checkpoints(half, tmp_path / "save").tensors}
+    assert statuses == {"bias": "values", "weight": "values"}
+    other = sx.diff_checkpoints(torch.nn.Linear(4, 2), tmp_path / "save")
+    assert {one.name: one.status for one in other.tensors} == {"bias": "values", "weight": "shape"}
+
+
+def test_packed_live_tensors_are_compared_by_their_bytes(tmp_path: Path) -> None:
+    stored = torch.arange(8, dtype=torch.uint8).reshape(4, 2)
+    other = stored.clone()
+    other[3, 1] += 1
+    save_file({"w": stored.view(torch.float4_e2m1fn_x2)}, tmp_path / "w.safetensors")
+    for live, status in ((stored, "equal"), (other, "values")):
+        report = sx.diff_checkpoints({"w": live.view(torch.float4_e2m1fn_x2)}, tmp_path / "w.safetensors")
+        assert [tensor.status for tensor in report.tensors] == [status]
+
+
+def test_live_state_is_not_compared_with_copies_that_differ_nor_with_nothing(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3)}, tmp_path / "rank0.pt")
+    torch.save({"w": torch.zeros(3)}, tmp_path / "rank1.pt")
+    with pytest.raises(sx.errors.ReplicaError, match=r"rank0\.pt and rank1\.pt"):
+        sx.diff_checkpoints({"w": torch.ones(3)}, tmp_path)
+    with pytest.raises(sx.errors.InvalidArgumentError, match="include and exclude") as caught:
+        sx.diff_checkpoints({"w": torch.ones(3)}, tmp_path / "rank0.pt", include="layers.*")
+    assert "'w'" in str(caught.value)

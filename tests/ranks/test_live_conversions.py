@@ -266,3 +266,29 @@ def test_arrays_are_loaded_from_a_tensor_that_is_transposed_and_split(tmp_path: 
     )
     assert (state["a"] == rows.T[[0, 2]]).all()
     assert (state["b"] == rows.T[[1, 3]]).all()
+
+
+# Diff
+
+
+def compares_with_another_family(kind: str, whole: str, path: str, convert: str) -> bool:
+    state, layout = sharded(load_file(whole), kind)
+    options: dict[str, Any] = {"layout": layout, "convert": convert, "convert_with": {"n_heads": 4}}
+    equal_report = sx.diff_checkpoints(state, path, **options)
+    norms = {LLAMA3: ("norm.weight", "model.norm.weight"), BACK: ("model.norm.weight", "norm.weight")}
+    old, new = norms[convert]
+    state[old] = state[old] + 1
+    (found,) = sx.diff_checkpoints(state, path, **options).differing
+    return equal_report.equal and (found.name, found.status) == (new, "values")
+
+
+@pytest.mark.parametrize(("kind", "ranks", "backend"), [("dtensor", 2, "gloo"), ("arrays", 3, "threads")])
+@pytest.mark.parametrize("convert", [LLAMA3, BACK])
+def test_live_state_is_compared_with_a_checkpoint_of_another_family(
+    tmp_path: Path, convert: str, kind: str, ranks: int, backend: Any
+) -> None:
+    save_file(hf_state(), tmp_path / "hf.safetensors")
+    sx.merge_checkpoint(tmp_path / "hf.safetensors", tmp_path / "titan", convert=BACK, convert_with={"n_heads": 4})
+    paths = [str(tmp_path / "titan/model.safetensors"), str(tmp_path / "hf.safetensors")]
+    paths = paths if convert == LLAMA3 else paths[::-1]
+    assert all(run_ranks(compares_with_another_family, ranks, backend=backend, args=(kind, *paths, convert)))

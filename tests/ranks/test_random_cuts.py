@@ -287,18 +287,18 @@ def checks_diff(case: Case, path: Path) -> None:
             {n: c.whole.clone(memory_format=torch.contiguous_format) for n, c in cuts.items()}, path / "a.safetensors"
         )
     sx.get_communicator().barrier()
-
-    def compare() -> Any:
-        return sx.diff_checkpoints(path / "a.safetensors", path / "b.safetensors", **options)
-
-    if not expected:  # the patterns select no name
-        refuses(InvalidArgumentError, compare)
-        return
-    result = compare()
-    found = {tensor.name: tensor.status for tensor in result.differing}
-    differing = {name: status for name, status in expected.items() if status != "equal"}
-    assert found == differing, (found, differing)
-    assert result.equal == (not found)
+    b, state = path / "b.safetensors", case.live(cuts)
+    compare = [lambda: sx.diff_checkpoints(state, b, layout=case.layout(cuts), **options)]
+    compare += [lambda: sx.diff_checkpoints(path / "a.safetensors", b, **options)]
+    for call in compare:
+        if not expected:  # the patterns select no name
+            refuses(InvalidArgumentError, call)
+            continue
+        result = call()
+        found = {tensor.name: tensor.status for tensor in result.differing}
+        differing = {name: status for name, status in expected.items() if status != "equal"}
+        assert found == differing, (found, differing)
+        assert result.equal == (not found)
 
 
 CALLS = [checks_save, checks_export, checks_gather, checks_synchronize, checks_diff]

@@ -84,6 +84,7 @@ def test_files_of_experts_load_into_the_model_that_has_them_in_one_tensor(tmp_pa
     report = sx.load_checkpoint(other, tmp_path / "theirs")
     assert report.missing == ()
     assert_equal(dict(model.state_dict()), dict(other.state_dict()))
+    assert sx.diff_checkpoints(model, tmp_path / "theirs").equal
     sx.save_checkpoint(model, tmp_path / "save")  # names in memory are read, too
     sx.load_checkpoint(third, tmp_path / "save")
     assert_equal(dict(model.state_dict()), dict(third.state_dict()))
@@ -98,6 +99,8 @@ def test_a_missing_expert_is_named(tmp_path: Path) -> None:
         sx.load_checkpoint(seeded("qwen3_moe", 2), tmp_path / "less")
     assert caught.value.name == "model.layers.1.mlp.experts.gate_up_proj"
     assert f"lacks {name} " in str(caught.value)
+    report = sx.diff_checkpoints(model, tmp_path / "less")
+    assert [(tensor.name, tensor.status) for tensor in report.differing] == [(name, "only in a")]
 
 
 def stored_with(path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
@@ -273,7 +276,7 @@ def on_a_mesh(path: str) -> list[str]:
             assert report.missing == report.unexpected == ()
             for ours, theirs in zip(model.parameters(), target.parameters(), strict=True):
                 assert torch.equal(ours.to_local(), theirs.to_local())
-        assert sx.diff_checkpoints(f"{path}/{name}/ours", f"{path}/{name}/theirs").equal
+        assert sx.diff_checkpoints(model, f"{path}/{name}/theirs").equal
     return messages.texts
 
 
@@ -396,6 +399,7 @@ def export_and_load(path: str, kind: str) -> None:
     report = sx.load_checkpoint(other, f"{path}/ours")
     assert report.missing == report.unexpected == ()
     assert_equal(dict(state.state_dict()), dict(other.state_dict()))
+    assert sx.diff_checkpoints(state, f"{path}/ours").equal
     if kind == "two classes":
         return
     report = sx.load_checkpoint(pipeline(kind, 2, rank), f"{path}/theirs", strict=False)
@@ -422,6 +426,8 @@ def shared(path: str) -> list[Any]:
         lambda: sx.export_checkpoint(model if rank == 1 else model.state_dict(), f"{path}/ours"),
         lambda: sx.export_checkpoint(model, f"{path}/ours", convert="torchtitan:llama3" if rank == 0 else None),
         lambda: sx.load_checkpoint(model, f"{path}/theirs", convert="torchtitan:llama3" if rank == 0 else None),
+        lambda: sx.diff_checkpoints(model, f"{path}/theirs", convert="torchtitan:llama3" if rank == 0 else None),
+        lambda: sx.diff_checkpoints(model if rank == 1 else model.state_dict(), f"{path}/theirs"),
     ):
         with pytest.raises(sx.errors.InvalidArgumentError) as raised:
             call()
@@ -432,6 +438,6 @@ def shared(path: str) -> list[Any]:
 def test_ranks_that_share_a_tensor_have_the_same_names_for_it(tmp_path: Path) -> None:
     seeded("mixtral", 1).save_pretrained(tmp_path / "theirs")
     for caught in run_ranks(shared, 2, backend="gloo", args=(str(tmp_path),)):
-        assert [name and name.rpartition(".layers.0.")[2] for name, _ in caught] == [GATE, None, None]
-        assert all("convert" in text for _, text in caught[1:])
+        assert [name and name.rpartition(".layers.0.")[2] for name, _ in caught] == [GATE, None, None, None, GATE]
+        assert all("convert" in text for _, text in caught[1:4])
     assert not (tmp_path / "ours").exists()

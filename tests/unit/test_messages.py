@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 import statexchange as sx
 from statexchange.conversions.numbers import KnownConfig
 from statexchange.exchange.box_writers import _CoverRecord
+from statexchange.exchange.compared_rows import Compared
 from statexchange.exchange.exporting import ExportReport
 from statexchange.exchange.gather import _RankMessage
 from statexchange.exchange.gather_transport import TensorMetadata, _ArenaAddress, _FileAddress, _Place
@@ -23,6 +25,7 @@ from statexchange.exchange.rank_metadata import DescribedShard, RankMetadata
 from statexchange.exchange.reading import Overflows, WantedBox
 from statexchange.exchange.saving import _Start, _Written
 from statexchange.messages import decode, encoded
+from statexchange.report.value_statistics import ValueSums
 from statexchange.sharding.options import check_equal_options
 from statexchange.sharding.pieces import SpecPieces
 from statexchange.sharding.rules import Layout
@@ -63,6 +66,7 @@ TENSORS_METADATA = (
     TensorMetadata("w", "F32", (2, 3), "parameter", requires_grad=True, alias=None, offset=0),
     TensorMetadata("tied", "F32", (2, 3), "parameter", requires_grad=True, alias="w", offset=64),
 )
+SUMS = ValueSums(1, math.inf, [0.5, 1.0, math.inf, 0.0], (1, 2), [0, 1])
 LEAVES = (synchronize._LeafSpec("tensor", "a.w", "float32", (2, 3)), synchronize._LeafSpec("object", "a.f"))
 ROOT_PARTS = (synchronize._Part("{}", LEAVES, ("T",)), synchronize._Part("", (), ()))
 MANIFEST = SaveManifest("0123456789abcdef", "job", 1.5, (10, 20), 7, {"loss": 1, "accuracy": 0.5})
@@ -100,6 +104,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     (("/dev/shm/hidden", "no room"), tuple[str, str], None),
     ({"rank-00000-of-00001.safetensors": 80}, dict[str, int], None),
     (_OpenedSource("a", "b", "/p", "/p, round 3", {"strict": "True"}, has_layout=True), _OpenedSource, None),
+    (({"w": Compared("F32", (4,), {Box((0,), (4,)): SUMS})}, 16), tuple[dict[str, Compared], int], None),
     ([KnownConfig("config.json", {"layers": 2, "names": ["a"]})], list[KnownConfig], None),
     ((b"\0header", b""), tuple[bytes, ...], None),
     (None, tuple[bytes, int, int] | None, None),

@@ -88,6 +88,7 @@ def test_wrappers_leave_nothing_in_names(tmp_path: Path, call: CommandLine, how:
     assert any("wrappers" in note for note in report.notes)
     assert call("diff", tmp_path / "wrapped.safetensors", tmp_path / "bare.safetensors")[0] == 0
     assert call("diff", tmp_path / "bare.safetensors", tmp_path / "wrapped.safetensors")[0] == 0
+    assert sx.diff_checkpoints(state, tmp_path / "wrapped.safetensors").equal
 
 
 def test_a_users_module_of_that_name_stays(tmp_path: Path) -> None:

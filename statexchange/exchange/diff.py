@@ -1,0 +1,105 @@
+"""Compare two checkpoints, or a checkpoint with live state: each rank compares its own rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+from statexchange.comm.communicator import CommLike
+from statexchange.comm.defaults import as_communicator, public_call
+from statexchange.exchange.chosen_conversion import ChosenConversion, chosen_conversion
+from statexchange.exchange.live_diff import diff_live
+from statexchange.formats.source import SectionName, Weights
+from statexchange.report.diff import DiffReport, diff_paths
+from statexchange.sharding.options import CallOptions, Convert, ExportOptions, LoadOptions, Rename
+from statexchange.state.describe import State
+from statexchange.state.state_dict import describe_save
+
+__all__ = ["diff_checkpoints"]
+
+
+def diff_checkpoints(
+    a: State | str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    comm: CommLike | None = None,
+    layout: Mapping[str, Any] | None = None,
+    section: SectionName | Literal["all"] | None = None,
+    weights: Weights | None = None,
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
+    rename: Rename = (),
+    convert: Convert | None = None,
+    convert_with: Mapping[str, int] | None = None,
+    tolerance: float | None = None,
+    threads: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> DiffReport:
+    """Compare two checkpoints of any formats and shardings, or live state with a checkpoint.
+
+    Not collective for two paths; memory is bounded, whatever the size of the tensors. Collective over `comm` for live
+    state: each rank compares the rows that it holds, and all get the same report, so a job can verify a load. Only
+    tensors are compared.
+
+    Args:
+        a: a path or URL of any format that `open_checkpoint` reads; or live state, as for `save_checkpoint`.
+        b: another path or URL.
+        comm: for live state, a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
+        layout: for live state, the sharding of plain tensors, as for `save_checkpoint`.
+        section: what to compare of a job's state, as for `merge_checkpoint`: by default the model, where it is known.
+        weights: which weights of a DeepSpeed checkpoint are the model, as for `merge_checkpoint`, in a and b.
+        include: shell patterns of names to compare; by default all. They are matched after `rename` and `convert`. A
+            live model of transformers, such as one with all experts in one tensor, is compared by the names in b.
+        exclude: shell patterns of names to leave out.
+        rename: a function of a name, or (regex, replacement) pairs, for the names in a.
+        convert: a conversion of the names and values in a, as for `merge_checkpoint`; `rename` applies after it. Live
+            state must then be a model alone.
+        convert_with: numbers that the conversion needs, by name. Others come from the config of a live model of
+            transformers, or from a config.json beside a path.
+        tolerance: values are equal if they differ by at most this, whatever their dtypes, and NaN equals NaN. By
+            default bits and dtypes must be equal.
+        threads: for two paths, the number of tensors read at once; by default one per core.
+        on_progress: for two paths, called with (bytes done, bytes in total).
+
+    Returns:
+        The report. A tied name is listed if the other checkpoint stores a tensor under it.
+
+    Raises:
+        NotFoundError: there is no checkpoint at a path.
+        IncompleteError: something is missing in one of them.
+        CorruptError: a file is broken; `statexchange verify` names what.
+        ReplicaError: the copies that ranks have of one tensor differ.
+        ReplacedError: a checkpoint was changed while it was read.
+        InvalidArgumentError: an option is wrong, or the patterns select no name.
+        PeerError: another rank has failed.
+
+    Example:
+        >>> import numpy
+        >>> from safetensors.numpy import save_file
+        >>> save_file({"w": numpy.ones(4), "b": numpy.zeros(2)}, "a.safetensors")
+        >>> save_file({"w": numpy.array([1.0, 1, 1.5, 1]), "b": numpy.zeros(2)}, "b.safetensors")
+        >>> report = diff_checkpoints("a.safetensors", "b.safetensors")
+        >>> for tensor in report.differing:
+        ...     tensor.name, tensor.status, tensor.values.max_abs, tensor.values.first
+        ('w', 'values', 0.5, (2,))
+        >>> import torch
+        >>> diff_checkpoints({"w": torch.ones(4, dtype=torch.float64)}, "a.safetensors", include="w").equal
+        True
+    """
+    arguments = locals()
+    if isinstance(a, str | os.PathLike):
+        return diff_paths(a, b, ExportOptions.of(arguments), CallOptions.of(arguments))
+    with public_call("diff_checkpoints"):
+        communicator = as_communicator(comm)
+        with communicator.phase("describing its state"):
+            options, call = ExportOptions.of(arguments), CallOptions.of(arguments)
+            conversion = chosen_conversion(options, a, None)
+            saved = describe_save(a, layout, LoadOptions(), communicator.rank)
+            names = None
+            if not isinstance(conversion, ChosenConversion):
+                conversion, names = None, None if layout is not None else conversion
+                if section is None and isinstance(a, Mapping):
+                    call = replace(call, section="all")  # the names of a job's state begin with its sections
+        return diff_live(communicator, saved, (conversion, names), options, call, b)
