@@ -66,11 +66,6 @@ class SavesDirectory:
         self._superseded: set[str] = set()  # ids of saves that this job, or the save that it loaded, left behind
 
     @property
-    def is_remote(self) -> bool:
-        """Whether the directory is at a URL."""
-        return is_remote(self.path)
-
-    @property
     def can_link(self) -> bool:
         """Whether a save may link files of the one before, or have S3 copy them."""
         return can_link(self.path)

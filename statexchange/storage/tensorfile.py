@@ -575,13 +575,8 @@ class SaveManifest:
         return json.dumps(seal(record), indent=1, ensure_ascii=False).encode()
 
     @classmethod
-    def parse(cls, data: bytes, path: str, budget: Budget) -> SaveManifest:
-        """Return the manifest that `to_bytes` encoded; raise CorruptError for anything else."""
-        return cls.from_json(parse_json(data, path, budget), path)
-
-    @classmethod
     def from_json(cls, parsed: object, path: str) -> SaveManifest:
-        """Return the manifest from the text that `parse` takes, parsed."""
+        """Return the manifest that `to_bytes` encoded, from its parsed JSON; raise CorruptError for anything else."""
         try:
             raw = unseal(parsed)
             if raw["schema"] not in (SCHEMA, _WITH_FROZEN):

@@ -235,7 +235,9 @@ class _Readers:
         if kind == b"i":
             self._read("hf", {**tensors, "model.safetensors.index.json": text})
         elif kind == b"s":
-            self._try(lambda: self._save_directory.SaveManifest.parse(_with_own_digest(text), "x", self._budget("x")))
+            sealed = _with_own_digest(text)
+            parse, of_save = self._json.parse_json, self._save_directory.SaveManifest.from_json
+            self._try(lambda: of_save(parse(sealed, "x", self._budget("x")), "x"))
         elif kind == b"v":
             written = text.decode(errors="replace")
             leaves: dict[str, str] = collections.defaultdict(str)
