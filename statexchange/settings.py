@@ -21,7 +21,6 @@ __all__ = [
     "has_agent_store",
     "limit_blas_threads",
     "no_color",
-    "restart_grace_s",
 ]
 
 
@@ -201,11 +200,6 @@ def check_flags(**flags: object) -> None:
 def has_agent_store() -> bool:
     """Whether torchrun serves a store for its ranks; False if a script sets RANK and WORLD_SIZE itself."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def restart_grace_s() -> float | None:
-    """Return the seconds that the launcher waits between SIGTERM and SIGKILL; None if that is not known."""
-    return 30.0 if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
 def gloo_interface() -> str | None:

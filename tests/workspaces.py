@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from committed import MANIFEST, manifest_bytes
 
 from statexchange.sharding.shards import Box, Shard, full_box
 from statexchange.storage.tensorfile import ShardData
-from statexchange.storage.workspace import Receipt, Workspace
+from statexchange.storage.workspace import RankName, Workspace
 from statexchange.tensors import DTYPE_NAMES, ITEMSIZE
 
 if TYPE_CHECKING:
@@ -59,24 +58,21 @@ def write(
     *,
     tensors: Sequence[ShardData] | None = None,
     **options: Any,
-) -> Receipt:
+) -> RankName:
     """Write the file of a rank in a round; without `tensors` it holds `held()`."""
     found = [held()] if tensors is None else tensors
     return workspace.write(found, run=run, round=number, rank=rank, world_size=world_size, **options)
 
 
-def commit(root: Path, receipts: Sequence[Receipt], generation: int = 1) -> Path:
-    """Write the manifest of a round as root did in earlier versions; return its path."""
-    first = receipts[0].rank_name
-    files = [(receipt.rank_name.file, receipt.nbytes) for receipt in receipts]
-    path = root / first.run / f"{first.round:06d}" / MANIFEST
-    path.write_bytes(manifest_bytes(files, run=first.run, number=first.round, generation=generation))
+def commit(root: Path, name: RankName) -> Path:
+    """Give the round of a file a manifest, as root did in earlier versions; return its path."""
+    path = (root / name.relative).parent / "manifest.json"
+    path.write_text("{}")
     return path
 
 
-def commit_round(root: Path, *ranks: Sequence[ShardData], **options: Any) -> list[Path]:
-    """Write what each rank holds as round 1 of the run "job", and commit it; return the files of the ranks."""
+def write_round(root: Path, *ranks: Sequence[ShardData], **options: Any) -> list[Path]:
+    """Write what each rank holds as round 1 of the run "job"; return the files of the ranks."""
     workspace = Workspace(root)
-    receipts = [write(workspace, rank, len(ranks), tensors=tensors, **options) for rank, tensors in enumerate(ranks)]
-    commit(root, receipts)
-    return [root / receipt.relative for receipt in receipts]
+    names = [write(workspace, rank, len(ranks), tensors=tensors, **options) for rank, tensors in enumerate(ranks)]
+    return [root / name.relative for name in names]

@@ -112,9 +112,8 @@ def _list_rounds(output: Output, path: str) -> int:
 
 
 def _round_cells(output: Output, row: RankRow) -> tuple[str, ...]:
-    state = f"{row.state}, committed" if row.is_committed else row.state
     rank = "-" if row.rank is None else str(row.rank)
-    return row.run, str(row.round), rank, output.time(row.written), output.size(row.nbytes), state
+    return row.run, str(row.round), rank, output.time(row.written), output.size(row.nbytes), row.state
 
 
 def _list_versions(output: Output, path: str) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import logging
 import os
 import weakref
@@ -117,47 +115,20 @@ class _Result(Future[Report]):
         """Wait for the end; return the failure, or None."""
         failure = super().exception(timeout)
         self.is_reported = True
-        _unreported.discard(self)
         return failure
 
     def fail(self, error: BaseException) -> None:
         """End with `error`: log it, and keep it until the caller asks for it."""
         if not self.is_reported:
-            _unreported.add(self)
-            _log.warning("%s to %s in the background has failed: %s", self.call, self.path, _text(error))
+            text = str(error) if isinstance(error, StateExchangeError) else repr(error)
+            _log.warning("%s to %s in the background has failed: %s", self.call, self.path, text)
         self.set_exception(error)
-
-
-_unreported: set[_Result[Any]] = set()
-
-
-@functools.cache
-def _log_at_exit() -> None:
-    """Log unreported failures at the interpreter's exit, after the threads have ended."""
-    atexit.register(_log_unreported)
-
-
-def _log_unreported() -> None:
-    for result in list(_unreported):
-        error = result.exception()
-        _log.warning(
-            "%s to %s in the background has failed, and its result was never asked for: call result() of the Future "
-            "that background=True returns (%s)",
-            result.call,
-            result.path,
-            _text(error),
-        )
-
-
-def _text(error: BaseException | None) -> str:
-    return str(error) if isinstance(error, StateExchangeError) else repr(error)
 
 
 class _Background:
     """The thread of one communicator's exports and saves, and the memory of their snapshots."""
 
     def __init__(self, comm: Communicator) -> None:
-        _log_at_exit()
         self.comm = comm
         self._pool = ThreadPoolExecutor(1, f"statexchange background of rank {comm.rank}")
         self._last: _Result[Any] | None = None

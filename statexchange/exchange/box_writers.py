@@ -272,7 +272,7 @@ def _prove_cover(comm: Communicator, shards_here: Sequence[Shard], record: _Cove
         return
     # Only now all boxes travel to root, which finds the first flaw. There is none if two pipeline stages have
     # the same boxes of one name, and each writes them.
-    sent, _ = gather_distinct(comm, encoded([*shards_here], list[Shard]), root=0)
+    sent = gather_distinct(comm, encoded([*shards_here], list[Shard]), root=0)
     with comm.phase("proving that each element is saved"):
         by_rank = [decode(data, list[Shard], "its boxes", rank) for rank, data in enumerate(sent)]
         partial = {shard.name for shards in by_rank for shard in shards if not shard.is_whole}
@@ -346,7 +346,7 @@ def _in_several_groups(comm: Communicator, groups: LongTuple[_Group], records: S
     # Where all ranks have groups with the same names, each knows them already.
     if len({frozenset(record.names for record in of_rank) for of_rank in records}) == 1:
         return _in_several_of(groups)
-    sent, _ = gather_distinct(comm, encoded(_places_of(groups), dict[str, list[str]]))
+    sent = gather_distinct(comm, encoded(_places_of(groups), dict[str, list[str]]))
     places: dict[str, list[str]] = {}
     with comm.phase("comparing names"):
         for data in dict.fromkeys(sent):

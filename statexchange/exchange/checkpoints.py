@@ -67,18 +67,17 @@ class Checkpoints:
             ``--signal`` (for srun and mpiexec: under torchrun it kills the agent). Handlers are installed here and
             removed by `close`. They call the handler that was there before, but SystemExit and KeyboardInterrupt,
             which it may raise, do not end the process: leave the loop when `is_stopping` is true.
-        agree_every: steps between comparisons of signals and clocks. More steps are cheaper, but delay signals.
-        grace_s: seconds between the signal and the kill, for a warning if they are too few; None is 30 under torchrun,
-            else unknown.
+        agree_every: steps between comparisons of signals and clocks. More steps are cheaper, but delay signals: so many
+            steps and a save must fit between the signal and the kill (30 s under torchrun).
         memory: also keep a copy of the newest save in each host's shared memory, of the host's own ranks and of those
             of one other host. A job that is started again on these hosts, on any world size, reads tensors there; the
             disk decides which save is loaded, and has what is not there. Without room there is no copy, and one
             warning is given. It stays in /dev/shm after the end of the job, until the next save or `delete`, or until a
             job with `memory` saves and finds that its save is gone (if that is at no URL), or that it needs the room.
         link: parameters that do not train (``requires_grad=False``) lie in files of their own, and a save makes a hard
-            link of those of the last save if they have the bytes that it would write: saves then share these files, and
-            a damaged one is damaged in each. S3 copies such files itself. At other URLs, and with `memory`, each
-            save is written whole. The same on all ranks.
+            link of those of the last save of this process if they have the bytes that it would write: saves then share
+            these files, and a damaged one is damaged in each. S3 copies such files itself. At other URLs, and with
+            `memory`, each save is written whole. The same on all ranks.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: rules for plain tensors that are parts of whole ones, as in `save_checkpoint`, for saves and loads.
         include: patterns of what each save has of the state, as in `save_checkpoint`.
@@ -114,7 +113,6 @@ class Checkpoints:
         best: tuple[str, Literal["min", "max"]] | None = None,
         on_signal: str | Sequence[str] | None = None,
         agree_every: int = 10,
-        grace_s: float | None = None,
         memory: bool = False,
         link: bool = True,
         comm: CommLike | None = None,
@@ -124,7 +122,7 @@ class Checkpoints:
         stall_timeout_s: float = 300.0,
     ) -> None:
         self._saves = SavesDirectory(path, keep, keep_every, best)
-        self._schedule = SaveSchedule(every_steps, every_s, on_signal, agree_every, grace_s)
+        self._schedule = SaveSchedule(every_steps, every_s, on_signal, agree_every)
         self._call = CallOptions(memory=memory, stall_timeout_s=stall_timeout_s)
         self._memory = MemoryCopies(self.path, stall_timeout_s) if memory else None
         self._frozen = FrozenFiles() if link and not memory and self._saves.can_link else None
@@ -246,7 +244,6 @@ class Checkpoints:
                     step=number,
                     metrics=self._saves.checked_metrics(metrics, number, comm.rank),
                     frozen=self._frozen,
-                    newest=self._saves.newest,
                     superseded=functools.partial(self._saves.superseded, number),
                     before=functools.partial(self._saves.prepare, number, comm.run, overwrite=overwrite),
                     after=self._note_saved,
@@ -265,7 +262,7 @@ class Checkpoints:
 
     def _note_saved(self, report: SaveReport, comm: Communicator) -> None:
         """Record a published save; root removes those that are not kept. Not collective."""
-        self._schedule.note_save(report.seconds)
+        self._schedule.note_save()
         if comm.rank == 0 and report.step is not None:
             self._saves.note_saved(report.step)
 

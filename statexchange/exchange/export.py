@@ -17,7 +17,7 @@ from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.exchange.background import run_in_background
 from statexchange.exchange.chosen_conversion import Conversion, chosen_conversion
 from statexchange.exchange.converting import convert_live
-from statexchange.exchange.exporting import Clock, Exported, ExportReport, ExportRequest, agree_on_plan, publish
+from statexchange.exchange.exporting import Exported, ExportReport, ExportRequest, agree_on_plan, publish
 from statexchange.exchange.pretrained import adapter_state, is_adapter_model, model_files, tokenizer_files
 from statexchange.exchange.rank_metadata import RankMetadata, agreed_names
 from statexchange.exchange.writing import write_files
@@ -111,7 +111,7 @@ def export_checkpoint(
     and calls `on_progress`. The copy's memory is used again by the next export. A further export, and the interpreter's
     exit, first wait for the one that runs; an export cannot be cancelled. A failure on any rank is logged on all ranks
     and raised by `result()` on all ranks. If `result()` was not called, the next export in the background raises the
-    failure instead of exporting, and at exit it is logged again.
+    failure instead of exporting.
 
     Args:
         state: a module, a mapping of names to tensors, or a list of such. DTensors and Megatron-Core's ShardedTensors
@@ -228,21 +228,21 @@ def export_described(
     began: float | None,
 ) -> Exported:
     """Convert, plan, write and publish described tensors; the report counts seconds from `began`. Collective."""
-    clock = Clock(began)
+    if began is None:
+        began = time.perf_counter()
     with contextlib.ExitStack() as building:
         # Many small objects are made here, and none is garbage: the collector would look at all of them repeatedly.
         with collector_paused():
             described, options = converted_description(comm, described, conversion, request.options)
             # The options as they were given: a conversion has applied its patterns, which must be equal on all ranks.
             metadata = RankMetadata.of(described, request.options.texts())
-            plan, root = agree_on_plan(comm, metadata, request, options, clock, building)
+            plan, root = agree_on_plan(comm, metadata, request, options, building)
         written = write_files(comm, described, plan, root, request, building)
-        clock.lap("write", 0 if root is None else root.plan.nbytes)
         if request.on_written is not None:
             with comm.phase("copying what it has written"):
                 request.on_written(plan, written.receipts)
         with collector_paused():
-            report = publish(comm, root, plan, written, request, clock)
+            report = publish(comm, root, plan, written, request, began)
             return Exported(report, root)
 
 

@@ -38,7 +38,7 @@ from statexchange.sharding.shards import LongTuple
 from statexchange.sharding.write_plan import WriteFile, WritePlan, WriteTensor
 from statexchange.units import format_shares, format_transfer
 
-__all__ = ["Clock", "ExportReport", "ExportRequest", "Exported", "RootExport", "Written", "agree_on_plan", "publish"]
+__all__ = ["ExportReport", "ExportRequest", "Exported", "RootExport", "Written", "agree_on_plan", "publish"]
 
 _MOST_KEPT = 8  # ranks with different metadata, of which a plan is kept for the next export
 
@@ -56,9 +56,6 @@ class ExportReport:
         num_tensors: number of tensors written.
         aliases: names of tied tensors that are not written, with the names under which their values are.
         seconds: duration.
-        phases: seconds by phase: metadata sent to root ("describe"), the plan sent to the ranks ("plan"), tensors
-            ("write") and receipts ("publish").
-        phase_nbytes: bytes by phase; of "publish" 16 for each box, without the digests of copies.
         rank_nbytes: the bytes that each rank supplied.
         notes: differences between the tensors and the config that is written; tensors that `dtype` has made infinite,
             narrowed or left as they were; extra state that is left out; equal parts of ranks that a layout without a
@@ -71,8 +68,6 @@ class ExportReport:
     num_tensors: int
     aliases: Mapping[str, str]
     seconds: float
-    phases: Mapping[str, float]
-    phase_nbytes: Mapping[str, int]
     rank_nbytes: tuple[int, ...]
     notes: tuple[str, ...] = ()
 
@@ -99,22 +94,6 @@ class ExportRequest:
     model_files: Mapping[str, bytes]
     marks: VersionMarks | None = None
     on_written: Callable[[WritePlan, Receipts], object] | None = None
-
-
-class Clock:
-    """Seconds and bytes by phase."""
-
-    def __init__(self, began: float | None) -> None:
-        self.began = self._last = time.perf_counter() if began is None else began
-        self.phases: dict[str, float] = {}
-        self.nbytes: dict[str, int] = {}
-
-    def lap(self, phase: str, nbytes: int = 0) -> None:
-        """End a phase, in which `nbytes` were moved."""
-        now = time.perf_counter()
-        self.phases[phase] = now - self._last
-        self.nbytes[phase] = nbytes
-        self._last = now
 
 
 @dataclass(slots=True)
@@ -189,7 +168,6 @@ def agree_on_plan(
     metadata_here: RankMetadata,
     request: ExportRequest,
     options: ExportOptions,
-    clock: Clock,
     building: contextlib.ExitStack,
 ) -> tuple[WritePlan, RootExport | None]:
     """Return the plan of all ranks' tensors, and on root what it keeps of it. Collective.
@@ -199,18 +177,14 @@ def agree_on_plan(
         metadata_here: this rank's tensors, as they are written.
         request: the arguments of the call.
         options: those that are left after a conversion.
-        clock: the time that has passed.
         building: at its end the directory under construction is abandoned, unless it is committed.
     """
     root: RootExport | None = None
     if comm.world_size == 1:
-        clock.lap("describe")
         with comm.phase("planning"):
             root = _planned([metadata_here], request, options, building)
-        clock.lap("plan")
         return _in_folder(root.write_plan(), root.publication.build.building_path), root
-    metadata, nbytes = gather_distinct(comm, metadata_here.data, root=0)
-    clock.lap("describe", nbytes)
+    metadata = gather_distinct(comm, metadata_here.data, root=0)
     folder, data = "", b""
     with comm.phase("planning"):
         if comm.rank == 0:
@@ -221,7 +195,6 @@ def agree_on_plan(
     folder = from_root(comm, folder, str, "the directory under construction")
     with comm.phase("reading the plan"):
         plan = _received_plan(sent, comm.world_size) if root is None else root.write_plan()
-    clock.lap("plan", len(sent))
     return _in_folder(plan, folder), root
 
 
@@ -311,7 +284,7 @@ def publish(
     write_plan: WritePlan,
     written: Written,
     request: ExportRequest,
-    clock: Clock,
+    began: float,
 ) -> ExportReport:
     """Give the directory its name once all copies have turned out equal; the same report on every rank. Collective.
 
@@ -321,7 +294,7 @@ def publish(
         write_plan: the plan by which all ranks have written.
         written: what the ranks have written.
         request: the arguments of the call.
-        clock: the time that has passed.
+        began: when the export began, by `time.perf_counter`.
     """
     report: ExportReport | None = None
     with comm.phase("publishing", timeout_s=request.call.stall_timeout_s):
@@ -337,8 +310,7 @@ def publish(
             # Only after the comparison: from here on readers see the checkpoint.
             small_files = root.publication.commit(provenance)
             notes = root.notes + _notes_on_written(root, provenance, request)
-            clock.lap("publish", sum([len(boxes.digests) for boxes in provenance.values()]))
-            report = _report(root, small_files, notes, clock, comm.world_size)
+            report = _report(root, small_files, notes, began, comm.world_size)
             _log.info("exported %s", report)
             for note in notes:
                 _log.warning("exported to %s: %s", report.path, note)
@@ -357,7 +329,7 @@ def _notes_on_written(
 
 
 def _report(
-    root: RootExport, small_files: Sequence[tuple[str, int]], notes: tuple[str, ...], clock: Clock, world_size: int
+    root: RootExport, small_files: Sequence[tuple[str, int]], notes: tuple[str, ...], began: float, world_size: int
 ) -> ExportReport:
     plan = root.plan
     files = [*small_files]
@@ -369,9 +341,7 @@ def _report(
         plan.nbytes,
         plan.num_tensors,
         plan.aliases,
-        time.perf_counter() - clock.began,
-        clock.phases,
-        clock.nbytes,
+        time.perf_counter() - began,
         plan.nbytes_of_ranks(world_size),
         notes,
     )

@@ -9,12 +9,10 @@ gone. If the block fails, every writer closes its arena, and root removes the fi
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
-from typing import NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -65,38 +63,6 @@ class _RankMessage:
         for entry in self.metadata:
             if entry.alias is not None and entry.alias not in written:
                 raise ValueError("a tensor is tied to one that was not sent")
-
-
-class _WithBlock(contextlib.AbstractContextManager[T]):
-    """The result of a gather, which begins with a with block; used as the value of the block it raises."""
-
-    def __init__(self, call: str, manager: contextlib.AbstractContextManager[T]) -> None:
-        self._call = call
-        self._manager = manager
-
-    def __enter__(self) -> T:
-        return self._manager.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return self._manager.__exit__(kind, error, trace)
-
-    def _refuse(self, *_: object) -> NoReturn:
-        raise InvalidArgumentError(f"write: with {self._call}(...) as gathered. It gathers when the block begins")
-
-    __getitem__ = __iter__ = __len__ = _refuse
-
-
-def _in_with_block(function: Callable[P, Iterator[T]]) -> Callable[P, _WithBlock[T]]:
-    """Make `function`, which yields once, a context manager that refuses to be used without `with`."""
-    begin = contextlib.contextmanager(function)
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> _WithBlock[T]:
-        return _WithBlock(function.__name__, begin(*args, **kwargs))
-
-    return call
 
 
 def _block_of_root(tensors: Mapping[str, TensorLike]) -> Block:
@@ -224,7 +190,7 @@ class GatheredState(Mapping[str, Leaf]):
         return f"GatheredState(rank {self.rank}, {len(self)} tensors)"
 
 
-@_in_with_block
+@contextlib.contextmanager
 def gather_state(
     state: State,
     *,
@@ -282,7 +248,7 @@ def _state(rank: int, block: Block, message: object) -> GatheredState:
     return GatheredState(rank, block, {shard.name: shard for shard in shards})
 
 
-@_in_with_block
+@contextlib.contextmanager
 def get_tensors_parallel(
     tensor: TensorLike,
     ranks: Sequence[int],
@@ -332,7 +298,7 @@ def _sent_tensor(rank: int, block: Block) -> TensorLike:
     return block.tensor("tensor")
 
 
-@_in_with_block
+@contextlib.contextmanager
 def get_configs_parallel(
     config: T | None,
     ranks: Sequence[int],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import secrets
@@ -93,7 +92,7 @@ class NFSWorkspace:
         self._round = workspace.next_round(run, rank) if self._round is None else self._round + 1
         staging = Staging()
         shards = shard_data(describe(weights).tensors.values(), staging)
-        receipt = workspace.write(
+        written = workspace.write(
             shards,
             run=run,
             round=self._round,
@@ -103,14 +102,10 @@ class NFSWorkspace:
         )
         age_s = process_age_s()
         if age_s is not None:
-            self._written = receipt.rank_name, age_s
+            self._written = written, age_s
         try:
-            # A reader may have listed the last round but one, and opens its file only now.
-            for old in [number for number in workspace.rounds(run) if number <= self._round - 2]:
-                # Another rank may remove the round at the same time: then nothing of this rank is left in it.
-                with contextlib.suppress(NotFoundError, ReplacedError):
-                    workspace.remove([file.relative for file in workspace.rank_names(run, old) if file.rank == rank])
-            workspace.sweep(run)
+            # A reader may have listed the last round, and opens its file only now.
+            workspace.sweep(run, rank, before=self._round - 1)
         except StateExchangeError as error:  # the new round is written all the same; the next write tries again
             _log.warning("cannot remove an old round: %s", error)
 
@@ -203,20 +198,20 @@ class NFSWorkspace:
         if name is None or self._written is None or not self._is_run_given:
             return False
         own, age_s = self._written
-        written_here, written_there = view.modified(own), view.modified(name)
-        if written_here is None or written_there is None:
+        here, there = view.stored(own), view.stored(name)
+        if here is None or there is None or here.modified is None or there.modified is None:
             return False
-        return written_there < written_here - age_s - _CLOCK_TICK_S
+        return there.modified < here.modified - age_s - _CLOCK_TICK_S
 
 
 def _read(view: WorkspaceView, name: RankName) -> tuple[Leaf, dict[str, Leaf]]:
     """Return the config and weights in a rank's file."""
     weights = {}
-    with view.open(name) as file:
-        for tensor_name, shard in file.shards.items():
-            weights[tensor_name] = from_bytes(file.read(tensor_name), shard.dtype, shard.local_shape)
-        leaves = _NoTensors(name.rank, file.path)
-        return decode_stored(file.config, file.path, file.file.budget, leaves=leaves), weights
+    file = view.open(name)
+    for tensor_name, shard in file.shards.items():
+        weights[tensor_name] = from_bytes(file.read(tensor_name), shard.dtype, shard.local_shape)
+    leaves = _NoTensors(name.rank, file.path)
+    return decode_stored(file.config, file.path, file.file.budget, leaves=leaves), weights
 
 
 class _NoTensors(dict[str, object]):

@@ -37,7 +37,7 @@ def place_parts(comm: Communicator, described: Description, layout: Layout) -> D
             parts[name] = local
     own = RankMetadata.of(Description(parts, unused=described.unused), mesh_option(layout))
     # Ranks with equal parts send equal metadata, which travels once.
-    sent, _ = gather_distinct(comm, own.data)
+    sent = gather_distinct(comm, own.data)
     tensors = dict(described.tensors)
     with comm.phase("placing its tensors"):
         metadata = parse_metadata(sent, comm.rank, own)

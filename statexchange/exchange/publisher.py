@@ -31,7 +31,15 @@ from statexchange.exchange.version_publishing import (
     check_installed,
     publish_version,
 )
-from statexchange.sharding.options import CallOptions, Cast, Convert, ExportOptions, Rename, Replicas
+from statexchange.sharding.options import (
+    CallOptions,
+    Cast,
+    Convert,
+    ExportOptions,
+    Rename,
+    Replicas,
+    check_equal_options,
+)
 from statexchange.state.describe import Description, State, describe
 from statexchange.storage.versions import begin_run, check_is_current, set_latest, versions_path
 from statexchange.tensors import collector_paused
@@ -224,12 +232,10 @@ class Publisher:
         """Convert and publish described tensors; `timing`: when the call began, and whether it has returned."""
         began, is_background = timing
         stall_s = time.perf_counter() - began
-        sent = from_all(comm, f"version {number}, {self._versions}", str, "the number of the version")
-        with comm.phase("comparing the number of the version"):
-            for rank, of_rank in enumerate(sent):
-                if of_rank != sent[0]:
-                    text = "this rank publishes another version, or by other options, than rank 0"
-                    raise InvalidArgumentError(text, rank=rank, expected=sent[0], found=of_rank)
+        here = {"version": str(number), "the Publisher": str(self._versions)}
+        sent = from_all(comm, here, dict[str, str], "what to publish")
+        with comm.phase("comparing what to publish"):
+            check_equal_options(sent)
         with comm.phase("beginning a version"):
             check_installed()
             if comm.rank == 0:

@@ -103,8 +103,8 @@ def _metadata_of(
     return RankMetadata(shards, dict(aliases), unused, extra_state, reductions, dict(options))
 
 
-def gather_distinct(comm: Communicator, data: bytes, root: int | None = None) -> tuple[list[bytes], int]:
-    """Return every rank's data on `root` ([] elsewhere; None: on all ranks), and the number of bytes sent. Collective.
+def gather_distinct(comm: Communicator, data: bytes, root: int | None = None) -> list[bytes]:
+    """Return every rank's data on `root`, [] elsewhere; with None on all ranks. Collective.
 
     Of several ranks with equal data only the first sends it.
     """
@@ -115,10 +115,7 @@ def gather_distinct(comm: Communicator, data: bytes, root: int | None = None) ->
         sender.setdefault(rank_digest, rank)
     is_sender = sender[digests[comm.rank]] == comm.rank
     sent = comm.all_gather_bytes(data if is_sender else b"", root=root, operation="the gathering of descriptions")
-    by_rank = []
-    if sent:
-        by_rank = [sent[sender[rank_digest]] for rank_digest in digests]
-    return by_rank, sum(map(len, sent))
+    return [sent[sender[rank_digest]] for rank_digest in digests] if sent else []
 
 
 def parse_metadata(sent: Sequence[bytes], rank_here: int, metadata_here: RankMetadata) -> list[RankMetadata]:
@@ -140,7 +137,7 @@ def all_tensors(comm: Communicator, described: Description) -> dict[str, TensorI
     tensors_here = {}
     for local in described.tensors.values():
         tensors_here[local.shard.name] = TensorInfo(local.shard.dtype, local.shard.global_shape)
-    sent, _ = gather_distinct(comm, encoded(tensors_here, dict[str, TensorInfo]))
+    sent = gather_distinct(comm, encoded(tensors_here, dict[str, TensorInfo]))
     tensors: dict[str, TensorInfo] = {}
     with comm.phase("comparing its tensors"):
         for data in dict.fromkeys(sent):

@@ -78,7 +78,7 @@ def gather_index(
     files += [of_key.shards.values() for of_key in frozen.values()]
     with collector_paused():
         shared_here, own_here = messages_of_rank(saved, described, files, comm.rank)
-        shared, _ = gather_distinct(comm, shared_here, root=0)
+        shared = gather_distinct(comm, shared_here, root=0)
         own = to_root(comm, own_here, "the places of its tensors")
         text = ""
         with comm.phase("indexing"):

@@ -15,8 +15,7 @@ from typing import TypeAlias
 
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import InvalidArgumentError, excerpt
-from statexchange.settings import check_timeout, restart_grace_s
-from statexchange.units import format_seconds
+from statexchange.settings import check_timeout
 
 __all__ = ["SaveSchedule", "whole_number"]
 
@@ -37,16 +36,11 @@ class SaveSchedule:
         every_s: float | None,
         on_signal: str | Sequence[str] | None,
         agree_every: int,
-        grace_s: float | None,
     ) -> None:
         self._every_steps = None if every_steps is None else whole_number(every_steps, "every_steps", least=1)
         self._every_s = None if every_s is None else check_timeout(every_s, "every_s")
         self._agree_every = whole_number(agree_every, "agree_every", least=1)
-        self._grace_s = restart_grace_s() if grace_s is None else check_timeout(grace_s, "grace_s")
-        self._step_s = 0.0  # mean over the last steps
-        self._save_s = 0.0
-        self._saved_at = self._at = time.monotonic()
-        self._step: int | None = None
+        self._saved_at = time.monotonic()
         self._signals = _Signals(on_signal)
 
     @property
@@ -55,12 +49,7 @@ class SaveSchedule:
         return self._signals.is_stopping
 
     def is_multiple(self, step: int) -> bool:
-        """Count a step that has just ended; return whether it is one after which to save. Not collective."""
-        now = time.monotonic()
-        if self._step is not None and step > self._step:
-            each = (now - self._at) / (step - self._step)
-            self._step_s = each if not self._step_s else 0.8 * self._step_s + 0.2 * each
-        self._step, self._at = step, now
+        """Whether a step is one after which to save, by its number alone. Not collective."""
         return self._every_steps is not None and step > 0 and step % self._every_steps == 0
 
     def needs_agreement(self, step: int) -> bool:
@@ -69,7 +58,6 @@ class SaveSchedule:
 
     def agree(self, comm: Communicator) -> bool:
         """Return whether to save, by the signals of all ranks and rank 0's clock. Collective."""
-        self._warn_of_grace(comm)
         since_save_s = time.monotonic() - self._saved_at
         is_late = comm.rank == 0 and self._every_s is not None and since_save_s >= self._every_s
         sent = from_all(comm, (self._signals.take(), is_late), tuple[str | None, bool], "its signals")
@@ -82,27 +70,9 @@ class SaveSchedule:
                     _log.info("rank %d received %s: saving at this step", rank, name)
         return wanted
 
-    def _warn_of_grace(self, comm: Communicator) -> None:
-        """Warn once if the time between a signal and the kill is too short for the next agreement and a save."""
-        needed_s = self._step_s * self._agree_every + self._save_s
-        if not self._signals.names or self._grace_s is None or needed_s <= self._grace_s or comm.rank != 0:
-            return
-        _log.warning(
-            "after a signal a save takes up to %s (%d steps of %s until ranks compare signals, and %s for the save), "
-            "and the job is killed after %s: use a smaller agree_every, or a longer time before the kill",
-            format_seconds(needed_s),
-            self._agree_every,
-            format_seconds(self._step_s),
-            format_seconds(self._save_s),
-            format_seconds(self._grace_s),
-        )
-        self._grace_s = None
-
-    def note_save(self, seconds: float | None = None) -> None:
-        """Note the start of a save or load, or the seconds that a save took."""
+    def note_save(self) -> None:
+        """Note a save or load: from now on the time of `every_s` counts."""
         self._saved_at = time.monotonic()
-        if seconds is not None:
-            self._save_s = seconds
 
     def restore_signals(self) -> None:
         """Restore the handlers of signals."""

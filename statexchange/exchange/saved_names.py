@@ -65,7 +65,7 @@ class SavedNames:
         with comm.phase("naming its tensors"):
             plan = _plan_to_save(tensors, None if kind in untraced else parts)
         names = {name: [fill.target for fill in fills] for name, fills in plan.fills.items()}
-        sent, _ = gather_distinct(comm, encoded(names, dict[str, tuple[str, ...]]), root=0)
+        sent = gather_distinct(comm, encoded(names, dict[str, tuple[str, ...]]), root=0)
         with comm.phase("comparing the names"):
             if comm.rank == 0:
                 _check_patterns(options, _names_of_all(sent), "in memory")

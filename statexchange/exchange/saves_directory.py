@@ -66,11 +66,6 @@ class SavesDirectory:
         self._superseded: set[str] = set()  # ids of saves that this job, or the save that it loaded, left behind
 
     @property
-    def is_remote(self) -> bool:
-        """Whether the directory is at a URL."""
-        return is_remote(self.path)
-
-    @property
     def can_link(self) -> bool:
         """Whether a save may link files of the one before, or have S3 copy them."""
         return can_link(self.path)
@@ -119,10 +114,6 @@ class SavesDirectory:
                 )
                 raise TargetExistsError(text, path=self.path_of(step))
         self._begun[step] = job
-
-    def newest(self) -> str:
-        """Return the path of the highest step that was there at first, or that this job saved; "" without one."""
-        return self.path_of(max(self._known)) if self._known else ""
 
     def _goes_back(self, step: int) -> bool:
         """Whether a save of this step means that the job has gone back.

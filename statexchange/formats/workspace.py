@@ -1,4 +1,4 @@
-"""Read a workspace as a source: its newest committed round, else its newest complete round."""
+"""Read a workspace as a source: its newest complete round."""
 
 from __future__ import annotations
 
@@ -21,10 +21,7 @@ from statexchange.storage.location import OpenedPath, open_path
 from statexchange.storage.steps import step_of
 from statexchange.storage.store import Store
 from statexchange.storage.workspace import (
-    MANIFEST,
-    Manifest,
     RankName,
-    Receipt,
     WorkspaceView,
     is_rank_file,
     is_round_name,
@@ -79,7 +76,7 @@ def _is_round(store: Store) -> bool:
     name = store.path.rstrip("/").rpartition("/")[2]
     if is_round_name(name) and not store.listing and not store.is_current():
         raise ReplacedError("removed while it was opened", path=store.path)
-    return is_round_name(name) and any(is_rank_file(entry) or entry == MANIFEST for entry in store.listing)
+    return is_round_name(name) and any(map(is_rank_file, store.listing))
 
 
 def read(opened: OpenedPath) -> Source:
@@ -93,12 +90,10 @@ def read(opened: OpenedPath) -> Source:
     try:
         view = WorkspaceView(root.store)
         if opened.file is not None:
-            name = RankName.parse(os.path.join(str(run), f"{number:06d}", opened.file))
-            names: Sequence[Receipt | RankName] = [name]
-            manifest = None
+            names: Sequence[RankName] = [RankName.parse(os.path.join(str(run), f"{number:06d}", opened.file))]
         else:
-            names, manifest = _choose(view, run, number)
-        return _read(root, view, names, manifest, whole_round=opened.file is None)
+            names = _choose(view, run, number)
+        return _read(root, view, names, whole_round=opened.file is None)
     except BaseException:
         root.close()
         raise
@@ -133,8 +128,7 @@ def position(opened: OpenedPath) -> tuple[OpenedPath, str | None, int | None]:
 def _read(
     root: OpenedPath,
     view: WorkspaceView,
-    names: Sequence[Receipt | RankName],
-    manifest: Manifest | None,
+    names: Sequence[RankName],
     *,
     whole_round: bool,
 ) -> Source:
@@ -142,23 +136,23 @@ def _read(
     shard_files: list[ShardFile] = []
     configs: dict[int, str] = {}
     absent: list[RankName] = []
-    for receipt in names:
+    for name in names:
         try:
-            file = view.open(receipt)
+            file = view.open(name)
             shard_files.append(ShardFile.of_rank(file))
             configs[shard_files[-1].rank] = file.config
         except NotFoundError as error:
-            absent.append(receipt.rank_name)
+            absent.append(name)
             problems.append(IncompleteError("this rank's file is missing", rank=error.rank, path=error.path))
         except ReplacedError:
             raise
         except StateExchangeError as error:
             problems.append(error)
-    if absent and manifest is None and view.was_removed(absent):
+    if absent and view.was_removed(absent):
         raise ReplacedError("this round was removed while it was read", path=root.path)
-    if whole_round and manifest is None:
-        problems += _missing_ranks(view, [name.rank_name for name in names])
-    first = names[0].rank_name
+    if whole_round:
+        problems += _missing_ranks(view, names)
+    first = names[0]
     return Source(
         "workspace",
         root,
@@ -171,17 +165,12 @@ def _read(
     )
 
 
-def _choose(
-    view: WorkspaceView, run: str | None, number: int | None
-) -> tuple[Sequence[Receipt | RankName], Manifest | None]:
-    """Return the files to read: of the newest committed round, or without one of the newest complete round."""
+def _choose(view: WorkspaceView, run: str | None, number: int | None) -> Sequence[RankName]:
+    """Return the files to read: those of the newest complete round, or without one of the newest."""
     candidates = []
     for name in view.runs() if run is None else [run]:
         with suppress(NotFoundError):  # removed meanwhile
             candidates += [(name, candidate) for candidate in view.rounds(name) if number in (None, candidate)]
-    committed = view.manifests(candidates)
-    if committed:
-        return list(committed[-1].receipts), committed[-1]
     paths = [os.path.join(view.path, name) for name in dict.fromkeys(name for name, _ in candidates)]
     if len(paths) > 1:
         raise InvalidArgumentError(
@@ -197,11 +186,11 @@ def _choose(
         text = "no rank has written to this workspace yet: check the path, or wait for the writers"
         raise NotFoundError(text, path=view.path)
     whole = [names for names in rounds if not _missing_ranks(view, names)]
-    return (whole or rounds)[-1], None
+    return (whole or rounds)[-1]
 
 
 def _missing_ranks(view: WorkspaceView, names: Sequence[RankName]) -> list[StateExchangeError]:
-    """Return the error of a round without manifest that does not have exactly one file per rank; [] if it has."""
+    """Return the error of a round that does not have exactly one file per rank; [] if it has."""
     first, ranks = names[0], {name.rank for name in names}
     round_path = os.path.join(view.path, os.path.dirname(first.relative))
     if len(ranks) < first.world_size:

@@ -9,8 +9,6 @@ from itertools import islice
 from typing import Literal
 
 from statexchange.errors import (
-    CorruptError,
-    IncompleteError,
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
@@ -21,7 +19,7 @@ from statexchange.formats import workspace
 from statexchange.report.configs import ConfigFacts, config_facts
 from statexchange.storage import atomic
 from statexchange.storage.location import OpenedPath, read_with_retry, resolve_path
-from statexchange.storage.workspace import RankName, Receipt, WorkspaceView
+from statexchange.storage.workspace import RankName, WorkspaceView
 
 __all__ = ["RankRow", "RankStatus", "RoundsReport", "list_rounds", "newest_of_ranks"]
 
@@ -38,14 +36,13 @@ class RankRow:
         round: the round.
         rank: the rank; None for an unfinished file, whose name does not show it.
         world_size: number of ranks of the round; None for an unfinished file.
-        state: "whole"; "broken" for a file that its header or manifest contradicts; "missing"; "unfinished" for a file
+        state: "whole"; "broken" for a file that its header or name contradicts; "missing"; "unfinished" for a file
             that is being written, and "abandoned" if its writer has provably ended.
-        is_committed: whether the round has a manifest.
         path: the file's path, or that of the round if the missing file's name is not known.
         nbytes: bytes of the file; None for a missing one.
         written: when it was last written, in seconds since the epoch; None if that is not known.
         config: number of keys and type of its config; None if it cannot be read.
-        problem: the error of a broken file, or of a missing one in a committed round.
+        problem: the error of a broken file.
     """
 
     run: str
@@ -53,7 +50,6 @@ class RankRow:
     rank: int | None
     world_size: int | None
     state: State
-    is_committed: bool
     path: str
     nbytes: int | None = None
     written: float | None = None
@@ -93,7 +89,7 @@ class RoundsReport:
     Attributes:
         path: its path.
         rows: a row for each rank and round, by run, round and rank.
-        problems: the errors of manifests and of all rows.
+        problems: the errors of all rows.
         notes: what is not listed.
     """
 
@@ -110,60 +106,47 @@ class _Listing:
     view: WorkspaceView
     rows: list[RankRow] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    problems: list[StateExchangeError] = field(default_factory=list)  # of manifests
 
     def add_round(self, run: str, number: int) -> None:
         """Add the rows of a round; nothing for one that is removed meanwhile."""
-        try:
-            manifest = self.view.manifest(run, number)
-        except NotFoundError:
-            manifest = None
-        except CorruptError as error:
-            self.problems.append(error)
-            manifest = None
         try:
             names = self.view.rank_names(run, number)
             temporary = self.view.temporary_files(run, number)
         except NotFoundError:
             return
-        listed: list[Receipt | RankName] = list(names) if manifest is None else list(manifest.receipts)
-        for receipt in listed:
-            row = self._row(receipt, is_committed=manifest is not None)
+        for name in names:
+            row = self._row(name)
             if row is not None:
                 self.rows.append(row)
         folder = os.path.join(self.view.path, run, f"{number:06d}")
-        if manifest is None and names:
+        if names:
             ranks, world_size = {name.rank for name in names}, names[0].world_size
             absent = (rank for rank in range(world_size) if rank not in ranks)
             for rank in islice(absent, _MAX_MISSING):
-                self.rows.append(RankRow(run, number, rank, world_size, "missing", False, folder))
+                self.rows.append(RankRow(run, number, rank, world_size, "missing", folder))
             hidden = world_size - len(ranks) - _MAX_MISSING
             if hidden > 0:
                 self.notes.append(f"{hidden:,} more ranks have no file in round {number} of run {run}")
-        for name, nbytes in temporary:
-            state: State = "abandoned" if atomic.is_abandoned(name) else "unfinished"
-            path = os.path.join(folder, name)
-            self.rows.append(RankRow(run, number, None, None, state, manifest is not None, path, nbytes))
+        for file_name, nbytes in temporary:
+            state: State = "abandoned" if atomic.is_abandoned(file_name) else "unfinished"
+            self.rows.append(RankRow(run, number, None, None, state, os.path.join(folder, file_name), nbytes))
 
-    def _row(self, receipt: Receipt | RankName, *, is_committed: bool) -> RankRow | None:
+    def _row(self, name: RankName) -> RankRow | None:
         """Return the row of a file; None if it was removed meanwhile."""
-        name = receipt.rank_name
         path = os.path.join(self.view.path, name.relative)
         where = (name.run, name.round, name.rank, name.world_size)
         try:
-            file = self.view.open(receipt)
+            file = self.view.open(name)
             facts = config_facts(file.config, file.path, file.file.budget)
-        except NotFoundError as error:
-            if not is_committed:
-                return None
-            problem = IncompleteError("this rank's file is missing", rank=error.rank, path=error.path)
-            return RankRow(*where, "missing", is_committed, path, problem=problem)
+        except NotFoundError:
+            return None
         except ReplacedError:
             raise
         except StateExchangeError as error:
-            return RankRow(*where, "broken", is_committed, path, self.view.size_of(name), problem=error)
+            broken = self.view.stored(name)
+            return RankRow(*where, "broken", path, None if broken is None else broken.size, problem=error)
         stored = file.file
-        return RankRow(*where, "whole", is_committed, path, stored.size, stored.modified, facts)
+        return RankRow(*where, "whole", path, stored.size, stored.modified, facts)
 
 
 def list_rounds(path: str | os.PathLike[str]) -> RoundsReport:
@@ -199,8 +182,8 @@ def list_rounds(path: str | os.PathLike[str]) -> RoundsReport:
                     if number is None or candidate == number:
                         listing.add_round(name, candidate)
         rows = tuple(_sorted(listing.rows))
-        problems = [*listing.problems, *(row.problem for row in rows if row.problem is not None)]
-        return RoundsReport(shown, rows, tuple(problems), tuple(listing.notes))
+        problems = tuple(row.problem for row in rows if row.problem is not None)
+        return RoundsReport(shown, rows, problems, tuple(listing.notes))
 
     return read_with_retry(resolve_path(path, "a workspace"), read)
 
@@ -213,7 +196,7 @@ def _sorted(rows: list[RankRow]) -> Iterator[RankRow]:
             key = (row.run, row.rank)
             newest[key] = max(row.round, newest.get(key, row.round))
     for row in sorted(rows, key=lambda row: (row.run, row.round, row.rank is None, row.rank or 0)):
-        if row.state == "missing" and not row.is_committed and newest.get((row.run, row.rank), 0) > row.round:
+        if row.state == "missing" and newest.get((row.run, row.rank), 0) > row.round:
             continue
         yield row
 

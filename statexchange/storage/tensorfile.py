@@ -356,7 +356,7 @@ class IndexedState(NamedTuple):
 
 
 class RankFile:
-    """One rank's open file: metadata, shards and digests, and bytes on demand. A context manager.
+    """One rank's open file: metadata, shards and digests, and bytes on demand. It is closed with its store.
 
     Args:
         file: the file.
@@ -369,10 +369,7 @@ class RankFile:
         config: the config as JSON text for `values.decode`.
         shards: the rank's shards by tensor name.
         byte_ranges: for each shard, where its boxes lie, with their digests.
-        store: what `close` closes; None if the file is closed with something else, such as a `WorkspaceView`.
     """
-
-    store: Store | None = None
 
     def __init__(self, file: StoredFile, expected: Mapping[str, str | int], size: int | None = None) -> None:
         self.file = file
@@ -463,17 +460,6 @@ class RankFile:
                 text, rank = "bytes differ from their digest", self.metadata["rank"]
                 raise CorruptError(text, path=self.path, name=name, rank=rank, expected=stored.digest, found=actual)
         return data
-
-    def close(self) -> None:
-        """Close `store`."""
-        if self.store is not None:
-            self.store.close()
-
-    def __enter__(self) -> RankFile:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 # The directory of a save
@@ -589,13 +575,8 @@ class SaveManifest:
         return json.dumps(seal(record), indent=1, ensure_ascii=False).encode()
 
     @classmethod
-    def parse(cls, data: bytes, path: str, budget: Budget) -> SaveManifest:
-        """Return the manifest that `to_bytes` encoded; raise CorruptError for anything else."""
-        return cls.from_json(parse_json(data, path, budget), path)
-
-    @classmethod
     def from_json(cls, parsed: object, path: str) -> SaveManifest:
-        """Return the manifest from the text that `parse` takes, parsed."""
+        """Return the manifest that `to_bytes` encoded, from its parsed JSON; raise CorruptError for anything else."""
         try:
             raw = unseal(parsed)
             if raw["schema"] not in (SCHEMA, _WITH_FROZEN):

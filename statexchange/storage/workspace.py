@@ -11,8 +11,8 @@ any more.
 once the process has provably ended. A directory is removed only if it is empty, so files of other ranks are safe; a
 writer whose directory is removed before its first file makes it again.
 
-**Committed rounds.** In earlier versions root wrote ``manifest.json`` into a round at last, with the receipts of all
-ranks. Such a round is read by its manifest, and never swept.
+**Committed rounds.** In earlier versions root wrote ``manifest.json`` into a round at last. Such a round is read as any
+other, and never swept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import (
-    CorruptError,
     InvalidArgumentError,
     NotFoundError,
     ReplacedError,
@@ -37,14 +36,11 @@ from statexchange.errors import (
 )
 from statexchange.storage import atomic, files
 from statexchange.storage.location import (
-    OpenedPath,
     directory_of,
     is_remote,
     open_path,
-    parse_json,
     resolve_path,
     seal,
-    unseal,
 )
 from statexchange.storage.rank_writer import write_tensor_file
 from statexchange.storage.store import Store, StoredFile
@@ -53,9 +49,7 @@ from statexchange.storage.tensorfile import SCHEMA, RankFile, ShardData
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 __all__ = [
-    "Manifest",
     "RankName",
-    "Receipt",
     "Workspace",
     "WorkspaceView",
     "is_rank_file",
@@ -63,7 +57,7 @@ __all__ = [
     "is_run_name",
 ]
 
-MANIFEST = "manifest.json"
+_MANIFEST = "manifest.json"  # of a round that was committed
 _ATTEMPTS = 20
 _REMOVED = (NotFoundError, ReplacedError)  # raised for a directory that another process removes meanwhile
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
@@ -101,11 +95,6 @@ class RankName:
         """Path below the root."""
         return os.path.join(self.run, f"{self.round:06d}", self.file)
 
-    @property
-    def rank_name(self) -> RankName:
-        """The name itself, so that a `RankName` can stand for a `Receipt`."""
-        return self
-
     @classmethod
     def new(cls, run: str, round: int, rank: int, world_size: int) -> RankName:  # noqa: A002
         """Return a new, unique name; raise UnsafeError for a run or number that cannot be part of a name."""
@@ -123,30 +112,6 @@ class RankName:
         if rank >= world_size or not parts[2].startswith(f"rank-{rank:05d}-of-{world_size:05d}."):
             raise UnsafeError(f"not the name of a rank's file: {excerpt(relative, 300)}")
         return cls(parts[0], int(parts[1]), rank, world_size, parts[2])
-
-
-@dataclass(frozen=True, slots=True)
-class Receipt:
-    """Proof that a rank file was written: its path below the root and its size in bytes."""
-
-    relative: str
-    nbytes: int
-
-    @property
-    def rank_name(self) -> RankName:
-        """The parsed name of the file; UnsafeError if `relative` is not the name of a rank's file."""
-        return RankName.parse(self.relative)
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """A committed round: every file of it. `generation` grew with each commit in the workspace."""
-
-    run: str
-    round: int
-    generation: int
-    world_size: int
-    receipts: tuple[Receipt, ...]
 
 
 class WorkspaceView:
@@ -216,28 +181,12 @@ class WorkspaceView:
                 found.append((name, store.open(name).size))
         return found
 
-    def modified(self, name: RankName) -> float | None:
-        """Return when a rank's file was written, by the clock of the file server; None if it cannot be opened."""
-        file = self._stored(name)
-        return None if file is None else file.modified
-
-    def size_of(self, name: RankName) -> int | None:
-        """Return the size of a rank's file, whose content is not checked; None if it cannot be opened."""
-        file = self._stored(name)
-        return None if file is None else file.size
-
-    def _stored(self, name: RankName) -> StoredFile | None:
+    def stored(self, name: RankName) -> StoredFile | None:
+        """Return a rank's file, whose content is not checked; None if it cannot be opened."""
         try:
             return self._round(name.run, name.round).open(name.file)
         except StateExchangeError:
             return None
-
-    def manifest(self, run: str, round: int) -> Manifest:  # noqa: A002
-        """Return the manifest of a round; raise NotFoundError if it is not committed."""
-        store = self._round(run, round)
-        if MANIFEST not in store.listing:
-            raise NotFoundError("this round is not committed", path=store.path)
-        return _manifest_in(store, run, round)
 
     def all_rounds(self, only: str | None = None) -> Iterator[tuple[str, int]]:
         """Yield (run, round) for all rounds that have a directory, or for those of the run `only`."""
@@ -245,17 +194,8 @@ class WorkspaceView:
             with contextlib.suppress(*_REMOVED):  # removed meanwhile
                 yield from ((run, number) for number in self.rounds(run))
 
-    def manifests(self, rounds: Iterable[tuple[str, int]]) -> list[Manifest]:
-        """Return the manifests of those of `rounds` (run, round) that are committed, oldest first."""
-        manifests = []
-        for run, number in rounds:
-            with contextlib.suppress(NotFoundError):  # not committed, or removed meanwhile
-                manifests.append(self.manifest(run, number))
-        return sorted(manifests, key=_age)
-
-    def open(self, receipt: Receipt | RankName) -> RankFile:
+    def open(self, name: RankName) -> RankFile:
         """Open a rank's file, which is closed with the store; raise NotFoundError if it is absent."""
-        name = receipt.rank_name
         try:
             file = self._round(name.run, name.round).open(name.file)
         except NotFoundError:
@@ -267,8 +207,7 @@ class WorkspaceView:
             "rank": name.rank,
             "world_size": name.world_size,
         }
-        size = receipt.nbytes if isinstance(receipt, Receipt) else None
-        return RankFile(file, expected, size)
+        return RankFile(file, expected)
 
     def was_removed(self, absent: Sequence[RankName]) -> bool:
         """Whether one of these files, which could not be opened, is not listed any more, or its round is gone."""
@@ -294,10 +233,10 @@ class Workspace:
         >>> from statexchange.storage.tensorfile import ShardData
         >>> workspace = Workspace("ws")
         >>> shard = Shard("w", "U8", (4,), (Box((0,), (4,)),))
-        >>> receipt = workspace.write(
+        >>> name = workspace.write(
         ...     [ShardData(shard, (np.frombuffer(b"abcd", np.uint8),))], run="job", round=1, rank=0, world_size=1
         ... )
-        >>> with workspace.open(receipt) as file:
+        >>> with workspace.open(name) as file:
         ...     bytes(file.read("w"))
         b'abcd'
     """
@@ -321,7 +260,7 @@ class Workspace:
         world_size: int,
         config: str = "null",
         extra: Mapping[str, Any] | None = None,
-    ) -> Receipt:
+    ) -> RankName:
         """Write a rank's tensors and config as one new, durable file.
 
         Not collective.
@@ -336,7 +275,7 @@ class Workspace:
             extra: further metadata of the file, as a JSON object.
 
         Returns:
-            The receipt of the file.
+            The name of the file, by which any rank opens it.
 
         Raises:
             StorageError: the write failed; nothing is left of it.
@@ -354,35 +293,35 @@ class Workspace:
             "config": config,
         }
         path = os.path.join(self.path, name.relative)
-        nbytes = self._retried(lambda: self._write(name, path, shards, seal(metadata)))
-        return Receipt(name.relative, nbytes)
+        self._retried(lambda: self._write(name, path, shards, seal(metadata)))
+        return name
 
-    def _write(self, name: RankName, path: str, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> int:
+    def _write(self, name: RankName, path: str, shards: Sequence[ShardData], metadata: Mapping[str, Any]) -> None:
         if is_remote(self.path):
             text = "a workspace at a URL is read-only: write it in a directory and copy it here"
             raise InvalidArgumentError(text, path=self.path)
         files.make_path(self.path)
         try:
             with self._round_directories(name.run, name.round, make=True) as dir_fds:
-                content = write_tensor_file(dir_fds[-1], name.file, path, shards, metadata)
-                # Before the receipt is returned: its recipient may list these directories on another host.
+                write_tensor_file(dir_fds[-1], name.file, path, shards, metadata)
+                # Before the name is returned: its recipient may list these directories on another host.
                 atomic.invalidate_listings(*dir_fds, path=self.path)
-                return content.nbytes
         except BaseException:
             self._remove_empty(name.run, name.round)
             raise
 
-    def _retried(self, write: Callable[[], int]) -> int:
+    def _retried(self, write: Callable[[], None]) -> None:
         """Call `write` again if another rank has removed an empty directory that this write was about to use."""
         for _ in range(_ATTEMPTS):
             try:
-                return write()
+                write()
+                return
             except NotFoundError:
                 continue
             except StorageError as error:
                 if error.errno not in (errno.ENOENT, errno.ESTALE):
                     raise
-        return write()
+        write()
 
     @contextlib.contextmanager
     def _round_directories(self, run: str, number: int, *, make: bool = False) -> Iterator[tuple[int, int, int]]:
@@ -409,83 +348,62 @@ class Workspace:
         Raises:
             NotFoundError: the directory does not exist.
         """
-        with self._open() as opened:
-            yield WorkspaceView(opened.store)
-
-    def _open(self) -> OpenedPath:
         if self._in_memory:
             self._check_base()
-        opened = open_path(self.path)
-        if opened.file is not None:
-            opened.close()
-            raise NotFoundError("not a directory", path=self.path)
-        return opened
+        with open_path(self.path) as opened:
+            if opened.file is not None:
+                raise NotFoundError("not a directory", path=self.path)
+            yield WorkspaceView(opened.store)
 
     def _check_base(self) -> None:
         """Raise UnsafeError if another user made the directory on tmpfs, or may write in it."""
         with files.private_directory(os.path.dirname(self.path)):
             pass
 
-    def open(self, receipt: Receipt | RankName) -> RankFile:
-        """Open a rank's file; close it, or use it in a with block.
+    @contextlib.contextmanager
+    def open(self, name: RankName) -> Iterator[RankFile]:
+        """Open a rank's file for a with block.
 
         Not collective.
 
         Args:
-            receipt: the receipt or the name of the file.
+            name: the name of the file.
 
-        Returns:
+        Yields:
             The open file.
 
         Raises:
             NotFoundError: the file is missing; the error has its rank and path.
-            CorruptError: the file's header, metadata or size is wrong.
+            CorruptError: the file's header or metadata is wrong.
         """
-        opened = self._open()
-        try:
-            file = WorkspaceView(opened.store).open(receipt)
-        except BaseException:  # an interrupt, too: the file would have closed it
-            opened.close()
-            raise
-        file.store = opened.store
-        return file
+        with self.view() as view:
+            yield view.open(name)
 
-    def sweep(self, run: str) -> None:
-        """Remove temporary files of a run whose writers have provably ended, and directories of rounds without a file.
+    def sweep(self, run: str, rank: int, before: int) -> None:
+        """Remove what is of no use any more in a run.
 
-        Not collective.
+        These are the files of `rank` in rounds before the round `before`, temporary files whose writers have provably
+        ended, and directories of rounds without a file. Not collective.
         """
         with contextlib.suppress(*_REMOVED), self.view() as view:
             for number in view.rounds(run):
                 with contextlib.suppress(*_REMOVED):  # another rank removes it
-                    names = [name for name, _ in view.temporary_files(run, number) if atomic.is_abandoned(name)]
-                    if names or not view.rank_names(run, number):
+                    names = view.rank_names(run, number)
+                    obsolete = [name for name, _ in view.temporary_files(run, number) if atomic.is_abandoned(name)]
+                    if number < before:
+                        obsolete += [name.file for name in names if name.rank == rank]
+                    if obsolete or not names:
                         # A writer may have just made a directory without a file; it makes it again (`_retried`).
-                        self._remove(run, number, names)
+                        self._remove(run, number, obsolete)
 
-    def rounds(self, run: str) -> list[int]:
-        """Return the rounds of `run` that have a directory, oldest first. Not collective."""
-        with self.view() as view:
-            return view.rounds(run)
-
-    def rank_names(self, run: str, round: int) -> list[RankName]:  # noqa: A002
-        """Return the names of a round's complete files, in rank order. Not collective."""
-        with self.view() as view:
-            return view.rank_names(run, round)
-
-    def next_round(self, run: str, rank: int | None = None) -> int:
-        """Return the number after the newest round of `run`, or after the newest in which `rank` wrote.
-
-        Not collective.
-        """
-        try:
-            with self.view() as view:
-                rounds = view.rounds(run)
-                if rank is not None:
-                    rounds = [number for number in rounds if _has_written(view, run, number, rank)]
-        except NotFoundError:
-            return 1
-        return max(rounds, default=0) + 1
+    def next_round(self, run: str, rank: int) -> int:
+        """Return the number after the newest round of `run` in which `rank` wrote. Not collective."""
+        with contextlib.suppress(*_REMOVED), self.view() as view:
+            for number in reversed(view.rounds(run)):
+                with contextlib.suppress(*_REMOVED):  # another rank removes it
+                    if any(name.rank == rank for name in view.rank_names(run, number)):
+                        return number + 1
+        return 1
 
     def remove(self, relatives: Iterable[str]) -> None:
         """Remove files by their paths below the root, then directories that this leaves empty.
@@ -500,7 +418,7 @@ class Workspace:
         path = os.path.join(self.path, run, f"{number:06d}")
         try:
             with self._round_directories(run, number) as dir_fds:
-                if files.stat_of(MANIFEST, dir_fds[-1], path) is not None:
+                if files.stat_of(_MANIFEST, dir_fds[-1], path) is not None:
                     return
                 for name in names:
                     files.remove_file(name, os.path.join(path, name), dir_fds[-1])
@@ -520,50 +438,3 @@ class Workspace:
                 with contextlib.suppress(OSError):
                     os.rmdir(self.path)
                     os.rmdir(os.path.dirname(self.path))
-
-
-def _has_written(view: WorkspaceView, run: str, number: int, rank: int) -> bool:
-    try:
-        return any(name.rank == rank for name in view.rank_names(run, number))
-    except _REMOVED:
-        return False
-
-
-def _age(manifest: Manifest) -> tuple[int, str, int]:
-    """Return a sort key. Two concurrent commits may have one generation; run and round then fix the order."""
-    return manifest.generation, manifest.run, manifest.round
-
-
-def _is_whole(names: Sequence[RankName]) -> bool:
-    """Whether these are the names of one round, one for each rank in rank order."""
-    first = names[0]
-    rounds = {(name.run, name.round, name.world_size) for name in names}
-    if len(rounds) > 1 or len(names) != first.world_size:
-        return False
-    return all(name.rank == index for index, name in enumerate(names))
-
-
-def _manifest_in(store: Store, run: str, number: int) -> Manifest:
-    path = store.path_of(MANIFEST)
-    try:
-        return _parse_manifest(parse_json(store.read_small(MANIFEST), path, store.budget), run, number)
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, StateExchangeError):
-            raise
-        raise CorruptError(f"broken manifest: {error}", path=path) from None
-
-
-def _parse_manifest(parsed: object, run: str, number: int) -> Manifest:
-    """Return the manifest of a round from parsed JSON; raise ValueError if it contradicts itself or the round."""
-    raw = unseal(parsed)
-    files = [(name, size) for name, size in raw["files"]]
-    if any(type(name) is not str or type(size) is not int or size < 0 for name, size in files):
-        raise ValueError("its files are not listed by name and size")
-    receipts = tuple(Receipt(os.path.join(run, f"{number:06d}", name), size) for name, size in files)
-    names = [receipt.rank_name for receipt in receipts]
-    is_of_round = [raw["schema"], raw["run"], raw["round"]] == [SCHEMA, run, number]
-    has_types = type(raw["generation"]) is int
-    is_complete = bool(names) and _is_whole(names) and raw["world_size"] == names[0].world_size
-    if not (is_of_round and has_types and is_complete):
-        raise ValueError("it is of another schema or round, or does not list all ranks")
-    return Manifest(run, number, raw["generation"], raw["world_size"], receipts)

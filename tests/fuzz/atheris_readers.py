@@ -234,11 +234,10 @@ class _Readers:
         tensors = {"model.safetensors": _tensor_file(_HEADER)}
         if kind == b"i":
             self._read("hf", {**tensors, "model.safetensors.index.json": text})
-        elif kind == b"w":
-            store = self._store_of({"manifest.json": _with_own_digest(text)})
-            self._try(lambda: self._workspace._manifest_in(store, "job", 1))
         elif kind == b"s":
-            self._try(lambda: self._save_directory.SaveManifest.parse(_with_own_digest(text), "x", self._budget("x")))
+            sealed = _with_own_digest(text)
+            parse, of_save = self._json.parse_json, self._save_directory.SaveManifest.from_json
+            self._try(lambda: of_save(parse(sealed, "x", self._budget("x")), "x"))
         elif kind == b"v":
             written = text.decode(errors="replace")
             leaves: dict[str, str] = collections.defaultdict(str)
@@ -472,7 +471,6 @@ def inputs_of(target: str, path: Path) -> list[bytes]:
         return [b"v" + json.loads(metadata["statexchange"])["config"].encode()]
     kinds = {
         "statexchange.json": b"m",
-        "manifest.json": b"w",
         "save.json": b"s",
         "layout.json": b"l",
         ".statexchange-claim.json": b"c",

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from committed import MANIFEST, manifest_bytes
 from hostile_frameworks import FRAMEWORKS
 from hostile_manifests import MANIFESTS
 from hostile_pickles import PICKLES
@@ -154,12 +153,11 @@ def claimed(folder: Path) -> None:
 # Workspaces
 
 
-def workspace(folder: Path, *, commit: bool = True) -> None:
+def workspace(folder: Path, *, can_merge: bool = True) -> None:
     """Write two ranks' parts of one tensor, a tensor that both have, one of rank 1 only, and configs."""
     folder.mkdir(parents=True, exist_ok=True)
     space = Workspace(folder / "x")
     weights = _weights()
-    receipts = []
     for rank in range(2):
         rows = weights["model.embed.weight"][3 * rank :][:3]
         boxes = (Box((3 * rank, 0), (1, 4)), Box((3 * rank + 1, 0), (2, 4)))
@@ -168,17 +166,11 @@ def workspace(folder: Path, *, commit: bool = True) -> None:
             ShardData(Shard("model.0.bias", "I64", (4,), (Box((0,), (4,)),)), (weights["model.0.bias"],)),
         ]
         if rank:
-            dtype = "C64" if commit else "C128"  # safetensors lacks this dtype, so it cannot be merged
+            dtype = "C64" if can_merge else "C128"  # safetensors lacks this dtype, so it cannot be merged
             pairs = Shard("pairs", dtype, (2,), (Box((0,), (2,)),))
             tensors.append(ShardData(pairs, (np.arange(pairs.nbytes, dtype=np.uint8),)))
         config = values.encode({"rank": rank, "shape": (1, 2), "lr": float("nan"), 3: {"a", "b"}})
-        written = space.write(
-            tensors, run="job", round=1, rank=rank, world_size=2, config=config, extra={"aliases": {}}
-        )
-        receipts.append(written)
-    if commit:
-        listed = [(receipt.rank_name.file, receipt.nbytes) for receipt in receipts]
-        (folder / "x" / "job" / "000001" / MANIFEST).write_bytes(manifest_bytes(listed))
+        space.write(tensors, run="job", round=1, rank=rank, world_size=2, config=config, extra={"aliases": {}})
 
 
 def _saved_state() -> dict[str, Any]:
@@ -336,7 +328,7 @@ SOURCES: dict[str, Source] = {
     "rank files": Source(rank_files),
     "claimed": Source(claimed),
     "workspace": Source(workspace),
-    "workspace, not committed": Source(lambda folder: workspace(folder, commit=False)),
+    "workspace, not to merge": Source(lambda folder: workspace(folder, can_merge=False)),
     "save": Source(saved, state=_saved_state, slow=True),
     "save of ranks": Source(saved_by_ranks),
     "save, one rank's file": Source(saved_by_ranks, "{}/x/rank-00001-of-00002.safetensors"),

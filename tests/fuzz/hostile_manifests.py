@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from committed import MANIFEST, manifest_bytes
 from pickled import MESH, PLACEMENTS, SPEC, Pickled, archive, dtensor, integer, made, named, numbers, several, tensor
 
 NO_DIGEST = "0" * 32
@@ -199,17 +198,6 @@ def an_index_of_absent_torch_files(path: Path) -> None:
     (path / "1.bin").touch()
 
 
-def a_round_of_absent_files(path: Path, size: Any = 100, ranks: int = 1000) -> None:
-    folder = path / "job" / "000001"
-    files = [(f"rank-{rank:05d}-of-{ranks:05d}.{rank:016x}.safetensors", size) for rank in range(ranks)]
-    folder.mkdir(parents=True)
-    (folder / MANIFEST).write_bytes(manifest_bytes(files))
-
-
-def a_file_of_no_size(path: Path) -> None:
-    a_round_of_absent_files(path, size=[100], ranks=1)
-
-
 def long_facts(path: Path) -> None:
     folder = path / "job" / "000001"
     folder.mkdir(parents=True)
@@ -259,8 +247,6 @@ MANIFESTS = (
     aliases_of_lists,
     an_index_of_absent_files,
     an_index_of_absent_torch_files,
-    a_round_of_absent_files,
-    a_file_of_no_size,
     long_facts,
     a_long_dotted_name,
     a_deep_config,

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from committed import MANIFEST, manifest_bytes
 from pickled import (
     FLOATS,
     ORDERED,
@@ -50,14 +49,11 @@ def torch_file(value: Callable[[], Pickled]) -> Build:
 # Names of files that claim many ranks
 
 
-def claimed(folder: Path, *, committed: bool) -> Path:
+def claimed(folder: Path) -> Path:
     """One rank's file of a world of 999,999,999."""
     world_size = 999_999_999
     tensors = [ShardData(Shard("w", "U8", (4,), (Box((0,), (4,)),)), (np.zeros(4, np.uint8),))]
-    receipt = Workspace(folder / "ws").write(tensors, run="job", round=1, rank=0, world_size=world_size)
-    if committed:
-        manifest = manifest_bytes([(receipt.rank_name.file, receipt.nbytes)])
-        (folder / "ws" / "job" / "000001" / MANIFEST).write_bytes(manifest)
+    Workspace(folder / "ws").write(tensors, run="job", round=1, rank=0, world_size=world_size)
     return folder / "ws"
 
 
@@ -278,8 +274,7 @@ def long_name_of_parts() -> Build:
 # By row of the defects.
 PICKLES: dict[str, dict[str, Build]] = {
     "worlds": {
-        "of a name": lambda folder: claimed(folder, committed=False),
-        "of a manifest": lambda folder: claimed(folder, committed=True),
+        "of a name": claimed,
     },
     "numbers": {
         "in names": numbered,

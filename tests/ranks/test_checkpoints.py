@@ -788,14 +788,6 @@ def test_a_forked_process_does_not_wait_for_a_save_of_its_parent(tmp_path: Path)
     assert done.stdout.split() == ["7", "10"], done.stderr
 
 
-def test_too_little_time_before_the_kill_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with sx.Checkpoints(tmp_path, on_signal="SIGUSR1", agree_every=4, grace_s=0.1) as saves:
-        for step in range(1, 13):
-            time.sleep(0.05)
-            saves.should_save(step)
-    assert caplog.text.count("the job is killed after 0.1 s") == 1
-
-
 # Several ranks
 
 

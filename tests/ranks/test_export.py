@@ -504,21 +504,25 @@ def test_saves_by_a_mesh_are_of_one_job_and_leave_no_descriptors(tmp_path: Path)
             source.close()
 
 
-def exports_the_same(out: str) -> list[Any]:
-    report = sx.export_checkpoint({f"layer{n}": torch.full((5, 3), float(n)) for n in range(50)}, out)
-    return [dict(report.phase_nbytes), sorted(report.phases), report.nbytes]
+def exports_the_same(out: str) -> list[int]:
+    """Export; return the bytes of its description, of the plan and of its receipts that this rank sends."""
+    comm = sx.get_communicator()
+    nbytes: dict[str, int] = {}
+    all_gather_bytes = comm.all_gather_bytes
+
+    def counted(data: bytes, *, operation: str, **options: Any) -> list[bytes]:
+        nbytes[operation] = nbytes.get(operation, 0) + len(data)
+        return all_gather_bytes(data, operation=operation, **options)
+
+    comm.all_gather_bytes = counted  # type: ignore[method-assign]
+    sx.export_checkpoint({f"layer{n}": torch.full((5, 3), float(n)) for n in range(50)}, out)
+    return [nbytes["the gathering of descriptions"], nbytes["the plan"]]
 
 
-def test_equal_descriptions_are_sent_once_and_the_report_counts_bytes_by_phase(tmp_path: Path) -> None:
-    (of_two, _, _), _ = run_ranks(exports_the_same, 2, args=(str(tmp_path / "two"),))
-    found = run_ranks(exports_the_same, 4, args=(str(tmp_path / "four"),))
-    assert found == found[:1] * 4
-    nbytes, phases, total = found[0]
-    assert nbytes["describe"] == of_two["describe"] > 1000
-    assert nbytes["write"] == total == 50 * 60
-    assert nbytes["plan"] > 1000
-    assert nbytes["publish"] == 50 * 16
-    assert {"describe", "plan", "write", "publish"} <= set(phases)
+def test_equal_descriptions_and_the_plan_are_sent_once(tmp_path: Path) -> None:
+    first, *others = run_ranks(exports_the_same, 4, args=(str(tmp_path / "four"),))
+    assert min(first) > 1000
+    assert others == [[0, 0]] * 3
 
 
 @pytest.mark.ranks(2, backend="threads")

@@ -182,17 +182,6 @@ def test_one_rank_alone_gets_its_own_values() -> None:
         assert configs == [{"a": 1}]
 
 
-@pytest.mark.parametrize("use", [lambda gathered: gathered[0], list, len], ids=["index", "iteration", "length"])
-def test_a_gather_without_a_with_block_is_refused_with_the_block_to_write(use: Any) -> None:
-    for gathered in (
-        sx.get_configs_parallel({"a": 1}, [0]),
-        sx.get_tensors_parallel(torch.ones(1), [0]),
-        sx.gather_state({"w": torch.ones(1)}),
-    ):
-        with pytest.raises(sx.errors.InvalidArgumentError, match=r"with (get_\w+|gather_state)\(\.\.\.\) as"):
-            use(gathered)
-
-
 def test_without_any_launcher_a_script_is_a_world_of_one() -> None:
     with sx.gather_state({"w": torch.ones(2)}) as (state,):
         assert torch.equal(state["w"], torch.ones(2))

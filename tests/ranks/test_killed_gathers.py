@@ -93,7 +93,7 @@ def fill_with_files_of_others(path: Path) -> Build:
         content = [filled(shard, b"abcd")]
         receipt = workspace.write(content, run=run, round=1, rank=0, world_size=1)
         if run == "committed":
-            commit(path, [receipt])
+            commit(path, receipt)
     other = open_build(str(path / f"gather-{'3' * 16}"), NO_PLAN, ["x"], check=None)
     other.put("x", b"being gathered")
     return other

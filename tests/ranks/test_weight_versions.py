@@ -375,7 +375,7 @@ def test_versions_of_a_run_follow_one_another(tmp_path: Path) -> None:
 
 def other_numbers(path: str) -> None:
     comm = sx.get_communicator()
-    with pytest.raises(InvalidArgumentError, match="publishes another version"):
+    with pytest.raises(InvalidArgumentError, match="version is 1 on rank 0"):
         sx.Publisher(path).publish({"w": torch.ones(3)}, 1 + comm.rank)
 
 

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 from scripts import warm_program
 from stored import contents_of, flip_bit, write_raw
 from warm_python import warm_python
-from workspaces import commit_round, filled
+from workspaces import filled, write_round
 
 import statexchange
 from statexchange import demo
@@ -62,7 +62,7 @@ def rank_tensors(rank: int) -> list[ShardData]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
-    return commit_round(tmp_path / "ws", *map(rank_tensors, range(4)))
+    return write_round(tmp_path / "ws", *map(rank_tensors, range(4)))
 
 
 @pytest.fixture
@@ -426,15 +426,14 @@ def test_a_missing_file_of_a_rank_is_incomplete_and_names_the_rank(
     call: CommandLine, workspace: Path, files: list[Path]
 ) -> None:
     files[2].unlink()
-    found = refused(
-        call, workspace, code=5, says=["missing", "rank 2", os.fspath(files[2]), "hint: statexchange verify"]
-    )
-    assert "INCOMPLETE  this rank's file is missing [rank 2, " in found
+    says = ["ranks [2] of 4 have no file", "rank 2", os.fspath(files[2].parent), "hint: statexchange verify"]
+    found = refused(call, workspace, code=5, says=says)
+    assert "INCOMPLETE  ranks [2] of 4 have no file [rank 2, " in found
     assert "tensor 'rows.weight'" in found
     code, out, err = call("info", workspace)
     assert code == 5
     assert "3 of 4: 0-1, 3" in out
-    assert err.startswith("warning: this rank's file is missing [rank 2, ")
+    assert err.startswith("warning: ranks [2] of 4 have no file [rank 2, ")
     code, out, _ = call("ls", workspace)
     assert code == 5
     assert "rows.weight\tF32\t[8,6]\t192\t0-1, 3" in out
@@ -479,7 +478,7 @@ def test_a_flipped_bit_is_corrupt_and_names_rank_and_tensor(
 def test_a_region_that_two_ranks_claim_is_corrupt_and_named(call: CommandLine, tmp_path: Path) -> None:
     one = [held("w", "F32", (4, 4), (0, 0), (3, 4), 1)]
     other = [held("w", "F32", (4, 4), (2, 0), (2, 4), 2)]
-    commit_round(tmp_path / "ws", one, other)
+    write_round(tmp_path / "ws", one, other)
     found = refused(
         call, tmp_path / "ws", code=4, says=["claimed twice", "rank 0", "rank 1", "tensor 'w'", "[2:3, 0:4]"]
     )
@@ -488,17 +487,17 @@ def test_a_region_that_two_ranks_claim_is_corrupt_and_named(call: CommandLine, t
 
 def test_a_dtype_that_differs_between_ranks_is_corrupt_and_named(call: CommandLine, tmp_path: Path) -> None:
     one, other = [held("w", "F32", (4,), (0,), (2,), 1)], [held("w", "BF16", (4,), (2,), (2,), 2)]
-    commit_round(tmp_path / "ws", one, other)
+    write_round(tmp_path / "ws", one, other)
     refused(call, tmp_path / "ws", code=4, says=["dtype", "tensor 'w'", "rank 1", "expected F32, found BF16"])
 
 
 def test_a_region_that_no_rank_holds_is_incomplete_and_named(call: CommandLine, tmp_path: Path) -> None:
-    commit_round(tmp_path / "ws", [held("w", "F32", (4,), (0,), (2,), 1)], [])
+    write_round(tmp_path / "ws", [held("w", "F32", (4,), (0,), (2,), 1)], [])
     refused(call, tmp_path / "ws", code=5, says=["no rank holds region [2:4]", "tensor 'w'"])
 
 
 def test_copies_that_differ_are_findings(call: CommandLine, tmp_path: Path) -> None:
-    commit_round(tmp_path / "ws", *[[held("w", "F32", (4,), (0,), (4,), fill)] for fill in (1, 2)])
+    write_round(tmp_path / "ws", *[[held("w", "F32", (4,), (0,), (4,), fill)] for fill in (1, 2)])
     code, out, _ = call("verify", tmp_path / "ws")
     assert code == 1
     assert "FINDINGS    ranks 0 and 1 hold different values" in out
@@ -552,7 +551,7 @@ def in_namespace(script: str) -> str:
 
 def test_a_full_disk_leaves_what_was_there(call: CommandLine, namespace: Path, workspace: Path, tmp_path: Path) -> None:
     assert call("merge", workspace, tmp_path / "old")[0] == 0
-    commit_round(tmp_path / "big", [held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)])
+    write_round(tmp_path / "big", [held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)])
     sx = f"{sys.executable} -m statexchange"
     output = in_namespace(
         f"mount -t tmpfs -o size=1m tmpfs {namespace}; cp -r {tmp_path}/old {namespace}/out; "
@@ -568,7 +567,7 @@ def test_a_full_disk_leaves_what_was_there(call: CommandLine, namespace: Path, w
 
 def test_a_dry_run_refuses_a_target_that_cannot_be_written(namespace: Path, workspace: Path, tmp_path: Path) -> None:
     """It has no room, also below directories that do not exist yet, or its file system is read-only."""
-    commit_round(tmp_path / "big", [held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)])
+    write_round(tmp_path / "big", [held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)])
     sx = f"{sys.executable} -m statexchange"
     output = in_namespace(
         f"mount -t tmpfs -o size=1m tmpfs {namespace}; "
@@ -597,7 +596,7 @@ os._exit(0)
 
 
 def test_a_dry_run_counts_the_room_that_a_dead_publisher_left(namespace: Path, tmp_path: Path) -> None:
-    commit_round(tmp_path / "big", [held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)])
+    write_round(tmp_path / "big", [held("w", "U8", (2 << 20,), (0,), (2 << 20,), 1)])
     (tmp_path / "die.py").write_text(DIE_WHILE_PUBLISHING)
     merge = f"{sys.executable} -m statexchange merge {tmp_path}/big {namespace}"
     output = in_namespace(
@@ -647,7 +646,7 @@ def test_ctrl_c_in_a_merge_leaves_nothing(memory_directory: Path) -> None:
     if shutil.disk_usage(memory_directory).free < 2 << 30:
         pytest.skip("an interruption needs a merge that takes a while: 1 GiB of room in memory")
     shard = Shard("w", "U8", (400 << 20,), (Box((0,), (400 << 20,)),))
-    commit_round(memory_directory / "ws", [filled(shard, bytes(shard.nbytes))])
+    write_round(memory_directory / "ws", [filled(shard, bytes(shard.nbytes))])
     before = sorted(os.listdir(memory_directory))
     program = (
         "from statexchange.cli.main import main\n"

@@ -32,11 +32,9 @@ from hostile_frameworks import (
 )
 from hostile_manifests import (
     a_deep_config,
-    a_file_of_no_size,
     a_little_expanded,
     a_long_dotted_name,
     a_mesh_of_many_axes,
-    a_round_of_absent_files,
     aliases_of_lists,
     an_index_of_absent_files,
     an_index_of_absent_torch_files,
@@ -130,8 +128,6 @@ CASES = [
     Case(a_deep_config, "merge IN OUT --dtype bf16", 0, "merged 1 tensor"),
     Case(an_index_of_absent_files, "info IN", 5, "10,000 tensors are listed but cannot be read"),
     Case(an_index_of_absent_torch_files, "info IN", 4, "10,000 tensors are listed but cannot be read"),
-    Case(a_round_of_absent_files, "info IN", 5, "this rank's file is missing"),
-    Case(a_file_of_no_size, "info IN", 4, "broken manifest: its files are not listed by name and size"),
     Case(long_facts, "verify IN", 4, "its metadata is of another version: expected 1, found 'a.a."),
     Case(a_long_dotted_name, "merge IN OUT", 4, "does not fit its placements"),
     Case(aliases_of_lists, "info IN", 4, "its aliases do not map names to names"),

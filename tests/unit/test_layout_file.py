@@ -12,7 +12,7 @@ from equality import assert_same
 from hypothesis import given, settings
 from random_layouts import State, cut_by_rules
 from safetensors.torch import load_file, save_file
-from workspaces import commit_round, part
+from workspaces import part, write_round
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
@@ -288,10 +288,10 @@ def test_random_layouts_restore_the_whole_tensors(tmp_path_factory: pytest.TempP
 
 def test_a_layout_applies_to_plain_tensors_of_workspaces_only(tmp_path: Path) -> None:
     w = torch.arange(8.0)
-    commit_round(tmp_path / "ws", *[[part("w", half, full_box((4,)))] for half in w.chunk(2)])
+    write_round(tmp_path / "ws", *[[part("w", half, full_box((4,)))] for half in w.chunk(2)])
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", layout={"w": {"dim": 0}})
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], w)
-    commit_round(tmp_path / "cut", *[[part("w", w, Box((4 * r,), (4,)))] for r in range(2)])
+    write_round(tmp_path / "cut", *[[part("w", w, Box((4 * r,), (4,)))] for r in range(2)])
     with pytest.raises(InvalidArgumentError, match="already has") as caught:
         merge_checkpoint(tmp_path / "cut", tmp_path / "new", layout={"w": {"dim": 0}})
     assert caught.value.name == "w"

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from stored import contents_of, flip_bit, json_header, write_raw, write_with_header
 from warm_python import warm_python
-from workspaces import bytes_of, commit_round, part
+from workspaces import bytes_of, part, write_round
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
@@ -82,7 +82,7 @@ def lay_out(state: dict[str, torch.Tensor], world_size: int, dim: int) -> list[l
 @pytest.mark.parametrize(("world_size", "dim"), [(1, 0), (3, 0), (4, 1), (3, 2), (9, 0)])
 def test_one_file_is_what_save_file_writes(tmp_path: Path, world_size: int, dim: int) -> None:
     state = whole_state()
-    commit_round(tmp_path / "ws", *lay_out(state, world_size, dim))
+    write_round(tmp_path / "ws", *lay_out(state, world_size, dim))
     seen: list[tuple[int, int]] = []
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", on_progress=lambda *counts: seen.append(counts))
     save_file(state, tmp_path / "expected", {"format": "pt"})
@@ -98,7 +98,7 @@ def test_boxes_of_two_dims_and_interleaved_rows_are_merged(tmp_path: Path) -> No
     value = torch.randn(1000, 900, dtype=torch.float64)
     blocks = [Box((r, c), (h, w)) for r, h in ((0, 301), (301, 699)) for c, w in ((0, 1), (1, 899))]
     strided = [[Box((r, 0), (1, 900)) for r in range(1000) if r % 3 == k] for k in range(3)]
-    commit_round(
+    write_round(
         tmp_path / "ws",
         *[[part("mesh", value, blocks[r]), *([part("rows", value, *strided[r])] if r < 3 else [])] for r in range(4)],
     )
@@ -131,7 +131,7 @@ def test_tensors_of_any_sharding_are_restored(tmp_path_factory: pytest.TempPathF
 
     value, ranks = case
     path = tmp_path_factory.mktemp("any", numbered=True)
-    commit_round(path / "ws", *[[part("w", value, *boxes)] for boxes in ranks])
+    write_round(path / "ws", *[[part("w", value, *boxes)] for boxes in ranks])
     with pytest.MonkeyPatch.context() as patch:  # small windows, so that small tensors take many
         patch.setattr(tensor_reader, "WINDOW_BYTES", window)
         patch.setattr(tensor_reader, "windows", lambda shape, itemsize: regions.windows(shape, itemsize, window))
@@ -146,7 +146,7 @@ def test_several_files_and_an_index_as_the_hub_writes_them(tmp_path: Path) -> No
     state = {name: value.detach() for name, value in model.state_dict().items()}
     # The split follows the order of the state dict, which a file does not keep; so both get the order of the file.
     state = dict(sorted(state.items()))
-    commit_round(tmp_path / "ws", *lay_out(state, 2, 0))
+    write_round(tmp_path / "ws", *lay_out(state, 2, 0))
     (tmp_path / "hub").mkdir()
     save_torch_state_dict(state, tmp_path / "hub", max_shard_size=6000)
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", max_shard_size=6000, threads=2)
@@ -167,7 +167,7 @@ def test_several_files_and_an_index_as_the_hub_writes_them(tmp_path: Path) -> No
 def test_the_manifest_records_the_source_of_every_byte(tmp_path: Path) -> None:
     value = torch.arange(12.0).reshape(4, 3)
     top, bottom = chunks((4, 3), 2, 0)
-    commit_round(
+    write_round(
         tmp_path / "ws", [part("w", value, top), part("v", value, full_box((4, 3)))], [part("w", value, bottom)]
     )
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", rename=[("^", "m.")])
@@ -182,7 +182,7 @@ def test_the_manifest_records_the_source_of_every_byte(tmp_path: Path) -> None:
 
 
 def test_a_merged_directory_can_be_merged_again_to_the_same_bytes(tmp_path: Path) -> None:
-    commit_round(tmp_path / "ws", *lay_out(whole_state(), 3, 1))
+    write_round(tmp_path / "ws", *lay_out(whole_state(), 3, 1))
     merge_checkpoint(tmp_path / "ws", tmp_path / "one")
     merge_checkpoint(tmp_path / "one", tmp_path / "several", max_shard_size="1MB")
     merge_checkpoint(tmp_path / "several", tmp_path / "again", max_shard_size="1GB")
@@ -202,7 +202,7 @@ def refuse(error: type[StateExchangeError], path: Path, match: str, **options: A
 
 def test_altered_bytes_are_named_and_nothing_is_published(tmp_path: Path) -> None:
     state = whole_state()
-    files = commit_round(tmp_path / "ws", *lay_out(state, 3, 0))
+    files = write_round(tmp_path / "ws", *lay_out(state, 3, 0))
     path = files[1]
     byte_range = next(h for h in open_source(tmp_path / "ws").files if h.rank == 1).tensors["tall"].byte_ranges[0]
     flip_bit(path, byte_range.begin + byte_range.nbytes // 2, 2)
@@ -212,7 +212,7 @@ def test_altered_bytes_are_named_and_nothing_is_published(tmp_path: Path) -> Non
 
 
 def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
-    files = commit_round(tmp_path / "ws", *lay_out({"w": torch.ones(8, 8)}, 2, 0))
+    files = write_round(tmp_path / "ws", *lay_out({"w": torch.ones(8, 8)}, 2, 0))
     path = files[1]
     os.truncate(path, path.stat().st_size - 1)
     assert refuse(CorruptError, tmp_path, r"truncated|receipt").path == str(path)
@@ -223,17 +223,17 @@ def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_gaps_and_overlaps_are_named_with_tensor_region_and_ranks(tmp_path: Path) -> None:
     value = torch.ones(4, 4)
-    commit_round(tmp_path / "ws", [part("w", value, Box((0, 0), (2, 4)))], [part("w", value, Box((1, 0), (3, 4)))])
+    write_round(tmp_path / "ws", [part("w", value, Box((0, 0), (2, 4)))], [part("w", value, Box((1, 0), (3, 4)))])
     error = refuse(OverlapError, tmp_path, r"\[1:2, 0:4\] .*rank 0\b.*rank 1\b")
     assert error.name == "w"
     shutil.rmtree(tmp_path / "ws")
-    commit_round(tmp_path / "ws", [part("w", value, Box((0, 0), (2, 4)))], [part("w", value, Box((3, 0), (1, 4)))])
+    write_round(tmp_path / "ws", [part("w", value, Box((0, 0), (2, 4)))], [part("w", value, Box((3, 0), (1, 4)))])
     assert refuse(IncompleteError, tmp_path, r"\[2:3, 0:4\]").name == "w"
 
 
 def test_replicas_that_differ_are_an_error_that_names_the_option(tmp_path: Path) -> None:
     box = full_box((2,))
-    commit_round(tmp_path / "ws", *[[part("w", torch.tensor([r, 5]), box)] for r in range(3)])
+    write_round(tmp_path / "ws", *[[part("w", torch.tensor([r, 5]), box)] for r in range(3)])
     error = refuse(ReplicaError, tmp_path, r"replicas=\"root\" \(--replicas root\)")
     assert (error.name, error.rank) == ("w", 1)
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", replicas="root")
@@ -252,18 +252,18 @@ def test_replicas_without_digests_are_compared_by_their_bytes(tmp_path: Path) ->
 def test_tied_tensors_are_written_once_if_they_are_equal(tmp_path: Path) -> None:
     value = torch.arange(6.0)
     parts = [part("a", value, full_box((6,))), part("b", value, full_box((6,)))]
-    commit_round(tmp_path / "ws", parts, extra={"aliases": {"b": "a"}})
+    write_round(tmp_path / "ws", parts, extra={"aliases": {"b": "a"}})
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out")
     assert (list(load_file(tmp_path / "out" / "model.safetensors")), report.aliases) == (["a"], {"b": "a"})
     assert json.loads((tmp_path / "out" / "statexchange.json").read_text())["aliases"] == {"b": "a"}
     shutil.rmtree(tmp_path / "ws")
     shutil.rmtree(tmp_path / "out")
-    commit_round(tmp_path / "ws", [parts[0], part("b", value + 1, full_box((6,)))], extra={"aliases": {"b": "a"}})
+    write_round(tmp_path / "ws", [parts[0], part("b", value + 1, full_box((6,)))], extra={"aliases": {"b": "a"}})
     assert refuse(ReplicaError, tmp_path, "tied to 'a'").name == "b"
 
 
 def test_invalid_options_and_dtypes_are_refused(tmp_path: Path) -> None:
-    commit_round(
+    write_round(
         tmp_path / "ws",
         [part("c", torch.ones(2, dtype=torch.complex128), full_box((2,))), part("w", torch.ones(1), full_box((1,)))],
     )
@@ -283,7 +283,7 @@ def test_invalid_options_and_dtypes_are_refused(tmp_path: Path) -> None:
 
 def test_a_dry_run_raises_what_the_merge_raises_and_writes_nothing(tmp_path: Path) -> None:
     parts = [part("w", torch.ones(2), full_box((2,))), part("v", torch.ones(2), full_box((2,)))]
-    commit_round(tmp_path / "ws", [*parts, part("c", torch.ones(2, dtype=torch.complex128), full_box((2,)))])
+    write_round(tmp_path / "ws", [*parts, part("c", torch.ones(2, dtype=torch.complex128), full_box((2,)))])
     file = tmp_path / "file"
     file.write_bytes(b"")
     (tmp_path / "link").symlink_to("nowhere")
@@ -363,7 +363,7 @@ def test_metadata_that_is_no_text_is_named(tmp_path: Path) -> None:
 
 
 def test_metadata_of_workspaces_and_of_torchs_writer_is_not_kept(tmp_path: Path) -> None:
-    commit_round(tmp_path / "ws", *lay_out({"w": torch.ones(4, 2)}, 2, 0))
+    write_round(tmp_path / "ws", *lay_out({"w": torch.ones(4, 2)}, 2, 0))
     parts = tmp_path / "parts"
     parts.mkdir()
     for number, path in enumerate(sorted((tmp_path / "ws").rglob("*.safetensors"))):
@@ -445,8 +445,8 @@ def test_deepspeeds_placeholders_are_refused_by_name(tmp_path: Path) -> None:
 def test_readers_name_the_ranks_of_a_gap_and_of_an_overlap(tmp_path: Path) -> None:
     w, b = torch.ones(4), torch.ones(1)
     other = part("b", b, full_box((1,)))
-    commit_round(tmp_path / "hole", [other], [other, part("w", w, Box((0,), (2,)))])
-    commit_round(tmp_path / "overlap", [other], [part("w", w, Box((0,), (3,)))], [part("w", w, Box((2,), (2,)))])
+    write_round(tmp_path / "hole", [other], [other, part("w", w, Box((0,), (2,)))])
+    write_round(tmp_path / "overlap", [other], [part("w", w, Box((0,), (3,)))], [part("w", w, Box((2,), (2,)))])
     state = {"w": torch.zeros(4), "b": torch.zeros(1)}
     match = r"region \[2:4\].*ranks \[1\]"
     with sx.open_checkpoint(tmp_path / "hole") as checkpoint, pytest.raises(IncompleteError, match=match):
@@ -460,7 +460,7 @@ def test_readers_name_the_ranks_of_a_gap_and_of_an_overlap(tmp_path: Path) -> No
 
 
 def test_small_files_are_copied_but_not_weights_or_training_state(tmp_path: Path) -> None:
-    commit_round(tmp_path / "ws", [part("w", torch.ones(2), full_box((2,)))])
+    write_round(tmp_path / "ws", [part("w", torch.ones(2), full_box((2,)))])
     model = tmp_path / "model"
     (model / "sub").mkdir(parents=True)
     for name in ("config.json", "tokenizer.model", ".hidden", "old.safetensors", "pytorch_model.bin", "x.index.json"):
@@ -498,7 +498,7 @@ def test_small_files_are_copied_but_not_weights_or_training_state(tmp_path: Path
 
 
 def test_a_directory_without_small_files_is_named(tmp_path: Path) -> None:
-    commit_round(tmp_path / "ws", [part("w", torch.ones(2), full_box((2,)))])
+    write_round(tmp_path / "ws", [part("w", torch.ones(2), full_box((2,)))])
     job = tmp_path / "job"
     job.mkdir()
     (job / "trainer_state.json").write_text("{}")
@@ -508,7 +508,7 @@ def test_a_directory_without_small_files_is_named(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_plans_and_touches_nothing(tmp_path: Path) -> None:
-    commit_round(tmp_path / "ws", *lay_out(whole_state(), 2, 0))
+    write_round(tmp_path / "ws", *lay_out(whole_state(), 2, 0))
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "a" / "out", max_shard_size="1MB", dry_run=True)
     assert report.dry_run
     assert len(report.files) > 1
@@ -517,7 +517,7 @@ def test_a_dry_run_plans_and_touches_nothing(tmp_path: Path) -> None:
 
 def test_a_merge_of_100_ranks_needs_few_descriptors(tmp_path: Path) -> None:
     value = torch.arange(100 * 4).reshape(100, 4)
-    commit_round(tmp_path / "ws", *[[part("w", value, box)] for box in chunks((100, 4), 100, 0)])
+    write_round(tmp_path / "ws", *[[part("w", value, box)] for box in chunks((100, 4), 100, 0)])
     program = "import sys; from statexchange.checkpoint.merge import merge_checkpoint; merge_checkpoint(*sys.argv[1:])"
     command = ["prlimit", "--nofile=64", sys.executable, "-c", program, str(tmp_path / "ws"), str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -542,7 +542,7 @@ def test_a_merge_of_200_mb_needs_less_than_100_mb_of_memory_and_no_torch(dim: in
     place.mkdir(mode=0o700)
     try:
         state = {f"w{i}": torch.zeros(5000, 2500) for i in range(4)}  # 200 MB
-        commit_round(place / "ws", *lay_out(state, 4, dim))
+        write_round(place / "ws", *lay_out(state, 4, dim))
         command = [sys.executable, "-c", MEASURE, str(place / "ws"), str(place / "out")]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -554,7 +554,7 @@ def test_a_merge_of_200_mb_needs_less_than_100_mb_of_memory_and_no_torch(dim: in
 
 
 def test_an_error_in_one_file_stops_the_others(tmp_path: Path) -> None:
-    commit_round(tmp_path / "ws", *lay_out({f"w{i}": torch.ones(600, 1000) for i in range(8)}, 2, 1))
+    write_round(tmp_path / "ws", *lay_out({f"w{i}": torch.ones(600, 1000) for i in range(8)}, 2, 1))
     seen: list[int] = []
 
     def fail(done: int, total: int) -> None:
@@ -572,7 +572,7 @@ def test_an_error_in_one_file_stops_the_others(tmp_path: Path) -> None:
 def test_any_number_of_threads_writes_the_same_bytes(tmp_path: Path, files: int) -> None:
     state = {f"w{i:02}": torch.randn(700, 1000) for i in range(12)}  # 34 MB: a file is divided among several threads
     state |= {"one": torch.randn(3_000_000), "empty": torch.zeros(0, 3), "last": torch.ones(3)}
-    commit_round(tmp_path / "ws", *lay_out(state, 2, 0))
+    write_round(tmp_path / "ws", *lay_out(state, 2, 0))
     size = -(-sum(value.nbytes for value in state.values()) // files)
     for threads in (1, 2, 5):
         done: list[int] = []
@@ -638,7 +638,7 @@ def test_floats_are_converted_bit_by_bit_as_torch_does(tmp_path: Path, target: t
     state = {str(dtype): awkward(dtype) for dtype in FLOATS}
     state |= {"matrix": torch.randn(1500, 701), "int": torch.arange(5), "fp8": torch.ones(3).to(torch.float8_e5m2)}
     state |= {"bool": torch.tensor([True]), "complex": torch.ones(2, dtype=torch.complex64), "none": torch.empty(0, 3)}
-    commit_round(tmp_path / "ws", *lay_out(state, 3, 1))
+    write_round(tmp_path / "ws", *lay_out(state, 3, 1))
     merge_checkpoint(tmp_path / "ws", tmp_path / "out", dtype=str(target).removeprefix("torch."), max_shard_size="3MB")
     back: dict[str, torch.Tensor] = {}
     for file in (tmp_path / "out").glob("*.safetensors"):
@@ -656,7 +656,7 @@ def test_floats_are_converted_bit_by_bit_as_torch_does(tmp_path: Path, target: t
 
 def test_a_merge_casts_as_an_export_does_and_checks_digests(tmp_path: Path) -> None:
     state = {"w": torch.randn(300, 200, dtype=torch.float64), "n": torch.arange(4)}
-    files = commit_round(tmp_path / "ws", *lay_out(state, 2, 0))
+    files = write_round(tmp_path / "ws", *lay_out(state, 2, 0))
     merge_checkpoint(tmp_path / "ws", tmp_path / "merged", dtype=torch.bfloat16)
     sx.export_checkpoint(state, tmp_path / "exported", dtype=torch.bfloat16)
     written, exported = (tmp_path / name / "model.safetensors" for name in ("merged", "exported"))
@@ -670,7 +670,7 @@ def test_a_merge_casts_as_an_export_does_and_checks_digests(tmp_path: Path) -> N
 @pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
 def test_wrappers_around_all_names_are_removed(tmp_path: Path, wrapper: str) -> None:
     state = {"model.a": torch.ones(2), "head": torch.zeros(3)}
-    commit_round(tmp_path / "ws", *lay_out({wrapper + name: value for name, value in state.items()}, 2, 0))
+    write_round(tmp_path / "ws", *lay_out({wrapper + name: value for name, value in state.items()}, 2, 0))
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", rename=[("^model", "m")])
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"m.a", "head"}
     (note,) = report.notes
@@ -680,19 +680,19 @@ def test_wrappers_around_all_names_are_removed(tmp_path: Path, wrapper: str) -> 
 
 
 def test_a_prefix_of_only_some_names_is_kept(tmp_path: Path) -> None:
-    commit_round(tmp_path / "ws", *lay_out({"module.a": torch.ones(2), "module": torch.ones(2)}, 1, 0))
+    write_round(tmp_path / "ws", *lay_out({"module.a": torch.ones(2), "module": torch.ones(2)}, 1, 0))
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out")
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == {"module.a", "module"}
     assert report.notes == ()
 
 
 def test_a_model_inside_a_nested_state_is_reported(tmp_path: Path) -> None:
-    commit_round(tmp_path / "ws", *lay_out({"model.model.a": torch.ones(2), "model.lm_head": torch.ones(2)}, 1, 0))
+    write_round(tmp_path / "ws", *lay_out({"model.model.a": torch.ones(2), "model.lm_head": torch.ones(2)}, 1, 0))
     (note,) = merge_checkpoint(tmp_path / "ws", tmp_path / "out").notes
     assert '--rename "^model\\.="' in note
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "new", rename=[(r"^model\.", "")])
     assert (report.notes, list(load_file(tmp_path / "new" / "model.safetensors"))) == ((), ["lm_head", "model.a"])
-    commit_round(tmp_path / "tied", *lay_out({"model.layers.0.w": torch.ones(2), "model.norm": torch.ones(2)}, 1, 0))
+    write_round(tmp_path / "tied", *lay_out({"model.layers.0.w": torch.ones(2), "model.norm": torch.ones(2)}, 1, 0))
     assert merge_checkpoint(tmp_path / "tied", tmp_path / "hf", files_from={"config.json": "{}"}).notes == ()
 
 
@@ -723,7 +723,7 @@ def kill_a_merge(source: Path, out: Path, when: str = "after") -> Path:
 
 def four_files(path: Path) -> None:
     """Write a workspace whose merge, with files of at most 2.5 MB, has four files."""
-    commit_round(path / "ws", *lay_out({f"w{i}": torch.randn(600, 1000) for i in range(4)}, 2, 1))
+    write_round(path / "ws", *lay_out({f"w{i}": torch.randn(600, 1000) for i in range(4)}, 2, 1))
 
 
 def marks(directory: Path) -> dict[str, tuple[int, int]]:
@@ -815,7 +815,7 @@ def test_two_merges_into_one_target_do_not_share_files(tmp_path: Path) -> None:
 
 
 def test_a_dry_run_reports_the_sources_of_each_tensor(tmp_path: Path) -> None:
-    commit_round(tmp_path / "ws", *lay_out({"w": torch.ones(4, 4), "n": torch.ones(())}, 2, 1))
+    write_round(tmp_path / "ws", *lay_out({"w": torch.ones(4, 4), "n": torch.ones(())}, 2, 1))
     report = merge_checkpoint(tmp_path / "ws", tmp_path / "out", dry_run=True, dtype="float16", rename=[("w", "x")])
     listed = {t.name: (t.source, t.dtype, t.shape, t.file, t.num_boxes, len(t.ranks)) for t in report.tensors}
     assert listed["x"] == ("w", "F16", (4, 4), "model.safetensors", 2, 2)

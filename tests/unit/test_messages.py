@@ -80,7 +80,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     ([WantedBox("w", Box((0,), (2,)), "F32", "0f")], list[WantedBox], None),
     ([Overflows("w", Box((0,), (2,)), 3)], list[Overflows], None),
     (
-        ExportReport("/p", (("a", 1),), 1, 1, {"b": "a"}, 0.5, {"write": 0.1}, {"write": 1}, (1, 0), ("a note",)),
+        ExportReport("/p", (("a", 1),), 1, 1, {"b": "a"}, 0.5, (1, 0), ("a note",)),
         ExportReport | None,
         None,
     ),
@@ -88,7 +88,6 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
         _Start(
             "0123456789abcdef",
             "hidden",
-            "step-000000006",
             2,
             has_layout=False,
             has_copies=True,

@@ -517,8 +517,8 @@ def _all(names: Sequence[str], kinds: Sequence[str], verdict: Verdict) -> dict[t
 EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     # A config without any weights is no checkpoint; nothing says that there should be some.
     **_all(["lose_the_first_file", "make_a_directory_of_a_file"], ["huggingface", "torch file"], NOTHING),
-    # The numbers in the names prove that all files are there; a round is also whole without the manifest of its commit.
-    **_all(["lose_the_listing"], ["huggingface shards", "torch shards", "export", "workspace"], WHOLE),
+    # The numbers in the names prove that all files are there.
+    **_all(["lose_the_listing"], ["huggingface shards", "torch shards", "export"], WHOLE),
     # Names of tensors and boxes are in the files, so their order does not matter.
     **_all(["swap_two_files"], ["huggingface without index", "torch shards without index", "FSDP1", "verl"], WHOLE),
     # Nothing in these files says whose they are.
@@ -546,6 +546,8 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
          "torch_checkpointing", "verl", "Trainer", "accelerate"],
         INCOMPLETE,
     ),
+    # Only the names of the other ranks' files say how many there are.
+    **_all(["lose_the_first_file", "lose_a_middle_file", "lose_the_last_file"], ["workspace"], INCOMPLETE),
     # The one file of the model: which others there should be, only its kind says.
     **_all(["lose_the_first_file"], ["Trainer", "accelerate"], INCOMPLETE),
     **_all(["lose_the_last_file"], ["FSDP1", "torch_checkpointing"], INCOMPLETE),  # by the boxes of the others

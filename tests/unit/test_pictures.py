@@ -10,7 +10,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from drawn import SVG
 from stored import write_raw
-from workspaces import commit_round, held
+from workspaces import held, write_round
 
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import NotFoundError
@@ -26,7 +26,7 @@ Part = tuple[str, Sequence[int], Sequence[int], Sequence[int]]
 
 def write_workspace(root: Path, ranks: Sequence[Sequence[Part]]) -> Path:
     """Write a workspace of U8 tensors; parts are (name, global shape, offsets, shape)."""
-    commit_round(root, *([zeros(*part) for part in parts] for parts in ranks))
+    write_round(root, *([zeros(*part) for part in parts] for parts in ranks))
     return root
 
 

@@ -31,7 +31,7 @@ from statexchange.formats.registry import open_source
 from statexchange.report.summary import summarize
 from statexchange.report.verify import verify
 from statexchange.storage import files
-from statexchange.storage.location import seal
+from statexchange.storage.location import parse_json, seal
 from statexchange.storage.rank_writer import write_tensor_file
 from statexchange.storage.store import Budget
 from statexchange.storage.tensorfile import SaveManifest, rank_metadata
@@ -427,8 +427,9 @@ def test_a_manifest_is_read_as_it_was_written() -> None:
     metrics = {"loss": 0.5, "worst": float("inf"), "count": 3}
     others = ("fedcba9876543210", "00000000deadbeef")
     manifest = SaveManifest("0123456789abcdef", "job é", 1.5, (100, 0), 7, metrics, superseded=others)
-    assert SaveManifest.parse(manifest.to_bytes(), "save.json", Budget("save.json")) == manifest
-    assert SaveManifest.parse(json.dumps(seal(GOOD)).encode(), "save.json", Budget("save.json")).metrics["loss"] == 0.5
+    parsed = parse_json(manifest.to_bytes(), "save.json", Budget("save.json"))
+    assert SaveManifest.from_json(parsed, "save.json") == manifest
+    assert SaveManifest.from_json(seal(GOOD), "save.json").metrics["loss"] == 0.5
 
 
 @pytest.mark.parametrize("change", WRONG, ids=str)

@@ -19,7 +19,7 @@ import pytest
 from commands import CommandLine, command_environment
 from safetensors.numpy import save_file
 from stored import DATA, flip_bit, write_raw
-from workspaces import commit_round
+from workspaces import write_round
 
 import statexchange as sx
 from statexchange import values
@@ -141,23 +141,22 @@ def test_ls_lists_the_rounds_of_a_workspace(tmp_path: Path, call: CommandLine, m
     assert rounds[2]["nbytes"] is None
 
 
-def test_rounds_show_commits_and_files_that_are_missing_or_broken(tmp_path: Path, call: CommandLine) -> None:
+def test_rounds_show_files_that_are_missing_or_broken(tmp_path: Path, call: CommandLine) -> None:
     whole = Box((0,), (2,))
-    commit_round(tmp_path, *[[held("w", np.zeros(2, np.uint8), "U8", (2,), whole)]] * 3)
+    write_round(tmp_path, *[[held("w", np.zeros(2, np.uint8), "U8", (2,), whole)]] * 3)
     report = list_rounds(tmp_path)
-    assert [(row.rank, row.state, row.is_committed) for row in report.rows] == [(n, "whole", True) for n in range(3)]
+    assert [(row.rank, row.state) for row in report.rows] == [(n, "whole") for n in range(3)]
     next(tmp_path.glob("job/*/rank-00001-*")).unlink()
     with next(tmp_path.glob("job/*/rank-00002-*")).open("ab") as file:
         file.write(b"more")
     code, out, err = call("ls", tmp_path, "--rounds")
     assert code == 4
     assert [line.split("\t")[5] for line in out.splitlines()[1:]] == [
-        "whole, committed",
-        "missing, committed",
-        "broken, committed",
+        "whole",
+        "missing",
+        "broken",
     ]
-    assert "this rank's file is missing" in err
-    assert "size differs from its receipt" in err
+    assert "file has bytes after the last tensor" in err
 
 
 def test_a_round_of_a_huge_world_size_is_shown_as_a_short_list(tmp_path: Path, call: CommandLine) -> None:
@@ -388,12 +387,12 @@ def test_hostile_configs_and_names_are_escaped(
 
 
 def test_a_broken_config_is_corrupt(tmp_path: Path, call: CommandLine) -> None:
-    commit_round(tmp_path, [], config='{"$": "dtype"}')
+    write_round(tmp_path, [], config='{"$": "dtype"}')
     code, _, err = call("show", tmp_path)
     assert code == 4
     assert "broken config" in err
     code, out, _ = call("ls", tmp_path, "--rounds")
-    assert (code, out.splitlines()[1].split("\t")[5]) == (4, "broken, committed")
+    assert (code, out.splitlines()[1].split("\t")[5]) == (4, "broken")
 
 
 def test_show_and_info_of_configs_import_neither_torch_nor_numpy(workspace: Path) -> None:
@@ -598,7 +597,7 @@ def test_regions_are_listed_and_a_gap_or_an_overlap_is_a_problem(tmp_path: Path,
     def part(begin: int, rows: int) -> ShardData:
         return held("w", w[begin : begin + rows], "F32", (8, 6), Box((begin, 0), (rows, 6)))
 
-    commit_round(tmp_path / "whole", [part(0, 4)], [part(0, 4)], [part(4, 4)])
+    write_round(tmp_path / "whole", [part(0, 4)], [part(0, 4)], [part(4, 4)])
     code, out, _ = call("show", tmp_path / "whole", "w")
     assert code == 0
     assert [line.split("\t")[:3] for line in out.splitlines() if "safetensors" in line] == [
@@ -607,7 +606,7 @@ def test_regions_are_listed_and_a_gap_or_an_overlap_is_a_problem(tmp_path: Path,
     ]
     assert "elements  48\n" in out
 
-    commit_round(tmp_path / "gap", [part(0, 2)], [part(5, 3)])
+    write_round(tmp_path / "gap", [part(0, 2)], [part(5, 3)])
     code, out, err = call("show", tmp_path / "gap", "w", "--slice", ":,0")
     assert code == 5
     assert "elements  30 of 48" in out
@@ -618,7 +617,7 @@ def test_regions_are_listed_and_a_gap_or_an_overlap_is_a_problem(tmp_path: Path,
     assert code == 0
     assert "elements  18 of 48" in out
 
-    commit_round(tmp_path / "twice", [part(0, 5)], [part(3, 5)])
+    write_round(tmp_path / "twice", [part(0, 5)], [part(3, 5)])
     code, out, err = call("show", tmp_path / "twice", "w")
     assert code == 4
     assert "elements  60\n" in out  # as they are stored
@@ -627,12 +626,12 @@ def test_regions_are_listed_and_a_gap_or_an_overlap_is_a_problem(tmp_path: Path,
 
 def test_copies_and_digests_that_differ_are_named(tmp_path: Path, call: CommandLine) -> None:
     whole = Box((0,), (4,))
-    commit_round(tmp_path / "a", *[[held("w", np.full(4, n, np.float32), "F32", (4,), whole)] for n in range(3)])
+    write_round(tmp_path / "a", *[[held("w", np.full(4, n, np.float32), "F32", (4,), whole)] for n in range(3)])
     code, _, err = call("show", tmp_path / "a", "w")
     assert code == 1
     assert "ranks 0 and 2 hold different values for region [0:4]" in err
 
-    commit_round(tmp_path / "b", [held("w", np.ones(4, np.float32), "F32", (4,), whole)])
+    write_round(tmp_path / "b", [held("w", np.ones(4, np.float32), "F32", (4,), whole)])
     flip_bit(next((tmp_path / "b").glob("job/*/rank-*")), -1)
     code, _, err = call("show", tmp_path / "b", "w")
     assert code == 4
@@ -656,7 +655,7 @@ def test_a_tensor_that_cannot_be_read_is_an_error_with_the_reason(tmp_path: Path
     assert "dtype F7_X is not supported" in err
     assert call("show", tmp_path, "w")[0] == 0
     whole = Box((0,), (2,))
-    commit_round(tmp_path / "ws", [held("w", np.zeros(2, np.uint8), "U8", (2,), whole)])
+    write_round(tmp_path / "ws", [held("w", np.zeros(2, np.uint8), "U8", (2,), whole)])
     file = next((tmp_path / "ws").glob("job/*/rank-*"))
     file.write_bytes(file.read_bytes()[:-1])
     code, _, err = call("show", tmp_path / "ws", "w")

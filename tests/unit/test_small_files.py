@@ -41,7 +41,7 @@ print(json.dumps(codes))
 
 # By group and file of PICKLES: the exit codes of info and verify, and of merge.
 CODES: dict[str, dict[str, tuple[int, int]]] = {
-    "worlds": {"of a name": (INCOMPLETE, INCOMPLETE), "of a manifest": (CORRUPT, CORRUPT)},
+    "worlds": {"of a name": (INCOMPLETE, INCOMPLETE)},
     "numbers": {"in names": (OK, INCOMPLETE), "in a shape": (OK, USAGE), "in a mesh": (OK, INCOMPLETE)},
     "copies": {"of a dict": (CORRUPT, CORRUPT)},
     "names": {

@@ -16,7 +16,7 @@ from commands import CommandLine
 from safetensors.numpy import save_file
 from safetensors.torch import save_file as save_torch_file
 from stored import write_raw
-from workspaces import commit_round, held
+from workspaces import held, write_round
 
 import statexchange as sx
 from statexchange.errors import CorruptError
@@ -120,7 +120,7 @@ def test_parts_of_a_workspace_are_checked_as_one_tensor(tmp_path: Path) -> None:
         ]
         for rank in range(2)
     ]
-    commit_round(tmp_path, *tensors_of_ranks)
+    write_round(tmp_path, *tensors_of_ranks)
     findings = {finding.name: finding for finding in value_findings(tmp_path)}
     assert {name: one.check for name, one in findings.items()} == {
         "zeros": "all-zero",

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from archives import unpack
 from safetensors.torch import save_file
 from stored import DATA
-from workspaces import commit_round, part
+from workspaces import part, write_round
 
 import statexchange as sx
 from statexchange.sharding.shards import Box
@@ -117,7 +117,7 @@ def _saves(path: Path) -> None:
 
 def _workspace(path: Path) -> None:
     boxes = [Box((10 * rank, 0), (10, _COLUMNS)) for rank in range(3)]
-    commit_round(path, *([part(name, tensor, box) for name, tensor in _state().items()] for box in boxes))
+    write_round(path, *([part(name, tensor, box) for name, tensor in _state().items()] for box in boxes))
 
 
 def _dcp(path: Path) -> None:
@@ -189,9 +189,7 @@ KINDS: dict[str, Kind] = {
         lambda path: _hugging_face(path, 3, index=False), "*.safetensors", "huggingface"
     ),
     "export": Kind(_export, "*.safetensors", "huggingface", "statexchange.json", has_digests=True),
-    "workspace": Kind(
-        _workspace, "job/*/rank-*.safetensors", "workspace", "job/000001/manifest.json", has_digests=True
-    ),
+    "workspace": Kind(_workspace, "job/*/rank-*.safetensors", "workspace", has_digests=True),
     "dcp": Kind(_dcp, "*.distcp", "dcp", ".metadata", container="zip"),
     "dcp of safetensors": Kind(_dcp_safetensors, "*.distcp", "dcp", ".metadata"),
     "torch file": Kind(_torch_file, "model.pt", "torch", container="zip"),

@@ -94,7 +94,7 @@ def make(folder: str, megabytes: int, ranks: int, dim: int) -> str:
     width = int((megabytes * 2**20 / 4 / LAYERS) ** 0.5) // ranks * ranks
     part = width // ranks
     workspace = Workspace(folder)
-    receipts = []
+    names = []
     for rank in range(ranks):
         offsets, shape = ((rank * part, 0), (part, width)) if dim == 0 else ((0, rank * part), (width, part))
         shards = []
@@ -102,8 +102,8 @@ def make(folder: str, megabytes: int, ranks: int, dim: int) -> str:
             data = np.random.default_rng([rank, layer]).integers(0, 256, part * width * 4, dtype=np.uint8)
             shard = Shard(f"layers.{layer}.weight", "F32", (width, width), (Box(offsets, shape),))
             shards.append(ShardData(shard, (data,)))
-        receipts.append(workspace.write(shards, run="bench", round=1, rank=rank, world_size=ranks))
-    return os.path.dirname(os.path.join(folder, receipts[0].relative))
+        names.append(workspace.write(shards, run="bench", round=1, rank=rank, world_size=ranks))
+    return os.path.dirname(os.path.join(folder, names[0].relative))
 
 
 def measure(directory: str, megabytes: int, ranks: int, rounds: int) -> None:
