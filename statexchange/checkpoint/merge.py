@@ -18,7 +18,6 @@ import time
 from array import array
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from statexchange.checkpoint.extra_files import (
@@ -52,7 +51,7 @@ from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG, are_of_rank
 from statexchange.formats.registry import open_source, open_with, read_opened
 from statexchange.formats.replicas import check_tensor_copies, check_tied
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, no_section, select_section
-from statexchange.formats.source import SectionName, Source, Weights, abbreviated_list
+from statexchange.formats.source import SectionName, Source, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.sharding.options import (
     ADAPTER_PATTERN,
@@ -139,7 +138,6 @@ def merge_checkpoint(
     path: str | os.PathLike[str],
     *,
     section: SectionName | Literal["all"] | None = None,
-    weights: Weights | None = None,
     layout: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
@@ -184,8 +182,6 @@ def merge_checkpoint(
             the model, if it is known which tensors are the model's. If patterns are given (`layout`, `include`,
             `exclude`, `rename`) without `convert`: all, and the patterns match the full names. From a training
             framework's directory: always the model.
-        weights: which weights of a DeepSpeed checkpoint are the model: "master" for the optimizer's in fp32, "model"
-            for the module's own. By default the master weights, where they can be read.
         layout: sharding of plain tensors, as a mapping or the path of a JSON file (`statexchange.sharding.rules`). Each
             safetensors file of the source directory is then one rank's. Patterns match the names in the source.
         include: shell patterns of names to merge; by default all. If the layout renames tensors, the new names count.
@@ -511,15 +507,15 @@ def _read_layout(layout: Mapping[str, Any] | str | os.PathLike[str] | None) -> M
 
 def _open(path: str | os.PathLike[str], call: CallOptions, options: ExportOptions) -> tuple[Source, Mapping[str, str]]:
     """Return a section of the source, sharded by the layout if there is one, and the reductions by tensor name."""
-    section, weights = call.section, call.weights
+    section = call.section
     has_patterns = bool(options.layout is not None or options.include or options.exclude or options.rename)
     if section is None and has_patterns and options.convert is None:
         section = MODEL_OF_PARTS
     if options.layout is None:
         wants = options.wants if options.include or options.exclude else None
-        source = open_source(path, section=section, weights=weights, wants=wants)
+        source = open_source(path, section=section, wants=wants)
     else:
-        source = open_with(path, partial(_read_plain, weights=weights), strict=True, section=section)
+        source = open_with(path, _read_plain, strict=True, section=section)
     if section == MODEL_OF_PARTS and source.sections and all(one.name != "model" for one in source.sections):
         source.close()
         raise no_section(source, "model")
@@ -528,11 +524,11 @@ def _open(path: str | os.PathLike[str], call: CallOptions, options: ExportOption
     return rank_files.apply_layout(source, options.new_layout())
 
 
-def _read_plain(opened: OpenedPath, *, section: str | None, weights: Weights | None) -> Source:
+def _read_plain(opened: OpenedPath, *, section: str | None) -> Source:
     """Read each file of a directory of plain safetensors files as one rank's; read anything else by its own format."""
-    if weights is None and rank_files.matches(opened):
+    if rank_files.matches(opened):
         return select_section(rank_files.read(opened), section)
-    return read_opened(opened, section=section, weights=weights)
+    return read_opened(opened, section=section)
 
 
 def _unwrapping_options(

@@ -12,8 +12,8 @@
 * A Universal Checkpoint has ``zero/PARAMETER/fp32.pt`` and the optimizer's states beside it (deepspeed_universal.py).
 
 The names of the source begin with ``model.`` and ``optimizer.state.``; both are sections. The model is made of the
-master weights, or of those that the training computes with (`weights`). Buffers and frozen parameters have no master
-weights: they are the model's own in both cases.
+master weights where they can be read, which rounded to the dtype of the training are its weights bit by bit. Buffers
+and frozen parameters have no master weights: they are the model's own.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from statexchange.formats.deepspeed_files import MODEL, STATE, UNIVERSAL, DeepSp
 from statexchange.formats.deepspeed_module import add_tensors
 from statexchange.formats.deepspeed_universal import has_parameters
 from statexchange.formats.sections import sections_from
-from statexchange.formats.source import SectionName, Source, Weights
+from statexchange.formats.source import SectionName, Source
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 
@@ -116,13 +116,8 @@ def _step_store(store: Store) -> Store:
     raise IncompleteError(text, path=store.path_of(latest))
 
 
-def read(opened: OpenedPath, *, weights: Weights | None = None) -> Source:
+def read(opened: OpenedPath) -> Source:
     """Return the source at a path.
-
-    Args:
-        opened: the path.
-        weights: "master" for the fp32 weights, "model" for those with which the training computes; None for the master
-            weights if they can be read.
 
     Raises:
         IncompleteError: `latest` names a directory that is not there.
@@ -134,7 +129,7 @@ def read(opened: OpenedPath, *, weights: Weights | None = None) -> Source:
         first = step.open(step.name_of("model", 0, 0), 0, "the file that describes the model is missing")
         with first.parsing():
             _add_entries(first)
-            add_tensors(step, first, weights)
+            add_tensors(step, first)
     descriptions: dict[str, str] = {}
     unreadable = list(step.unreadable)
     for file in step.files.values():

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from statexchange.errors import (
     CorruptError,
@@ -63,7 +63,6 @@ __all__ = [
     "KINDS_WITH_KEYS",
     "KINDS_WITH_RANKS",
     "TORCHAO_NAMES",
-    "WEIGHTS",
     "WEIGHT_SUFFIXES",
     "Part",
     "Section",
@@ -73,7 +72,6 @@ __all__ = [
     "SourceKind",
     "SourceTensor",
     "UnreadableTensor",
-    "Weights",
     "abbreviated_list",
     "abbreviated_names",
     "abbreviated_reasons",
@@ -108,8 +106,6 @@ SourceKind = Literal[
     "torch_checkpointing",
 ]
 SectionName = Literal["model", "ema", "optimizer", "scheduler", "rng", "other"]
-Weights = Literal["master", "model"]  # of a DeepSpeed checkpoint
-WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 # Lists of kinds, for a new format to choose from.
 KINDS_WITH_RANKS = ("save", "workspace", "megatron torch_dist", "megatron ranks", "dcp", "deepspeed", "rank files")
 KINDS_OF_JOBS = ("save", "workspace", "dcp", "torch")  # whose tensors may be a whole job's state
