@@ -23,6 +23,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
 _ITERATION = re.compile(r"iter_[0-9]{7,12}")
 _NUMBER = re.compile(r"[0-9]{1,12}")
+_STEP_OF_VERL = re.compile(r"global_step_[0-9]+")  # beside a file of the same name as the tracker
 _MAX_TRACKER_BYTES = 64
 _MAX_LISTED = 8
 
@@ -62,7 +63,9 @@ def read(opened: OpenedPath) -> Source:
 
 
 def _is_run(store: Store) -> bool:
-    return _TRACKER in store.listing or any(_is_iteration_of(store, name) for name in _iterations(store))
+    if _TRACKER in store.listing and not any(map(_STEP_OF_VERL.fullmatch, store.directories)):
+        return True
+    return any(_is_iteration_of(store, name) for name in _iterations(store))
 
 
 def _iterations(store: Store) -> list[str]:

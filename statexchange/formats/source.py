@@ -432,7 +432,7 @@ class Source:
         sections: its sections, if the format knows them (formats/sections.py).
         paths: by name of a tensor or of another entry, its keys, where the format records them (sharding/paths.py).
         padding: by tensor, the boxes that only fill up a buffer: their bytes may be anything.
-        step: the training step of a save or of Trainer's directory, or the iteration of a Megatron checkpoint.
+        step: the training step of a save, or the iteration of a Megatron checkpoint.
         manifest: content of the statexchange.json of a published directory.
         arguments: numbers that describe the model, from the arguments of a Megatron run.
         parts: the parts of a framework's directory.

@@ -152,20 +152,20 @@ def _parts_and_notes(opened: OpenedPath, names: Sequence[str]) -> tuple[tuple[Pa
     """Return what a file alone is, if it is not the model, and notes on it, or on what is not read of a directory."""
     if opened.file is None:
         return (), unread_weights(opened.store, names)
-    part = state_file(opened.file)
-    if part is None:
+    section = state_file(opened.file)
+    if section is None:
         return (), ()
-    note = f"this file alone is {part.about}: give the directory of the checkpoint, {opened.store.path}"
-    return (Part(part.section, (opened.file,)),), (note,)
+    note = f"this file alone is the section {section!r} of a checkpoint: give its directory, {opened.store.path}"
+    return (Part(section, (opened.file,)),), (note,)
 
 
 def _sections(names: Iterable[str], files: Iterable[TorchFile]) -> tuple[Section, ...]:
     """Return the sections, if names of files show some; then all entries of other files are the model's."""
     sections: dict[str, SectionName] = {}
     for file in files:
-        part = state_file(file.path.rpartition("/")[2])
-        if part is not None:
-            sections |= dict.fromkeys(file.paths, part.section)
+        section = state_file(file.path.rpartition("/")[2])
+        if section is not None:
+            sections |= dict.fromkeys(file.paths, section)
     return sections_from(names if sections else (), lambda name: sections.get(name, "model"))
 
 
