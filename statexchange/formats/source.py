@@ -431,7 +431,6 @@ class Source:
         notes: what a user should know about how it was read.
         sections: its sections, if the format knows them (formats/sections.py).
         paths: by name of a tensor or of another entry, its keys, where the format records them (sharding/paths.py).
-        padding: by tensor, the boxes that only fill up a buffer: their bytes may be anything.
         step: the training step of a save, or the iteration of a Megatron checkpoint.
         manifest: content of the statexchange.json of a published directory.
         arguments: numbers that describe the model, from the arguments of a Megatron run.
@@ -463,7 +462,6 @@ class Source:
     # Where the format knows them.
     sections: tuple[Section, ...] = ()
     paths: Mapping[str, Path] = field(default_factory=dict)
-    padding: Mapping[str, frozenset[Box]] = field(default_factory=dict)
     step: int | None = None
     manifest: Mapping[str, Any] | None = None
     arguments: Mapping[str, int] = field(default_factory=dict)
