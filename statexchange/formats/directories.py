@@ -22,7 +22,6 @@ from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentEr
 from statexchange.formats.frameworks import FRAMEWORKS, TRAINER_STATE, VERL_FILES, Framework, Row
 from statexchange.formats.model_files import (
     ADAPTER_CONFIG,
-    ADAPTER_PREFIX,
     TORCH,
     has_safetensors_model,
     is_weights,
@@ -206,7 +205,7 @@ class _Directory:
             source,
             opened=self.opened,
             problems=(*self._missing_ranks(section), *source.problems),
-            notes=(*notes, note, *self._notes(), *_notes_on_lora(source)),
+            notes=(*notes, note, *self._notes()),
             sections=(),
             # verl keeps config and tokenizer in a directory of their own.
             small_files=self.store.below(VERL_FILES) if VERL_FILES in self.store.directories else self.store,
@@ -311,15 +310,6 @@ class _Directory:
 
 def _no_model(sections: Sequence[str]) -> str:
     return f"no file of a model is here, only of {', '.join(sections)}"
-
-
-def _notes_on_lora(source: Source) -> tuple[str, ...]:
-    """Return a note on the names of a PEFT model, which transformers does not know."""
-    names = source.names
-    if not any(".lora_" in name for name in names) or not all(name.startswith(ADAPTER_PREFIX) for name in names):
-        return ()
-    advice = '--exclude "*.lora_*" --rename "^base_model[.]model[.]=" --rename "[.]base_layer[.]=."'
-    return (f"the names are those of a PEFT model with LoRA; its base model alone: {advice}",)
 
 
 def _sections_of(part: _StoredPart, source: Source) -> tuple[Section, ...]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import io
 import pickletools
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,6 @@ _MAX_LONG_BITS = 8192
 _MAX_SHORT_TEXT = 64  # characters of a key that is compared without counting
 _HASH_PRIME = (1 << 61) - 1  # smaller integers have different hashes
 _MAX_OF_ONE_HASH = 64  # different keys
-_STEPS_PER_COPY = 8  # an entry of a dict takes about 100 bytes
 _STOP = b"."
 _START_BYTES = 64  # by which a file that is not a pickle is recognised
 
@@ -209,18 +208,15 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown
         raise CorruptError(text, path=path) from None
 
 
-def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Container[int] = ()) -> Iterator[Any]:
-    """Yield values of a pickle and everything in them, each container once.
-
-    Ids of visited containers are added to `seen`; containers with ids in `without` are skipped. Ids stay valid because
-    the pickle's root keeps all values alive.
-    """
+def contents(values: Iterable[Any], budget: Budget) -> Iterator[Any]:
+    """Yield values of a pickle and everything in them, each container once."""
+    seen: set[int] = set()  # ids, which stay valid because the pickle's root keeps all values alive
     waiting = list(values)
     while waiting:
         item = waiting.pop()
         kind = type(item)
         if kind in _CONTAINER_TYPES:
-            if id(item) in without or id(item) in seen:
+            if id(item) in seen:
                 continue
             seen.add(id(item))
             if kind is OpaqueObject:
@@ -262,7 +258,7 @@ class _Machine:
         if self.outer_stacks:
             raise ValueError("a mark is left on the stack")
         if self.functions:
-            for item in contents(self.call_arguments, self.budget, set()):
+            for item in contents(self.call_arguments, self.budget):
                 if type(item) is GlobalRef and item.name in self.functions:
                     raise self.unsafe(item.name)
         return value
@@ -429,10 +425,9 @@ def _call(machine: _Machine, _: None) -> None:
 
 
 def _dict(machine: _Machine, kind: str, args: tuple[Any, ...]) -> dict[Any, Any]:
-    """Return the dict that a call of a dict's class would construct: a Counter copies a dict, other items follow."""
+    """Return the dict that a call of a dict's class would construct: a Counter's argument, or none."""
     if kind == "Counter" and len(args) == 1 and type(args[0]) is dict:
-        machine.budget.spend(_STEPS_PER_COPY * len(args[0]))
-        return dict(args[0])
+        return args[0]  # the pickle of a Counter has it for this alone
     if args and not (kind == "defaultdict" and len(args) == 1):
         raise UnsafeError(f"refused: the pickle calls {kind} with items", path=machine.path)
     return {}

@@ -135,17 +135,16 @@ def read(opened: OpenedPath) -> Source:
 
 
 def _values_of(files: Iterable[TorchFile]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return `others` and `texts` of all files; a value that differs between two has no text, and both descriptions."""
+    """Return `others` and `texts` of all files; a value that differs between two has no text."""
     others: dict[str, str] = {}
     texts: dict[str, str] = {}
-    differing: dict[str, str] = {}
+    differing: set[str] = set()
     for file in files:
-        for name in others.keys() & file.others.keys():
-            if texts.get(name) != file.texts.get(name):
-                differing.setdefault(name, f"{others[name]} in one file, {file.others[name]} in another")
+        differing |= {name for name in others.keys() & file.others.keys() if texts.get(name) != file.texts.get(name)}
         others |= file.others
         texts |= file.texts
-    return others | differing, {name: text for name, text in texts.items() if name not in differing}
+    others |= dict.fromkeys(differing, "differs between the files")
+    return others, {name: text for name, text in texts.items() if name not in differing}
 
 
 def _parts_and_notes(opened: OpenedPath, names: Sequence[str]) -> tuple[tuple[Part, ...], tuple[str, ...]]:
@@ -216,7 +215,6 @@ class TorchFile:
         self.unsupported: list[UnreadableTensor] = []
         self.paths: dict[str, Path | None] = {}
         self._first_names: dict[Any, str] = {}  # by what two names of one tensor have in common
-        self._without_tensors: set[int] = set()
         self._archive = open_archive(file)
         data = self._archive.pickle()
         self._nbytes = len(data)
@@ -249,7 +247,7 @@ class TorchFile:
                 continue
             self.budget.spend(_STEPS_PER_LEAF)
             description = describe(value)
-            if holds_tensor(value, self.budget, self._without_tensors):
+            if holds_tensor(value, self.budget):
                 self._refuse(name, UnsupportedError(refusal_of(value)))
             else:
                 self.others[name] = description

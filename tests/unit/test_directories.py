@@ -458,11 +458,11 @@ def test_verl_takes_the_small_files_of_its_hugging_face_directory(tmp_path: Path
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
 
 
-def test_the_options_that_a_note_shows_merge_the_base_model_of_a_lora_model(tmp_path: Path, call: CommandLine) -> None:
+def test_the_options_on_the_page_merge_the_base_model_of_a_lora_model(tmp_path: Path, call: CommandLine) -> None:
     path = DATA / "verl/lora/run/global_step_1/actor"
-    _, _, err = call("merge", path, tmp_path / "all")
-    (line,) = [line for line in err.splitlines() if "LoRA" in line]
-    assert call("merge", path, tmp_path / "out", *shlex.split(line.split("alone: ")[1]))[0] == 0
+    (line,) = [line for line in (DATA.parents[1] / "docs/formats.md").read_text().splitlines() if "LoRA" in line]
+    options = line.split("the base model alone: `")[1].split("`")[0]
+    assert call("merge", path, tmp_path / "out", *shlex.split(options))[0] == 0
     found = load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == load_file(DATA / "verl/fsdp2/expected.safetensors").keys()
 
@@ -565,13 +565,15 @@ def test_a_dcp_of_safetensors_is_checked(tmp_path: Path, call: CommandLine, old:
     assert call("merge", path, tmp_path / "out")[0] == 4
 
 
-def test_a_pickle_may_name_a_nested_class_but_not_call_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_pickle_may_construct_a_nested_class_but_not_call_a_method(tmp_path: Path, protocol: int) -> None:
     path = tmp_path / "x.pt"
-    torch.save({"w": torch.ones(1), "x": Outer.Inner()}, path, pickle_protocol=2)
-    with sx.open_checkpoint(path) as checkpoint:
-        assert list(checkpoint) == ["w"]
-    torch.save({"w": torch.ones(1), "x": Outer.made()}, path, pickle_protocol=2)
-    with pytest.raises(UnsafeError, match="the pickle calls"):
+    for value in (Outer.Inner(), Outer.Called()):
+        torch.save({"w": torch.ones(1), "x": value}, path, pickle_protocol=protocol)
+        with sx.open_checkpoint(path) as checkpoint:
+            assert list(checkpoint) == ["w"]
+    torch.save({"w": torch.ones(1), "x": Outer.CallsAMethod()}, path, pickle_protocol=protocol)
+    with pytest.raises(UnsafeError, match="the pickle uses"):
         sx.open_checkpoint(path)
 
 
@@ -582,6 +584,10 @@ class Outer:
     class Called:
         def __reduce__(self) -> tuple[Any, ...]:
             return Outer.Inner, ()
+
+    class CallsAMethod:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Outer.made, ()
 
     @staticmethod
     def made() -> Any:

@@ -62,7 +62,6 @@ FOREIGN: dict[str, tuple[Files, int, str]] = {
     ),
     "Git LFS": ({"model.safetensors": LFS}, 4, "this is a pointer of Git LFS, not the file itself"),
     "Git LFS, torch": ({"pytorch_model.bin": LFS}, 4, "this is a pointer of Git LFS, not the file itself"),
-    "Git LFS, GGUF": ({"model.gguf": LFS}, 4, "this is a pointer of Git LFS, not the file itself"),
     "Git LFS, DCP": ({".metadata": LFS}, 4, "this is a pointer of Git LFS, not the file itself"),
     "a web page": ({"model.safetensors": HTML}, 4, "this is a web page, not the file"),
     "a web page, torch": ({"pytorch_model.bin": HTML}, 4, "this is a web page, not the file"),
