@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from statexchange.errors import IncompleteError
 from statexchange.formats.deepspeed_files import MASTER_KEY, DeepSpeedFile, Shapes, Step, source_name
+from statexchange.formats.frameworks import UNIVERSAL_OPTIMIZER
 from statexchange.formats.source import open_listed
 from statexchange.formats.torch_archive import is_tensor
 from statexchange.storage.store import Store
@@ -23,7 +24,7 @@ _MISSING = "the file of a parameter is missing: the conversion did not finish"
 
 def has_parameters(store: Store) -> bool:
     """Whether a directory has the parameters of a Universal Checkpoint."""
-    if "optimizer_state.pt" in store.files:
+    if UNIVERSAL_OPTIMIZER in store.files:
         return True
     return any(_WEIGHTS_FILE in store.below(name).files for name in store.directories[:1])
 

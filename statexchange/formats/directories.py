@@ -23,7 +23,6 @@ from statexchange.formats.frameworks import FRAMEWORKS, TRAINER_STATE, VERL_FILE
 from statexchange.formats.model_files import (
     ADAPTER_CONFIG,
     TORCH,
-    has_safetensors_model,
     is_weights,
     unread_weights,
 )
@@ -109,8 +108,7 @@ def _parts_of(framework: Framework, store: Store) -> list[_StoredPart]:
         names: dict[str, list[str]] = {}
         for name in store.directories if row.is_directory else store.non_directories:
             match = row.match(name)
-            # verl's directory always has config and tokenizer, and weights only if it was configured so.
-            if match is not None and (name != VERL_FILES or has_safetensors_model(store.below(name))):
+            if match is not None:
                 key = match["of"] or "" if row.has("of") else name
                 names.setdefault(key, []).append(name)
         if names and row.section not in parts:
@@ -198,14 +196,12 @@ class _Directory:
         if len(read) > 1:
             # The parts of one section may have equal names.
             source = self._joined([source.renamed(f"{part.stem}.".__add__) for part, source in read])
-        # The note of a lone file advises to give this directory, which was given.
-        notes = () if source.parts else source.notes
         note = section_note(section, rest, f" of this {self.framework.kind} directory")
         return replace(
             source,
             opened=self.opened,
             problems=(*self._missing_ranks(section), *source.problems),
-            notes=(*notes, note, *self._notes()),
+            notes=(*source.notes, note, *self._notes()),
             sections=(),
             # verl keeps config and tokenizer in a directory of their own.
             small_files=self.store.below(VERL_FILES) if VERL_FILES in self.store.directories else self.store,

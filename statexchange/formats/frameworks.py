@@ -11,7 +11,16 @@ from typing import Literal, NamedTuple
 
 from statexchange.formats.source import SectionName, SourceKind
 
-__all__ = ["FRAMEWORKS", "OPTIMIZER_FILE", "TRAINER_STATE", "VERL_FILES", "Framework", "Row", "state_file"]
+__all__ = [
+    "FRAMEWORKS",
+    "OPTIMIZER_FILE",
+    "TRAINER_STATE",
+    "UNIVERSAL_OPTIMIZER",
+    "VERL_FILES",
+    "Framework",
+    "Row",
+    "state_file",
+]
 
 
 class Row(NamedTuple):
@@ -77,7 +86,7 @@ _ACCELERATE = (
     Row("optimizer", r"optimizer(?P<of>(_[0-9]+)?)_rank[0-9]+\.(pt|bin)", shows_section=True),
 )
 _WORLD = r"_world_size_(?P<ranks>[0-9]{1,9})_rank_(?P<rank>[0-9]{1,9})\.pt"
-VERL_FILES = "huggingface"
+VERL_FILES = "huggingface"  # the directory with config and tokenizer
 FRAMEWORKS = (
     Framework(
         "trainer",
@@ -105,7 +114,6 @@ FRAMEWORKS = (
         r"(model|optim)_world_size_[^/]*",
         (
             Row("model", rf"(?P<of>model){_WORLD}"),
-            Row("model", f"{VERL_FILES}/", "huggingface"),
             Row("optimizer", rf"(?P<of>optim){_WORLD}", shows_section=True),
             Row("other", rf"extra_state{_WORLD}", shows_section=True),
         ),
@@ -129,11 +137,12 @@ FRAMEWORKS = (
 
 # DeepSpeed's, with the number of the rank and that of the model-parallel rank.
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_optim_states\.pt")
+UNIVERSAL_OPTIMIZER = "optimizer_state.pt"  # beside the directories of a Universal Checkpoint's parameters
 
 
 def state_file(name: str) -> SectionName | None:
     """Return the section of a file of this name, if that is known and not the model; else None."""
-    if OPTIMIZER_FILE.fullmatch(name):
+    if OPTIMIZER_FILE.fullmatch(name) or name == UNIVERSAL_OPTIMIZER:
         return "optimizer"
     for framework in FRAMEWORKS:
         for row in framework.rows:

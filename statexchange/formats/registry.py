@@ -21,6 +21,7 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.formats.directories import check_none_below
+from statexchange.formats.frameworks import state_file
 from statexchange.formats.model_files import is_weights, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
@@ -322,16 +323,12 @@ def read_opened(
         check_none_below(opened)
     if name is None:
         raise NotFoundError(_UNKNOWN, path=opened.path)
-    if name == "torch_file":
-        from statexchange.formats.deepspeed import check_is_no_part
-
-        check_is_no_part(opened)
     options = {"section": section, "ranks": ranks}
     read: Callable[..., Source] = _format(name).read
     source = read(opened, **{option: options[option] for option in _OPTIONS.get(name, ())})
-    if section != ALL and name != _DIRECTORIES:
-        source = select_section(source, section)
-    return replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
+    # First the notes: the error for a section that is not there says where the others lie.
+    source = replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
+    return source if section == ALL or name == _DIRECTORIES else select_section(source, section)
 
 
 def _unread_beside(opened: OpenedPath, name: str) -> Sequence[str]:
@@ -340,8 +337,11 @@ def _unread_beside(opened: OpenedPath, name: str) -> Sequence[str]:
     if opened.file is not None:
         from statexchange.formats.huggingface import part_of
 
+        section = state_file(opened.file)
         of = part_of(opened.file, store) if name in ("huggingface", "torch_file") else ""
-        return [f"this file alone is {of}: to read all, give their directory, {store.path}"] if of else []
+        if section is not None:
+            of = f"the section {section!r} of a checkpoint"
+        return [f"this file alone is {of}: to read all, give the directory, {store.path}"] if of else []
     if name == "huggingface" and "latest" in store.files:
         return [_BESIDE_DEEPSPEED]
     return unread_weights(store, ()) if name == "dcp" else []

@@ -28,7 +28,6 @@ from statexchange.formats.model_files import INDEX, TORCH, model_files, only_ind
 from statexchange.formats.pickles import OpaqueObject, read_pickle
 from statexchange.formats.sections import sections_from
 from statexchange.formats.source import (
-    Part,
     Section,
     SectionName,
     ShardFile,
@@ -111,7 +110,7 @@ def read(opened: OpenedPath) -> Source:
     others, texts = _values_of(files)
     listed = {name: file_name for name, file_name in indexed.items() if name not in others}
     problems += misplaced(listed, shard_files, unreadable)
-    parts, notes = _parts_and_notes(opened, names)
+    notes = unread_weights(store, names) if opened.file is None else ()
     if indexed:
         shard_files, stale = only_indexed(shard_files, indexed)
         notes += stale
@@ -123,7 +122,6 @@ def read(opened: OpenedPath) -> Source:
         "torch",
         opened,
         tuple(shard_files),
-        parts=parts,
         notes=notes,
         others=others,
         texts=texts,
@@ -145,17 +143,6 @@ def _values_of(files: Iterable[TorchFile]) -> tuple[dict[str, str], dict[str, st
         texts |= file.texts
     others |= dict.fromkeys(differing, "differs between the files")
     return others, {name: text for name, text in texts.items() if name not in differing}
-
-
-def _parts_and_notes(opened: OpenedPath, names: Sequence[str]) -> tuple[tuple[Part, ...], tuple[str, ...]]:
-    """Return what a file alone is, if it is not the model, and notes on it, or on what is not read of a directory."""
-    if opened.file is None:
-        return (), unread_weights(opened.store, names)
-    section = state_file(opened.file)
-    if section is None:
-        return (), ()
-    note = f"this file alone is the section {section!r} of a checkpoint: give its directory, {opened.store.path}"
-    return (Part(section, (opened.file,)),), (note,)
 
 
 def _sections(names: Iterable[str], files: Iterable[TorchFile]) -> tuple[Section, ...]:

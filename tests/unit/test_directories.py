@@ -376,7 +376,7 @@ def test_the_error_for_verls_extra_states_alone_names_what_is_missing(tmp_path: 
     text = "there is no section 'model', only 'other'"
     assert (code, text in err) == (2, True)
     code, _, err = call("merge", path / names[1], tmp_path / "out")
-    text = f"this file alone is the section 'other' of a checkpoint: give its directory, {path}"
+    text = f"this file alone is the section 'other' of a checkpoint: to read all, give the directory, {path}"
     assert (code, text in err) == (2, True)
     for file in actor.glob("model_*.pt"):
         file.unlink()
