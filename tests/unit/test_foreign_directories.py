@@ -90,7 +90,7 @@ FOREIGN: dict[str, tuple[Files, int, str]] = {
     "Megatron's run": (
         {"latest_checkpointed_iteration.txt": "7"},
         5,
-        "iter_0000007, which is missing; no other is here",
+        "'iter_0000007', which is not here; no other is here",
     ),
     "Megatron's common.pt": (
         {"common.pt": torch_file({"iteration": 3})},

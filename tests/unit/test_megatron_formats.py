@@ -165,10 +165,10 @@ def test_the_runs_file_names_the_iteration_that_is_read(legacy: Path) -> None:
     with pytest.raises(IncompleteError, match=r"iter_0000009.*iter_0000007, release"):
         open_source(legacy)
     tracker.write_text("../../etc")
-    with pytest.raises(CorruptError, match="an iteration"):
+    with pytest.raises(CorruptError, match="name of a step"):
         open_source(legacy)
     tracker.unlink()
-    with pytest.raises(InvalidArgumentError, match=r"latest_checkpointed_iteration\.txt"):
+    with pytest.raises(InvalidArgumentError, match=r"contains checkpoints \(iter_0000007\)"):
         open_source(legacy)
 
 
