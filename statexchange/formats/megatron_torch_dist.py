@@ -33,8 +33,6 @@ __all__ = ["CONFIG", "matches", "read"]
 CONFIG, _COMMON = "metadata.json", "common.pt"
 _BACKEND = "sharded_backend"
 _MAX_CONFIG_BYTES = 1 << 16
-_SHARDING_TYPE = "param_state_sharding_type"
-_BY_PARAMETER = "str 'fully_reshardable'"
 
 
 def matches(store: Store) -> bool:
@@ -97,11 +95,6 @@ def _with_common(source: Source, common: TorchFile) -> Source:
         source = replace(source, step=arguments.iteration, arguments=arguments.model)
     except CorruptError:  # they are not Megatron's, as a job may save anything there
         pass
-    kinds = {text for name, text in described.items() if name.endswith(f".{_SHARDING_TYPE}")}  # of chained optimizers
-    flat = sorted(kinds - {_BY_PARAMETER})
-    if flat:
-        text = f"flat buffers, not by parameter: {_SHARDING_TYPE} is {flat[0].removeprefix('str ')}"
-        described["optimizer"] = text
     return replace(
         source,
         files=(*source.files, common.shard_file),

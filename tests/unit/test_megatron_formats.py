@@ -128,7 +128,7 @@ def test_flat_buffers_of_an_optimizer_are_named_and_are_not_the_models(
     samples: dict[str, Path], tmp_path: Path
 ) -> None:
     others = summarize(samples["tp2_pp2"] / "torch_dist").others
-    assert others["optimizer"] == "flat buffers, not by parameter: param_state_sharding_type is 'dp_reshardable'"
+    assert others["optimizer.param_state_sharding_type"] == "str 'dp_reshardable'"
     assert not any("optimizer" in name for name in merged(samples["tp2_pp2"] / "torch_dist", tmp_path / "out"))
     assert "optimizer" not in summarize(samples["pp2_tied"] / "torch_dist").others
     names = merged(samples["pp2_tied"] / "torch_dist", tmp_path / "optimizer", section="optimizer").keys()
