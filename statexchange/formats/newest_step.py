@@ -39,8 +39,8 @@ def newest_step(
     name, path = named_step(store, tracker, directory_of), store.path_of(tracker)
     if name in store.directories:
         return name
-    others = steps()
-    advice = f"give one of the others: {', '.join(others[-_MAX_LISTED:])}" if others else "no other is here"
+    listed = ", ".join(steps()[-_MAX_LISTED:])
+    advice = f"give one of the others: {listed}" if listed else "no other is here"
     if name is None:
         raise CorruptError(f"not the name of a step's directory; {advice}", path=path)
     raise IncompleteError(f"{tracker} names the directory {excerpt(name)}, which is not here; {advice}", path=path)

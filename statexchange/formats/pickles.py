@@ -265,7 +265,7 @@ class _Machine:
 
     def refused_opcode(self, code: bytes) -> Exception:
         """Return the error for an opcode that is not read: no pickle has it, or none of torch."""
-        if code.decode("latin-1") not in pickletools.code2op:
+        if code.decode("latin-1") not in [opcode.code for opcode in pickletools.opcodes]:
             return ValueError(f"{code!r} instead of an opcode")
         return UnsafeError(f"refused: a pickle with opcode {code!r} at {self.file.tell() - 1}", path=self.path)
 
