@@ -41,7 +41,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats.replicas import advice_on_copies, check_tensor_copies, check_tied
-from statexchange.formats.source import SectionName, Source, Weights, abbreviated_list
+from statexchange.formats.source import SectionName, Source, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.sharding.options import CallOptions, Cast, Convert, ExportOptions, FilesFrom, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
@@ -111,7 +111,6 @@ def merge_checkpoint(
     path: str | os.PathLike[str],
     *,
     section: SectionName | Literal["all"] | None = None,
-    weights: Weights | None = None,
     layout: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
@@ -156,8 +155,6 @@ def merge_checkpoint(
             the model, if it is known which tensors are the model's. If patterns are given (`layout`, `include`,
             `exclude`, `rename`) without `convert`: all, and the patterns match the full names. From a training
             framework's directory: always the model.
-        weights: which weights of a DeepSpeed checkpoint are the model: "master" for the optimizer's in fp32, "model"
-            for the module's own. By default the master weights, where they can be read.
         layout: sharding of plain tensors, as a mapping or the path of a JSON file (`statexchange.sharding.rules`). Each
             safetensors file of the source directory is then one rank's. Patterns match the names in the source.
         include: shell patterns of names to merge; by default all. If the layout renames tensors, the new names count.

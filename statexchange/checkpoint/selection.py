@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from statexchange.checkpoint.extra_files import GivenFiles, given_files, own_files
@@ -14,7 +13,7 @@ from statexchange.formats.config_check import unties_heads, without_heads
 from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG
 from statexchange.formats.registry import open_source, open_with, read_opened
 from statexchange.formats.sections import MODEL_OF_PARTS, no_section, select_section
-from statexchange.formats.source import Source, Weights
+from statexchange.formats.source import Source
 from statexchange.sharding.options import ADAPTER_PATTERN, CallOptions, ExportOptions, Rename, renamed
 from statexchange.sharding.paths import is_adapter, note_on_wrappers, wrapper_rules
 from statexchange.sharding.rules import Layout
@@ -67,15 +66,15 @@ def open_selected(
     path: str | os.PathLike[str], call: CallOptions, options: ExportOptions
 ) -> tuple[Source, Mapping[str, str]]:
     """Return a section of the source, sharded by the layout if there is one, and the reductions by tensor name."""
-    section, weights = call.section, call.weights
+    section = call.section
     has_patterns = bool(options.layout is not None or options.include or options.exclude or options.rename)
     if section is None and has_patterns and options.convert is None:
         section = MODEL_OF_PARTS
     if options.layout is None:
         wants = options.wants if options.include or options.exclude else None
-        source = open_source(path, section=section, weights=weights, wants=wants)
+        source = open_source(path, section=section, wants=wants)
     else:
-        source = open_with(path, partial(_read_plain, weights=weights), strict=True, section=section)
+        source = open_with(path, _read_plain, strict=True, section=section)
     names = [section.name for section in source.sections]
     if section == MODEL_OF_PARTS and names and "model" not in names:
         source.close()
@@ -85,11 +84,11 @@ def open_selected(
     return rank_files.apply_layout(source, options.new_layout())
 
 
-def _read_plain(opened: OpenedPath, *, section: str | None, weights: Weights | None) -> Source:
+def _read_plain(opened: OpenedPath, *, section: str | None) -> Source:
     """Read each file of a directory of plain safetensors files as one rank's; read anything else by its own format."""
-    if weights is None and rank_files.matches(opened):
+    if rank_files.matches(opened):
         return select_section(rank_files.read(opened), section)
-    return read_opened(opened, section=section, weights=weights)
+    return read_opened(opened, section=section)
 
 
 def select(opened: Source, reductions: Mapping[str, str], options: ExportOptions) -> Selection:

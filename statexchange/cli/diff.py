@@ -30,7 +30,6 @@ _RENAME = "--rename REGEX=REPL gives tensors of A the names of tensors of B"
 @click.argument("a")
 @click.argument("b")
 @option("section", choices=[*SECTIONS, ALL], help="Compare this section. [default: the model]")
-@option("weights", help="Weights of a DeepSpeed checkpoint, in A and B, as for merge.")
 @option("include", "-i", help="Compare only names that match; repeatable.")
 @option("exclude", "-x", help="Leave out names that match; repeatable.")
 @option("rename", help="Rename the tensors of A before they are compared; repeatable.")

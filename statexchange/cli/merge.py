@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 @click.argument("source")
 @click.argument("path")
 @option("section", choices=[*SECTIONS, ALL])
-@option("weights")
 @option("layout")
 @option("include")
 @option("exclude")

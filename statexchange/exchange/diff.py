@@ -11,7 +11,7 @@ from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.exchange.chosen_conversion import ChosenConversion, chosen_conversion
 from statexchange.exchange.live_diff import diff_live
-from statexchange.formats.source import SectionName, Weights
+from statexchange.formats.source import SectionName
 from statexchange.report.diff import DiffReport, diff_paths
 from statexchange.sharding.options import CallOptions, Convert, ExportOptions, LoadOptions, Rename
 from statexchange.state.describe import State
@@ -27,7 +27,6 @@ def diff_checkpoints(
     comm: CommLike | None = None,
     layout: Mapping[str, Any] | None = None,
     section: SectionName | Literal["all"] | None = None,
-    weights: Weights | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
     rename: Rename = (),
@@ -49,7 +48,6 @@ def diff_checkpoints(
         comm: for live state, a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
         layout: for live state, the sharding of plain tensors, as for `save_checkpoint`.
         section: what to compare of a job's state, as for `merge_checkpoint`: by default the model, where it is known.
-        weights: which weights of a DeepSpeed checkpoint are the model, as for `merge_checkpoint`, in a and b.
         include: shell patterns of names to compare; by default all. They are matched after `rename` and `convert`. A
             live model of transformers, such as one with all experts in one tensor, is compared by the names in b.
         exclude: shell patterns of names to leave out.

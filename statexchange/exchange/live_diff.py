@@ -50,7 +50,7 @@ def diff_live(
         described = place_parts(comm, described, saved.rules)
     with contextlib.ExitStack() as holding:
         with comm.phase("reading the headers"):
-            source = open_source(path, section=call.section, weights=call.weights).unwrapped()
+            source = open_source(path, section=call.section).unwrapped()
             stored = holding.enter_context(OpenCheckpoint(source))
             stored_names = list(stored)
         live = _live_tensors(comm, described, stored, names, options)

@@ -12,29 +12,27 @@
 * A Universal Checkpoint has ``zero/PARAMETER/fp32.pt`` and the optimizer's states beside it (deepspeed_universal.py).
 
 The names of the source begin with ``model.`` and ``optimizer.state.``; both are sections. The model is made of the
-master weights, or of those that the training computes with (`weights`). Buffers and frozen parameters have no master
-weights: they are the model's own in both cases.
+master weights where they can be read, which rounded to the dtype of the training are its weights bit by bit. Buffers
+and frozen parameters have no master weights: they are the model's own.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 
-from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, excerpt
 from statexchange.formats.deepspeed_files import MODEL, STATE, UNIVERSAL, DeepSpeedFile, Step
 from statexchange.formats.deepspeed_module import add_tensors
 from statexchange.formats.deepspeed_universal import has_parameters
+from statexchange.formats.newest_step import named_step, newest_step
 from statexchange.formats.sections import sections_from
-from statexchange.formats.source import SectionName, Source, Weights
+from statexchange.formats.source import SectionName, Source
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
 
-__all__ = ["check_is_no_part", "matches", "read"]
+__all__ = ["matches", "read"]
 
 _LATEST = ("latest", "latest_universal")
-_MAX_TAG_BYTES = 255
 _TAG = re.compile(r"(?!\.{1,2}$)[^/\\\0\n]{1,200}")
 _PREFIXES: dict[SectionName, str] = {"model": MODEL, "optimizer": "optimizer.", "scheduler": "lr_scheduler."}
 # Entries of the model's file that are the model, or that describe it.
@@ -53,29 +51,12 @@ def matches(opened: OpenedPath) -> bool:
     latest = next((name for name in _LATEST if name in store.files), None)
     if latest is None:
         return False
-    return (_tag(store, latest) or "").startswith("global_step") or any(_steps(store))
+    return (named_step(store, latest, _directory_of) or "").startswith("global_step") or bool(_steps(store))
 
 
-def check_is_no_part(opened: OpenedPath) -> None:
-    """Raise InvalidArgumentError for a directory inside a Universal Checkpoint.
-
-    Its `optimizer_state.pt` has flat buffers of some ranks, and the files of a parameter do not have its name: read
-    alone, either would be taken for a model.
-    """
-    if opened.file is not None:
-        return
-    step, _, name = opened.store.path.rstrip("/").rpartition("/")
-    if {"fp32.pt", "exp_avg.pt"} <= set(opened.store.files):
-        step = step.rpartition("/")[0]
-    elif name != UNIVERSAL or not has_parameters(opened.store):
-        return
-    text = f"this is a part of a Universal Checkpoint of DeepSpeed: give the directory of its step, {step}"
-    raise InvalidArgumentError(text, path=opened.path)
-
-
-def _steps(store: Store) -> Iterator[str]:
-    """Yield the names of the directories of steps."""
-    return (name for name in store.directories if _is_step(store.below(name)))
+def _steps(store: Store) -> list[str]:
+    """Return the names of the directories of steps."""
+    return [name for name in store.directories if _is_step(store.below(name))]
 
 
 def _is_step(store: Store) -> bool:
@@ -86,55 +67,29 @@ def _is_step(store: Store) -> bool:
     return UNIVERSAL in store.directories and has_parameters(store.below(UNIVERSAL))
 
 
-def _tag(store: Store, latest: str) -> str | None:
-    """Return the name in the file `latest`; None if there is something else in it."""
-    file = store.open(latest)
-    if file.size > _MAX_TAG_BYTES:
-        return None
-    tag = file.read_all().decode(errors="replace").strip()
-    return tag if _TAG.fullmatch(tag) else None
+def _directory_of(text: str) -> str | None:
+    """Return the directory that `latest` names, as `newest_step` asks for it."""
+    return text if _TAG.fullmatch(text) else None
 
 
-def _step_store(store: Store) -> Store:
-    """Return the directory of the step to read.
-
-    Raises:
-        CorruptError: `latest` does not have the name of a directory.
-        IncompleteError: `latest` names a directory that is not there.
-    """
-    if _is_step(store):
-        return store
-    latest = next(name for name in _LATEST if name in store.files)
-    tag = _tag(store, latest)
-    if tag in store.directories:
-        return store.below(tag)
-    steps = list(_steps(store))
-    advice = f"give one of the others: {', '.join(steps[-8:])}" if steps else "no other is here"
-    if tag is None:
-        raise CorruptError(f"not the name of a step's directory; {advice}", path=store.path_of(latest))
-    text = f"{latest} names the directory {excerpt(tag)}, which is not here; {advice}"
-    raise IncompleteError(text, path=store.path_of(latest))
-
-
-def read(opened: OpenedPath, *, weights: Weights | None = None) -> Source:
+def read(opened: OpenedPath) -> Source:
     """Return the source at a path.
-
-    Args:
-        opened: the path.
-        weights: "master" for the fp32 weights, "model" for those with which the training computes; None for the master
-            weights if they can be read.
 
     Raises:
         IncompleteError: `latest` names a directory that is not there.
         CorruptError: `latest` does not have the name of a directory, or files of two saves are mixed.
     """
-    step = Step(_step_store(opened.store))
+    store = opened.store
+    if not _is_step(store):
+        latest = next(name for name in _LATEST if name in store.files)
+        store = store.below(newest_step(store, latest, _directory_of, lambda: _steps(opened.store)))
+    step = Step(store)
     # Whatever is wrong in the files of the model, neither it nor the optimizer's states are whole.
     with step.collecting({f"{MODEL}*": None, f"{STATE}*": None}):
         first = step.open(step.name_of("model", 0, 0), 0, "the file that describes the model is missing")
         with first.parsing():
             _add_entries(first)
-            add_tensors(step, first, weights)
+            add_tensors(step, first)
     descriptions: dict[str, str] = {}
     unreadable = list(step.unreadable)
     for file in step.files.values():

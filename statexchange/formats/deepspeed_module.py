@@ -21,13 +21,11 @@ from statexchange.formats.deepspeed_files import (
 )
 from statexchange.formats.deepspeed_universal import add_parameters
 from statexchange.formats.deepspeed_zero import CONVERTER, add_flat
-from statexchange.formats.source import Weights
 
 __all__ = ["add_tensors"]
 
 _OF_LAYER = re.compile(r"([0-9]{1,9})\.")  # with which the name of a pipeline layer's parameter begins
 _TIED = "tied_modules."
-_16_BITS = ("BF16", "F16")
 
 
 class _ModelStates:
@@ -90,55 +88,63 @@ class _ModelStates:
             file.add_entries(MODEL, entries)
 
 
-def add_tensors(step: Step, first: DeepSpeedFile, weights: Weights | None) -> None:
+def add_tensors(step: Step, first: DeepSpeedFile) -> None:
     """Add the model and the optimizer's states; `first` describes them.
 
     Raises:
         IncompleteError, CorruptError: a file of the model is missing or broken. Those of the optimizer, and of
             parameters of a Universal Checkpoint, are problems.
-        UnsupportedError: the weights that are wanted cannot be read from here.
+        UnsupportedError: the files do not say how tensors are divided.
     """
-    zero = step.universal
+    is_universal = step.universal is not None
     # Of each layer with experts their number; old versions have one number.
     counts = first.root.get("num_experts")
     expert_counts = [number_of(count) for count in first.listed(counts)] if type(counts) is list else []
-    has_experts = zero is None and (bool(step.names["expert"]) or max(expert_counts, default=1) > 1)
-    is_zero = zero is not None or first.root.get("param_shapes") is not None
+    has_experts = not is_universal and (bool(step.names["expert"]) or max(expert_counts, default=1) > 1)
+    is_zero = is_universal or first.root.get("param_shapes") is not None
+    takes_master = is_zero and not has_experts
     num_ranks = count_of(first.root.get("dp_world_size", 1)) if is_zero else 1
-    stages = range(_num_stages(step, first)) if zero is None else sorted({stage for _, stage in step.names["model"]})
-    if is_zero and zero is None:
-        step.world_size = num_ranks * len(stages)
-    if weights == "model":
-        _check_has_model_weights(step, stages)
-    takes_master = is_zero and not has_experts and weights != "model"
+    if is_universal:
+        stages = sorted({stage for _, stage in step.names["model"]})
+    else:
+        stages = list(range(_num_stages(step, first)))
+        step.world_size = num_ranks * len(stages) if is_zero else None
     all_states = [_ModelStates(step, stage, num_ranks) for stage in stages]
-    in_zero: set[str] = set()
-    if zero is not None:
-        shapes: dict[str, tuple[int, ...]] = {}
-        in_zero |= set(zero.directories)
-        for states in all_states:
-            # Those without fp32 weights are in the model's files, as they were before the conversion.
-            in_zero -= states.buffers | states.shared.keys() | states.frozen.keys()
-            shapes |= states.shapes
-        add_parameters(step, in_zero, shapes, takes_master=takes_master)
+    in_zero = _add_universal(step, all_states) if is_universal else set()
     for states in all_states:
-        if zero is None and is_zero and not has_experts:
-            _add_flat(step, states, num_ranks, takes_master=takes_master)
         if takes_master:
+            if not is_universal:
+                _add_flat(step, states, num_ranks)
             states.add_frozen()
         # A Universal Checkpoint does not say how several files divide the module.
-        if zero is None or len(all_states) == 1:
+        if not is_universal or len(all_states) == 1:
             states.add_module(in_zero | states.names if takes_master else set())
     for file in step.files.values():
         for states in all_states:
             for alias, name in states.shared.items():
                 file.add_alias(MODEL + alias, MODEL + name)
-    if zero is None and step.names["layer"]:
+    if not is_universal and step.names["layer"]:
         _add_layers(step, set().union(*(states.names for states in all_states)), takes_master=takes_master)
     if has_experts:
         _add_experts(step, expert_counts)
-    if not takes_master and weights != "model":
-        _note_weights(step, weights, has_experts=has_experts)
+    if not takes_master:
+        reason = (
+            "the parts of experts are not described" if has_experts else "without ZeRO, DeepSpeed does not name them"
+        )
+        step.notes.append(f"these are the weights of the training, not the fp32 master weights: {reason}")
+
+
+def _add_universal(step: Step, all_states: Sequence[_ModelStates]) -> set[str]:
+    """Add the parameters with a directory of their own in a Universal Checkpoint, and return their names."""
+    assert step.universal is not None
+    names = set(step.universal.directories)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for states in all_states:
+        # Those without fp32 weights are in the model's files, as they were before the conversion.
+        names -= states.buffers | states.shared.keys() | states.frozen.keys()
+        shapes |= states.shapes
+    add_parameters(step, step.universal, names, shapes)
+    return names
 
 
 def _num_stages(step: Step, first: DeepSpeedFile) -> int:
@@ -159,45 +165,17 @@ def _num_stages(step: Step, first: DeepSpeedFile) -> int:
     return num_stages
 
 
-def _check_has_model_weights(step: Step, stages: Sequence[int]) -> None:
-    """Raise UnsupportedError if there are no weights but the fp32 ones."""
-    if step.per_rank:
-        text = (
-            "ZeRO-3 saves only fp32 master weights. Cast to the dtype of the training they give its "
-            'weights bit by bit: weights="master", dtype="bfloat16" (--weights master --dtype bfloat16)'
-        )
-        raise UnsupportedError(text)
-    if step.universal is not None and len(stages) > 1:
-        raise UnsupportedError("there are only fp32 master weights here: leave out weights (--weights)")
-
-
-def _note_weights(step: Step, weights: Weights | None, *, has_experts: bool) -> None:
-    """Note why the model is not made of the fp32 weights; raise UnsupportedError if these are wanted."""
-    reason = "the parts of experts are not described"
-    if not has_experts:
-        tensors = [tensor for file in step.files.values() for tensor in file.tensors.values()]
-        if not any(tensor.shard.name.startswith(MODEL) and tensor.shard.dtype in _16_BITS for tensor in tensors):
-            return
-        reason = "DeepSpeed saves them without names if it does not divide them (ZeRO-0)"
-    if weights == "master":
-        text = f'the fp32 master weights cannot be read here: {reason}. Take weights="model" (--weights model)'
-        raise UnsupportedError(text)
-    step.notes.append(f"these are the weights of the training, not the fp32 master weights: {reason}")
-
-
-def _add_flat(step: Step, states: _ModelStates, num_ranks: int, *, takes_master: bool) -> None:
+def _add_flat(step: Step, states: _ModelStates, num_ranks: int) -> None:
     """Add what the flat buffers of all ranks hold, or the problem if something is missing or contradictory."""
     affected: dict[str, tuple[int, ...] | None] = {f"{STATE}*": None}
-    if takes_master:
-        affected |= {MODEL + name: shape for name, shape in states.shapes.items()}
-        if not states.shapes:
-            affected[f"{MODEL}*"] = None
+    affected |= {MODEL + name: shape for name, shape in states.shapes.items()}
+    if not states.shapes:
+        affected[f"{MODEL}*"] = None
     missing = "the file with this rank's part of the fp32 weights and of the optimizer's states is missing"
-    if not step.per_rank:
-        missing += '; weights="model" (--weights model) does not need it'
+    if not (step.per_rank or step.names["layer"]):
+        missing += "; mp_rank_00_model_states.pt alone has the weights of the training: give that file"
     with step.collecting(affected):
-        files = step.files_of_stage("optimizer", states.stage, num_ranks, missing)
-        add_flat(files, states.shapes, takes_master=takes_master)
+        add_flat(step.files_of_stage("optimizer", states.stage, num_ranks, missing), states.shapes)
 
 
 def _add_layers(step: Step, names: set[str], *, takes_master: bool) -> None:

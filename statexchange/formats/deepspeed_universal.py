@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from statexchange.errors import IncompleteError
 from statexchange.formats.deepspeed_files import MASTER_KEY, DeepSpeedFile, Shapes, Step, source_name
+from statexchange.formats.frameworks import UNIVERSAL_OPTIMIZER
 from statexchange.formats.source import open_listed
 from statexchange.formats.torch_archive import is_tensor
 from statexchange.storage.store import Store
@@ -23,22 +24,20 @@ _MISSING = "the file of a parameter is missing: the conversion did not finish"
 
 def has_parameters(store: Store) -> bool:
     """Whether a directory has the parameters of a Universal Checkpoint."""
-    if "optimizer_state.pt" in store.files:
+    if UNIVERSAL_OPTIMIZER in store.files:
         return True
     return any(_WEIGHTS_FILE in store.below(name).files for name in store.directories[:1])
 
 
-def add_parameters(step: Step, names: Iterable[str], shapes: Shapes, *, takes_master: bool) -> None:
+def add_parameters(step: Step, zero: Store, names: Iterable[str], shapes: Shapes) -> None:
     """Add the fp32 weights and the optimizer's states of parameters, each in a directory of its own.
 
     Args:
         step: the step.
+        zero: its directory with the directories of parameters.
         names: the names of the directories.
         shapes: the shapes of parameters that must be there.
-        takes_master: whether the fp32 weights are wanted.
     """
-    zero = step.universal
-    assert zero is not None
     stores = {name: zero.below(name) for name in sorted(names)}
     present: dict[str, set[str]] = {}
     for name in {**stores, **shapes}:
@@ -52,8 +51,6 @@ def add_parameters(step: Step, names: Iterable[str], shapes: Shapes, *, takes_ma
         shape = shapes.get(name)
         for file_name in sorted(expected):
             key = file_name.removesuffix(_SUFFIX)
-            if key == MASTER_KEY and not takes_master:
-                continue
             with step.collecting({source_name(name, key): shape}):
                 if name not in stores or file_name not in stores[name].non_directories:
                     raise IncompleteError(_MISSING, name=name, path=zero.path_of(f"{name}/{file_name}"))

@@ -47,13 +47,12 @@ _OF_TENSORS = {
 }  # fmt: skip
 
 
-def add_flat(files: Sequence[DeepSpeedFile], shapes: Shapes, *, takes_master: bool) -> None:
-    """Add the fp32 weights, if they are wanted, and the optimizer's states, which are in these files of the ranks.
+def add_flat(files: Sequence[DeepSpeedFile], shapes: Shapes) -> None:
+    """Add the fp32 weights and the optimizer's states, which are in these files of the ranks.
 
     Args:
         files: the optimizer's files, by rank.
         shapes: the shapes of all parameters.
-        takes_master: whether the fp32 weights are wanted.
 
     Raises:
         CorruptError: counts or sizes contradict each other.
@@ -71,8 +70,7 @@ def add_flat(files: Sequence[DeepSpeedFile], shapes: Shapes, *, takes_master: bo
         with part.file.parsing():
             for run in of_part:
                 for key, buffer in part.groups[run.group].items():
-                    if takes_master or key != MASTER_KEY:
-                        part.file.add_run(source_name(run.name, key), shapes[run.name], run, buffer)
+                    part.file.add_run(source_name(run.name, key), shapes[run.name], run, buffer)
     with first.file.parsing():
         first.add_rest()
 

@@ -5,8 +5,7 @@ state (formats/sections.py) the files or directories that have it. A part is rea
 is wanted, only its parts are opened, so a broken or refused file of another section does not matter. Where all are
 wanted, the names of a part begin with its section, as ``optimizer.state.0.exp_avg``.
 
-A directory that only contains checkpoints is no checkpoint; `check_none_below` lists them. verl's directories are the
-exception: they say which step is the newest, and which of its directories has the model.
+A directory that only contains checkpoints is no checkpoint; `check_none_below` lists them.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from importlib import import_module
 from itertools import count
 from typing import NamedTuple
 
-from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, StateExchangeError, excerpt
+from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, StateExchangeError
 from statexchange.formats.frameworks import FRAMEWORKS, TRAINER_STATE, VERL_FILES, Framework, Row
 from statexchange.formats.model_files import (
     ADAPTER_CONFIG,
     TORCH,
-    has_safetensors_model,
     is_weights,
     unread_weights,
 )
@@ -39,7 +37,7 @@ from statexchange.formats.source import (
     abbreviated_names,
     merged_metadata,
 )
-from statexchange.sharding.paths import ADAPTER_PREFIX, Path
+from statexchange.sharding.paths import Path
 from statexchange.storage.location import FilteredStore, OpenedPath
 from statexchange.storage.publish.claim import CLAIM_NAME
 from statexchange.storage.steps import list_steps, step_name
@@ -48,20 +46,14 @@ from statexchange.storage.workspace import is_rank_file
 
 __all__ = ["check_none_below", "matches", "read"]
 
-_MAX_TEXT = 64  # bytes of a file with one number
 # Files that only checkpoints of other formats have.
 _OF_OTHERS = ("statexchange.json", "save.json", "latest", CLAIM_NAME)  # "latest" is DeepSpeed's
-_MAX_STATE_BYTES = 64 << 10
-_GLOBAL_STEP = re.compile(rb'"global_step"\s*:\s*([0-9]{1,18})(?![0-9.eE])')
 _KEYS = ("state_dict", "model", "optimizer")  # which frameworks add above all names of a DCP
-# verl's directories: a file names the newest step, whose directory has one of each model.
-_VERL_LATEST, _VERL_ROLES = "latest_checkpointed_iteration.txt", ("actor", "critic")
-_VERL_STEP = re.compile(r"global_step_[0-9]+")
 
 
 def matches(opened: OpenedPath) -> bool:
     """Whether a path is a directory of one of the frameworks."""
-    return _located(opened) is not None
+    return _directory(opened) is not None
 
 
 def read(opened: OpenedPath, *, section: str | None = ALL) -> Source:
@@ -74,61 +66,26 @@ def read(opened: OpenedPath, *, section: str | None = ALL) -> Source:
     Raises:
         InvalidArgumentError: the directory does not have the section, or has several models.
     """
-    directory = _located(opened)
+    directory = _directory(opened)
     assert directory is not None  # matches
     if section == ALL:
         return directory.read_all()
     return directory.read_section("model" if section in (None, MODEL_OF_PARTS) else section)
 
 
-def _located(opened: OpenedPath) -> _Directory | None:
-    """Return the framework's directory that this is, or for verl the one below; None for any other path."""
-    store: Store | None = opened.store if opened.file is None else None
-    while store is not None:
-        directory = _directory_at(store, opened)
-        if directory is not None:
-            return directory
-        store = _verl_below(store)
-    return None
-
-
-def _name_of(store: Store) -> str:
-    return store.path.rstrip("/").rpartition("/")[2]
-
-
-def _verl_below(store: Store) -> Store | None:
-    """Return the directory of the newest step, or of the one model of a step, if this is one of verl's directories.
-
-    Raises:
-        IncompleteError: the newest step is missing, and others are there.
-    """
-    if _VERL_LATEST in store.listing:
-        step = store.read_small(_VERL_LATEST, _MAX_TEXT).strip().decode(errors="replace")
-        name = f"global_step_{step}"
-        if name in store.directories:
-            return store.below(name)
-        # Megatron has a file of this name, too, and its reader names one that is cut or empty.
-        if step.isdecimal() and any(map(_VERL_STEP.fullmatch, store.directories)):
-            text = f"{_VERL_LATEST} names {excerpt(name)[1:-1]}, which is missing: give the directory of another step"
-            raise IncompleteError(text, path=store.path_of(name))
-    elif _VERL_STEP.fullmatch(_name_of(store)):
-        roles = [role for role in _VERL_ROLES if store.listing.get(role) == "directory"]
-        if len(roles) == 1:
-            return store.below(roles[0])
-    return None
-
-
-def _directory_at(store: Store, opened: OpenedPath) -> _Directory | None:
-    """Return a directory with its parts if it is that of a framework; None for any other."""
+def _directory(opened: OpenedPath) -> _Directory | None:
+    """Return the directory with its parts if it is that of a framework; None for any other path."""
+    store = opened.store
     names = store.listing
-    if not names.keys().isdisjoint(_OF_OTHERS) or any(map(is_rank_file, names)):
+    if opened.file is not None or not names.keys().isdisjoint(_OF_OTHERS) or any(map(is_rank_file, names)):
         return None
-    marks = [*names, *(f"{_name_of(store)}/{name}" for name in names)]
+    directory = store.path.rstrip("/").rpartition("/")[2]
+    marks = [*names, *(f"{directory}/{name}" for name in names)]
     for framework in FRAMEWORKS:
         if any(re.fullmatch(framework.mark, mark) for mark in marks):
             parts = _parts_of(framework, store)
             if any(part.row.section in ("model", "optimizer", None) for part in parts):
-                return _Directory(opened, framework, store, parts)
+                return _Directory(opened, framework, parts)
     return None
 
 
@@ -151,8 +108,7 @@ def _parts_of(framework: Framework, store: Store) -> list[_StoredPart]:
         names: dict[str, list[str]] = {}
         for name in store.directories if row.is_directory else store.non_directories:
             match = row.match(name)
-            # verl's directory always has config and tokenizer, and weights only if it was configured so.
-            if match is not None and (name != VERL_FILES or has_safetensors_model(store.below(name))):
+            if match is not None:
                 key = match["of"] or "" if row.has("of") else name
                 names.setdefault(key, []).append(name)
         if names and row.section not in parts:
@@ -166,8 +122,12 @@ class _Directory:
 
     opened: OpenedPath
     framework: Framework
-    store: Store
     parts: list[_StoredPart]
+
+    @property
+    def store(self) -> Store:
+        """The directory."""
+        return self.opened.store
 
     def read_all(self) -> Source:
         """Return all parts as one source; the names of each part begin with its section."""
@@ -202,7 +162,6 @@ class _Directory:
             problems=problems,
             notes=self._notes(),
             parts=tuple(parts),
-            step=self._step(),
         )
 
     def read_section(self, section: str) -> Source:
@@ -237,17 +196,15 @@ class _Directory:
         if len(read) > 1:
             # The parts of one section may have equal names.
             source = self._joined([source.renamed(f"{part.stem}.".__add__) for part, source in read])
-        # The note of a lone file advises to give this directory, which was given.
-        notes = () if source.parts else source.notes
         note = section_note(section, rest, f" of this {self.framework.kind} directory")
         return replace(
             source,
             opened=self.opened,
             problems=(*self._missing_ranks(section), *source.problems),
-            notes=(*notes, note, *self._notes(), *_notes_on_lora(source)),
+            notes=(*source.notes, note, *self._notes()),
             sections=(),
-            small_files=self._small_files(),
-            step=self._step(),
+            # verl keeps config and tokenizer in a directory of their own.
+            small_files=self.store.below(VERL_FILES) if VERL_FILES in self.store.directories else self.store,
         )
 
     def _read(self, part: _StoredPart) -> Source:
@@ -305,30 +262,13 @@ class _Directory:
                 path = self.store.path_of(name)
                 yield IncompleteError("the file of this rank is missing", rank=missing, path=path)
 
-    def _step(self) -> int | None:
-        """Return the training step that Trainer's state has; None without one.
-
-        The keys are sorted, so it comes before the history, which may be long.
-        """
-        if TRAINER_STATE not in self.store.files:
-            return None
-        match = _GLOBAL_STEP.search(self.store.open(TRAINER_STATE).first_bytes(_MAX_STATE_BYTES))
-        return None if match is None else int(match[1])
-
-    def _small_files(self) -> Store | None:
-        name = self.framework.small_files
-        if name in self.store.directories:
-            return self.store.below(name)
-        return self.store if name == "" else None
-
     def _adapters(self) -> list[str]:
         """Return the subdirectories in which PEFT keeps adapters that have names."""
         return [name for name in self.store.directories if ADAPTER_CONFIG in self.store.below(name).listing]
 
     def _notes(self) -> tuple[str, ...]:
         """Return notes about the files and adapters of the directory that are not read."""
-        notes: tuple[str, ...] = () if self.store is self.opened.store else (f"read from {self.store.path}",)
-        notes += unread_weights(self.store, {name for part in self.parts for name in part.names})
+        notes = unread_weights(self.store, {name for part in self.parts for name in part.names})
         adapters = self._adapters()
         if adapters:
             notes += (f"not read: the adapters in {abbreviated_names(adapters)}; to read one, give its path",)
@@ -368,15 +308,6 @@ def _no_model(sections: Sequence[str]) -> str:
     return f"no file of a model is here, only of {', '.join(sections)}"
 
 
-def _notes_on_lora(source: Source) -> tuple[str, ...]:
-    """Return a note on the names of a PEFT model, which transformers does not know."""
-    names = source.names
-    if not any(".lora_" in name for name in names) or not all(name.startswith(ADAPTER_PREFIX) for name in names):
-        return ()
-    advice = '--exclude "*.lora_*" --rename "^base_model[.]model[.]=" --rename "[.]base_layer[.]=."'
-    return (f"the names are those of a PEFT model with LoRA; its base model alone: {advice}",)
-
-
 def _sections_of(part: _StoredPart, source: Source) -> tuple[Section, ...]:
     """Return a part's sections: the one that it is, or those that its names show."""
     if part.row.section is None and source.files:
@@ -388,7 +319,7 @@ def _sections_of(part: _StoredPart, source: Source) -> tuple[Section, ...]:
 
 _CKPT = ".ckpt"  # of Lightning's files and directories
 _CHECKPOINT = re.compile(
-    rf"(checkpoint|global_step|step|epoch|iter)[-_=]?[0-9]{{1,18}}|{'|'.join(_VERL_ROLES)}|.*{re.escape(_CKPT)}",
+    rf"(checkpoint|global_step|step|epoch|iter)[-_=]?[0-9]{{1,18}}|actor|critic|.*{re.escape(_CKPT)}",
     re.IGNORECASE,
 )
 

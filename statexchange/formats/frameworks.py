@@ -11,7 +11,16 @@ from typing import Literal, NamedTuple
 
 from statexchange.formats.source import SectionName, SourceKind
 
-__all__ = ["FRAMEWORKS", "OPTIMIZER_FILE", "TRAINER_STATE", "VERL_FILES", "Framework", "Row", "StateFile", "state_file"]
+__all__ = [
+    "FRAMEWORKS",
+    "OPTIMIZER_FILE",
+    "TRAINER_STATE",
+    "UNIVERSAL_OPTIMIZER",
+    "VERL_FILES",
+    "Framework",
+    "Row",
+    "state_file",
+]
 
 
 class Row(NamedTuple):
@@ -23,13 +32,13 @@ class Row(NamedTuple):
             ``of`` are one part; without such a group each name is one. With a group ``rank`` there is a file for each
             rank: as many as the group ``ranks`` says, or else for each up to the last.
         reader: the format of the files, or of each directory. DCP's ``.metadata`` is a file of the directory itself.
-        about: what one of its files alone is, for a message; "" if its name does not show that.
+        shows_section: whether the name of one of its files alone shows the section.
     """
 
     section: SectionName | None
     pattern: str
     reader: Literal["dcp", "huggingface", "torch_file"] = "torch_file"
-    about: str = ""
+    shows_section: bool = False
 
     @property
     def is_directory(self) -> bool:
@@ -53,18 +62,14 @@ class Framework(NamedTuple):
         mark: the directory is recognised if it has an entry of such a name, and a part. A name with a "/" begins with
             the name of the directory itself.
         rows: the parts. Of each section the first way that is there counts.
-        small_files: the subdirectory with config and tokenizer; "" for the directory itself, None if it has none.
     """
 
     kind: SourceKind
     mark: str
     rows: tuple[Row, ...]
-    small_files: str | None = ""
 
 
 TRAINER_STATE = "trainer_state.json"
-_OPTIMIZER, _SCHEDULER = "the state of an optimizer", "the state of a learning rate's scheduler"
-_RNG = "the states of random number generators"
 _INDEX = r"(-[0-9]{5}-of-[0-9]{5})?"
 # accelerate writes FSDP's states: sharded as DCP, full as one file, local as one file a rank. A model comes before an
 # adapter, as in model_files.py.
@@ -77,11 +82,11 @@ _ACCELERATE = (
     Row("model", rf"(?P<of>pytorch_model(_[0-9]+)?){_INDEX}\.bin(\.index\.json)?"),
     Row("model", rf"(?P<of>adapter_model){_INDEX}\.bin(\.index\.json)?"),
     Row("optimizer", r"optimizer_[0-9]+/", "dcp"),
-    Row("optimizer", r"optimizer(_[0-9]+)?\.(pt|bin)", about=_OPTIMIZER),
-    Row("optimizer", r"optimizer(?P<of>(_[0-9]+)?)_rank[0-9]+\.(pt|bin)", about=_OPTIMIZER),
+    Row("optimizer", r"optimizer(_[0-9]+)?\.(pt|bin)", shows_section=True),
+    Row("optimizer", r"optimizer(?P<of>(_[0-9]+)?)_rank[0-9]+\.(pt|bin)", shows_section=True),
 )
 _WORLD = r"_world_size_(?P<ranks>[0-9]{1,9})_rank_(?P<rank>[0-9]{1,9})\.pt"
-VERL_FILES = "huggingface"
+VERL_FILES = "huggingface"  # the directory with config and tokenizer
 FRAMEWORKS = (
     Framework(
         "trainer",
@@ -89,9 +94,9 @@ FRAMEWORKS = (
         rf"{re.escape(TRAINER_STATE)}|checkpoint-[0-9]{{1,18}}/(training_args\.bin|optimizer\.pt)",
         (
             *_ACCELERATE,
-            Row("scheduler", r"scheduler(_[0-9]+)?\.pt", about=_SCHEDULER),
-            Row("rng", r"rng_state(_(?P<rank>[0-9]{1,9}))?\.pth", about=_RNG),
-            Row("other", r"training_args\.bin|scaler\.pt", about="the arguments of Trainer, or its scaler"),
+            Row("scheduler", r"scheduler(_[0-9]+)?\.pt", shows_section=True),
+            Row("rng", r"rng_state(_(?P<rank>[0-9]{1,9}))?\.pth", shows_section=True),
+            Row("other", r"training_args\.bin|scaler\.pt", shows_section=True),
         ),
     ),
     Framework(
@@ -99,8 +104,8 @@ FRAMEWORKS = (
         r"random_states_[0-9]+\.pkl|pytorch_model_fsdp.*|optimizer_0",
         (
             *_ACCELERATE,
-            Row("scheduler", r"scheduler(_[0-9]+)?\.bin", about=_SCHEDULER),
-            Row("rng", r"random_states_(?P<rank>[0-9]{1,9})\.pkl", about=_RNG),
+            Row("scheduler", r"scheduler(_[0-9]+)?\.bin", shows_section=True),
+            Row("rng", r"random_states_(?P<rank>[0-9]{1,9})\.pkl", shows_section=True),
             Row("other", r"scaler\.pt|(dl_state_dict|sampler)(_[0-9]+)?\.bin|custom_checkpoint_[0-9]+\.pkl"),
         ),
     ),
@@ -109,53 +114,38 @@ FRAMEWORKS = (
         r"(model|optim)_world_size_[^/]*",
         (
             Row("model", rf"(?P<of>model){_WORLD}"),
-            Row("model", f"{VERL_FILES}/", "huggingface"),
-            Row("optimizer", rf"(?P<of>optim){_WORLD}", about=f"a rank's part of {_OPTIMIZER}"),
-            Row("other", rf"extra_state{_WORLD}", about="a rank's random states and scheduler"),
+            Row("optimizer", rf"(?P<of>optim){_WORLD}", shows_section=True),
+            Row("other", rf"extra_state{_WORLD}", shows_section=True),
         ),
-        VERL_FILES,
     ),
     Framework(
         "lightning",
         r"meta\.pt",
         (Row(None, r"\.metadata", "dcp"), Row("other", r"meta\.pt")),
-        None,
     ),
     Framework(
         "torch_checkpointing",
         r"metadata\.pkl",
         (
             Row("model", r"(?P<of>model)_(?P<rank>[0-9]{1,9})\.pt"),
-            Row("optimizer", r"(?P<of>optim|optimizer)_(?P<rank>[0-9]{1,9})\.pt", about=_OPTIMIZER),
+            Row("optimizer", r"(?P<of>optim|optimizer)_(?P<rank>[0-9]{1,9})\.pt", shows_section=True),
             Row("other", r"(?!(model|optim|optimizer)_[0-9])[^/]+_[0-9]+\.pt"),
         ),
-        None,
     ),
 )
 
 
-class StateFile(NamedTuple):
-    """A file of another part than the model.
-
-    Attributes:
-        section: the part.
-        about: what it is, for a message.
-    """
-
-    section: SectionName
-    about: str
-
-
 # DeepSpeed's, with the number of the rank and that of the model-parallel rank.
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_([0-9]{1,9})_optim_states\.pt")
+UNIVERSAL_OPTIMIZER = "optimizer_state.pt"  # beside the directories of a Universal Checkpoint's parameters
 
 
-def state_file(name: str) -> StateFile | None:
-    """Return what a file of this name is, if it is known and not the model; else None."""
-    if OPTIMIZER_FILE.fullmatch(name):
-        return StateFile("optimizer", "a rank's part of DeepSpeed's optimizer")
+def state_file(name: str) -> SectionName | None:
+    """Return the section of a file of this name, if that is known and not the model; else None."""
+    if OPTIMIZER_FILE.fullmatch(name) or name == UNIVERSAL_OPTIMIZER:
+        return "optimizer"
     for framework in FRAMEWORKS:
         for row in framework.rows:
-            if row.about and row.section is not None and row.match(name):
-                return StateFile(row.section, row.about)
+            if row.shows_section and row.match(name):
+                return row.section
     return None

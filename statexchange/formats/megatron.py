@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, StateExchangeError, excerpt
+from statexchange.errors import IncompleteError, InvalidArgumentError
 from statexchange.formats import megatron_ranks, megatron_torch_dist
+from statexchange.formats.newest_step import newest_step
 from statexchange.formats.source import Source
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Store
@@ -23,8 +24,7 @@ _TRACKER = "latest_checkpointed_iteration.txt"
 _RELEASE = "release"
 _ITERATION = re.compile(r"iter_[0-9]{7,12}")
 _NUMBER = re.compile(r"[0-9]{1,12}")
-_MAX_TRACKER_BYTES = 64
-_MAX_LISTED = 8
+_STEP_OF_VERL = re.compile(r"global_step_[0-9]+")  # beside a file of the same name as the tracker
 
 
 def matches(opened: OpenedPath) -> bool:
@@ -46,7 +46,7 @@ def read(opened: OpenedPath) -> Source:
         raise InvalidArgumentError(text, path=opened.path)
     store, name = opened.store, None
     if not _is_iteration(store):
-        name = _newest(store)
+        name = newest_step(store, _TRACKER, _directory_of, lambda: _iterations(opened.store))
         store = store.below(name)
         if not _is_iteration(store):
             raise IncompleteError(
@@ -62,39 +62,19 @@ def read(opened: OpenedPath) -> Source:
 
 
 def _is_run(store: Store) -> bool:
-    return _TRACKER in store.listing or any(_is_iteration_of(store, name) for name in _iterations(store))
+    return _TRACKER in store.listing and not any(map(_STEP_OF_VERL.fullmatch, store.directories))
 
 
 def _iterations(store: Store) -> list[str]:
     return [name for name in store.directories if _ITERATION.fullmatch(name) or name == _RELEASE]
 
 
-def _is_iteration_of(store: Store, name: str) -> bool:
-    try:
-        return _is_iteration(store.below(name))
-    except StateExchangeError:  # removed meanwhile, or unreadable
-        return False
-
-
 def _is_iteration(store: Store) -> bool:
     return megatron_torch_dist.matches(store) or megatron_ranks.matches(store)
 
 
-def _newest(store: Store) -> str:
-    """Return the name of the iteration's directory that the run's file names."""
-    names = _iterations(store)
-    listed = ", ".join(names[-_MAX_LISTED:]) or "none"
-    if _TRACKER not in store.listing:
-        text = f"{_TRACKER}, which names the newest iteration, is missing: give the directory of one of them ({listed})"
-        raise InvalidArgumentError(text, path=store.path)
-    data = store.read_small(_TRACKER, _MAX_TRACKER_BYTES)
-    text = data.decode("ascii", "replace").strip()
-    if text != _RELEASE and not _NUMBER.fullmatch(text):
-        raise CorruptError(f"not the number of an iteration: {excerpt(data)}", path=store.path_of(_TRACKER))
-    name = text if text == _RELEASE else f"iter_{int(text):07d}"
-    if name not in store.directories:
-        advice = "no other is here: copy it, too"
-        if names:
-            advice = f"there are: {listed}. To read one of these, give its directory"
-        raise IncompleteError(f"{_TRACKER} names {name}, which is missing; {advice}", path=store.path_of(name))
-    return name
+def _directory_of(text: str) -> str | None:
+    """Return the iteration that the run's file names, as `newest_step` asks for it."""
+    if _NUMBER.fullmatch(text):
+        return f"iter_{int(text):07d}"
+    return text if text == _RELEASE else None

@@ -39,7 +39,6 @@ class RunArguments:
         num_experts: experts of each layer; 0 if not known.
         is_tied: whether it is known that the output layer is the embedding.
         iteration: training iteration; None if not known.
-        num_arguments: number of all arguments.
         model: numbers and truth values that tell the model's shape, by their names in Megatron.
     """
 
@@ -50,7 +49,6 @@ class RunArguments:
     num_experts: int
     is_tied: bool
     iteration: int | None
-    num_arguments: int
     model: Mapping[str, int]
 
     @classmethod
@@ -74,7 +72,6 @@ class RunArguments:
             num_experts=_number(arguments, "num_experts", path, 0),
             is_tied=arguments.get("untie_embeddings_and_output_weights") is False,
             iteration=None if state.get("iteration") is None else _number(state, "iteration", path, 0),
-            num_arguments=len(arguments),
             model=_model_numbers(arguments),
         )
 
@@ -84,8 +81,7 @@ class RunArguments:
         return self.tensor * self.pipeline * self.expert
 
     def __str__(self) -> str:
-        sizes = f"tensor parallel {self.tensor}, pipeline parallel {self.pipeline}, expert parallel {self.expert}"
-        return f"{self.num_arguments} arguments of the run: {sizes}"
+        return f"tensor parallel {self.tensor}, pipeline parallel {self.pipeline}, expert parallel {self.expert}"
 
 
 def _model_numbers(arguments: Mapping[Any, Any]) -> dict[str, int]:

@@ -211,7 +211,7 @@ def _missing(
         problems.append(IncompleteError(text, path=store.path_of(absent[0])))
     for name in names:
         if name not in positions:
-            text = f"{arguments}, have no such rank: this directory is of another save"
+            text = f"a run with {arguments} has no such rank: this directory is of another save"
             problems.append(IncompleteError(text, path=store.path_of(name)))
     return problems
 

@@ -11,10 +11,7 @@ common.pt names it. Flat buffers are read as they are.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from dataclasses import replace
-from operator import itemgetter
 
 from statexchange.errors import (
     CorruptError,
@@ -28,7 +25,6 @@ from statexchange.formats import dcp
 from statexchange.formats.megatron_arguments import RunArguments, with_sections
 from statexchange.formats.source import Source, open_listed
 from statexchange.formats.torch_file import TorchFile
-from statexchange.sharding.shards import Box
 from statexchange.storage.location import OpenedPath, read_json
 from statexchange.storage.store import Store
 
@@ -37,10 +33,6 @@ __all__ = ["CONFIG", "matches", "read"]
 CONFIG, _COMMON = "metadata.json", "common.pt"
 _BACKEND = "sharded_backend"
 _MAX_CONFIG_BYTES = 1 << 16
-_SHARDING_TYPE = "param_state_sharding_type"
-_BY_PARAMETER, _FLAT = "str 'fully_reshardable'", "str 'dp_reshardable'"
-_BUCKET = re.compile(r"\.bucket_idx_[0-9]+\.[a-z_]+$")
-_ALIGNMENT = 64  # elements
 
 
 def matches(store: Store) -> bool:
@@ -103,44 +95,9 @@ def _with_common(source: Source, common: TorchFile) -> Source:
         source = replace(source, step=arguments.iteration, arguments=arguments.model)
     except CorruptError:  # they are not Megatron's, as a job may save anything there
         pass
-    kinds = {text for name, text in described.items() if name.endswith(f".{_SHARDING_TYPE}")}  # of chained optimizers
-    flat = sorted(kinds - {_BY_PARAMETER})
-    if flat:
-        text = f"flat buffers, not by parameter: {_SHARDING_TYPE} is {flat[0].removeprefix('str ')}"
-        described["optimizer"] = text
     return replace(
         source,
         files=(*source.files, common.shard_file),
         others={**described, **source.others},
         unreadable=(*source.unreadable, *common.unsupported),
-        padding=_padding(source) if _FLAT in kinds else {},
     )
-
-
-def _padding(source: Source) -> dict[str, frozenset[Box]]:
-    """Return, by the name of the flat buffer, the boxes of the gaps between its parameters.
-
-    In a buffer each parameter begins at a multiple of `_ALIGNMENT` elements. Each rank has a box for each parameter, or
-    the part of one that it has, and one for each gap. A gap begins elsewhere and is smaller than `_ALIGNMENT`. A rank's
-    first box may continue the last parameter of the rank before, so it is a gap only if that rank ended with one.
-    """
-    boxes: dict[str, list[tuple[int, int, Box]]] = {}
-    for shard_file, tensor in source.shards():
-        if _BUCKET.search(tensor.shard.name) and len(tensor.shard.global_shape) == 1:
-            of_name = boxes.setdefault(tensor.shard.name, [])
-            of_name += [(box.offsets[0], shard_file.rank, box) for box in tensor.shard.boxes]
-    return {name: frozenset(_gaps(of_name)) for name, of_name in boxes.items()}
-
-
-def _gaps(boxes: Sequence[tuple[int, int, Box]]) -> list[Box]:
-    """Return the gaps among a buffer's boxes, which are given with their first elements and their ranks."""
-    gaps = []
-    in_gap = False
-    last_rank: int | None = None
-    for begin, rank, box in sorted(boxes, key=itemgetter(0)):
-        can_be_gap = begin % _ALIGNMENT != 0 and box.numel < _ALIGNMENT
-        in_gap = can_be_gap and (in_gap or rank == last_rank)
-        last_rank = rank
-        if in_gap:
-            gaps.append(box)
-    return gaps

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import io
 import pickletools
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,6 @@ _MAX_LONG_BITS = 8192
 _MAX_SHORT_TEXT = 64  # characters of a key that is compared without counting
 _HASH_PRIME = (1 << 61) - 1  # smaller integers have different hashes
 _MAX_OF_ONE_HASH = 64  # different keys
-_STEPS_PER_COPY = 8  # an entry of a dict takes about 100 bytes
 _STOP = b"."
 _START_BYTES = 64  # by which a file that is not a pickle is recognised
 
@@ -88,7 +87,7 @@ class OpaqueObject:
     @property
     def class_name(self) -> str:
         """The name of its class; of an object that a function would construct, the class passed to the function."""
-        is_function = self.name == "getattr" or self.name.rpartition(".")[2] in _CONSTRUCTING
+        is_function = self.name.rpartition(".")[2] in _CONSTRUCTING
         first_argument = self.args[0] if is_function and self.args else None
         return first_argument.name if type(first_argument) is GlobalRef else self.name
 
@@ -171,6 +170,7 @@ _BUILTINS_THAT_RUN_CODE = {"__import__", "breakpoint", "compile", "eval", "exec"
 # Exceptions: classes of these modules that only hold data.
 _ONLY_DATA = {("types", "SimpleNamespace"), ("_io", "BytesIO"), ("_io", "StringIO")}
 _MAX_NAME = 200  # characters of a module's name, and of a class's
+_MAX_ATTRIBUTE = 3 * _MAX_NAME  # characters of a class with its module, and of a name in it
 _KEY_TYPES = {str, int, float, bool, bytes, type(None), GlobalRef}
 _CONTAINER_TYPES = {dict, list, tuple, set, frozenset, OpaqueObject}
 
@@ -208,18 +208,15 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown
         raise CorruptError(text, path=path) from None
 
 
-def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Container[int] = ()) -> Iterator[Any]:
-    """Yield values of a pickle and everything in them, each container once.
-
-    Ids of visited containers are added to `seen`; containers with ids in `without` are skipped. Ids stay valid because
-    the pickle's root keeps all values alive.
-    """
+def contents(values: Iterable[Any], budget: Budget) -> Iterator[Any]:
+    """Yield values of a pickle and everything in them, each container once."""
+    seen: set[int] = set()  # ids, which stay valid because the pickle's root keeps all values alive
     waiting = list(values)
     while waiting:
         item = waiting.pop()
         kind = type(item)
         if kind in _CONTAINER_TYPES:
-            if id(item) in without or id(item) in seen:
+            if id(item) in seen:
                 continue
             seen.add(id(item))
             if kind is OpaqueObject:
@@ -261,7 +258,7 @@ class _Machine:
         if self.outer_stacks:
             raise ValueError("a mark is left on the stack")
         if self.functions:
-            for item in contents(self.call_arguments, self.budget, set()):
+            for item in contents(self.call_arguments, self.budget):
                 if type(item) is GlobalRef and item.name in self.functions:
                     raise self.unsafe(item.name)
         return value
@@ -338,6 +335,19 @@ class _Machine:
             self.functions.add(ref.name)
         return ref
 
+    def attribute(self, args: tuple[Any, ...]) -> GlobalRef:
+        """Return the GlobalRef of getattr(class, name): a nested class, or a member of an enum.
+
+        So protocol 2 spells the one, and early releases of Python 3.11 the other.
+        """
+        if [type(arg) for arg in args] != [GlobalRef, str] or len(args[0].name) + len(args[1]) > _MAX_ATTRIBUTE:
+            raise UnsafeError("refused: the pickle calls getattr on something that is not a class", path=self.path)
+        owner, name = args
+        ref = GlobalRef(f"{owner.name}.{name}")
+        if not (self.unknown_classes and _is_class_name(owner.name.rpartition(".")[2]) and _is_class_name(name)):
+            self.functions.add(ref.name)
+        return ref
+
     def unsafe(self, name: str) -> UnsafeError:
         """Return the error for a name that the pickle may not use."""
         return UnsafeError(f"refused: the pickle uses {name}, which is not known to be harmless", path=self.path)
@@ -391,20 +401,9 @@ def _push_long(machine: _Machine, number: int) -> None:
 def _new_object(machine: _Machine, _: None) -> None:
     """NEWOBJ: like REDUCE; the callee must be a class."""
     callee = machine.stack[-2]
-    if type(callee) is GlobalRef:
+    if type(callee) is GlobalRef and machine.unknown_classes:
         machine.functions.discard(callee.name)
-    elif machine.unknown_classes and _is_nested_class(callee):
-        owner, name = callee.args
-        machine.stack[-2] = GlobalRef(f"{owner.name}.{name}")
     _call(machine, None)
-
-
-def _is_nested_class(value: Any) -> bool:
-    """Whether a value is a class inside of a class, which protocol 2 spells as getattr(class, name)."""
-    if type(value) is not OpaqueObject or value.name != "getattr":
-        return False
-    owner, name = value.args  # `_call` has checked them
-    return _is_class_name(owner.name.rpartition(".")[2]) and _is_class_name(name) and len(name) <= _MAX_NAME
 
 
 def _call(machine: _Machine, _: None) -> None:
@@ -415,10 +414,9 @@ def _call(machine: _Machine, _: None) -> None:
     if callee.name in machine.functions:
         raise machine.unsafe(callee.name)
     machine.call_arguments.append(args)
-    if callee.name == "getattr" and [type(arg) for arg in args] != [GlobalRef, str]:
-        # Early releases of Python 3.11 pickle an enum member as getattr(class, name).
-        raise UnsafeError("refused: the pickle calls getattr on something that is not a known class", path=machine.path)
-    if callee.name == "Size" and len(args) == 1 and type(args[0]) is tuple:
+    if callee.name == "getattr":
+        machine.stack.append(machine.attribute(args))
+    elif callee.name == "Size" and len(args) == 1 and type(args[0]) is tuple:
         machine.stack.append(args[0])
     elif callee.name in ("OrderedDict", "defaultdict", "Counter"):
         machine.stack.append(_dict(machine, callee.name, args))
@@ -427,10 +425,9 @@ def _call(machine: _Machine, _: None) -> None:
 
 
 def _dict(machine: _Machine, kind: str, args: tuple[Any, ...]) -> dict[Any, Any]:
-    """Return the dict that a call of a dict's class would construct: a Counter copies a dict, other items follow."""
+    """Return the dict that a call of a dict's class would construct: a Counter's argument, or none."""
     if kind == "Counter" and len(args) == 1 and type(args[0]) is dict:
-        machine.budget.spend(_STEPS_PER_COPY * len(args[0]))
-        return dict(args[0])
+        return args[0]  # the pickle of a Counter has it for this alone
     if args and not (kind == "defaultdict" and len(args) == 1):
         raise UnsafeError(f"refused: the pickle calls {kind} with items", path=machine.path)
     return {}
@@ -482,7 +479,7 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
     "ADDITEMS": lambda machine, _: machine.fill(set, machine.above_mark()),
     "SETITEM": lambda machine, _: machine.fill(dict, machine.pop(2)),
     "SETITEMS": lambda machine, _: machine.fill(dict, machine.above_mark()),
-    "GLOBAL": lambda machine, names: machine.push_global(*names),
+    "GLOBAL": lambda machine, names: machine.push_global(*names.split(" ", 1)),  # as pickletools joins them
     "STACK_GLOBAL": lambda machine, _: machine.push_global(*machine.pop(2)),
     "BINPERSID": lambda machine, _: _push(machine, OpaqueObject("persistent", tuple(machine.pop(1)))),  # a storage
     "REDUCE": _call,
@@ -491,23 +488,13 @@ _OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
 }
 
 
-def _two_lines(file: io.BytesIO) -> tuple[str, str]:
-    """Read the argument of GLOBAL as pickle does: pickletools would undo escapes, and join the lines by a blank."""
-    module, name = file.readline(), file.readline()
-    if not name.endswith(b"\n"):
-        raise ValueError("a line without an end")
-    return module[:-1].decode(), name[:-1].decode()
-
-
-def _argument_reader(opcode: pickletools.OpcodeInfo) -> Callable[[io.BytesIO], Any]:
-    if opcode.name == "GLOBAL":
-        return _two_lines
-    return (lambda _: None) if opcode.arg is None else opcode.arg.reader
+def _no_argument(_: io.BytesIO) -> None:
+    """Read nothing: the opcode has no argument."""
 
 
 # By opcode, what reads its argument and what it does. Others are refused before their argument is read.
 _INSTRUCTIONS = {
-    opcode.code.encode("latin-1"): (_argument_reader(opcode), _OPERATIONS[opcode.name])
+    opcode.code.encode("latin-1"): (_no_argument if opcode.arg is None else opcode.arg.reader, _OPERATIONS[opcode.name])
     for opcode in pickletools.opcodes
     if opcode.name in _OPERATIONS
 }

@@ -19,13 +19,13 @@ from statexchange.errors import (
     ReplacedError,
     StateExchangeError,
     UnsupportedError,
-    excerpt,
 )
 from statexchange.formats.directories import check_none_below
+from statexchange.formats.frameworks import state_file
 from statexchange.formats.model_files import is_weights, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
-from statexchange.formats.source import WEIGHTS, Source, Weights
+from statexchange.formats.source import Source
 from statexchange.storage.location import Attempts, OpenedPath, read_with_retry, resolve_path
 from statexchange.storage.steps import is_saves_directory
 
@@ -39,7 +39,6 @@ __all__ = [
     "UNFINISHED_DOWNLOAD",
     "Format",
     "Probe",
-    "has_master_weights",
     "holds_saves",
     "open_checkpoint",
     "open_source",
@@ -75,7 +74,7 @@ class Format(Protocol):
 # In order: the first format that matches reads. A format is imported when it is tried; those from Megatron's on import
 # the pickle reader, which the others do not need. `directories` reads parts by the other formats, and selects the
 # section itself.
-_DIRECTORIES, _DEEPSPEED, _FOREIGN = "directories", "deepspeed", "foreign"
+_DIRECTORIES, _FOREIGN = "directories", "foreign"
 FORMATS = (
     "save",
     "version",
@@ -84,12 +83,12 @@ FORMATS = (
     "workspace",
     "megatron",
     "dcp",
-    _DEEPSPEED,
+    "deepspeed",
     _FOREIGN,
     "torch_file",
 )
 # What a format's `read` takes beside the opened path.
-_OPTIONS = {_DIRECTORIES: ("section",), _DEEPSPEED: ("weights",), "save": ("ranks",)}
+_OPTIONS = {_DIRECTORIES: ("section",), "save": ("ranks",)}
 _BESIDE_DEEPSPEED = (
     "not read: a checkpoint of DeepSpeed, whose step the file latest names; to read it, give the directory of the step"
 )
@@ -109,7 +108,6 @@ def open_source(
     *,
     strict: bool = True,
     section: str | None = ALL,
-    weights: Weights | None = None,
     wants: Callable[[str], bool] | None = None,
     ranks: tuple[int, int] | None = None,
 ) -> Source:
@@ -123,8 +121,6 @@ def open_source(
         strict: raise the first missing or broken part; otherwise all become the source's `problems`.
         section: the section to open, without its prefix: its name, "all", or None for the model, if it is known which
             tensors are the model's (formats/sections.py). Problems of other sections do not count.
-        weights: which weights of a DeepSpeed checkpoint are the model's: "master" (fp32) or "model"; None for the
-            master weights where they can be read.
         wants: `wants(name)` returns whether a tensor will be read. With `strict`, only problems of such tensors are
             raised, by default those of all.
         ranks: this rank and the number of ranks that load: of a save with an index a file is then opened only when
@@ -136,11 +132,10 @@ def open_source(
     Raises:
         NotFoundError: there is no checkpoint of a known format at the path.
         IncompleteError, CorruptError: with `strict`, something is missing or broken.
-        InvalidArgumentError: the checkpoint does not have the section, or `weights` does not apply to it.
+        InvalidArgumentError: the checkpoint does not have the section.
         UnsupportedError: the format is one that is not read (formats/foreign.py).
     """
-    read = partial(read_opened, weights=weights, ranks=ranks)
-    return open_with(path, read, strict=strict, section=section, wants=wants)
+    return open_with(path, partial(read_opened, ranks=ranks), strict=strict, section=section, wants=wants)
 
 
 def open_with(
@@ -264,21 +259,10 @@ def holds_saves(path: str | os.PathLike[str]) -> bool:
 
     Not collective. False for a path that does not exist.
     """
-    return _holds(path, lambda at: at.file is None and is_saves_directory(at.store) and _format_of(at) is None)
 
-
-def has_master_weights(path: str | os.PathLike[str]) -> bool:
-    """Whether a checkpoint is one of DeepSpeed, for which `weights` may be chosen.
-
-    Not collective. False for a path that does not exist.
-    """
-    return _holds(path, lambda at: _format_of(at) == _DEEPSPEED)
-
-
-def _holds(path: str | os.PathLike[str], is_wanted: Callable[[OpenedPath], bool]) -> bool:
     def look(opened: OpenedPath) -> bool:
         with opened:
-            return is_wanted(opened)
+            return opened.file is None and is_saves_directory(opened.store) and _format_of(opened) is None
 
     path = resolve_path(path, "a source")
     try:
@@ -330,31 +314,21 @@ def read_opened(
     opened: OpenedPath,
     *,
     section: str | None = ALL,
-    weights: Weights | None = None,
     ranks: tuple[int, int] | None = None,
 ) -> Source:
     """Return a section of the source at an opened path, by the first format that matches."""
-    if weights not in (None, *WEIGHTS):
-        raise InvalidArgumentError(f"weights must be 'master' or 'model', not {excerpt(weights)}")
     name = _format_of(opened)
     if name is None or name == "torch_file":
         _check_is_complete(opened)
         check_none_below(opened)
     if name is None:
         raise NotFoundError(_UNKNOWN, path=opened.path)
-    if weights is not None and name != _DEEPSPEED:
-        text = "weights (--weights) is for checkpoints of DeepSpeed alone, and this is another format"
-        raise InvalidArgumentError(text, path=opened.path)
-    if name == "torch_file":
-        from statexchange.formats.deepspeed import check_is_no_part
-
-        check_is_no_part(opened)
-    options = {"section": section, "weights": weights, "ranks": ranks}
+    options = {"section": section, "ranks": ranks}
     read: Callable[..., Source] = _format(name).read
     source = read(opened, **{option: options[option] for option in _OPTIONS.get(name, ())})
-    if section != ALL and name != _DIRECTORIES:
-        source = select_section(source, section)
-    return replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
+    # First the notes: the error for a section that is not there says where the others lie.
+    source = replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
+    return source if section == ALL or name == _DIRECTORIES else select_section(source, section)
 
 
 def _unread_beside(opened: OpenedPath, name: str) -> Sequence[str]:
@@ -363,8 +337,11 @@ def _unread_beside(opened: OpenedPath, name: str) -> Sequence[str]:
     if opened.file is not None:
         from statexchange.formats.huggingface import part_of
 
+        section = state_file(opened.file)
         of = part_of(opened.file, store) if name in ("huggingface", "torch_file") else ""
-        return [f"this file alone is {of}: to read all, give their directory, {store.path}"] if of else []
+        if section is not None:
+            of = f"the section {section!r} of a checkpoint"
+        return [f"this file alone is {of}: to read all, give the directory, {store.path}"] if of else []
     if name == "huggingface" and "latest" in store.files:
         return [_BESIDE_DEEPSPEED]
     return unread_weights(store, ()) if name == "dcp" else []
@@ -379,7 +356,7 @@ def _check_is_complete(opened: OpenedPath) -> None:
         raise InvalidArgumentError(text, path=opened.path)
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, weights: Weights | None = None) -> OpenCheckpoint:
+def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     """Open a checkpoint of any format as a lazy mapping of tensor names to tensors.
 
     Not collective. Reads headers only; a tensor's bytes are read by its `read`. A tensor that is stored as shards, even
@@ -390,9 +367,6 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights: Weights | None = N
     Args:
         path: a Hugging Face directory or file, a save, a workspace, a torch DCP directory, a Megatron or DeepSpeed
             checkpoint, or files of torch.save; a local path or an fsspec URL.
-        weights: which weights of a DeepSpeed checkpoint the names that begin with ``model.`` have: "master" for the
-            fp32 ones, "model" for those with which the training computes. By default the master weights, where they
-            can be read.
 
     Returns:
         A mapping of names to `StoredTensor`, which has `shape`, `dtype`, `nbytes` and `read()`. It is a context
@@ -402,8 +376,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights: Weights | None = N
         NotFoundError: there is no checkpoint at the path.
         IncompleteError: a file or a rank is missing.
         CorruptError: a file is broken.
-        InvalidArgumentError: `weights` does not apply to this checkpoint.
-        UnsupportedError: the checkpoint does not have the weights that are wanted.
+        InvalidArgumentError: one of several checkpoints has to be named.
+        UnsupportedError: the format is one that is not read.
 
     Example:
         >>> import numpy
@@ -414,4 +388,4 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights: Weights | None = N
         ...     w.dtype, w.shape, w.read().tolist()
         ('F32', (2, 3), [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]])
     """
-    return OpenCheckpoint(open_source(path, section=MODEL_OF_PARTS, weights=weights))
+    return OpenCheckpoint(open_source(path, section=MODEL_OF_PARTS))

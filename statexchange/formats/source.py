@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from statexchange.errors import (
     CorruptError,
@@ -63,7 +63,6 @@ __all__ = [
     "KINDS_OF_JOBS",
     "KINDS_WITH_KEYS",
     "KINDS_WITH_RANKS",
-    "WEIGHTS",
     "WEIGHT_SUFFIXES",
     "Part",
     "Section",
@@ -73,7 +72,6 @@ __all__ = [
     "SourceKind",
     "SourceTensor",
     "UnreadableTensor",
-    "Weights",
     "abbreviated_list",
     "abbreviated_names",
     "abbreviated_reasons",
@@ -106,8 +104,6 @@ SourceKind = Literal[
     "torch_checkpointing",
 ]
 SectionName = Literal["model", "ema", "optimizer", "scheduler", "rng", "other"]
-Weights = Literal["master", "model"]  # of a DeepSpeed checkpoint
-WEIGHTS: tuple[Weights, ...] = get_args(Weights)
 # Lists of kinds, for a new format to choose from.
 KINDS_WITH_RANKS = ("save", "workspace", "megatron torch_dist", "megatron ranks", "dcp", "deepspeed", "rank files")
 KINDS_OF_JOBS = ("save", "workspace", "dcp", "torch")  # whose tensors may be a whole job's state
@@ -422,8 +418,7 @@ class Source:
         notes: what a user should know about how it was read.
         sections: its sections, if the format knows them (formats/sections.py).
         paths: by name of a tensor or of another entry, its keys, where the format records them (sharding/paths.py).
-        padding: by tensor, the boxes that only fill up a buffer: their bytes may be anything.
-        step: the training step of a save or of Trainer's directory, or the iteration of a Megatron checkpoint.
+        step: the training step of a save, or the iteration of a Megatron checkpoint.
         manifest: content of the statexchange.json of a published directory.
         arguments: numbers that describe the model, from the arguments of a Megatron run.
         parts: the parts of a framework's directory.
@@ -454,7 +449,6 @@ class Source:
     # Where the format knows them.
     sections: tuple[Section, ...] = ()
     paths: Mapping[str, Path] = field(default_factory=dict)
-    padding: Mapping[str, frozenset[Box]] = field(default_factory=dict)
     step: int | None = None
     manifest: Mapping[str, Any] | None = None
     arguments: Mapping[str, int] = field(default_factory=dict)

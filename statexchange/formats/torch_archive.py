@@ -15,7 +15,7 @@ from typing import Any
 
 from statexchange.errors import CorruptError, StateExchangeError, TruncatedError, UnsupportedError, excerpt
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents
-from statexchange.formats.source import abbreviated_names, strides_of
+from statexchange.formats.source import strides_of
 from statexchange.sharding.shards import sizes_from_json
 from statexchange.storage.store import Budget, ByteRange, StoredFile
 from statexchange.tensors import ITEMSIZE, name_of_dtype
@@ -54,7 +54,6 @@ _STRIDED = {"_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3"}
 _MAX_ARGUMENTS = 8
 _MAX_WRAPPERS = 16
 _MAX_KEY = 255
-_MAX_CLASSES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,17 +238,11 @@ def is_tensor(value: Any) -> bool:
     return type(value) is OpaqueObject and value.name.startswith("_rebuild_") and not value.is_unknown
 
 
-def holds_tensor(value: Any, budget: Budget, without: set[int]) -> bool:
-    """Whether a value of a pickle contains a tensor or a storage.
-
-    `without` has the ids of values known to contain none, and is extended for further calls. Ids stay valid because the
-    pickle's root keeps all values alive.
-    """
-    seen: set[int] = set()
-    for item in contents([value], budget, seen, without):
+def holds_tensor(value: Any, budget: Budget) -> bool:
+    """Whether a value of a pickle contains a tensor or a storage."""
+    for item in contents([value], budget):
         if is_tensor(item) or (type(item) is OpaqueObject and item.name == "persistent"):
             return True
-    without |= seen
     return False
 
 
@@ -302,11 +295,7 @@ def describe(value: Any) -> str:
     if type(value) in (str, int, float, bool, type(None)):
         shown = excerpt(value, 80)
         return shown if value is None else f"{type(value).__name__} {shown}"
-    items = value.values() if type(value) is dict else value
-    opaque_items = [item for item in items if type(item) in (OpaqueObject, GlobalRef) and item.is_unknown]
-    classes = dict.fromkeys(item.class_name for item in opaque_items)
-    opaque = f" (opaque {abbreviated_names([*classes], _MAX_CLASSES)})" if classes else ""
-    return f"{type(value).__name__} of {len(value)}{opaque}"
+    return f"{type(value).__name__} of {len(value)}"
 
 
 def dtype_of(symbol: Any) -> str:

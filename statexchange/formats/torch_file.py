@@ -28,7 +28,6 @@ from statexchange.formats.model_files import INDEX, TORCH, model_files, only_ind
 from statexchange.formats.pickles import OpaqueObject, read_pickle
 from statexchange.formats.sections import sections_from
 from statexchange.formats.source import (
-    Part,
     Section,
     SectionName,
     ShardFile,
@@ -111,7 +110,7 @@ def read(opened: OpenedPath) -> Source:
     others, texts = _values_of(files)
     listed = {name: file_name for name, file_name in indexed.items() if name not in others}
     problems += misplaced(listed, shard_files, unreadable)
-    parts, notes = _parts_and_notes(opened, names)
+    notes = unread_weights(store, names) if opened.file is None else ()
     if indexed:
         shard_files, stale = only_indexed(shard_files, indexed)
         notes += stale
@@ -123,7 +122,6 @@ def read(opened: OpenedPath) -> Source:
         "torch",
         opened,
         tuple(shard_files),
-        parts=parts,
         notes=notes,
         others=others,
         texts=texts,
@@ -135,37 +133,25 @@ def read(opened: OpenedPath) -> Source:
 
 
 def _values_of(files: Iterable[TorchFile]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return `others` and `texts` of all files; a value that differs between two has no text, and both descriptions."""
+    """Return `others` and `texts` of all files; a value that differs between two has no text."""
     others: dict[str, str] = {}
     texts: dict[str, str] = {}
-    differing: dict[str, str] = {}
+    differing: set[str] = set()
     for file in files:
-        for name in others.keys() & file.others.keys():
-            if texts.get(name) != file.texts.get(name):
-                differing.setdefault(name, f"{others[name]} in one file, {file.others[name]} in another")
+        differing |= {name for name in others.keys() & file.others.keys() if texts.get(name) != file.texts.get(name)}
         others |= file.others
         texts |= file.texts
-    return others | differing, {name: text for name, text in texts.items() if name not in differing}
-
-
-def _parts_and_notes(opened: OpenedPath, names: Sequence[str]) -> tuple[tuple[Part, ...], tuple[str, ...]]:
-    """Return what a file alone is, if it is not the model, and notes on it, or on what is not read of a directory."""
-    if opened.file is None:
-        return (), unread_weights(opened.store, names)
-    part = state_file(opened.file)
-    if part is None:
-        return (), ()
-    note = f"this file alone is {part.about}: give the directory of the checkpoint, {opened.store.path}"
-    return (Part(part.section, (opened.file,)),), (note,)
+    others |= dict.fromkeys(differing, "differs between the files")
+    return others, {name: text for name, text in texts.items() if name not in differing}
 
 
 def _sections(names: Iterable[str], files: Iterable[TorchFile]) -> tuple[Section, ...]:
     """Return the sections, if names of files show some; then all entries of other files are the model's."""
     sections: dict[str, SectionName] = {}
     for file in files:
-        part = state_file(file.path.rpartition("/")[2])
-        if part is not None:
-            sections |= dict.fromkeys(file.paths, part.section)
+        section = state_file(file.path.rpartition("/")[2])
+        if section is not None:
+            sections |= dict.fromkeys(file.paths, section)
     return sections_from(names if sections else (), lambda name: sections.get(name, "model"))
 
 
@@ -216,7 +202,6 @@ class TorchFile:
         self.unsupported: list[UnreadableTensor] = []
         self.paths: dict[str, Path | None] = {}
         self._first_names: dict[Any, str] = {}  # by what two names of one tensor have in common
-        self._without_tensors: set[int] = set()
         self._archive = open_archive(file)
         data = self._archive.pickle()
         self._nbytes = len(data)
@@ -249,7 +234,7 @@ class TorchFile:
                 continue
             self.budget.spend(_STEPS_PER_LEAF)
             description = describe(value)
-            if holds_tensor(value, self.budget, self._without_tensors):
+            if holds_tensor(value, self.budget):
                 self._refuse(name, UnsupportedError(refusal_of(value)))
             else:
                 self.others[name] = description

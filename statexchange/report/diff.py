@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 
 from statexchange.errors import InvalidArgumentError, without_secrets
 from statexchange.formats.converted import configs_beside, convert_source, read_conversion
-from statexchange.formats.registry import has_master_weights, open_source
+from statexchange.formats.registry import open_source
 from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies, check_tied
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
 from statexchange.report.value_statistics import ValueDiff, ValueSums, same_bytes
@@ -126,17 +126,11 @@ def diff_paths(
         StateExchangeError: as `diff_checkpoints`.
     """
     conversion, numbers = read_conversion(options)
-    weights_a = weights_b = call.weights
-    if call.weights is not None:
-        has_a, has_b = has_master_weights(a), has_master_weights(b)
-        # For the one that has them, or for both.
-        if has_a != has_b:
-            weights_a, weights_b = (call.weights, None) if has_a else (None, call.weights)
     # Which stored names are compared is not known before a conversion gives them theirs: all problems count then.
     wants_a = None if conversion is not None else _wants(options, options.rename)
     with (
-        open_source(a, section=call.section, weights=weights_a, wants=wants_a) as source_a,
-        open_source(b, section=call.section, weights=weights_b, wants=_wants(options, ())) as source_b,
+        open_source(a, section=call.section, wants=wants_a) as source_a,
+        open_source(b, section=call.section, wants=_wants(options, ())) as source_b,
     ):
         source_a.read_ahead()
         source_b.read_ahead()

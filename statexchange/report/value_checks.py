@@ -36,6 +36,7 @@ _MIN_ELEMENTS = 16  # fewer that are all equal say nothing
 
 # By the last part of a name.
 _MASK = re.compile("mask", re.IGNORECASE)  # only looked at for NaN
+_FLAT_BUFFER = re.compile(r"\.bucket_idx_[0-9]+\.")  # of Megatron, with uninitialised memory between its parameters
 _MAY_BE_ZERO = re.compile("bias|beta|mean|shift|offset|zero", re.IGNORECASE)  # if it has one dim
 _MAY_BE_EQUAL = re.compile("scale|zero|var|step", re.IGNORECASE)
 # Whole rows of these may be zero: the vocabulary is padded, and rows that were never used have no moments.
@@ -148,11 +149,10 @@ class TensorChecks:
         self._checks = set(checks)
         if _MASK.search(self._last_name):
             self._checks &= {"nan"}
-        if dtype == "BOOL":
+        if dtype == "BOOL" or _FLAT_BUFFER.search(name):
             self._checks.clear()
         self._nan, self._inf = _Special(), _Special()
         self._boxes: dict[Box, StoredBox] = {}
-        self._padding: set[Box] = set()
         self._value: bytes | None = None  # of the first element
         self._is_equal = True
         self._is_zero = True
@@ -161,11 +161,8 @@ class TensorChecks:
         """Whether this check is made."""
         return check in self._checks
 
-    def begin(self, stored: ByteRange, box: Box, rank: int | None, *, is_padding: bool) -> StoredBox | None:
-        """Return a box that is read next; None if it need not be read for these checks, as one that is only padding."""
-        if is_padding:
-            self._padding.add(box)  # it counts as seen
-            return None
+    def begin(self, stored: ByteRange, box: Box, rank: int | None) -> StoredBox | None:
+        """Return a box that is read next; None if it need not be read for these checks."""
         if not self._checks or box in self._boxes or not box.numel:
             return None
         return StoredBox(self, stored, box, rank)
@@ -208,7 +205,7 @@ class TensorChecks:
                 verb = "elements is" if special.count == 1 else "elements are"
                 text = f"{special.count:,} of {whole.numel:,} {verb} {word}, the first at {format_shape(special.first)}"
                 yield self._finding(check, text, special.where, special.first, special.count)
-        if sum(box.numel for box in (*self._boxes, *self._padding)) != full_box(self._shape).numel:
+        if sum(box.numel for box in self._boxes) != full_box(self._shape).numel:
             self._is_zero = self._is_equal = False  # a part was not read, which is another finding
         if self._is_zero:
             if not self._may_be_zero():

@@ -189,8 +189,7 @@ class _Check:
             key = shard.name, shard.dtype, shard.global_shape  # that files agree on them is another check
             if key not in self._tensor_checks:
                 self._tensor_checks[key] = TensorChecks(*key, self._checks)
-            is_padding = box in self._source.padding.get(shard.name, ())
-            checked = self._tensor_checks[key].begin(stored, box, rank, is_padding=is_padding)
+            checked = self._tensor_checks[key].begin(stored, box, rank)
         for window, data in blocks(stored, box.shape, shard.dtype):
             placed = to_global(window, box)
             digest.update(placed, data)

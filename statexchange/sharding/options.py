@@ -248,7 +248,6 @@ class CallOptions(Options):
 
     Attributes:
         section: the section of a job's state that is read; None: the model, where it is known.
-        weights: which weights of a DeepSpeed checkpoint are read; None: the master weights, where they can be read.
         tolerance: by how much equal values may differ; None: bits are compared.
         threads: threads that write or compare; None: one per core.
         overwrite: replace the target.
@@ -264,12 +263,6 @@ class CallOptions(Options):
         None,
         help="Merge this section of a job's state, as info lists them. By default the model; all if patterns are "
         "given.",
-    )
-    weights: Literal["master", "model"] | None = _option(
-        None,
-        choices=("master", "model"),
-        help="Of a DeepSpeed checkpoint: the fp32 master weights (default, where they can be read), or the module's "
-        "own.",
     )
     tolerance: float | None = _option(
         None,

@@ -619,10 +619,9 @@ def test_objects_of_unknown_classes_are_named_and_tensors_are_read(tmp_path: Pat
     }
     torch.save(state, tmp_path / "x.pt")
     source = open_source(tmp_path / "x.pt")
-    assert (source.unsupported, source.others["rng.numpy"]) == ({}, "tuple of 5 (opaque numpy.ndarray)")
-    here = Arguments.__module__
+    assert (source.unsupported, source.others["rng.numpy"]) == ({}, "tuple of 5")
     assert [source.others[name] for name in ("args", "stages", "when")] == [
-        "opaque argparse.Namespace", "dict of 2", f"list of 2 (opaque datetime.timedelta, {here}.Arguments)"
+        "opaque argparse.Namespace", "dict of 2", "list of 2"
     ]  # fmt: skip
     assert source.others["activation"] == "opaque torch.nn.functional.relu"
     report = merge_checkpoint(tmp_path / "x.pt", tmp_path / "out", section="all")

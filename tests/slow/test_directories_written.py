@@ -31,9 +31,9 @@ CASES = [
     ("lightning", ("lightning",), "full", "last.ckpt", "expected"),
     ("lightning", ("lightning",), "fsdp1", "last.ckpt", "expected"),
     ("lightning", ("lightning",), "fsdp1", "full.ckpt", "expected"),
-    ("verl", ("verl", "tensordict"), "", "run", "expected"),
-    ("verl", ("verl", "tensordict"), "lora", "run", "expected"),
-    ("verl", ("verl", "tensordict"), "fsdp1", "run", "expected"),
+    ("verl", ("verl", "tensordict"), "", "run/global_step_1/actor", "expected"),
+    ("verl", ("verl", "tensordict"), "lora", "run/global_step_1/actor", "expected"),
+    ("verl", ("verl", "tensordict"), "fsdp1", "run/global_step_1/actor", "expected"),
 ]
 
 

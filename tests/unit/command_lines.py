@@ -110,7 +110,7 @@ COMMAND_LINES = {
         json="""diff export huggingface_shards | diff export save | diff odd odd | diff odd other
             | diff export changed | diff odd nothing
             | diff odd other --include * --exclude z* --rename ^n=m --tolerance 1 --stat
-            | diff save save --section model | diff ZeRO-2 ZeRO-2 --weights fp32
+            | diff save save --section model | diff ZeRO-2 ZeRO-2
             | diff export export --convert torchtitan:llama3 --convert-with n_heads=2""",
         rows=("tensor",),
         hostile="diff a b | diff a b --stat | diff a state.pt | diff NAMED a",
@@ -143,7 +143,7 @@ COMMAND_LINES = {
             | merge save m6 --dry-run --include * --exclude x* --rename ^layers=l --dtype bf16
                 --max-shard-size 1MB --replicas root
             | merge export m7 --dry-run --convert torchtitan:llama3 --convert-with n_heads=2
-            | merge ZeRO-2 m8 --dry-run --weights fp32 | merge rank_files m9 --dry-run --layout nosuch.json
+            | merge ZeRO-2 m8 --dry-run | merge rank_files m9 --dry-run --layout nosuch.json
             | merge export m10 --dry-run --no-files --threads 2 --resume
             | merge save m11 --dry-run --section model --overwrite
                 --filename-pattern m{suffix}.safetensors --files-from export""",

@@ -27,7 +27,6 @@ from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
-    InvalidArgumentError,
     NotFoundError,
     StateExchangeError,
     UnsupportedError,
@@ -70,20 +69,23 @@ def test_a_step_and_a_universal_checkpoint_have_the_same_tensors(tmp_path: Path)
             assert np.array_equal(tensor.read(), divided[name].read()), name
 
 
+def of_the_training(step: Path, tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Merge the file of the model's states alone, which has the weights of the training."""
+    options = {"section": "model", "exclude": "frozen_param_fragments.*", "rename": [(r"^module\.", "")]}
+    return merged(step / "mp_rank_00_model_states.pt", tmp_path, **options)
+
+
 def test_master_weights_in_the_dtype_of_the_training_are_its_weights(tmp_path: Path) -> None:
     assert_same(
         merged(SAMPLES / "zero2", tmp_path, dtype={"scale": "float32", "*": "bfloat16"}),
-        merged(SAMPLES / "zero2", tmp_path, weights="model"),
+        of_the_training(SAMPLES / "zero2/global_step2", tmp_path),
     )
-    error = refused(UnsupportedError, "ZeRO-3", copy_of("zero3", tmp_path), weights="model")
-    assert "--dtype bfloat16" in str(error)
 
 
 @pytest.mark.parametrize("kind", ["zero0", "experts"])
 def test_a_merge_notes_that_fp32_weights_have_no_names(kind: str, tmp_path: Path) -> None:
     report = merge_checkpoint(SAMPLES / kind, tmp_path / "out")
     assert report.notes[0].startswith("these are the weights of the training, not the fp32 master weights: ")
-    refused(UnsupportedError, 'weights="model"', copy_of(kind, tmp_path), weights="master")
 
 
 def test_info_shows_sections_and_ranks() -> None:
@@ -100,19 +102,12 @@ def test_info_shows_sections_and_ranks() -> None:
     assert not summary.problems
 
 
-def test_the_command_line_takes_weights(tmp_path: Path, call: CommandLine) -> None:
+def test_the_command_line_merges_compares_and_shows_a_checkpoint(tmp_path: Path, call: CommandLine) -> None:
     source, out = SAMPLES / "zero1", tmp_path / "out"
-    code, _, _ = call("merge", source, out, "--weights", "model")
-    assert code == 0
-    assert load_file(out / "model.safetensors")["up.weight"].dtype == torch.bfloat16
-    code, _, text = call("merge", SAMPLES / "zero3", tmp_path / "x", "--weights", "model")
-    assert code == 7
-    assert "--weights master --dtype bfloat16" in text
-    assert call("diff", source, out, "--weights", "model")[0] == 0
-    assert call("diff", out, source, "--weights", "model")[0] == 0
-    assert call("diff", source, out)[0] == 1
-    code, _, text = call("diff", out, out, "--weights", "model")
-    assert (code, "is for checkpoints of DeepSpeed alone" in text) == (2, True)
+    assert call("merge", source, out)[0] == 0
+    assert call("diff", source, out)[0] == 0
+    assert call("merge", source, tmp_path / "rounded", "--dtype", "bfloat16")[0] == 0
+    assert call("diff", source, tmp_path / "rounded")[0] == 1
     code, shown, _ = call("info", source)
     assert code == 0
     assert "kind        deepspeed\n" in shown
@@ -246,7 +241,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
         summary = summarize(path)
         assert [type(problem) for problem in summary.problems] == [IncompleteError]
         assert summary.num_unreadable > 5
-    merge_checkpoint(tmp_path / "zero2", tmp_path / "of the model", weights="model")
+    assert len(of_the_training(tmp_path / "zero2/global_step2", tmp_path)) == 9
 
 
 def test_a_missing_models_file_of_a_rank_of_zero_3_is_named(tmp_path: Path) -> None:
@@ -258,12 +253,12 @@ def test_a_missing_models_file_of_a_rank_of_zero_3_is_named(tmp_path: Path) -> N
 
 
 def test_without_optimizer_states_only_the_models_weights_are_merged(tmp_path: Path) -> None:
-    for kind, advice in (("zero3", "optimizer's states"), ("zero2", "--weights model")):
+    for kind, advice in (("zero3", "optimizer's states"), ("zero2", "mp_rank_00_model_states.pt alone")):
         path = copy_of(kind, tmp_path)
         for file in path.glob("global_step2/*optim_states.pt"):
             file.unlink()
         assert refused(IncompleteError, f"rank's part.*{advice}", path).rank == 0
-    assert len(merged(tmp_path / "zero2", tmp_path, weights="model")) == 9
+    assert len(of_the_training(tmp_path / "zero2/global_step2", tmp_path)) == 9
     file = tmp_path / "zero3/global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt"
     refused(UnsupportedError, "the directory", file)
 
@@ -285,7 +280,7 @@ def test_a_truncated_file_is_named(tmp_path: Path) -> None:
     (file,) = path.glob("global_step2/bf16_zero_pp_rank_1_*")
     file.write_bytes(file.read_bytes()[:-100])
     assert refused(CorruptError, "truncated", path).path == str(file)
-    merge_checkpoint(path, tmp_path / "of the model", weights="model")
+    of_the_training(path / "global_step2", tmp_path)
 
 
 def test_a_latest_file_that_names_an_absent_step_is_named(tmp_path: Path) -> None:
@@ -298,15 +293,6 @@ def test_a_latest_file_that_names_an_absent_step_is_named(tmp_path: Path) -> Non
     for text in ("../zero1", "", "..", "a\nb", "x" * 300):
         (path / "latest").write_text(text)
         refused(NotFoundError, "neither a save", path)
-
-
-def test_the_option_weights_is_refused_for_other_formats_and_values(tmp_path: Path) -> None:
-    torch.save({"w": torch.ones(2)}, tmp_path / "w.pt")
-    refused(InvalidArgumentError, "DeepSpeed alone", tmp_path / "w.pt", weights="master")
-    with pytest.raises(InvalidArgumentError, match="weights must be"):
-        open_checkpoint(SAMPLES / "zero1", weights="both")  # type: ignore[arg-type]
-    with open_checkpoint(SAMPLES / "zero1", weights="model") as checkpoint:
-        assert checkpoint["model.up.weight"].dtype == "BF16"
 
 
 def change(file: Path, key: str, value: Any) -> None:
@@ -451,15 +437,13 @@ def test_a_frozen_tensor_without_elements_is_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "damaged", "weights"),
+    ("kind", "damaged"),
     [
-        ("experts", "layer_0_expert_1_mp_rank_00_model_states.pt", None),
-        ("pipeline", "layer_01-model_states.pt", "model"),
+        ("experts", "layer_0_expert_1_mp_rank_00_model_states.pt"),
+        ("pipeline", "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt"),
     ],
 )
-def test_a_file_of_experts_or_a_layer_that_lacks_values_is_refused(
-    tmp_path: Path, kind: str, damaged: str, weights: str | None
-) -> None:
+def test_a_file_of_experts_or_of_a_stage_that_lacks_values_is_refused(tmp_path: Path, kind: str, damaged: str) -> None:
     """The error names a tensor, which is then in no section: it must not pass for one of another section."""
     job = copy_of(kind, tmp_path)
     (path,) = job.rglob(damaged)
@@ -472,7 +456,7 @@ def test_a_file_of_experts_or_a_layer_that_lacks_values_is_refused(
                 file.writestr(info, content)
     for section in (None, "model", "all"):
         with pytest.raises(CorruptError, match="no storage"):
-            sx.merge_checkpoint(job, tmp_path / "out", section=section, weights=weights)
+            sx.merge_checkpoint(job, tmp_path / "out", section=section)
     assert not (tmp_path / "out").exists()
 
 

@@ -1,7 +1,6 @@
 """Directories of training frameworks: real samples are read bit by bit, and broken ones give a named error."""
 
 import json
-import os
 import shlex
 import shutil
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import IncompleteError, InvalidArgumentError, UnsafeError
 from statexchange.formats.registry import open_source
-from statexchange.report.scan import scan
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,18 @@ SAMPLES = [
     Sample("trainer/sharded/checkpoint-2", "trainer", {"model": 4, "optimizer": 4, "rng": 2}, "rng_state_1.pth"),
     Sample("accelerate/full/state", "accelerate", {"model": 4, "optimizer": 12, "rng": 1}, "random_states_0.pkl"),
     Sample("accelerate/sharded/state", "accelerate", {"model": 4, "optimizer": 12, "rng": 2}, "random_states_1.pkl"),
-    Sample("verl/fsdp2/run", "verl", {"model": 12, "optimizer": 12, "other": 2}, "extra_state_world_size_2_rank_0.pt"),
-    Sample("verl/lora/run", "verl", {"model": 14, "optimizer": 2, "other": 2}, "extra_state_world_size_2_rank_0.pt"),
+    Sample(
+        "verl/fsdp2/run/global_step_1/actor",
+        "verl",
+        {"model": 12, "optimizer": 12, "other": 2},
+        "extra_state_world_size_2_rank_0.pt",
+    ),
+    Sample(
+        "verl/lora/run/global_step_1/actor",
+        "verl",
+        {"model": 14, "optimizer": 2, "other": 2},
+        "extra_state_world_size_2_rank_0.pt",
+    ),
     Sample("lightning/sharded/last.ckpt", "lightning", {"model": 5, "optimizer": 4}, "meta.pt"),
     Sample("lightning/fsdp1/last.ckpt", "lightning", {"model": 5, "optimizer": 4}, "meta.pt"),
     Sample("torch_checkpointing/state", "torch_checkpointing", {"model": 3}, "config_1.pt"),
@@ -332,23 +340,6 @@ def test_unknown_weights_beside_a_checkpoint_are_named(tmp_path: Path) -> None:
     assert not (tmp_path / "out/trainer_state.json").exists()
 
 
-@pytest.mark.parametrize("path", ["trainer/plain/checkpoint-2", "trainer/sharded/checkpoint-2"])
-def test_the_step_of_trainers_directory_is_in_its_state(tmp_path: Path, call: CommandLine, path: str) -> None:
-    renamed = copied(path, tmp_path)
-    state = renamed / "trainer_state.json"
-    assert "\nstep        2\n" in call("info", renamed)[1]
-    assert [row.step for row in scan(tmp_path)] == [2]
-    values = json.loads(state.read_text())
-    history = [{"loss": 0.5, "step": step} for step in range(100_000)]
-    state.write_text(json.dumps({**values, "global_step": 500, "log_history": history}, indent=2, sort_keys=True))
-    os.truncate(state, 1 << 20)
-    assert [row.step for row in scan(tmp_path)] == [500]
-    for text in ("", "[", '{"global_step": null}', '{"global_step": 1e3}', '{"best_global_step": 3}'):
-        state.write_text(text)
-        assert [row.step for row in scan(tmp_path)] == [None]
-        assert call("merge", renamed, tmp_path / "out", "--overwrite", "--dry-run")[0] == 0
-
-
 def test_small_files_of_the_model_are_taken(tmp_path: Path) -> None:
     path = copied("trainer/sharded/checkpoint-2", tmp_path)
     (path / "config.json").write_text('{"dtype": "float32"}')
@@ -385,7 +376,7 @@ def test_the_error_for_verls_extra_states_alone_names_what_is_missing(tmp_path: 
     text = "there is no section 'model', only 'other'"
     assert (code, text in err) == (2, True)
     code, _, err = call("merge", path / names[1], tmp_path / "out")
-    text = f"this file alone is a rank's random states and scheduler: give the directory of the checkpoint, {path}"
+    text = f"this file alone is the section 'other' of a checkpoint: to read all, give the directory, {path}"
     assert (code, text in err) == (2, True)
     for file in actor.glob("model_*.pt"):
         file.unlink()
@@ -418,8 +409,8 @@ def test_a_bare_module_takes_the_model_of_a_job_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["model", "optim"])
 def test_a_missing_rank_of_verl_is_named(tmp_path: Path, call: CommandLine, part: str) -> None:
-    path = copied("verl/fsdp2/run", tmp_path)
-    file = path / f"global_step_1/actor/{part}_world_size_2_rank_1.pt"
+    path = copied("verl/fsdp2/run/global_step_1/actor", tmp_path)
+    file = path / f"{part}_world_size_2_rank_1.pt"
     file.unlink()
     code, _, err = call("merge", path, tmp_path / "out", *([] if part == "model" else ["--section", "optimizer"]))
     assert (code, f"the file of this rank is missing [rank 1, {file}]" in err) == (5, True)
@@ -430,8 +421,8 @@ def test_a_missing_extra_state_of_verl_is_a_finding_and_does_not_stop_a_merge(
     tmp_path: Path, call: CommandLine
 ) -> None:
     """Without its scheduler and random state a rank cannot resume."""
-    path = copied("verl/fsdp2/run", tmp_path)
-    file = path / "global_step_1/actor/extra_state_world_size_2_rank_1.pt"
+    path = copied("verl/fsdp2/run/global_step_1/actor", tmp_path)
+    file = path / "extra_state_world_size_2_rank_1.pt"
     assert call("verify", path)[0] == 0
     file.unlink()
     for command in ("info", "verify"):
@@ -462,16 +453,16 @@ def test_either_actor_or_critic_of_verl_must_be_named(tmp_path: Path, call: Comm
 
 
 def test_verl_takes_the_small_files_of_its_hugging_face_directory(tmp_path: Path) -> None:
-    merge_checkpoint(DATA / "verl/fsdp2/run", tmp_path / "out", dtype="bfloat16")
+    merge_checkpoint(DATA / "verl/fsdp2/run/global_step_1/actor", tmp_path / "out", dtype="bfloat16")
     config = json.loads((tmp_path / "out/config.json").read_text())
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
 
 
-def test_the_options_that_a_note_shows_merge_the_base_model_of_a_lora_model(tmp_path: Path, call: CommandLine) -> None:
-    path = DATA / "verl/lora/run"
-    _, _, err = call("merge", path, tmp_path / "all")
-    (line,) = [line for line in err.splitlines() if "LoRA" in line]
-    assert call("merge", path, tmp_path / "out", *shlex.split(line.split("alone: ")[1]))[0] == 0
+def test_the_options_on_the_page_merge_the_base_model_of_a_lora_model(tmp_path: Path, call: CommandLine) -> None:
+    path = DATA / "verl/lora/run/global_step_1/actor"
+    (line,) = [line for line in (DATA.parents[1] / "docs/formats.md").read_text().splitlines() if "LoRA" in line]
+    options = line.split("the base model alone: `")[1].split("`")[0]
+    assert call("merge", path, tmp_path / "out", *shlex.split(options))[0] == 0
     found = load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == load_file(DATA / "verl/fsdp2/expected.safetensors").keys()
 
@@ -574,13 +565,15 @@ def test_a_dcp_of_safetensors_is_checked(tmp_path: Path, call: CommandLine, old:
     assert call("merge", path, tmp_path / "out")[0] == 4
 
 
-def test_a_pickle_may_name_a_nested_class_but_not_call_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_pickle_may_construct_a_nested_class_but_not_call_a_method(tmp_path: Path, protocol: int) -> None:
     path = tmp_path / "x.pt"
-    torch.save({"w": torch.ones(1), "x": Outer.Inner()}, path, pickle_protocol=2)
-    with sx.open_checkpoint(path) as checkpoint:
-        assert list(checkpoint) == ["w"]
-    torch.save({"w": torch.ones(1), "x": Outer.made()}, path, pickle_protocol=2)
-    with pytest.raises(UnsafeError, match="the pickle calls"):
+    for value in (Outer.Inner(), Outer.Called()):
+        torch.save({"w": torch.ones(1), "x": value}, path, pickle_protocol=protocol)
+        with sx.open_checkpoint(path) as checkpoint:
+            assert list(checkpoint) == ["w"]
+    torch.save({"w": torch.ones(1), "x": Outer.CallsAMethod()}, path, pickle_protocol=protocol)
+    with pytest.raises(UnsafeError, match="the pickle uses"):
         sx.open_checkpoint(path)
 
 
@@ -591,6 +584,10 @@ class Outer:
     class Called:
         def __reduce__(self) -> tuple[Any, ...]:
             return Outer.Inner, ()
+
+    class CallsAMethod:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Outer.made, ()
 
     @staticmethod
     def made() -> Any:

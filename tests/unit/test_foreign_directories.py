@@ -62,7 +62,6 @@ FOREIGN: dict[str, tuple[Files, int, str]] = {
     ),
     "Git LFS": ({"model.safetensors": LFS}, 4, "this is a pointer of Git LFS, not the file itself"),
     "Git LFS, torch": ({"pytorch_model.bin": LFS}, 4, "this is a pointer of Git LFS, not the file itself"),
-    "Git LFS, GGUF": ({"model.gguf": LFS}, 4, "this is a pointer of Git LFS, not the file itself"),
     "Git LFS, DCP": ({".metadata": LFS}, 4, "this is a pointer of Git LFS, not the file itself"),
     "a web page": ({"model.safetensors": HTML}, 4, "this is a web page, not the file"),
     "a web page, torch": ({"pytorch_model.bin": HTML}, 4, "this is a web page, not the file"),
@@ -91,7 +90,7 @@ FOREIGN: dict[str, tuple[Files, int, str]] = {
     "Megatron's run": (
         {"latest_checkpointed_iteration.txt": "7"},
         5,
-        "iter_0000007, which is missing; no other is here",
+        "'iter_0000007', which is not here; no other is here",
     ),
     "Megatron's common.pt": (
         {"common.pt": torch_file({"iteration": 3})},
@@ -143,25 +142,17 @@ def test_a_file_with_deepspeeds_name_of_another_program_is_read_alone(tmp_path: 
 
 
 TRAINER, ACCELERATE = "trainer/plain/checkpoint-2", "accelerate/full/state"
+# The section of a file, and whether it has tensors.
 STATE_FILES = {
-    "deepspeed/zero3/global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": (
-        "a rank's part of DeepSpeed's optimizer: give the directory of the checkpoint, {}",
-        "optimizer",
-    ),
-    "deepspeed/llama1/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt": (
-        "a rank's part of DeepSpeed's optimizer: give the directory of the checkpoint, {}",
-        "optimizer",
-    ),
-    f"{TRAINER}/optimizer.pt": ("the state of an optimizer: give the directory of the checkpoint, {}", "optimizer"),
-    f"{TRAINER}/rng_state.pth": ("the states of random number generators: give the directory", "rng"),
-    f"{TRAINER}/scheduler.pt": ("the state of a learning rate's scheduler: give the directory", ""),
-    f"{TRAINER}/training_args.bin": (
-        "the arguments of Trainer, or its scaler: give the directory of the checkpoint, {}",
-        "",
-    ),
-    f"{ACCELERATE}/optimizer.bin": ("the state of an optimizer: give the directory of the checkpoint, {}", "optimizer"),
-    f"{ACCELERATE}/scheduler.bin": ("the state of a learning rate's scheduler: give the directory", ""),
-    f"{ACCELERATE}/random_states_0.pkl": ("the states of random number generators: give the directory", "rng"),
+    "deepspeed/zero3/global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": ("optimizer", True),
+    "deepspeed/llama1/global_step2/zero_pp_rank_1_mp_rank_00_optim_states.pt": ("optimizer", True),
+    f"{TRAINER}/optimizer.pt": ("optimizer", True),
+    f"{TRAINER}/rng_state.pth": ("rng", True),
+    f"{TRAINER}/scheduler.pt": ("scheduler", False),
+    f"{TRAINER}/training_args.bin": ("other", False),
+    f"{ACCELERATE}/optimizer.bin": ("optimizer", True),
+    f"{ACCELERATE}/scheduler.bin": ("scheduler", False),
+    f"{ACCELERATE}/random_states_0.pkl": ("rng", True),
 }
 
 
@@ -169,16 +160,18 @@ STATE_FILES = {
 def test_a_file_that_is_not_the_model_is_named_and_not_merged_as_one(
     name: str, tmp_path: Path, call: CommandLine
 ) -> None:
-    text, section = STATE_FILES[name]
+    section, has_tensors = STATE_FILES[name]
     file = DATA / name
-    message = f"this file alone is {text.format(file.parent)}"
+    message = (
+        f"this file alone is the section {section!r} of a checkpoint: to read all, give the directory, {file.parent}"
+    )
     for options in ([], ["--exclude", "x"], ["--section", "model"]):
         code, printed = run(call, "merge", file, tmp_path / "out", *options)
         assert (code, message in printed) == (2, True), printed
     code, printed = run(call, "info", file)
     assert (code, message in printed) == (0, True), printed
     assert not (tmp_path / "out").exists()
-    if section:
+    if has_tensors:
         assert run(call, "merge", file, tmp_path / "out", "--section", section)[0] == 0
         code, printed = run(call, "merge", file.parent, tmp_path / "all", "--section", section)
         assert (code, "this file alone" in printed) == (0, False), printed
@@ -244,14 +237,15 @@ def test_the_kind_that_is_not_read_beside_another_is_named(
     assert f"kind        {kind}\n" in run(call, "info", path)[1]
 
 
-@pytest.mark.parametrize("part", ["zero", "zero/up.weight"])
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [("zero", "there is no section 'model', only 'optimizer'"), ("zero/up.weight", "no name says which is the model")],
+)
 def test_a_directory_inside_a_universal_checkpoint_is_not_merged_as_a_model(
-    call: CommandLine, tmp_path: Path, part: str
+    call: CommandLine, tmp_path: Path, part: str, text: str
 ) -> None:
-    step = DATA / "deepspeed/universal/global_step2"
-    for arguments in (["info", step / part], ["verify", step / part], ["merge", step / part, tmp_path / "out"]):
-        code, printed = run(call, *arguments)
-        assert (code, f"of DeepSpeed: give the directory of its step, {step} " in printed) == (2, True), printed
+    code, printed = run(call, "merge", DATA / "deepspeed/universal/global_step2" / part, tmp_path / "out")
+    assert (code, text in printed) == (2, True), printed
     assert not (tmp_path / "out").exists()
 
 
@@ -265,14 +259,15 @@ def test_verls_step_without_the_models_files_has_no_model(tmp_path: Path, call: 
         assert (code, text in printed) == (expected, True), printed
 
 
-def test_verls_steps_are_named_if_the_newest_is_missing(tmp_path: Path, call: CommandLine) -> None:
+def test_verls_directories_above_a_model_name_what_to_give(tmp_path: Path, call: CommandLine) -> None:
     path = Path(shutil.copytree(DATA / "verl/fsdp2/run", tmp_path / "x"))
-    (path / "latest_checkpointed_iteration.txt").write_text("9")
-    for arguments in (["info", path], ["verify", path], ["merge", path, tmp_path / "out"]):
-        code, printed = run(call, *arguments)
-        expected = "names global_step_9, which is missing: give the directory of another"
-        assert (code, expected in printed) == (5, True), printed
-    assert run(call, "scan", path)[0] == 1
+    step = path / "global_step_1"
+    for directory, below in ((path, step), (step, step / "actor")):
+        for arguments in (["info", directory], ["verify", directory], ["merge", directory, tmp_path / "out"]):
+            code, printed = run(call, *arguments)
+            expected = f"contains checkpoints ({below.name}): name one of them, such as {below}"
+            assert (code, expected in printed) == (2, True), printed
+    assert run(call, "scan", path)[0] == 0
 
 
 def test_deepspeeds_files_beside_a_dcp_and_gguf_beside_weights_are_named(tmp_path: Path, call: CommandLine) -> None:
@@ -296,5 +291,5 @@ def test_merging_one_ranks_file_alone_names_the_directory(tmp_path: Path, call: 
     path = DATA / file
     code, printed = run(call, "merge", path, tmp_path / "out")
     assert (code, "this file alone is one" in printed) == (5, True), printed
-    assert f"give their directory, {path.parent}" in printed
+    assert f"give the directory, {path.parent}" in printed
     assert "no file holds region" in printed

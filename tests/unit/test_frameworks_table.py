@@ -51,8 +51,8 @@ FRAMEWORKS = {
     "verl 0.9.1, FSDP": Row(
         "verl/fsdp2/run/global_step_1/actor",
         (
-            "unit/test_directories.py::test_the_model_is_merged_bit_by_bit[verl/fsdp2/run]",
-            "unit/test_directories.py::test_the_options_that_a_note_shows_merge_the_base_model_of_a_lora_model",
+            "unit/test_directories.py::test_the_model_is_merged_bit_by_bit[verl/fsdp2/run/global_step_1/actor]",
+            "unit/test_directories.py::test_the_options_on_the_page_merge_the_base_model_of_a_lora_model",
             "unit/test_logits.py::test_a_model_of_verl_merged_has_equal_logits",
             "slow/test_directories_written.py::test_what_a_framework_writes_is_merged_bit_by_bit[verl]",
         ),

@@ -400,7 +400,7 @@ def test_the_file_of_one_rank_alone_is_not_merged_by_a_layout(
     for arguments in (["info", file], ["merge", file, tmp_path / "plain"]):
         code, out, err = call(*arguments)
         assert code == 0
-        assert f"give their directory, {tmp_path}" in out + err
+        assert f"give the directory, {tmp_path}" in out + err
 
 
 def test_the_file_of_the_only_rank_is_merged_by_a_layout(tmp_path: Path) -> None:

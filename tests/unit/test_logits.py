@@ -56,7 +56,7 @@ def test_a_model_of_verl_merged_has_equal_logits(tmp_path: Path) -> None:
     path = DATA / "verl/fsdp2"
     config = path / "run/global_step_1/actor/huggingface/config.json"
     expected = logits(sample_llama(config, path / "expected.safetensors"))
-    assert torch.equal(merged_logits(tmp_path, path / "run"), expected)
+    assert torch.equal(merged_logits(tmp_path, path / "run/global_step_1/actor"), expected)
 
 
 @pytest.mark.parametrize("kind", ["llama1", "llama3", "universal_llama3"])

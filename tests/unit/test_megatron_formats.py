@@ -103,9 +103,7 @@ def test_a_summary_shows_sections_arguments_and_the_iteration(samples: dict[str,
     assert (summary.kind, summary.step, summary.ranks) == ("megatron torch_dist", 7, (0, 1, 2, 3))
     counts = {name: section.num_tensors for name, section in summary.sections.items()}
     assert (counts["model"], counts["optimizer"]) == (13, 12)
-    assert (
-        summary.others["args"] == "19 arguments of the run: tensor parallel 2, pipeline parallel 2, expert parallel 1"
-    )
+    assert summary.others["args"] == "tensor parallel 2, pipeline parallel 2, expert parallel 1"
     assert summary.others["content_metadata.distrib_optim_sharding_type"] == "str 'dp_reshardable'"
     assert summary.others["opt_param_scheduler.num_steps"] == "int 448"
 
@@ -130,48 +128,17 @@ def test_flat_buffers_of_an_optimizer_are_named_and_are_not_the_models(
     samples: dict[str, Path], tmp_path: Path
 ) -> None:
     others = summarize(samples["tp2_pp2"] / "torch_dist").others
-    assert others["optimizer"] == "flat buffers, not by parameter: param_state_sharding_type is 'dp_reshardable'"
+    assert others["optimizer.param_state_sharding_type"] == "str 'dp_reshardable'"
     assert not any("optimizer" in name for name in merged(samples["tp2_pp2"] / "torch_dist", tmp_path / "out"))
     assert "optimizer" not in summarize(samples["pp2_tied"] / "torch_dist").others
     names = merged(samples["pp2_tied"] / "torch_dist", tmp_path / "optimizer", section="optimizer").keys()
     assert "optimizer.state.exp_avg.embedding.word_embeddings.weight" in names
 
 
-def boxes_of_bucket(run: Path, group: int, key: str) -> dict[tuple[int, int], tuple[str, int]]:
-    """Return file and offset of each box, by its first element and its size."""
-    found = {}
-    with open_source(run) as source:
-        for _, tensor in source.shards():
-            if f"dp_group_idx_{group}.gbuf" in tensor.shard.name and tensor.shard.name.endswith(f".{key}"):
-                for box, stored in zip(tensor.shard.boxes, tensor.byte_ranges, strict=True):
-                    found[box.offsets[0], box.shape[0]] = (stored.path, stored.begin)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("group", "box", "is_state"),
-    [
-        (0, (0, 8), True),
-        (0, (8, 56), False),
-        (0, (64, 48), True),
-        (0, (112, 16), False),
-        (0, (768, 64), True),
-        (3, (832, 8), True),
-        (3, (800, 32), False),
-    ],
-)
-def test_values_in_gaps_between_parameters_are_not_checked(
-    torch_dist: Path, group: int, box: tuple[int, int], is_state: bool
-) -> None:
-    """Megatron writes uninitialised memory there: some of the sample's is NaN."""
-    assert verify(torch_dist, checks=CHECKS).findings == ()
-    path, begin = boxes_of_bucket(torch_dist, group, "exp_avg")[box]
-    with open(path, "r+b") as file:
-        file.seek(begin)
-        file.write(np.full(4, np.nan, "f4").tobytes())
+def test_values_of_flat_buffers_are_not_checked(torch_dist: Path) -> None:
+    """Megatron writes uninitialised memory between the parameters: some of the sample's is NaN."""
     report = verify(torch_dist, checks=CHECKS)
-    assert [finding.code for finding in report.findings] == (["FINDINGS"] if is_state else [])
-    assert report.num_boxes == 303
+    assert (report.findings, report.num_boxes) == ((), 303)
 
 
 def test_an_iteration_opens_by_its_own_directory(samples: dict[str, Path]) -> None:
@@ -198,10 +165,10 @@ def test_the_runs_file_names_the_iteration_that_is_read(legacy: Path) -> None:
     with pytest.raises(IncompleteError, match=r"iter_0000009.*iter_0000007, release"):
         open_source(legacy)
     tracker.write_text("../../etc")
-    with pytest.raises(CorruptError, match="an iteration"):
+    with pytest.raises(CorruptError, match="name of a step"):
         open_source(legacy)
     tracker.unlink()
-    with pytest.raises(InvalidArgumentError, match=r"latest_checkpointed_iteration\.txt"):
+    with pytest.raises(InvalidArgumentError, match=r"contains checkpoints \(iter_0000007\)"):
         open_source(legacy)
 
 

@@ -555,7 +555,7 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
     ("empty_a_file", "dcp of safetensors"): CORRUPT,
     ("make_a_dangling_link", "workspace"): Verdict("REFUSED", "broken", "UNSAFE", ("UNSAFE", "INCOMPLETE")),
     # Links are not followed in a workspace.
-    **_all(["lose_the_listing"], [*DEEPSPEED, "Megatron legacy", "verl"], STEP_ALONE),
+    **_all(["lose_the_listing"], [*DEEPSPEED, "Megatron legacy"], STEP_ALONE),
     **_all(["cut_the_listing"], DEEPSPEED, INCOMPLETE),  # it names a directory that is not there
     **_all(["lose_all_files"], [*DEEPSPEED, "Megatron legacy"], MISSING),
 }  # fmt: skip

@@ -140,13 +140,27 @@ def test_a_member_of_an_unknown_enum_is_opaque() -> None:
     assert found["by value"].class_name == f"{Colour.__module__}.Colour"
     written = io.BytesIO()
     _EnumsByName(written, 4).dump(Colour.RED)
-    assert read_pickle(written.getvalue(), "x", unknown_classes=True).class_name == f"{Colour.__module__}.Colour"
+    assert read_pickle(written.getvalue(), "x", unknown_classes=True).class_name == f"{Colour.__module__}.Colour.RED"
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_member_of_an_enum_in_a_class_is_opaque(protocol: int) -> None:
+    assert opaque({"x": Paint.Shade.DARK}, protocol)["x"].class_name.endswith("Paint.Shade")
 
 
 class Colour(enum.Enum):
     """An enum that the reader does not know."""
 
     RED = 1
+
+
+class Paint:
+    """A class with an enum of its own."""
+
+    class Shade(enum.Enum):
+        """An enum in a class."""
+
+        DARK = 1
 
 
 class _EnumsByName(pickle.Pickler):

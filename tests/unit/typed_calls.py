@@ -49,7 +49,6 @@ def nonsense(comm: sx.comm.Communicator) -> None:
     sx.load_checkpoint({}, "x", dtype="bfloat16")  # type: ignore[arg-type]
     sx.load_checkpoint({}, "x", replicas="some")  # type: ignore[arg-type]
     sx.merge_checkpoint("x", 1)  # type: ignore[arg-type]
-    sx.open_checkpoint("x", weights="both")  # type: ignore[arg-type]
     sx.load_checkpoint({}, "x", convert=7)  # type: ignore[arg-type]
     sx.save_checkpoint({}, "x", comm=1)  # type: ignore[call-overload]
     sx.gather_state(3)  # type: ignore[arg-type]

@@ -219,15 +219,14 @@ KINDS: dict[str, Kind] = {
         _megatron("legacy"), "iter_0000007/*/*.pt", "megatron",
         "latest_checkpointed_iteration.txt", container="zip", step=7,
     ),
-    "Trainer": Kind(_sample(_TRAINER), "model.safetensors", "trainer", step=2),
+    "Trainer": Kind(_sample(_TRAINER), "model.safetensors", "trainer"),
     "Trainer with FSDP": Kind(
         _sample("trainer/sharded/checkpoint-2"), "pytorch_model_fsdp_0/*.distcp", "trainer",
-        "pytorch_model_fsdp_0/.metadata", container="zip", step=2,
+        "pytorch_model_fsdp_0/.metadata", container="zip",
     ),
     "accelerate": Kind(_sample(_ACCELERATE), "pytorch_model_fsdp.bin", "accelerate", container="zip"),
     "verl": Kind(
-        _sample("verl/fsdp2/run"), "global_step_1/actor/model_world_size_2_rank_*.pt", "verl",
-        "latest_checkpointed_iteration.txt", container="zip", step=1,
+        _sample("verl/fsdp2/run/global_step_1/actor"), "model_world_size_2_rank_*.pt", "verl", container="zip"
     ),
     "Lightning": Kind(_sample("lightning/sharded/last.ckpt"), "*.distcp", "lightning", ".metadata", container="zip"),
     "torch_checkpointing": Kind(
