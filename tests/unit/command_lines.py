@@ -51,8 +51,8 @@ COMMAND_LINES = {
         },
         json="""info save | info workspace | info export --tree | info saves | info broken_saves
             | info unfinished_saves | info missing | info dcp | info ZeRO-2 | info Trainer | info gguf | info nothing
-            | info save saves missing nothing | info
-            | info export --tree --depth 2""",
+            | info save saves missing nothing | info export --svg i.svg | info
+            | info export --tree --depth 2 | info export --svg i2.svg --overwrite""",
         hostile="""info a | info a state.pt | info a --tree | info TEXT | info index | info NAMED
             | info NAMED --tree""",
         without={"progress": "reads headers"},
