@@ -124,7 +124,7 @@ COMMAND_LINES = {
             "verify-saves": "verify saves",
             "verify-values": "verify model broken/nan --values",
         },
-        json="""verify export | verify save --values | verify odd --values
+        json="""verify export | verify save --values | verify odd --values | verify odd --against download
             | verify missing | verify changed | verify saves --values | verify broken_saves | verify nothing
             | verify export saves missing | verify odd --values --without nan""",
         rows=("finding", "save"),
