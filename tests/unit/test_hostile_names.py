@@ -108,9 +108,7 @@ def test_hostile_texts_are_escaped_in_every_output(
 PICTURES = [
     ["ls", "a"],
     ["ls", "state.pt"],
-    ["show", "a", "NAME"],
     ["ls", "NAMED"],
-    ["show", "NAMED", "layer.0.w"],
 ]
 
 
