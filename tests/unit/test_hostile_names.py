@@ -109,10 +109,8 @@ PICTURES = [
     ["info", "a"],
     ["ls", "a"],
     ["ls", "state.pt"],
-    ["show", "a", "NAME"],
     ["info", "NAMED"],
     ["ls", "NAMED"],
-    ["show", "NAMED", "layer.0.w"],
 ]
 
 
