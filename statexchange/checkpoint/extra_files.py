@@ -62,20 +62,20 @@ _OF_JOB = re.compile(
 
 
 def extra_files(
-    given: Mapping[str, bytes], plan: Plan, own: Mapping[str, bytes], *, updates_dtype: bool
+    caller_files: Mapping[str, bytes], plan: Plan, model_files: Mapping[str, bytes], *, updates_dtype: bool
 ) -> dict[str, bytes]:
     """Return the content of each extra file by its name, or by its path below the checkpoint.
 
     Args:
-        given: the files of the option `files_from`.
+        caller_files: the files of the option `files_from`.
         plan: the checkpoint's plan.
-        own: files of the model itself, by name; those of `given` take precedence.
+        model_files: files of the model itself, by name; those of `caller_files` take precedence.
         updates_dtype: write the dtype of the plan's tensors into the model's own config.json.
 
     Raises:
         InvalidArgumentError: a name is not a plain file name, or is a file of the checkpoint itself.
     """
-    files = dict(own)
+    files = dict(model_files)
     if updates_dtype and CONFIG in files:
         files[CONFIG] = _with_dtype(files[CONFIG], plan)
     reserved = {
@@ -88,12 +88,12 @@ def extra_files(
         *(file.name for file in plan.files),
         single_file_name(plan),
     }
-    for name in given:
+    for name in caller_files:
         if name in reserved or "\0" in name or name.startswith(".statexchange"):
             raise InvalidArgumentError(
                 f"files_from: {name!r} is not a plain file name, or is one that the checkpoint itself writes"
             )
-    return {**files, **given}
+    return {**files, **caller_files}
 
 
 class GivenFiles(NamedTuple):
@@ -102,9 +102,9 @@ class GivenFiles(NamedTuple):
     contents: Mapping[str, bytes]
     notes: tuple[str, ...] = ()
 
-    def config(self, own: Mapping[str, bytes] = {}) -> bytes | None:
+    def config(self, model_files: Mapping[str, bytes] = {}) -> bytes | None:
         """Return the config.json among them, else that among the model's own files."""
-        return self.contents.get(CONFIG, own.get(CONFIG))
+        return self.contents.get(CONFIG, model_files.get(CONFIG))
 
 
 def given_files(files_from: FilesFrom) -> GivenFiles:

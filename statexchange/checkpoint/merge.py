@@ -355,10 +355,10 @@ def _plan(opened: Source, selected: Selection, request: _Request) -> _Output:
     if options.replicas == "equal":
         _check_copies(selected.source, plan, left_options)
     updates_dtype = bool(options.dtype) or opened.kind == "deepspeed"
-    extra = extra_files(selected.given.contents, plan, selected.files, updates_dtype=updates_dtype)
+    extra = extra_files(selected.caller_files.contents, plan, selected.files, updates_dtype=updates_dtype)
     metadata, metadata_notes = kept_metadata(opened, left_options)
     notes = opened.notes + selected.notes + note_on_others(opened, options)
-    notes += metadata_notes + selected.file_notes + selected.given.notes
+    notes += metadata_notes + selected.file_notes + selected.caller_files.notes
     notes += notes_on_tensors(rank_shards, plan, left_options)
     if request.has_model:
         notes += notes_on_names(plan, extra, is_converted=options.converts)

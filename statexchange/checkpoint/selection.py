@@ -36,7 +36,7 @@ class Selection:
         source: the tensors, converted if a conversion was asked for.
         options: the options that are left to apply to these.
         reductions: "max" or "min" by name of the tensors whose copies are reduced.
-        given: the files of the option `files_from`.
+        caller_files: the files of the option `files_from`.
         files: the small files of the source that are copied.
         compared_files: those with which the tensors are only compared.
         converted: the conversion's result.
@@ -47,7 +47,7 @@ class Selection:
     source: Source
     options: ExportOptions
     reductions: Mapping[str, str]
-    given: GivenFiles
+    caller_files: GivenFiles
     files: Mapping[str, bytes]
     compared_files: Mapping[str, bytes]
     converted: Converted | None
@@ -94,17 +94,17 @@ def _read_plain(opened: OpenedPath, *, section: str | None) -> Source:
 def select(opened: Source, reductions: Mapping[str, str], options: ExportOptions) -> Selection:
     """Select the tensors, convert them if that was asked for, and find the files that belong to them."""
     files, file_notes = ({}, ()) if options.files_from == () else own_files(opened)
-    given = given_files(options.files_from)
+    caller_files = given_files(options.files_from)
     source, converted = opened, None
     if options.converts:
         from statexchange.checkpoint.converting import converted_selection  # late: most merges convert nothing
 
-        converted, notes = converted_selection(opened, options, given.config(), is_copied=CONFIG in files)
+        converted, notes = converted_selection(opened, options, caller_files.config(), is_copied=CONFIG in files)
         source, reductions = converted.source, converted.renamed_keys(reductions)
         left_options = replace(options, include=(), exclude=())  # they have been applied
     else:
         left_options, notes = _unwrapping_options(opened, options)
-    config = given.config(files)
+    config = caller_files.config(files)
     if config is not None and unties_heads(config):
         # Without the aliases of heads that config.json does not tie, so that they are written.
         untied = [replace(shard_file, aliases=without_heads(shard_file.aliases)) for shard_file in source.files]
@@ -116,7 +116,9 @@ def select(opened: Source, reductions: Mapping[str, str], options: ExportOptions
     elif ADAPTER_CONFIG in files:
         # Beside a whole model it would make transformers look for an adapter: not copied, only compared.
         compared_files = {ADAPTER_CONFIG: files.pop(ADAPTER_CONFIG)}
-    return Selection(source, left_options, reductions, given, files, compared_files, converted, notes, file_notes)
+    return Selection(
+        source, left_options, reductions, caller_files, files, compared_files, converted, notes, file_notes
+    )
 
 
 def _unwrapping_options(source: Source, options: ExportOptions) -> tuple[ExportOptions, tuple[str, ...]]:

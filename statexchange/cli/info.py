@@ -8,6 +8,7 @@ import click
 
 from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
+from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError
 from statexchange.formats.source import abbreviated_list, abbreviated_reasons
 from statexchange.units import format_bytes, format_count, format_number, format_ranks, format_time
@@ -27,6 +28,7 @@ _BAR = 20  # characters of all bytes
 
 
 @commands.command
+@picture_options("Draw the parameters into an SVG: an area for each tensor.")
 @commands.each_path()
 @click.option("--tree", is_flag=True, help="Show the modules in the names of tensors, with parameters and bytes.")
 @click.option(
@@ -35,7 +37,7 @@ _BAR = 20  # characters of all bytes
     metavar="N",
     help=f"Show N levels of the tree.  [default: {_DEPTH}]",
 )
-def command(output: Output, path: str, tree: bool, depth: int | None) -> int:
+def command(output: Output, path: str, tree: bool, depth: int | None, picture: PictureFile | None) -> int:
     """Summarize the checkpoint at PATH: tensors, dtypes, bytes, ranks.
 
     Reads headers only. PATH is a save or a directory of a job's saves, a Hugging
@@ -53,14 +55,20 @@ def command(output: Output, path: str, tree: bool, depth: int | None) -> int:
     if depth is None and tree:
         depth = _DEPTH
     if holds_saves(path):
-        if depth is not None:
-            text = "--tree shows one checkpoint, and this directory has saves: name one of them"
+        if picture is not None or depth is not None:
+            text = "--svg and --tree show one checkpoint, and this directory has saves: name one of them"
             raise InvalidArgumentError(text, path=path)
         return _summarize_saves(output, path)
     summary = summarize(path, tree_depth=depth)
     output.warnings(summary.problems)  # before the summary, which may be partial because of them
     if summary.unsupported:
         output.warning(f"tensors that cannot be read: {abbreviated_reasons(summary.unsupported)}")
+    if picture is not None:
+        from statexchange.formats.registry import open_source
+        from statexchange.report.treemap import parameters_picture
+
+        with open_source(path, strict=False) as source:
+            picture.write(parameters_picture(source))
     statuses: list[RankStatus] = []
     if summary.kind == "workspace" and summary.run is not None:
         from statexchange.report.rounds import list_rounds, newest_of_ranks
@@ -70,7 +78,12 @@ def command(output: Output, path: str, tree: bool, depth: int | None) -> int:
     if summary.tree is not None:
         output.line()
         _show_tree(output, summary.tree)
-    return output.finish({**fields_of(summary), "rank_statuses": statuses}, problems=summary.problems)
+    record = {
+        **fields_of(summary),
+        "picture": picture and picture.path,
+        "rank_statuses": statuses,
+    }
+    return output.finish(record, problems=summary.problems)
 
 
 def _show_tree(output: Output, tree: ModuleNode) -> None:

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
     from statexchange.errors import StateExchangeError
+    from statexchange.report.hub_metadata import HubComparison
     from statexchange.report.value_checks import Check
     from statexchange.report.verify import VerifyReport
 
-_NOT_IN_DATA = ("findings", "notes")  # notes are the warnings of the JSON
+_NOT_IN_DATA = ("findings", "hub", "notes")  # notes are the warnings of the JSON
 
 
 @commands.command
@@ -38,7 +39,12 @@ _NOT_IN_DATA = ("findings", "notes")  # notes are the warnings of the JSON
     metavar="CHECK",
     help=f"With --values, leave out one check: {', '.join(CHECKS[:-1])} or {CHECKS[-1]}; repeatable.",
 )
-def command(output: Output, path: str, values: bool, without: tuple[str, ...]) -> int:
+@click.option(
+    "--against",
+    metavar="DIR",
+    help="Compare files with the hashes in DIR/.cache/huggingface/download, as `hf download --local-dir` leaves them.",
+)
+def command(output: Output, path: str, values: bool, without: tuple[str, ...], against: str | None) -> int:
     """Check everything at PATH: digests, completeness, equal copies.
 
     Exits with 1 if copies of one region differ, or if --values finds something;
@@ -58,18 +64,20 @@ def command(output: Output, path: str, values: bool, without: tuple[str, ...]) -
     checks = [check for check in CHECKS if check not in without] if values else []
     if values and not checks:
         raise click.UsageError("--without leaves out every check of --values")
-    listing = commands.listing_at(path)
+    listing = commands.listing_at(path, against=against)
     if listing is not None:
         return _verify_each(output, path, listing, checks)
     began = time.perf_counter()
     try:
         with Progress(output, "verify") as progress:
-            report = verify(path, checks=checks, on_progress=progress)
+            report = verify(path, checks=checks, against=against, on_progress=progress)
     except (CorruptError, IncompleteError) as error:  # it cannot even be opened
         return _finding_alone(output, error)
     output.warnings(report.notes)
     _show(output, report, checks, time.perf_counter() - began)
     data = {key: value for key, value in fields_of(report).items() if key not in _NOT_IN_DATA}
+    if report.hub is not None:
+        data["against"] = {key: value for key, value in fields_of(report.hub).items() if key != "findings"}
     return output.finish(data, rows=("findings", _records(report.findings)), problems=report.findings)
 
 
@@ -100,6 +108,8 @@ def _show(output: Output, report: VerifyReport, checks: Sequence[Check], seconds
     read = f"{format_bytes(report.nbytes)} read in {format_seconds(seconds)}"
     output.line(f"{report.path}: {report.kind}, {_tensors_text(report)}, {read}")
     _show_findings(output, report.findings)
+    if report.hub is not None:
+        _show_hub(output, report.hub)
     if report.num_unproven:
         output.warning(f"no digest is known of {_unproven_text(report)} bytes cannot be checked")
     if checks and report.num_boxes and not any(isinstance(finding, ValueFindingError) for finding in report.findings):
@@ -126,6 +136,15 @@ def _unproven_text(report: VerifyReport) -> str:
     """Return the number of tensors, or of regions where these are parts of tensors, whose digests are not known."""
     kind = "tensor" if report.num_boxes == report.num_tensors else "region"
     return f"1 {kind}: its" if report.num_unproven == 1 else f"{report.num_unproven:,} {kind}s: their"
+
+
+def _show_hub(output: Output, hub: HubComparison) -> None:
+    for name in hub.not_covered:
+        output.line(f"NOT COVERED  the download has no hash of {name}")
+    if len(hub.commits) > 1:
+        output.warning(f"the files were downloaded from {len(hub.commits):,} commits: {', '.join(hub.commits)}")
+    are_equal = "file has the hash" if len(hub.equal) == 1 else "files have the hashes"
+    output.line(f"{len(hub.equal):,} {are_equal} of the download; {len(hub.not_covered):,} not covered")
 
 
 def _verify_each(output: Output, path: str, kind: str, checks: Collection[Check]) -> int:

@@ -30,6 +30,7 @@ from statexchange.errors import (
 from statexchange.formats.model_files import unread_weights
 from statexchange.formats.registry import UNFINISHED_DOWNLOAD, Probe, probe
 from statexchange.formats.source import abbreviated_names
+from statexchange.report.hub_metadata import metadata_store
 from statexchange.report.summary import count_parameters, model_of
 from statexchange.report.tensor_facts import tensor_rows, uncovered
 from statexchange.storage.files import hidden_target
@@ -46,7 +47,6 @@ __all__ = ["ScanRow", "scan"]
 Status = Literal["whole", "broken", "unfinished", "not checked"]
 
 _NUMBERED = re.compile(r"(?:checkpoint|global_step|iter|step)[-_]?([0-9]{1,18})")
-_DOWNLOADS = (".cache", "huggingface", "download")  # which `hf download --local-dir` makes below a directory
 _MAX_REASON = 120
 _SHOWN_FILES = 2
 
@@ -197,12 +197,11 @@ def _with_download(folder: str, probed: Probe, row: ScanRow | None) -> ScanRow |
     names = [name for name in listing if name.endswith(UNFINISHED_DOWNLOAD)]
     names = [name for name in names if name.removesuffix(UNFINISHED_DOWNLOAD) not in listing]
     if row is None or row.status != "whole" or row.kind == "torch":  # nothing lists torch's files
-        # Most have no such directory, and it may be unreadable.
+        # Below the directory, it may be removed meanwhile, or unreadable.
         with contextlib.suppress(StateExchangeError):
-            store = probed.opened.store
-            for below in _DOWNLOADS:
-                store = store.below(below)
-            names += [name for name in store.files if name.endswith(UNFINISHED_DOWNLOAD)]
+            store = metadata_store(probed.opened.store)
+            if store is not None:
+                names += [name for name in store.files if name.endswith(UNFINISHED_DOWNLOAD)]
     if not names:
         return row
     reason = f": {row.verdict}" if row is not None and row.status == "broken" else ""

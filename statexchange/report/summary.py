@@ -32,6 +32,7 @@ __all__ = [
     "count_parameters",
     "model_config",
     "model_of",
+    "model_rows",
     "summarize",
 ]
 
@@ -170,9 +171,17 @@ def count_parameters(source: Source, rows: Iterable[TensorRow]) -> int:
 
     Not collective. Optimizers and random states are not counted.
     """
+    return sum(row.num_parameters for row in model_rows(source, rows))
+
+
+def model_rows(source: Source, rows: Iterable[TensorRow]) -> list[TensorRow]:
+    """Return the rows of the model's tensors; all rows if it is not known which are the model's.
+
+    Not collective.
+    """
     sections = sections_of(source)
     model = {name for section in sections if section.name == "model" for name in section.names}
-    return sum(row.num_parameters for row in rows if not sections or row.name in model)
+    return [row for row in rows if not sections or row.name in model]
 
 
 def _notes(source: Source) -> tuple[str, ...]:

@@ -16,8 +16,10 @@ __all__ = [
     "NOT_THERE",
     "WIDTH",
     "Drawing",
+    "lightened",
     "palette",
     "text_colour",
+    "text_width",
     "title_of",
 ]
 
@@ -34,9 +36,9 @@ _FONTS = {
 }
 _STYLE = (
     f"text{{font:{_FONTS['']};fill:#222}}.n{{font:{_FONTS['n']}}}.g{{fill:#666}}.t{{font-size:16px;font-weight:600}}"
-    ".r{font-size:10px;text-anchor:middle}.e{text-anchor:end}"
-    ".b{fill:#fff}.c{shape-rendering:crispEdges}.l{stroke:#fff;stroke-width:1}"
-    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.g{fill:#9da7b1}.b{fill:#0d1117}.l{stroke:#0d1117}}"
+    ".r{font-size:10px;text-anchor:middle}.e{text-anchor:end}.m{text-anchor:middle}.b1{font-weight:600}"
+    ".b{fill:#fff}.c{shape-rendering:crispEdges}.l{stroke:#fff;stroke-width:1}.o{fill:none;stroke:#fff}"
+    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.g{fill:#9da7b1}.b{fill:#0d1117}.l,.o{stroke:#0d1117}}"
 )
 _HATCHING = (
     '<pattern id="not-there" width="6" height="6" patternUnits="userSpaceOnUse">'
@@ -110,6 +112,11 @@ def _tooltip(text: str) -> str:
     return "\n".join(_escaped(shortened(line, _MAX_TOOLTIP)) for line in text.split("\n"))
 
 
+def text_width(text: str, size: float) -> float:
+    """Return an upper bound of the width of a text in the monospaced font of class "n"."""
+    return 0.61 * size * len(text)
+
+
 def title_of(path: str) -> str:
     """Return a checkpoint's name for a title: only the last component of its path, because pictures are shared."""
     return path.rstrip("/").rpartition("/")[2] or path
@@ -119,10 +126,10 @@ def palette(count: int) -> list[str]:
     """Return `count` distinct colours."""
     if count <= len(_COLOURS):
         return list(_COLOURS[:count])
-    return [_lightened(_DARKEST, _LIGHTEST * number / (count - 1)) for number in range(count)]
+    return [lightened(_DARKEST, _LIGHTEST * number / (count - 1)) for number in range(count)]
 
 
-def _lightened(colour: str, share: float) -> str:
+def lightened(colour: str, share: float) -> str:
     """Return a colour mixed with a share of white."""
     channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     return "#" + "".join(f"{round(value + (255 - value) * share):02x}" for value in channels)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     Computed = Mapping[tuple[int, str, int], str]  # digests by file, tensor and box
 
 __all__ = [
+    "Branch",
     "ModuleNode",
     "Region",
     "TensorFacts",
@@ -33,6 +34,7 @@ __all__ = [
     "group_box",
     "known_bytes",
     "known_digest",
+    "module_branches",
     "module_tree",
     "tensor_facts",
     "tensor_rows",
@@ -334,26 +336,26 @@ class ModuleNode:
             waiting += [(level + 1, child) for child in reversed(node.children)]
 
 
-class _Branch:
+class Branch:
     """A module with its own tensors and the modules below it. Branches are alike if their `form` is equal."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.below: dict[str, _Branch] = {}
+        self.below: dict[str, Branch] = {}
         self.tensors: list[TensorRow] = []
         self.num_tensors = self.num_parameters = self.nbytes = 0
         self.form = 0
 
 
-def _branches_of(rows: Iterable[TensorRow], depth: int) -> list[_Branch]:
+def module_branches(rows: Iterable[TensorRow], depth: int) -> list[Branch]:
     """Return the modules in the tensors' names, down to `depth` parts of a name: the top first, parents first."""
-    branches = [_Branch("")]
+    branches = [Branch("")]
     for row in rows:
         branch = branches[0]
         path = [branch]
         for part in row.name.split(".", depth)[:depth]:  # deeper parts count in the last one
             if part not in branch.below:
-                branch.below[part] = _Branch(f"{branch.path}.{part}" if len(path) > 1 else part)
+                branch.below[part] = Branch(f"{branch.path}.{part}" if len(path) > 1 else part)
                 branches.append(branch.below[part])
             branch = branch.below[part]
             path.append(branch)
@@ -371,7 +373,7 @@ def module_tree(rows: Iterable[TensorRow], depth: int) -> ModuleNode:
     Successive numbered modules, such as layers.0 to layers.31, are one node if all below them has the same names,
     dtypes and shapes.
     """
-    branches = _branches_of(rows, depth)
+    branches = module_branches(rows, depth)
     forms: dict[Hashable, int] = {}  # numbers, so that a form does not hold all forms below
     for branch in reversed(branches):  # children come after their parents
         tensors = sorted((row.name.split(".", depth)[depth:], row.dtype, row.shape) for row in branch.tensors)
@@ -380,7 +382,7 @@ def module_tree(rows: Iterable[TensorRow], depth: int) -> ModuleNode:
     return _node("", "", branches[:1])
 
 
-def _node(name: str, path: str, alike: list[_Branch]) -> ModuleNode:
+def _node(name: str, path: str, alike: list[Branch]) -> ModuleNode:
     """Return the node of branches that are alike. The work is bounded by their number and the depth."""
     modules = alike[0].below
     runs: list[list[str]] = []  # the names in order of their numbers, successive ones that are alike together

@@ -20,14 +20,13 @@ from statexchange.formats.config_check import source_warnings
 from statexchange.formats.registry import open_source
 from statexchange.formats.sealed_files import check_sealed_file, sealed_files
 from statexchange.formats.source import Source, SourceTensor
-from statexchange.report.hub_cache import blob_hashes, check_blob
+from statexchange.report.hub_metadata import HubComparison, compare_with_cache, compare_with_hub
 from statexchange.report.tensor_facts import cover_problems, known_digest
 from statexchange.report.value_checks import Check, StoredBox, TensorChecks, ValueFindingError, joint_tails
 from statexchange.sharding.plan import prove_cover
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.save_check import check_saves
 from statexchange.storage.steps import saves_path, step_name
-from statexchange.storage.store import StoredFile
 
 __all__ = ["VerifyReport", "verify", "verify_listed", "verify_saves"]
 
@@ -46,6 +45,7 @@ class VerifyReport:
         num_unproven: number of boxes whose bytes cannot be checked, as neither they nor their file has a known hash.
         nbytes: bytes read.
         findings: an error for each problem; then a `ValueFindingError` for each that the checks of values found.
+        hub: the comparison with the hashes of a download, whose findings are among `findings`; None without.
         notes: files of weights that were not read and other facts about the reading; differences between a config and
             the tensors beside it.
     """
@@ -57,6 +57,7 @@ class VerifyReport:
     num_unproven: int
     nbytes: int
     findings: tuple[StateExchangeError, ...]
+    hub: HubComparison | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -69,23 +70,25 @@ def verify(
     path: str | os.PathLike[str],
     *,
     checks: Collection[Check] = (),
+    against: str | os.PathLike[str] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> VerifyReport:
     """Read and check a whole checkpoint.
 
-    Not collective. Problems become findings, not exceptions. Files of a snapshot in the Hub's cache are compared with
-    the names of their blobs, which are hashes.
+    Not collective. Problems become findings, not exceptions.
 
     Args:
         path: a path or URL of any format that `open_checkpoint` reads.
         checks: the checks of values to make.
+        against: a directory with the metadata of a download from the Hub, with which files are compared. Without it,
+            files of a snapshot in the Hub's cache are compared with the names of their blobs, which are hashes.
         on_progress: called with (bytes done, bytes in total).
 
     Returns:
         The report.
 
     Raises:
-        NotFoundError: there is no checkpoint at the path.
+        NotFoundError: there is no checkpoint at the path, or no metadata at `against`.
         ReplacedError: the checkpoint was replaced twice while it was read.
         UnsupportedError: the format is one that is not read.
 
@@ -101,7 +104,11 @@ def verify(
     def attempt() -> VerifyReport:
         with open_source(path, strict=False) as source:
             source.read_ahead()
-            check = _Check(source, checks, on_progress)
+            if against is None:
+                hub = compare_with_cache(source.opened, on_progress=on_progress)
+            else:
+                hub = compare_with_hub(path, against, on_progress=on_progress)
+            check = _Check(source, checks, hub, on_progress)
             check.run()
             return VerifyReport(
                 path=without_secrets(os.fspath(path)),
@@ -111,6 +118,7 @@ def verify(
                 num_unproven=check.num_unproven,
                 nbytes=check.done,
                 findings=tuple(check.findings),
+                hub=hub,
                 notes=(*source.notes, *source_warnings(source, check.digests())),
             )
 
@@ -124,27 +132,31 @@ class _Check:
     """One pass over a source."""
 
     def __init__(
-        self, source: Source, checks: Collection[Check], on_progress: Callable[[int, int], None] | None
+        self,
+        source: Source,
+        checks: Collection[Check],
+        hub: HubComparison | None,
+        on_progress: Callable[[int, int], None] | None,
     ) -> None:
         self._source = source
         self._checks = frozenset(checks)
         self._checked: list[StoredBox] = []  # the boxes of the current file, whose values were looked at
         self._tensor_checks: dict[tuple[str, str, tuple[int, ...]], TensorChecks] = {}
         self._on_progress = on_progress
-        self._sealed, self._blobs = sealed_files(source), blob_hashes(source.opened)
-        self._equal_blobs: set[str] = set()  # paths of files of which every byte is known
-        self._total = sum(sealed.digest_nbytes for sealed in self._sealed) + sum(file.size for file, _ in self._blobs)
+        hub = hub or HubComparison((), (), (), (), 0)
+        self._equal_files = {source.opened.store.path_of(name) for name in hub.equal}  # every byte of them is known
+        self._sealed = sealed_files(source)
+        self._before = hub.nbytes  # that were hashed
+        self._total = self._before + sum(sealed.digest_nbytes for sealed in self._sealed)
         for _, tensor in source.shards():
             self._total += sum(stored.nbytes for stored in tensor.byte_ranges)
         self.done = self.num_boxes = self.num_unproven = 0
         self.findings: list[StateExchangeError] = [*source.problems, *source.unsupported.values()]
-        self.findings += source.empty_weights()
+        self.findings += (*source.empty_weights(), *hub.findings)
         self._computed: dict[tuple[int, str, int], str] = {}  # digests that are not stored: by file, tensor, box
 
     def run(self) -> None:
         """Check everything; raise ReplacedError if a file was replaced or changed while it was read."""
-        for file, expected in self._blobs:
-            self._guard(self._check_blob, file, expected)
         values: list[ValueFindingError] = []
         by_name: dict[str, list[int]] = {}  # the numbers of the files that have a tensor
         for number, shard_file in enumerate(self._source.files):
@@ -173,11 +185,6 @@ class _Check:
         except StateExchangeError as error:
             self.findings.append(error)
 
-    def _check_blob(self, file: StoredFile, expected: str) -> None:
-        """Compare a file with the hash by which the Hub's cache calls it."""
-        check_blob(file, expected, self._count)
-        self._equal_blobs.add(file.path)
-
     def _read_box(self, number: int, tensor: SourceTensor, index: int) -> None:
         """Read a box, compare its digests, or those of its parts, and look at its values."""
         stored, box, shard = tensor.byte_ranges[index], tensor.shard.boxes[index], tensor.shard
@@ -202,7 +209,7 @@ class _Check:
         if stored.parts:
             prove_cover(shard.name, shard.global_shape, {part: [0] for part, _ in stored.parts})
         elif stored.digest is None:
-            self.num_unproven += stored.path not in self._equal_blobs
+            self.num_unproven += stored.path not in self._equal_files
             self._computed[number, shard.name, index] = digest.hexdigest()
         self.findings += digest.problems(shard.name, rank)
 
@@ -220,7 +227,7 @@ class _Check:
     def _count(self, nbytes: int) -> None:
         self.done += nbytes
         if self._on_progress is not None:
-            self._on_progress(self.done, self._total)
+            self._on_progress(self._before + self.done, self._total)
 
 
 def verify_saves(

@@ -51,8 +51,8 @@ COMMAND_LINES = {
         },
         json="""info save | info workspace | info export --tree | info saves | info broken_saves
             | info unfinished_saves | info missing | info dcp | info ZeRO-2 | info Trainer | info gguf | info nothing
-            | info save saves missing nothing | info
-            | info export --tree --depth 2""",
+            | info save saves missing nothing | info export --svg i.svg | info
+            | info export --tree --depth 2 | info export --svg i2.svg --overwrite""",
         hostile="""info a | info a state.pt | info a --tree | info TEXT | info index | info NAMED
             | info NAMED --tree""",
         without={"progress": "reads headers"},
@@ -84,7 +84,7 @@ COMMAND_LINES = {
         },
         json="""show workspace | show save | show export | show torch_file | show torch_file step | show missing
             | show nothing | show export layers.0.w | show workspace layers.1.w --slice 0:2,:3 | show odd nan
-            | show changed layers.0.w | show odd nosuch | show export layers.0.w --svg s.svg --overwrite
+            | show changed layers.0.w | show odd nosuch
             | show workspace --rank 1""",
         rows=("region",),
         hostile="""show a | show state.pt | show a NAME | show a nosuch | show state.pt TEXT
@@ -124,7 +124,7 @@ COMMAND_LINES = {
             "verify-saves": "verify saves",
             "verify-values": "verify model broken/nan --values",
         },
-        json="""verify export | verify save --values | verify odd --values
+        json="""verify export | verify save --values | verify odd --values | verify odd --against download
             | verify missing | verify changed | verify saves --values | verify broken_saves | verify nothing
             | verify export saves missing | verify odd --values --without nan""",
         rows=("finding", "save"),

@@ -113,6 +113,8 @@ def test_versions_of_others_are_listed(tmp_path: Path, call: CommandLine) -> Non
     assert call("verify", tmp_path)[0] == 0
 
 
-@pytest.mark.parametrize("options", [["ls", "--include", "w"], ["prune", "--keep", "1", "--keep-every", "2"]])
+@pytest.mark.parametrize(
+    "options", [["ls", "--include", "w"], ["verify", "--against", "x"], ["prune", "--keep", "1", "--keep-every", "2"]]
+)
 def test_options_of_other_directories_are_usage_errors(published: Path, call: CommandLine, options: list[str]) -> None:
     assert call(*options, published)[0] == EXIT_CODES["USAGE"]

@@ -106,11 +106,11 @@ def test_hostile_texts_are_escaped_in_every_output(
 
 
 PICTURES = [
+    ["info", "a"],
     ["ls", "a"],
     ["ls", "state.pt"],
-    ["show", "a", "NAME"],
+    ["info", "NAMED"],
     ["ls", "NAMED"],
-    ["show", "NAMED", "layer.0.w"],
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -81,6 +82,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_file(odd, home / "odd/model.safetensors")
     os.mkdir(home / "other")
     save_file({**odd, "zero": np.ones((2, 40), np.float32)}, home / "other/model.safetensors")
+    metadata = home / "download/.cache/huggingface/download"
+    metadata.mkdir(parents=True)
+    digest = hashlib.sha256((home / "odd/model.safetensors").read_bytes()).hexdigest()
+    (metadata / "model.safetensors.metadata").write_text(f"{'a' * 40}\n{digest}\n1700000000.0\n")
     return home
 
 
