@@ -28,7 +28,7 @@ _VERSIONS_HEADER = ("RUN", "VERSION", "TIME", "BYTES", "KIND", "STATE")
 
 
 @commands.command
-@picture_options
+@picture_options("Draw which rank or file supplied which bytes into an SVG.")
 @commands.each_path()
 @option("include", "-i", help="List only tensors whose name matches; repeatable.")
 @click.option("--rounds", is_flag=True, help="List the files of a workspace, by run, round and rank.")

@@ -1,4 +1,4 @@
-"""The options ``--svg FILE`` and ``--overwrite`` of ls, and the file that a picture is written to."""
+"""The options ``--svg FILE`` and ``--overwrite`` of commands that draw, and the file that they write."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ if TYPE_CHECKING:
 __all__ = ["PictureFile", "picture_options"]
 
 
-def picture_options(function: Callable[..., int]) -> Callable[..., int]:
-    """Give a command ``--svg`` and ``--overwrite`` as `picture`: a PictureFile or None."""
+def picture_options(help_text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return a decorator that gives a command ``--svg`` and ``--overwrite`` as `picture`: a PictureFile or None."""
 
-    @click.option("--svg", metavar="FILE", help="Draw which rank or file supplied which bytes into an SVG.")
-    @click.option("--overwrite", is_flag=True, help="Replace the FILE of --svg.")
-    @functools.wraps(function)
-    def with_picture(*arguments: Any, svg: str | None, overwrite: bool, **options: Any) -> int:
-        if svg is not None and len(options.get("paths", ())) > 1:
-            raise InvalidArgumentError("--svg draws one checkpoint: name one PATH")
-        picture = None if svg is None else PictureFile.at(svg, overwrite)
-        return function(*arguments, picture=picture, **options)
+    def decorate(function: Callable[..., int]) -> Callable[..., int]:
+        @click.option("--svg", metavar="FILE", help=help_text)
+        @click.option("--overwrite", is_flag=True, help="Replace the FILE of --svg.")
+        @functools.wraps(function)
+        def with_picture(*arguments: Any, svg: str | None, overwrite: bool, **options: Any) -> int:
+            if svg is not None and len(options.get("paths", ())) > 1:
+                raise InvalidArgumentError("--svg draws one checkpoint: name one PATH")
+            picture = None if svg is None else PictureFile.at(svg, overwrite)
+            return function(*arguments, picture=picture, **options)
 
-    return with_picture
+        return with_picture
+
+    return decorate
 
 
 @dataclass(frozen=True, slots=True)

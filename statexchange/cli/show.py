@@ -12,6 +12,7 @@ import click
 
 from statexchange.cli import commands
 from statexchange.cli.output import Output, fields_of
+from statexchange.cli.picture_file import PictureFile, picture_options
 from statexchange.errors import InvalidArgumentError, NotFoundError, did_you_mean, excerpt, without_secrets
 from statexchange.units import format_bytes, format_ranks, format_shape
 
@@ -54,6 +55,7 @@ def _parse_slice(context: click.Context, parameter: click.Parameter, value: str 
 
 
 @commands.command
+@picture_options("Draw into an SVG which rank or file supplied which region of the tensor.")
 @click.argument("path")
 @click.argument("name", required=False)
 @click.option("--rank", type=click.IntRange(min=0), metavar="R", help="Show only what this rank has written.")
@@ -70,6 +72,7 @@ def command(
     name: str | None,
     rank: int | None,
     index: Slice | None,
+    picture: PictureFile | None,
 ) -> int:
     """Show the configs at PATH, or the tensor NAME with its values.
 
@@ -92,11 +95,13 @@ def command(
         raise click.UsageError(
             "--slice selects values of a tensor: give its NAME after PATH", click.get_current_context()
         )
+    if name is None and picture is not None:
+        raise click.UsageError("--svg draws a tensor: give its NAME after PATH", click.get_current_context())
     with open_source(path, strict=False) as source:
         selected = source if rank is None else _of_rank(source, rank)
         if name is None:
             return _show_configs(output, without_secrets(path), selected)
-        return _show_tensor(output, without_secrets(path), selected, name, index, is_part=rank is not None)
+        return _show_tensor(output, without_secrets(path), selected, name, index, picture, is_part=rank is not None)
 
 
 def _of_rank(source: Source, rank: int) -> Source:
@@ -259,6 +264,7 @@ def _show_tensor(
     source: Source,
     name: str,
     index: Slice | None,
+    picture: PictureFile | None,
     *,
     is_part: bool,
 ) -> int:
@@ -267,6 +273,8 @@ def _show_tensor(
     facts = tensor_facts(source, name, is_part=is_part)
     if facts is None:
         if name in source.others:
+            if picture is not None:
+                raise InvalidArgumentError("--svg draws a tensor, and this entry is none", name=name, path=source.path)
             return _show_entry(output, path, source, name)
         tensors = (row.name for row in tensor_rows(source))
         names = list(dict.fromkeys([*tensors, *aliases_of(source), *source.others]))
@@ -280,6 +288,10 @@ def _show_tensor(
     from statexchange.report.value_statistics import read_slice, read_statistics
 
     box = _box_of(facts, index)
+    if picture is not None:
+        from statexchange.report.supply import supply_of, supply_picture
+
+        picture.write(supply_picture(supply_of(source).select({facts.tied_to or facts.name})))
     values = read_slice(facts, box)
     with Progress(output, "show") as progress:
         statistics = read_statistics(facts, progress)
@@ -301,6 +313,7 @@ def _show_tensor(
         "slice": {**box._asdict(), "values": values.tolist()},
         "statistics": record,
         "problems": problems,
+        "picture": picture and picture.path,
     }
     regions = [
         {**region.box._asdict(), "holders": region.holders, "files": region.files, "nbytes": region.nbytes}

@@ -84,7 +84,7 @@ COMMAND_LINES = {
         },
         json="""show workspace | show save | show export | show torch_file | show torch_file step | show missing
             | show nothing | show export layers.0.w | show workspace layers.1.w --slice 0:2,:3 | show odd nan
-            | show changed layers.0.w | show odd nosuch
+            | show changed layers.0.w | show odd nosuch | show export layers.0.w --svg s.svg --overwrite
             | show workspace --rank 1""",
         rows=("region",),
         hostile="""show a | show state.pt | show a NAME | show a nosuch | show state.pt TEXT

@@ -1,4 +1,4 @@
-"""`--svg` of info and ls: what a picture contains, and which paths it does not replace."""
+"""`--svg` of info, ls and show: what a picture contains, and which paths it does not replace."""
 
 import json
 import os
@@ -79,11 +79,19 @@ def test_ls_draws_the_listed_tensors(call: CommandLine, published: Path, tmp_pat
     assert "96 B in 2 tensors. All rows are equally wide; the parts of each are to scale." in texts_of(picture)
 
 
-def test_ls_draws_one_tensor(call: CommandLine, published: Path, tmp_path: Path) -> None:
+def test_show_draws_the_regions_of_one_tensor(call: CommandLine, published: Path, tmp_path: Path) -> None:
     picture = tmp_path / "tensor.svg"
-    assert call("ls", published, "--include", "up.weight", "--svg", picture)[0] == 0
+    plain = call("show", published, "up.weight")
+    assert plain[0] == 0
+    assert call("show", published, "up.weight", "--svg", picture) == plain
     assert {"up.weight", "F32 [4,3]", "48 B"} <= {*texts_of(picture)}
     assert not {"down.weight", "norm"} & {*texts_of(picture)}
+    assert call("show", published, "up.weight", "--svg", picture)[0] == 7
+    code, _, err = call("show", published, "--svg", tmp_path / "none.svg")
+    assert code == 2
+    assert "NAME" in err
+    assert call("show", published, "upp.weight", "--svg", tmp_path / "none.svg")[0] == 3
+    assert not (tmp_path / "none.svg").exists()
 
 
 def test_without_ranks_the_legend_has_the_names_of_the_files(call: CommandLine, tmp_path: Path) -> None:

@@ -109,8 +109,10 @@ PICTURES = [
     ["info", "a"],
     ["ls", "a"],
     ["ls", "state.pt"],
+    ["show", "a", "NAME"],
     ["info", "NAMED"],
     ["ls", "NAMED"],
+    ["show", "NAMED", "layer.0.w"],
 ]
 
 
