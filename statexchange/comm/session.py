@@ -580,9 +580,8 @@ class Route:
 
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]:
         """Run `body` as `run` does, with `async_op` in the queue's thread. Collective."""
-        if async_op:
-            return self.session.submit(call, self._job(call, backend, body), backend)
-        return self.run(call, backend, body)
+        job = self._job(call, backend, body)
+        return self.session.submit(call, job, backend) if async_op else self.session.run(call, job)
 
     def run(self, call: Call, backend: Backend, body: Callable[[Wait], T]) -> T:
         """Run `body` after all ranks have entered, in the order of calls. Collective."""
