@@ -94,8 +94,7 @@ class SharedMemoryBackend(Backend):
         self._staging: Arena | None = None
         self._turn = 0
         self._windows: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        self._typed: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._small_views: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}
+        self._views: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}
         self._regions: dict[int, _Region] = {}
         self._opened = 0  # the number of the last region, equal on all ranks
         self._has_warned = False
@@ -117,8 +116,7 @@ class SharedMemoryBackend(Backend):
         self._regions.clear()
         if self._staging is not None:
             self._staging.close()
-        self._typed.clear()
-        self._small_views.clear()
+        self._views.clear()
         self._windows = ([], [])
         for mailbox in self._mailboxes.values():
             mailbox.close()
@@ -160,19 +158,20 @@ class SharedMemoryBackend(Backend):
         self._page.sync(wait)  # until all have attached, an arena must not be closed
         return _SharedMemory(arena, mappings), used_by_rank
 
-    def _window(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Switch windows, and return every rank's, as `dtype`."""
-        self._turn ^= 1
-        return self._typed_windows(dtype)[self._turn]
+    def _next_window(self, dtype: torch.dtype, n: int) -> list[torch.Tensor]:
+        """Switch windows, and return the first `n` elements of every rank's, as `dtype`.
 
-    def _typed_windows(self, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return every rank's two windows, as `dtype`."""
-        typed = self._typed.get(dtype)
-        if typed is None:
+        The views are kept, as making them takes longer than adding up the elements of a small tensor.
+        """
+        views = self._views.get((dtype, n))
+        if views is None:
+            if len(self._views) >= _MAX_KEPT_VIEWS:
+                self._views.clear()
             with torch.inference_mode(False):  # see _tensor_over
-                first, second = ([window.view(dtype) for window in windows] for windows in self._windows)
-            typed = self._typed[dtype] = (first, second)
-        return typed
+                views = [[window.view(dtype)[:n] for window in windows] for windows in self._windows]
+            self._views[dtype, n] = views
+        self._turn ^= 1
+        return views[self._turn]
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:
         """Return memory that all ranks see; it is released once no rank has a tensor in it. Collective.
@@ -238,7 +237,7 @@ class SharedMemoryBackend(Backend):
 
     def _reduce_all(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait, *, keeps: bool) -> None:
         """Reduce a small tensor: every rank that `keeps` the result computes all of it."""
-        parts = self._small_parts(tensor.dtype, tensor.numel())
+        parts = self._next_window(tensor.dtype, tensor.numel())
         parts[self.rank].copy_(tensor)
         try:
             wait.enter()
@@ -247,22 +246,6 @@ class SharedMemoryBackend(Backend):
             raise
         if keeps:
             reduce_parts(tensor, parts, op, finish)
-
-    def _small_parts(self, dtype: torch.dtype, n: int) -> list[torch.Tensor]:
-        """Switch windows, and return the first `n` elements of every rank's.
-
-        The views are kept, as making them takes longer than adding the elements up.
-        """
-        views = self._small_views.get((dtype, n))
-        if views is None:
-            typed = self._typed_windows(dtype)
-            if len(self._small_views) >= _MAX_KEPT_VIEWS:
-                self._small_views.clear()
-            with torch.inference_mode(False):  # see _tensor_over
-                views = [[window[:n] for window in windows] for windows in typed]
-            self._small_views[dtype, n] = views
-        self._turn ^= 1
-        return views[self._turn]
 
     def _reduce_in_place(self, parts: Sequence[torch.Tensor], op: str, finish: Finish) -> None:
         """Reduce this rank's slice of all tensors, chunk by chunk, and write the result into each of them."""
@@ -309,11 +292,10 @@ class SharedMemoryBackend(Backend):
 
     def _lay_out(self, piece: torch.Tensor, slices: list[tuple[int, int]]) -> list[torch.Tensor]:
         """Switch windows; write all but the own slice of `piece` into this rank's; return every rank's."""
-        staging = self._window(piece.dtype)
+        staging = self._next_window(piece.dtype, piece.numel())
         begin, end = slices[self.rank]
-        n = piece.numel()
         staging[self.rank][:begin].copy_(piece[:begin])
-        staging[self.rank][end:n].copy_(piece[end:])
+        staging[self.rank][end:].copy_(piece[end:])
         return staging
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
@@ -324,7 +306,7 @@ class SharedMemoryBackend(Backend):
         for at in range(0, into.numel(), step):
             block = rows[:, at : at + step]
             width = block.shape[1]
-            staging = [buffer[: block.numel()].view_as(block) for buffer in self._window(tensor.dtype)]
+            staging = [buffer.view_as(block) for buffer in self._next_window(tensor.dtype, block.numel())]
             staging[self.rank].copy_(block)
             self._page.sync(wait)
             reduce_parts(into[at : at + width], [buffer[self.rank] for buffer in staging], op, finish)
@@ -372,7 +354,7 @@ class SharedMemoryBackend(Backend):
             wait: the wait of the collective.
         """
         for at in range(0, longest, _WINDOW_BYTES):
-            staging = self._window(torch.uint8)
+            staging = self._next_window(torch.uint8, _WINDOW_BYTES)
             if ours is not None:
                 shown = ours[at : at + _WINDOW_BYTES]
                 staging[self.rank][: shown.numel()].copy_(shown)

@@ -54,7 +54,13 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
         answers = [json.loads(answer) for answer in bootstrap.all_gather_bytes(offer, wait)]
         pids = [pid for pid, _ in answers]
         if answers[0][1] is not None:
-            detector = _started(topology, pids, listener, CoordinatorAddress(*answers[0][1]))
+            coordinator = CoordinatorAddress(*answers[0][1])
+            if listener is not None:
+                detector = Coordinator(topology, pids, listener, coordinator.nonce)
+            else:
+                detector = connect_member(topology, coordinator)
+        if detector is not None:
+            detector.start()
         states = bootstrap.all_gather_bytes(b"no detector" if detector is None else b"", wait)
     except BaseException:
         for unused in (detector, listener):
@@ -87,20 +93,3 @@ def _listen(world_size: int) -> tuple[socket.socket | None, CoordinatorAddress |
     # Names last, as resolving them may take long.
     addresses = list(dict.fromkeys([*own_addresses(), "127.0.0.1", socket.gethostname()]))
     return listener, CoordinatorAddress(addresses, listener.getsockname()[1], secrets.token_hex(16))
-
-
-def _started(
-    topology: Topology,
-    pids: list[int],
-    listener: socket.socket | None,
-    coordinator: CoordinatorAddress,
-) -> FailureDetector | None:
-    """Return this rank's detector, started; None if it has no connection."""
-    detector: FailureDetector | None
-    if listener is not None:
-        detector = Coordinator(topology, pids, listener, coordinator.nonce)
-    else:
-        detector = connect_member(topology, coordinator)
-    if detector is not None:
-        detector.start()
-    return detector
