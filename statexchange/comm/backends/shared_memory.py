@@ -53,7 +53,7 @@ _CHUNK_BYTES = 1 << 18  # stays in cache between the reduction and the copies of
 _MAX_KEPT_VIEWS = 256
 _LINE_BYTES = 64
 _OFFSET_BITS = 40
-_MEMORY, _SIZES, _MESSAGE = 1, 2, 3  # fingerprints of this backend's own messages on the page
+_USED, _MEMORY, _SIZES, _MESSAGE = 1, 2, 3, 4  # fingerprints of this backend's own messages on the page
 
 
 class _SharedMemory(NamedTuple):
@@ -125,7 +125,7 @@ class SharedMemoryBackend(Backend):
 
     def set_up(self, wait: Wait) -> bool:
         """Make the staging buffers; return False, on all ranks, if one has too little memory. Collective."""
-        memory, _ = self._share(2 * _WINDOW_BYTES, (), wait)
+        memory = self._share(2 * _WINDOW_BYTES, wait)
         if memory is None:
             return False
         self._staging = memory.arena
@@ -136,27 +136,20 @@ class SharedMemoryBackend(Backend):
         self._windows = (first, second)
         return True
 
-    def _share(self, nbytes: int, used: Sequence[int], wait: Wait) -> tuple[_SharedMemory | None, set[int]]:
-        """Make memory of which each rank has `nbytes`; return it, and the numbers that any rank has `used`. Collective.
-
-        None instead of the memory, on all ranks, if one has too little left.
-        """
+    def _share(self, nbytes: int, wait: Wait) -> _SharedMemory | None:
+        """Make memory of which each rank has `nbytes`; return None, on all ranks, if one has too little. Collective."""
         arena: Arena | None = None
         with contextlib.suppress(StorageError):
             arena = Arena.create(nbytes)
-        offer = json.dumps([None if arena is None else arena.address, list(used)]).encode()
-        addresses, used_by_rank = [], set()
-        for answer in self._page.all_gather_bytes(offer, None, _MEMORY, wait):
-            address, numbers = json.loads(answer)
-            addresses.append(address)
-            used_by_rank.update(numbers)
+        offer = json.dumps(None if arena is None else arena.address).encode()
+        addresses = [json.loads(answer) for answer in self._page.all_gather_bytes(offer, None, _MEMORY, wait)]
         if arena is None or None in addresses:
             if arena is not None:
                 arena.close()
-            return None, used_by_rank
+            return None
         mappings = [self._page.attach(address, rank, wait) for rank, address in enumerate(addresses)]
         self._page.sync(wait)  # until all have attached, an arena must not be closed
-        return _SharedMemory(arena, mappings), used_by_rank
+        return _SharedMemory(arena, mappings)
 
     def _next_window(self, dtype: torch.dtype, n: int) -> list[torch.Tensor]:
         """Switch windows, and return the first `n` elements of every rank's, as `dtype`.
@@ -178,10 +171,8 @@ class SharedMemoryBackend(Backend):
 
         If a rank has too little shared memory left, all get ordinary memory, with a warning.
         """
-        used = [number for number, region in self._regions.items() if region.base() is not None]
-        memory, used_by_any = self._share(nbytes, used, wait)
-        for number in self._regions.keys() - used_by_any:
-            self._regions.pop(number).memory.arena.close()
+        self._release_unused(wait)
+        memory = self._share(nbytes, wait)
         if memory is None:
             self._warn_full(nbytes)
             return super().empty(nbytes, wait)
@@ -189,6 +180,16 @@ class SharedMemoryBackend(Backend):
         self._opened += 1
         self._regions[self._opened] = _Region(memory, weakref.ref(base), base.ctypes.data, nbytes)
         return _tensor_over(base)
+
+    def _release_unused(self, wait: Wait) -> None:
+        """Release the regions in which no rank has a tensor. Collective."""
+        used = [number for number, region in self._regions.items() if region.base() is not None]
+        used_by_any: set[int] = set()
+        for answer in self._page.all_gather_bytes(json.dumps(used).encode(), None, _USED, wait):
+            used_by_any.update(json.loads(answer))
+        for number in self._regions.keys() - used_by_any:
+            self._regions.pop(number).memory.arena.close()
+        self._page.sync(wait)  # until all have released theirs, the memory is not free for what is made next
 
     def _warn_full(self, nbytes: int) -> None:
         if self.rank == 0 and not self._has_warned:
