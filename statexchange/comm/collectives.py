@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
@@ -28,7 +28,7 @@ import torch
 from statexchange.comm.backends.backend import Backend, Between
 from statexchange.comm.backends.reduction import COMPLEX, FLOATS, HALVES, INTS, NO_FINISH, Finish
 from statexchange.comm.calls import Call, call_site, fingerprint_of
-from statexchange.comm.session import RememberedCall, Route
+from statexchange.comm.session import KnownCall, Route
 from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work
 from statexchange.errors import InvalidArgumentError, MismatchError, NumericOverflowError, UnsupportedError, type_text
@@ -163,19 +163,26 @@ class Reduction:
             return self._run(backend, tensor.to(torch.uint8), "max" if self.op in ("sum", "max") else "min", wait)
         if self.dtype in INTS:
             return self._integers(backend, tensor, wait)
-        result = tensor.float() if self.dtype in HALVES else tensor.clone()
-        if self.op == "sum" or (self.op == "prod" and self.dtype not in COMPLEX):
-            self._run(backend, torch.view_as_real(result).view(-1) if result.is_complex() else result, self.op, wait)
-            self.finish(result)
+        if self.dtype in COMPLEX:
+            return self._complex(backend, tensor, wait)
+        wide = tensor.to(torch.float32) if self.dtype in HALVES else tensor.clone()
+        if self.op in ("min", "max"):
+            result = self._with_nan(backend, wide, wait)
         else:
-            # By the plain implementation: with NaN a transport's minimum or maximum depends on the order of ranks, and
-            # it has no products of complex numbers.
-            Backend.all_reduce(backend, result, self.op, self.finish, wait)
+            result = self._run(backend, wide, self.op, wait)
+        self.finish(result)
         return result
 
     def _run(self, backend: Backend, tensor: torch.Tensor, op: str, wait: Wait) -> torch.Tensor:
         backend.all_reduce(tensor, op, NO_FINISH, wait)
         return tensor
+
+    def _with_nan(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        """Reduce min or max, and NaN apart: with NaN a transport's result depends on the order of ranks."""
+        nan = tensor.isnan()
+        anywhere = self._run(backend, nan.to(torch.uint8), "max", wait).bool()
+        least = float("-inf") if self.op == "max" else float("inf")
+        return self._run(backend, tensor.masked_fill_(nan, least), self.op, wait).masked_fill_(anywhere, float("nan"))
 
     def _integers(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
         """Reduce in int64, and in float64 too where int64 could wrap; raise on all ranks if a result does not fit."""
@@ -190,6 +197,15 @@ class Reduction:
         if bool(outside.any()) or abs(factor) > _INT64_MAX:
             raise NumericOverflowError(f"the {self.op} over ranks does not fit into {self.dtype}: convert it first")
         return result * factor
+
+    def _complex(self, backend: Backend, tensor: torch.Tensor, wait: Wait) -> torch.Tensor:
+        result = tensor.clone()
+        if self.op == "sum":
+            self._run(backend, torch.view_as_real(result).view(-1), "sum", wait)
+            self.finish(result)
+        else:
+            Backend.all_reduce(backend, result, self.op, self.finish, wait)  # the plain one: transports lack it
+        return result
 
 
 class FlatTensor(Generic[TensorT]):
@@ -303,9 +319,9 @@ def all_reduce(
     """See `Communicator.all_reduce`. Collective."""
     has_plain_options = type(op) is str and type(scale) is float and scale == 1 and out is None and not async_op
     is_plain = has_plain_options and _is_plain(tensor)
-    remembered = route.remembered.get((op, tensor.dtype, tensor.shape)) if is_plain else None
-    if remembered is not None and route.may_repeat:
-        return _repeat_all_reduce(route, tensor, op, remembered)
+    known = route.known.get(("all_reduce", op, tensor.dtype, tensor.shape)) if is_plain else None
+    if known is not None and route.may_repeat:
+        return _repeat_all_reduce(route, tensor, op, known)
     if isinstance(tensor, float | int) and not isinstance(tensor, bool):
         return cast("TensorT", _all_reduce_number(route, tensor, op, out, scale, async_op))
     if route.session.dead is not None:
@@ -326,7 +342,7 @@ def all_reduce(
     call = Call(f"all_reduce {reduction.text} {given.text}")
     result = route.collective(call, backend, body, async_op)
     if is_plain and reduction.native:
-        route.remember((op, given.tensor.dtype, given.tensor.shape), call, backend)
+        route.remember(("all_reduce", op, given.tensor.dtype, given.tensor.shape), call, backend)
     return result
 
 
@@ -342,7 +358,7 @@ def _all_reduce_number(route: Route, number: object, op: object, out: object, sc
     return tensor.item()
 
 
-# From the third all_reduce on with one op, dtype and shape, the checks are skipped: of a small tensor they take longer
+# From the third call on with one dtype, shape and options, their checks are skipped: of a small tensor they take longer
 # than its data (`Route.remember`). What else may differ, `_is_plain` checks every time.
 
 
@@ -364,14 +380,24 @@ def _is_plain(tensor: object) -> bool:
     return has_memory and tensor.is_contiguous()
 
 
-def _repeat_all_reduce(route: Route, tensor: TensorT, op: object, remembered: RememberedCall) -> TensorT:
+def _repeat_all_reduce(route: Route, tensor: TensorT, op: object, known: KnownCall) -> TensorT:
     """Reduce a plain tensor of a dtype and shape that were reduced before. Collective."""
     assert isinstance(tensor, torch.Tensor)  # for mypy
-    call, wait, backend = remembered
+    backend = known.backend
     reduction: Reduction = backend.reductions[op, tensor.dtype]
     flat = tensor if tensor.dim() == 1 else tensor.as_strided((tensor.numel(),), (1,))
-    route.session.run(call, lambda: backend.all_reduce(flat, reduction.op, reduction.finish, wait))
+    _repeat(route, known, lambda wait: backend.all_reduce(flat, reduction.op, reduction.finish, wait))
     return tensor
+
+
+def _repeat(route: Route, known: KnownCall, transfer_data: Callable[[Wait], object]) -> None:
+    """Make a call that was made before; `transfer_data` moves the data. Collective."""
+    route.session.run(known.call, lambda: transfer_data(known.wait))
+
+
+def _plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class _ReducedTogether(NamedTuple):
@@ -423,7 +449,9 @@ def _short(text: str) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... {fingerprint_of(text):016x}"
 
 
-def reduce(route: Route, tensor: TensorT, op: object, root: int, out: TensorT | None) -> TensorT:
+def reduce(
+    route: Route, tensor: TensorT, op: object, root: int, out: TensorT | None, async_op: bool
+) -> TensorT | Work[TensorT]:
     """See `Communicator.reduce`. Collective."""
     is_root = route.rank == root
     with route.session.checking("reduce"):
@@ -437,7 +465,7 @@ def reduce(route: Route, tensor: TensorT, op: object, root: int, out: TensorT | 
         reduction.reduce(backend, result, root, wait)
         return target.finish_with(result) if is_root else tensor
 
-    return route.run(Call(f"reduce {reduction.text} {given.text} to {root}"), backend, body)
+    return route.collective(Call(f"reduce {reduction.text} {given.text} to {root}"), backend, body, async_op)
 
 
 def through_leaders(route: Route, tensor: TensorLike, between: Between, operation: str) -> None:
@@ -455,11 +483,18 @@ def through_leaders(route: Route, tensor: TensorLike, between: Between, operatio
             wait.enter()
         given.write_back()
 
-    route.run(Call(f"{operation} of {given.text}"), backend, body)
+    route.collective(Call(f"{operation} of {given.text}"), backend, body, async_op=False)
 
 
 def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, async_op: bool) -> TensorT | Work[TensorT]:
     """See `Communicator.broadcast`. Collective."""
+    is_plain = type(root) is int and out is None and not async_op and _is_plain(tensor)
+    known = route.known.get(("broadcast", root, tensor.dtype, tensor.shape)) if is_plain else None
+    if known is not None and route.may_repeat:
+        assert isinstance(tensor, torch.Tensor)  # for mypy
+        data = _plain_bytes(tensor)
+        _repeat(route, known, lambda wait: known.backend.broadcast(data, root, wait))
+        return tensor
     is_root = route.rank == root
     with route.session.checking("broadcast"):
         route.session.check_root(root)
@@ -473,7 +508,11 @@ def broadcast(route: Route, tensor: TensorT, root: int, out: TensorT | None, asy
             return tensor
         return target.finish_with(moved.data)
 
-    return route.collective(Call(f"broadcast {given.text} from {root}"), backend, body, async_op)
+    call = Call(f"broadcast {given.text} from {root}")
+    result = route.collective(call, backend, body, async_op)
+    if is_plain:
+        route.remember(("broadcast", root, given.tensor.dtype, given.tensor.shape), call, backend)
+    return result
 
 
 def gather(
@@ -481,6 +520,10 @@ def gather(
 ) -> list[TensorKindT] | Work[list[TensorKindT]]:
     """See `Communicator.gather`, and `Communicator.all_gather` for the `root` None. Collective."""
     verb = "all_gather" if root is None else "gather"
+    is_plain = root is None and not async_op and _is_plain(tensor)
+    known = route.known.get((verb, tensor.dtype, tensor.shape)) if is_plain else None
+    if known is not None and route.may_repeat:
+        return _repeat_all_gather(route, tensor, known)
     with route.session.checking(verb):
         if root is not None:
             route.session.check_root(root)
@@ -503,7 +546,19 @@ def gather(
         return [cast("TensorKindT", _as_kind(part, given.kind, route)) for part in parts]
 
     call = Call(f"{verb} {given.text}" if root is None else f"{verb} {given.text} to {root}")
-    return route.collective(call, backend, body, async_op)
+    result = route.collective(call, backend, body, async_op)
+    if is_plain:
+        route.remember((verb, given.tensor.dtype, given.tensor.shape), call, backend)
+    return result
+
+
+def _repeat_all_gather(route: Route, tensor: TensorKindT, known: KnownCall) -> list[TensorKindT]:
+    """Gather plain tensors of a dtype and shape that were gathered before. Collective."""
+    assert isinstance(tensor, torch.Tensor)  # for mypy
+    gathered = tensor.new_empty(route.world_size, *tensor.shape)
+    sent, received = _plain_bytes(tensor), _plain_bytes(gathered)
+    _repeat(route, known, lambda wait: known.backend.all_gather(sent, received, wait))
+    return list(gathered.unbind())
 
 
 class _TensorMetadata(NamedTuple):
@@ -569,7 +624,9 @@ def _exchanged(
     return tensors
 
 
-def scatter(route: Route, tensors: Sequence[TensorLike] | None, root: int) -> TensorLike:
+def scatter(
+    route: Route, tensors: Sequence[TensorLike] | None, root: int, async_op: bool
+) -> TensorLike | Work[TensorLike]:
     """See `Communicator.scatter`. Collective."""
     backend = route.backend_for("cpu")  # only root knows the device of its tensors
     flats: list[FlatTensor[Any]] = []
@@ -583,15 +640,17 @@ def scatter(route: Route, tensors: Sequence[TensorLike] | None, root: int) -> Te
         (received,) = _exchanged(route, call, backend, flats, wait)
         return received
 
-    return route.run(call, backend, body)
+    return route.collective(call, backend, body, async_op)
 
 
-def all_to_all(route: Route, tensors: Sequence[TensorLike]) -> list[TensorLike]:
+def all_to_all(
+    route: Route, tensors: Sequence[TensorLike], async_op: bool
+) -> list[TensorLike] | Work[list[TensorLike]]:
     """See `Communicator.all_to_all`. Collective."""
     with route.session.checking("all_to_all"):
         flats, backend = _one_per_rank(route, tensors)
     call = Call("all_to_all")
-    return route.run(call, backend, lambda wait: _exchanged(route, call, backend, flats, wait))
+    return route.collective(call, backend, lambda wait: _exchanged(route, call, backend, flats, wait), async_op)
 
 
 def reduce_scatter(route: Route, tensor: TensorKindT, op: object, async_op: bool) -> TensorKindT | Work[TensorKindT]:
@@ -629,7 +688,7 @@ def empty(route: Route, shape: Sequence[int], dtype: torch.dtype) -> torch.Tenso
         return memory[:nbytes].view(dtype).view(tuple(shape))
 
     call = Call(f"empty {str(dtype)[6:]}{list(shape)}")
-    return route.run(call, backend, body)
+    return cast("torch.Tensor", route.collective(call, backend, body, async_op=False))
 
 
 def transfer(route: Route, tensor: TensorT, peer: int, verb: str, async_op: bool) -> TensorT | Work[TensorT]:

@@ -13,7 +13,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 from statexchange import messages, values
 from statexchange.comm.arena_exchange import ArenaExchange
@@ -655,9 +655,39 @@ class Communicator:
         """
         return collectives.all_reduce_multiple(self._route, tensors, op, scale, contiguous, async_op)
 
+    @overload
     def reduce(
-        self, tensor: TensorT, op: ReduceOpLike = "sum", *, root: int = 0, out: TensorT | None = None
-    ) -> TensorT:
+        self,
+        tensor: TensorT,
+        op: ReduceOpLike = ...,
+        *,
+        root: int = ...,
+        out: TensorT | None = ...,
+        async_op: Literal[False] = ...,
+    ) -> TensorT: ...
+    @overload
+    def reduce(
+        self,
+        tensor: TensorT,
+        op: ReduceOpLike = ...,
+        *,
+        root: int = ...,
+        out: TensorT | None = ...,
+        async_op: Literal[True],
+    ) -> Work[TensorT]: ...
+    @overload
+    def reduce(
+        self, tensor: TensorT, op: ReduceOpLike = ..., *, root: int = ..., out: TensorT | None = ..., async_op: bool
+    ) -> TensorT | Work[TensorT]: ...
+    def reduce(
+        self,
+        tensor: TensorT,
+        op: ReduceOpLike = "sum",
+        *,
+        root: int = 0,
+        out: TensorT | None = None,
+        async_op: bool = False,
+    ) -> TensorT | Work[TensorT]:
         """Reduce the tensors of all ranks, on `root` only.
 
         Collective. `tensor` and `out` of the other ranks stay as they are.
@@ -667,9 +697,10 @@ class Communicator:
             op: as in `all_reduce`.
             root: the rank that gets the result.
             out: the tensor to write the result to, instead of `tensor`.
+            async_op: return at once.
 
         Returns:
-            On `root`, `tensor` or `out`; elsewhere `tensor`.
+            On `root`, `tensor` or `out`; elsewhere `tensor`; with `async_op` a Work whose `wait` returns it.
 
         Raises:
             UnsupportedError: as `all_reduce`.
@@ -681,7 +712,7 @@ class Communicator:
             >>> comm.reduce(torch.tensor([3]), root=0)
             tensor([3])
         """
-        return collectives.reduce(self._route, tensor, op, root, out)
+        return collectives.reduce(self._route, tensor, op, root, out, async_op)
 
     def through_leaders(self, tensor: TensorLike, between: Between, *, operation: str = "through_leaders") -> None:
         """Sum `tensor` within each host, let the hosts' leaders exchange the sums, and copy the results to all ranks.
@@ -772,7 +803,17 @@ class Communicator:
         """
         return collectives.gather(self._route, tensor, None, async_op)
 
-    def gather(self, tensor: TensorKindT, *, root: int = 0) -> list[TensorKindT]:
+    @overload
+    def gather(self, tensor: TensorKindT, *, root: int = ..., async_op: Literal[False] = ...) -> list[TensorKindT]: ...
+    @overload
+    def gather(self, tensor: TensorKindT, *, root: int = ..., async_op: Literal[True]) -> Work[list[TensorKindT]]: ...
+    @overload
+    def gather(
+        self, tensor: TensorKindT, *, root: int = ..., async_op: bool
+    ) -> list[TensorKindT] | Work[list[TensorKindT]]: ...
+    def gather(
+        self, tensor: TensorKindT, *, root: int = 0, async_op: bool = False
+    ) -> list[TensorKindT] | Work[list[TensorKindT]]:
         """Return the tensors of all ranks, on `root` only.
 
         Collective.
@@ -780,9 +821,10 @@ class Communicator:
         Args:
             tensor: of one shape and dtype on all ranks.
             root: the rank that gets the tensors.
+            async_op: return at once.
 
         Returns:
-            A list of new tensors in rank order on `root`, [] elsewhere.
+            A list of new tensors in rank order on `root`, [] elsewhere; with `async_op` a Work whose `wait` returns it.
 
         Raises:
             MismatchError: the ranks are in different calls.
@@ -791,9 +833,23 @@ class Communicator:
             >>> sx.init("single").gather(np.arange(2))
             [array([0, 1])]
         """
-        return cast("list[TensorKindT]", collectives.gather(self._route, tensor, root, async_op=False))
+        return collectives.gather(self._route, tensor, root, async_op)
 
-    def scatter(self, tensors: Sequence[TensorLike] | None = None, *, root: int = 0) -> Any:  # noqa: ANN401 (a tensor of root's kind)
+    @overload
+    def scatter(
+        self, tensors: Sequence[TensorLike] | None = ..., *, root: int = ..., async_op: Literal[False] = ...
+    ) -> Any: ...  # noqa: ANN401 (a tensor of the kind that root gives)
+    @overload
+    def scatter(
+        self, tensors: Sequence[TensorLike] | None = ..., *, root: int = ..., async_op: Literal[True]
+    ) -> Work[Any]: ...
+    def scatter(
+        self,
+        tensors: Sequence[TensorLike] | None = None,
+        *,
+        root: int = 0,
+        async_op: bool = False,
+    ) -> Any:
         """Return the one of root's tensors that is for this rank.
 
         Collective.
@@ -801,9 +857,10 @@ class Communicator:
         Args:
             tensors: on `root`, one for each rank, of any shapes and dtypes; elsewhere None.
             root: the rank that has the tensors.
+            async_op: return at once.
 
         Returns:
-            A new tensor.
+            A new tensor; with `async_op` a Work whose `wait` returns it.
 
         Raises:
             InvalidArgumentError: there is not one tensor for each rank.
@@ -813,7 +870,7 @@ class Communicator:
             >>> sx.init("single").scatter([torch.tensor([5])])
             tensor([5])
         """
-        return collectives.scatter(self._route, tensors, root)
+        return collectives.scatter(self._route, tensors, root, async_op)
 
     @overload
     def reduce_scatter(
@@ -854,16 +911,23 @@ class Communicator:
         """
         return collectives.reduce_scatter(self._route, tensor, op, async_op)
 
-    def all_to_all(self, tensors: Sequence[TensorLike]) -> list[Any]:
+    @overload
+    def all_to_all(self, tensors: Sequence[TensorLike], *, async_op: Literal[False] = ...) -> list[Any]: ...
+    @overload
+    def all_to_all(self, tensors: Sequence[TensorLike], *, async_op: Literal[True]) -> Work[list[Any]]: ...
+    @overload
+    def all_to_all(self, tensors: Sequence[TensorLike], *, async_op: bool) -> list[Any] | Work[list[Any]]: ...
+    def all_to_all(self, tensors: Sequence[TensorLike], *, async_op: bool = False) -> list[Any] | Work[list[Any]]:
         """Send tensor i to rank i; return the tensors that the ranks send to this one.
 
         Collective.
 
         Args:
             tensors: one for each rank; shapes and dtypes may differ.
+            async_op: return at once.
 
         Returns:
-            A list of new tensors in rank order.
+            A list of new tensors in rank order; with `async_op` a Work whose `wait` returns it.
 
         Raises:
             InvalidArgumentError: there is not one tensor for each rank.
@@ -873,7 +937,7 @@ class Communicator:
             >>> sx.init("single").all_to_all([torch.tensor([1, 2])])
             [tensor([1, 2])]
         """
-        return collectives.all_to_all(self._route, tensors)
+        return collectives.all_to_all(self._route, tensors, async_op)
 
     @overload
     def send(self, tensor: TensorT, dst: int, *, async_op: Literal[False] = ...) -> TensorT: ...

@@ -85,11 +85,11 @@ from statexchange.errors import (
 )
 from statexchange.settings import check_timeout
 
-__all__ = ["RememberedCall", "Route", "Session"]
+__all__ = ["KnownCall", "Route", "Session"]
 
 T = TypeVar("T")
 _CLOSE_S = 1.0
-_MOST_REMEMBERED = 1024  # calls that a route remembers
+_MOST_KNOWN = 1024  # calls that a route remembers
 _ARGUMENT_ERRORS = (TypeError, ValueError, AttributeError)
 # Errors that all ranks raise together, after they have exchanged messages.
 _SHARED_ERRORS = (MismatchError, NumericOverflowError, InvalidArgumentError, UnsupportedError)
@@ -510,8 +510,8 @@ def _different_calls_error(ranks: Sequence[int], calls: Sequence[tuple[str, str]
     return MismatchError("ranks are in different calls: " + "; ".join(lines))
 
 
-class RememberedCall(NamedTuple):
-    """An all_reduce that was made before with the same dtype and shape: the wait and backend of its repetitions."""
+class KnownCall(NamedTuple):
+    """A call that was made before, with the same dtypes and shapes, with the wait and backend of its repetitions."""
 
     call: Call
     wait: Wait
@@ -531,7 +531,7 @@ class Route:
         self.world_size = session.world_size
         self._backend = backend
         self._suffix = suffix
-        self.remembered: dict[object, RememberedCall | None] = {}  # None: it was made once
+        self.known: dict[object, KnownCall | None] = {}  # None: it was made once
 
     def remember(self, key: object, call: Call, backend: Backend) -> None:
         """Keep a call of a user, made for the second time, if it is compared on a page of shared memory.
@@ -541,14 +541,14 @@ class Route:
         page = self.session.page
         if call.public is not None or page is None or not backend.enters_itself:
             return
-        if key not in self.remembered:
-            if len(self.remembered) >= _MOST_REMEMBERED:
-                self.remembered.clear()
-            self.remembered[key] = None
+        if key not in self.known:
+            if len(self.known) >= _MOST_KNOWN:
+                self.known.clear()
+            self.known[key] = None
             return
         enter = functools.partial(page.enter, call.fingerprint)
         wait = Wait(self.session.timeout_s, call.text, self.session.monitor, enter)
-        self.remembered[key] = RememberedCall(call, wait, backend)
+        self.known[key] = KnownCall(call, wait, backend)
 
     @property
     def may_repeat(self) -> bool:
@@ -579,15 +579,7 @@ class Route:
         return None if self._backend.flat is self._backend else self._backend
 
     def collective(self, call: Call, backend: Backend, body: Callable[[Wait], T], async_op: bool) -> T | Work[T]:
-        """Run `body` as `run` does, with `async_op` in the queue's thread. Collective."""
-        job = self._job(call, backend, body)
-        return self.session.submit(call, job, backend) if async_op else self.session.run(call, job)
-
-    def run(self, call: Call, backend: Backend, body: Callable[[Wait], T]) -> T:
         """Run `body` after all ranks have entered, in the order of calls. Collective."""
-        return self.session.run(call, self._job(call, backend, body))
-
-    def _job(self, call: Call, backend: Backend, body: Callable[[Wait], T]) -> Callable[[], T]:
         session = self.session
         if session.device_backend is not None:
             call.text += f" on {backend.device_type}"
@@ -603,4 +595,4 @@ class Route:
                 session.page.sync(wait)  # as all ranks have entered, but some may not have their results yet
             return result
 
-        return job
+        return session.submit(call, job, backend) if async_op else session.run(call, job)

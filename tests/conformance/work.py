@@ -15,7 +15,7 @@ from statexchange.errors import StallError
 
 @check
 def asynchronous_calls_keep_their_order(comm: Communicator) -> None:
-    """`wait` returns what the call would have without `async_op`; operations keep their order."""
+    """Every operation takes `async_op`; `wait` returns what the call would have; operations keep their order."""
     n, last = comm.world_size, comm.world_size - 1
     ours = pattern(comm.rank, (n, 5))
     into = torch.zeros(n, 5)
@@ -23,18 +23,24 @@ def asynchronous_calls_keep_their_order(comm: Communicator) -> None:
     works: dict[str, Work[Any]] = {
         "all_reduce": comm.all_reduce(ours, out=into, async_op=True),
         "broadcast": comm.broadcast(into, root=last, async_op=True),  # of the sum
+        "reduce": comm.reduce(ours.clone(), root=last, async_op=True),
         "all_gather": comm.all_gather(ours, async_op=True),
+        "gather": comm.gather(ours, root=last, async_op=True),
+        "scatter": comm.scatter(list(ours) if comm.rank == last else None, root=last, async_op=True),
         "reduce_scatter": comm.reduce_scatter(ours, async_op=True),
+        "all_to_all": comm.all_to_all(list(ours), async_op=True),
     }
-    reduced = comm.reduce(ours.clone(), root=last)  # after the work, as all later calls
     comm.wait_all()
     assert all(isinstance(work, Work) and work.is_completed() for work in works.values()), "wait_all left work undone"
     found = {verb: work.wait() for verb, work in works.items()}
     assert works["all_gather"].wait() is found["all_gather"], "a second wait must give the same"
     expect_same(found["broadcast"], total, "a broadcast of what was summed before")
-    expect_same(reduced, total if comm.rank == last else ours, "reduce")
+    expect_same(found["reduce"], total if comm.rank == last else ours, "reduce")
     expect_same(torch.stack(found["all_gather"])[last], pattern(last, (n, 5)), "all_gather")
+    assert len(found["gather"]) == (n if comm.rank == last else 0), "gather"
+    expect_same(found["scatter"], pattern(last, (n, 5))[comm.rank], "scatter")
     expect_same(found["reduce_scatter"], total[comm.rank : comm.rank + 1], "reduce_scatter")
+    expect_same(found["all_to_all"][last], pattern(last, (n, 5))[comm.rank], "all_to_all")
 
 
 @least_ranks(2)

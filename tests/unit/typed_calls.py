@@ -36,7 +36,7 @@ def collectives(comm: sx.comm.Communicator, weight: torch.nn.Parameter, flag: bo
     array: np.ndarray[Any, Any] = comm.broadcast(np.ones(2))
     later: torch.Tensor = comm.all_reduce(torch.ones(2), torch.distributed.ReduceOp.SUM, async_op=True).wait()
     several: list[torch.Tensor] = comm.all_reduce_multiple([later, same])
-    new: list[torch.Tensor] = comm.all_gather(weight) + comm.gather(later)
+    new: list[torch.Tensor] = comm.all_gather(weight) + comm.gather(later, async_op=True).wait()
     part: np.ndarray[Any, Any] = comm.reduce_scatter(array)
     perhaps: torch.Tensor | sx.comm.Work[torch.Tensor] = comm.recv(new[0], 1, async_op=flag)
     print(several, part, perhaps)
