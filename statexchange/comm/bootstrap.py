@@ -44,7 +44,6 @@ from statexchange.errors import (
 )
 from statexchange.processes import host_identity, pid_namespace
 from statexchange.settings import detect_launch
-from statexchange.shared_memory import sweep
 
 __all__ = ["Start", "form_communicator", "is_forked_from_rank", "launchers_local_rank", "refuse_inherited"]
 
@@ -105,7 +104,6 @@ def form_communicator(
     transport that `start` makes over `bootstrap` closes it in its own `close`, not before: other ranks may still read
     from a store that rank 0's bootstrap backend serves.
     """
-    sweep()
     if bootstrap.world_size == 1:
         if start is not None:
             bootstrap, _ = start()
@@ -281,12 +279,12 @@ def _report_no_shared_memory(topology: Topology, prefer: str) -> None:
     hosts = sorted(set(topology.hosts))
     if prefer == "shm":
         raise UnsupportedError(
-            f"the ranks, on {', '.join(hosts)}, cannot share memory: they must run on one host and "
-            "see one /proc, or one /dev/shm with room for a few MiB of each rank"
+            f"the ranks, on {', '.join(hosts)}, cannot share memory: they must run on one host, see each other's "
+            "processes and open files in /proc, and have room for a few MiB of each rank"
         )
     if len(topology.leaders) == 1 and topology.rank == 0:
         _log.warning(
-            "the ranks on %s cannot share memory (containers, or a small /dev/shm?): messages go over sockets, slower",
+            "the ranks on %s cannot share memory (containers?): messages go over sockets, slower",
             hosts[0],
         )
 

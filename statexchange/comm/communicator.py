@@ -23,7 +23,6 @@ from statexchange.comm.failure.monitor import AbandonedError
 from statexchange.comm.session import Route, Session
 from statexchange.errors import InvalidArgumentError, needing_extra
 from statexchange.settings import check_timeout
-from statexchange.shared_memory import Kind
 from statexchange.tensors import TensorKindT, TensorLike, TensorT
 
 if TYPE_CHECKING:
@@ -112,7 +111,7 @@ class Communicator:
             self._route = Route(session, session.backend)
             self._groups: dict[tuple[int, ...], Communicator] = {}  # those made from this one, by their ranks
             self._flat: Communicator | None = None
-            self.arenas = ArenaExchange(self.shared_memory or "memfd")
+            self.arenas = ArenaExchange()
         else:
             self._route = Route(session, session.transport, ", flat")
             self._groups = flat_side_of._groups  # noqa: SLF001 (the other side of this one)
@@ -184,11 +183,9 @@ class Communicator:
         return self._session.timeout_s
 
     @property
-    def shared_memory(self) -> Kind | None:
-        """The way in which all ranks can share memory; None if they cannot."""
-        if self.world_size == 1:
-            return "memfd"
-        return self._session.page.kind if self._session.page is not None else None
+    def shared_memory(self) -> bool:
+        """Whether all ranks can share memory."""
+        return self.world_size == 1 or self._session.page is not None
 
     @property
     def is_inherited(self) -> bool:
@@ -1027,7 +1024,7 @@ class Communicator:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor that collectives of this communicator reduce without copying it.
 
-        Collective, with equal arguments. Its memory is used again once nothing refers to it.
+        Collective, with equal arguments. Its memory is given back at a later call, once no rank has a tensor in it.
 
         Args:
             shape: its shape.

@@ -139,8 +139,6 @@ def _exchange(
                 for rank, block in transport.receive(sent).items():
                     blocks.append((block, messages[rank].message))
                 blocks.insert(root, (_block_of_root(tensors), message))
-        # The end of the phase is an agreement: root has attached to every arena.
-        transport.received()
     except BaseException:
         transport.end(None)
         raise

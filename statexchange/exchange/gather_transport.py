@@ -85,7 +85,6 @@ class _ArenaAddress(NamedTuple):
     fd: int
     inode: int
     nbytes: int
-    path: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +176,6 @@ class _MemoryTransport:
                     raise MismatchError("a tensor lies outside of its memory", name=entry.name, rank=rank)
             base = self._comm.arenas.attach(arena._asdict())
         return Block(metadata, lambda entry: _rebuild(entry, base[entry.offset : entry.offset + entry.nbytes]))
-
-    def received(self) -> None:
-        """Unlink the arena: root has attached to it."""
-        if self._arena is not None:
-            self._arena.unlink()
 
     def note(self) -> object:
         """Return this rank's note for the final agreement."""
@@ -310,9 +304,6 @@ class _FileTransport:
             with private_directory(os.path.join(self._workspace, self._place.key)):
                 pass
 
-    def received(self) -> None:
-        """No-op: root may still read from the file."""
-
     def note(self) -> None:
         """No-op: a file needs no note."""
 
@@ -370,7 +361,7 @@ def transport_for(comm: Communicator, workspace: WorkspaceLike) -> Transport:
     """Return what carries tensors: the workspace if one is given, else memory that the ranks share. Not collective."""
     if workspace is not None:
         return _FileTransport(comm, resolve_path(workspace, "a workspace"))
-    if comm.shared_memory is None:
+    if not comm.shared_memory:
         raise InvalidArgumentError(
             f"these ranks, on {comm.num_nodes} host(s), share no memory: pass workspace=, a directory that all see"
         )

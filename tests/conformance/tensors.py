@@ -350,7 +350,7 @@ def tensors_from_empty_are_reduced_in_place(comm: Communicator) -> None:
 
 @check
 def memory_of_empty_is_reused_only_when_dropped(comm: Communicator) -> None:
-    """`empty` may return memory of a dropped tensor, never of a live one, also if only some ranks dropped theirs."""
+    """`empty` never returns memory of a live tensor, also if only some ranks dropped theirs."""
     n = WINDOW_BYTES // 4 + 17
     kept = comm.empty((n,), torch.float32).fill_(comm.rank + 1)
     for turn in range(4):

@@ -1,8 +1,9 @@
 """Backends: how they start, and every method against a plain formula, for ranks in any order."""
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ from starting import KINDS, launched_backend, wait
 from sweeps import by_default
 
 import statexchange as sx
+from statexchange import shared_memory
 from statexchange.comm import rendezvous
 from statexchange.comm.backends import gloo, mpi, torch_groups
 from statexchange.comm.backends.backend import Backend
@@ -334,3 +336,31 @@ def test_nccl_is_correct_on_one_gpu() -> None:
 def test_timeouts_of_torch_are_longer_than_ours() -> None:
     assert torch_groups.torch_timeout(Wait(3, "a test")) == timedelta(seconds=4)
     assert torch_groups.torch_timeout(Wait(INF, "a test")) == timedelta(days=1)
+
+
+def test_dropped_memory_of_empty_is_released_before_more_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a job could not replace a tensor that needs more than half of what its memory limit leaves."""
+    open_memory: list[int] = []
+
+    def count_open_memory(_nbytes: int) -> None:
+        open_memory.append(sum("/memfd:" in str(link) for link in links_of_descriptors()))
+
+    def replaces() -> None:
+        comm = sx.get_communicator()
+        first: torch.Tensor | None = comm.empty((1 << 20,), torch.uint8)
+        assert first is not None
+        del first
+        comm.barrier()
+        comm.empty((1 << 20,), torch.uint8)
+
+    monkeypatch.setattr(shared_memory, "_check_room", count_open_memory)
+    run_ranks(replaces, 2)
+    first_call, second_call = open_memory[-4:-2], open_memory[-2:]
+    # Of two ranks the later one sees what the earlier one has made already: a descriptor, and that of its mapping.
+    assert max(second_call) <= min(first_call) + 2
+
+
+def links_of_descriptors() -> Iterator[str]:
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            yield os.readlink(f"/proc/self/fd/{name}")

@@ -1,6 +1,7 @@
 """Peers that fail: backends and communicators name them at once, and those that do not call at the deadline."""
 
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from sweeps import slow
 import statexchange as sx
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.reduction import Finish
-from statexchange.comm.failure.control_page import _ARRIVED, ControlPage
+from statexchange.comm.failure.control_page import _ARRIVED
 from statexchange.comm.failure.monitor import FailureMonitor
 from statexchange.comm.wait import Wait
 from statexchange.testing import run_ranks
@@ -237,30 +238,33 @@ def test_an_interrupt_leaves_a_world_of_one_usable() -> None:
         sx.shutdown()
 
 
-def dies_with_a_long_message() -> list[Any]:
-    """Rank 1 dies once it has arrived with a message that lies in its memory, before rank 0 has mapped that."""
+def dies_with_new_memory() -> list[Any]:
+    """Rank 1 dies once it has offered memory to which rank 0 has not attached."""
     comm = sx.init("shm", timeout_s=20)
     comm.barrier()
     page = comm._session.page
     assert page is not None
-    if comm.rank == 1:
-        page.sync = lambda wait: die_at(page)  # type: ignore[method-assign]
-    else:
-        time.sleep(0.5)
+    sync, syncs = page.sync, itertools.count(1)
+
+    def syncs_and_dies(wait: Any) -> None:
+        is_offer = next(syncs) == 2  # the first is the entry to the call
+        if is_offer and comm.rank == 1:
+            page._words[page._own_row + _ARRIVED] = page._count + 1
+            os.kill(os.getpid(), signal.SIGKILL)
+        sync(wait)
+        if is_offer:
+            time.sleep(0.5)
+
+    page.sync = syncs_and_dies  # type: ignore[method-assign]
     try:
-        comm.all_gather_bytes(bytes(10_000))
+        comm.empty((10_000,), torch.uint8)
     except sx.StateExchangeError as error:
         return [type(error).__name__, error.rank, str(error)]
     return ["passed"]
 
 
-def die_at(page: ControlPage) -> None:
-    page._words[page._own_row + _ARRIVED] = page._count + 1
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def test_a_rank_whose_memory_is_gone_is_named() -> None:
-    outcomes = run_ranks(dies_with_a_long_message, 2, backend="gloo", timeout_s=60, allow_failure=True)
+    outcomes = run_ranks(dies_with_new_memory, 2, backend="gloo", timeout_s=60, allow_failure=True)
     assert outcomes.exit_codes[1] == -signal.SIGKILL
     name, rank, text = outcomes.values[0]
     assert (name, rank) == ("PeerError", 1), outcomes

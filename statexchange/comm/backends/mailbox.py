@@ -1,9 +1,10 @@
 """The mailbox from one rank to another on the same host: messages in order, through shared memory.
 
 Two tags carry short notes, one at a time, which lie in the mailbox itself. The third carries data through a ring of two
-chunks, an arena that the sender makes before its first note and whose address it writes into the mailbox. Each tag has
-two counts: chunks posted, which only the sender writes, and chunks taken, which only the receiver writes. The sender
-waits while all places are full, the receiver while none is.
+chunks, an arena that the sender makes for its first data and whose address it writes into the mailbox. Each tag has two
+counts: chunks posted, which only the sender writes, and chunks taken, which only the receiver writes. The sender waits
+while all places are full, the receiver while none is. A send ends when all of it has been taken, as the ring of a
+sender that ends is gone.
 
 Failure. If the peer leaves or dies while this rank waits, the wait raises (control_page.py); but what the peer posted
 before it left is still taken.
@@ -17,7 +18,7 @@ from typing import Any
 
 from statexchange.comm.failure.control_page import ControlPage
 from statexchange.comm.wait import Wait
-from statexchange.shared_memory import Arena, Attached
+from statexchange.shared_memory import Arena
 
 __all__ = ["Mailbox"]
 
@@ -25,7 +26,7 @@ _NOTE_BYTES = 320
 _CHUNK_BYTES = 1 << 18
 _NOTES_BEGIN = 64  # after the counts
 _ADDRESS_BEGIN = _NOTES_BEGIN + 2 * _NOTE_BYTES
-_OFFER_TAG, _DATA_TAG = 0, 2
+_DATA_TAG = 2
 
 
 class Mailbox:
@@ -33,34 +34,28 @@ class Mailbox:
 
     def __init__(self, page: ControlPage, src: int, dst: int) -> None:
         self._page = page
-        self._peer = dst if page.rank == src else src
+        self._is_sender = page.rank == src
+        self._peer = dst if self._is_sender else src
         self._memory = page.mailbox_memory(src, dst)
         self._counts = self._memory[:_NOTES_BEGIN].cast("Q")
         self._ring: memoryview | None = None
-        self._own_arena: Arena | None = None
-        self._attached: Attached | None = None
+        self._arena: Arena | None = None
 
     def put(self, data: Any, tag: int, wait: Wait) -> None:
-        """Send the uint8 array `data`; return when all of it has been copied into the mailbox."""
+        """Send the uint8 array `data`; return when the receiver has taken all of it."""
         posted, taken = 2 * tag, 2 * tag + 1
         num_places = 1 if tag != _DATA_TAG else 2
-        if tag == _OFFER_TAG:
-            # Before the offer: a peer that has answered has attached, even if this rank leaves then.
-            self._open_ring(wait)
-        elif tag == _DATA_TAG and self._own_arena is not None:
-            self._own_arena.unlink()  # the receiver has attached, as it has answered
         for piece in self._pieces(data, tag):
             self._until(lambda: self._counts[posted] - self._counts[taken] < num_places, wait)
             self._place(tag, self._counts[posted], wait)[: len(piece)] = piece
             self._counts[posted] += 1
+        self._until(lambda: self._counts[posted] == self._counts[taken], wait)
 
     def take(self, data: Any, tag: int, wait: Wait) -> None:
         """Receive into the uint8 array `data`."""
         posted, taken = 2 * tag, 2 * tag + 1
         for piece in self._pieces(data, tag):
             self._until(lambda: self._counts[posted] > self._counts[taken], wait)
-            if tag == _OFFER_TAG:
-                self._open_ring(wait)
             piece[:] = self._place(tag, self._counts[taken], wait)[: len(piece)]
             self._counts[taken] += 1
 
@@ -73,24 +68,18 @@ class Mailbox:
     def _place(self, tag: int, number: int, wait: Wait) -> memoryview:
         if tag != _DATA_TAG:
             return self._memory[_NOTES_BEGIN + tag * _NOTE_BYTES :][:_NOTE_BYTES]
-        ring = self._open_ring(wait)
-        return ring[(number & 1) * _CHUNK_BYTES :][:_CHUNK_BYTES]
+        if self._ring is None:
+            self._ring = self._open_ring(wait)
+        return self._ring[(number & 1) * _CHUNK_BYTES :][:_CHUNK_BYTES]
 
     def _open_ring(self, wait: Wait) -> memoryview:
-        """Return the ring: the sender makes it before its first offer, the receiver opens it when that has come."""
-        if self._ring is None:
-            slot = self._memory[_ADDRESS_BEGIN:]
-            length = int.from_bytes(slot[:2], "little")
-            if length:
-                self._attached = self._page.attach(json.loads(bytes(slot[2 : 2 + length])), self._peer, wait)
-                self._ring = self._attached.view
-            else:
-                self._own_arena = Arena.create(2 * _CHUNK_BYTES, self._page.kind)
-                address = json.dumps(self._own_arena.address).encode()
-                slot[2 : 2 + len(address)] = address
-                slot[:2] = len(address).to_bytes(2, "little")
-                self._ring = self._own_arena.view
-        return self._ring
+        """Make the ring, as the sender; open it, as the receiver of data that has come."""
+        slot = self._memory[_ADDRESS_BEGIN:]
+        if not self._is_sender:
+            return self._page.attach(json.loads(bytes(slot)), self._peer, wait).view
+        self._arena = Arena.create(2 * _CHUNK_BYTES)
+        slot[:] = json.dumps(self._arena.address).encode().ljust(len(slot))
+        return self._arena.view
 
     def _until(self, done: Callable[[], bool], wait: Wait) -> None:
         """Return when `done()` is true; raise if the peer has left before."""
@@ -107,6 +96,6 @@ class Mailbox:
 
     def close(self) -> None:
         """Release the ring, if this rank has made it."""
-        if self._own_arena is not None:
+        if self._arena is not None:
             self._ring = None
-            self._own_arena.close()
+            self._arena.close()

@@ -20,9 +20,8 @@ be read: see `_reduce_by_windows`.
 Failure. Ranks that have entered different calls raise before any caller's tensor is written. A rank that dies or leaves
 shows at the next barrier, where all others raise (control_page.py); the tensors may then hold a part of the result.
 
-Life of the memory. Arenas are unlinked once all ranks have attached to them, so nothing remains of a rank that
-is killed later. The memory of a region is used again when no tensor of its rank refers to it; the ranks compare at each
-`empty` which arenas are still in use, and unmap the others.
+Life of the memory. Every rank has all ranks' staging buffers and regions mapped. A region of which no rank has a tensor
+any more is released at the next `empty`, where the ranks compare which of them have one.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,7 +42,7 @@ from statexchange.comm.backends.reduction import Finish, reduce_parts
 from statexchange.comm.failure.control_page import ControlPage, DifferentCallsError
 from statexchange.comm.wait import Wait
 from statexchange.errors import StorageError
-from statexchange.shared_memory import Arena, ArenaPool, Attached
+from statexchange.shared_memory import Arena, Attached
 
 __all__ = ["SharedMemoryBackend"]
 
@@ -54,15 +53,23 @@ _CHUNK_BYTES = 1 << 18  # stays in cache between the reduction and the copies of
 _MAX_KEPT_VIEWS = 256
 _LINE_BYTES = 64
 _OFFSET_BITS = 40
-_STAGING, _REGION, _SIZES, _MESSAGE = 1, 2, 3, 4  # fingerprints of this backend's own messages on the page
+_USED, _MEMORY, _SIZES, _MESSAGE = 1, 2, 3, 4  # fingerprints of this backend's own messages on the page
+
+
+class _SharedMemory(NamedTuple):
+    """This rank's part of memory that all ranks have made together, and the mappings of all ranks' parts, by rank."""
+
+    arena: Arena
+    mappings: list[Attached]
 
 
 @dataclass(slots=True)
 class _Region:
-    """This rank's memory of one `empty` call, as long as something refers to it."""
+    """The memory of one `empty` call, as long as any rank has a tensor in it."""
 
-    arena: Arena
+    memory: _SharedMemory
     base: weakref.ref[Any]
+    """Alive while this rank has a tensor in it."""
     address: int
     nbytes: int
 
@@ -84,17 +91,13 @@ class SharedMemoryBackend(Backend):
         self.world_size = page.world_size
         self._small_bytes = min(_SMALL_BYTES // self.world_size, _WINDOW_BYTES)
         self._page = page
-        self._pool = ArenaPool(page.kind)
         self._staging: Arena | None = None
         self._turn = 0
         self._windows: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        self._typed: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        self._small_views: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}
+        self._views: dict[tuple[torch.dtype, int], list[list[torch.Tensor]]] = {}
         self._regions: dict[int, _Region] = {}
-        self._idents: dict[int, list[str]] = {}  # of all ranks' arenas, by the number of the `empty` call
-        self._opened = 0
+        self._opened = 0  # the number of the last region, equal on all ranks
         self._has_warned = False
-        self._attached: dict[str, Attached] = {}
         self._mailboxes: dict[tuple[int, int], Mailbox] = {}
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
@@ -109,115 +112,89 @@ class SharedMemoryBackend(Backend):
         """Leave the page and release all memory, except what tensors refer to. Not collective."""
         self._page.leave()
         for region in self._regions.values():
-            region.arena.close()
+            region.memory.arena.close()
         self._regions.clear()
-        self._idents.clear()
-        self._pool.close()
         if self._staging is not None:
             self._staging.close()
-        self._typed.clear()
-        self._small_views.clear()
+        self._views.clear()
         self._windows = ([], [])
-        self._attached.clear()
         for mailbox in self._mailboxes.values():
             mailbox.close()
 
     # Where memory lies
 
     def set_up(self, wait: Wait) -> bool:
-        """Make the staging buffers; return False, on all ranks, if one has too little memory. Collective.
-
-        A memfd is limited only by the memory of the machine, but /dev/shm may be tiny, as in containers.
-        """
-        with contextlib.suppress(StorageError):
-            self._staging = Arena.create(2 * _WINDOW_BYTES, self._page.kind)
-        offer = None if self._staging is None else self._staging.address
-        answers = self._page.all_gather_bytes(json.dumps(offer).encode(), None, _STAGING, wait)
-        addresses = [json.loads(answer) for answer in answers]
-        if self._staging is None or None in addresses:
+        """Make the staging buffers; return False, on all ranks, if one has too little memory. Collective."""
+        memory = self._share(2 * _WINDOW_BYTES, wait)
+        if memory is None:
             return False
-        staging = [_tensor_over(self._base_of(address, rank, wait)) for rank, address in enumerate(addresses)]
-        self._page.sync(wait)
-        self._staging.unlink()
+        self._staging = memory.arena
+        staging = [_tensor_over(mapping.lend()) for mapping in memory.mappings]
         with torch.inference_mode(False):  # see _tensor_over
-            first = [memory[:_WINDOW_BYTES] for memory in staging]
-            second = [memory[_WINDOW_BYTES:] for memory in staging]
+            first = [buffer[:_WINDOW_BYTES] for buffer in staging]
+            second = [buffer[_WINDOW_BYTES:] for buffer in staging]
         self._windows = (first, second)
         return True
 
-    def _window(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Switch windows, and return every rank's, as `dtype`."""
-        self._turn ^= 1
-        return self._typed_windows(dtype)[self._turn]
+    def _share(self, nbytes: int, wait: Wait) -> _SharedMemory | None:
+        """Make memory of which each rank has `nbytes`; return None, on all ranks, if one has too little. Collective."""
+        arena: Arena | None = None
+        with contextlib.suppress(StorageError):
+            arena = Arena.create(nbytes)
+        offer = json.dumps(None if arena is None else arena.address).encode()
+        addresses = [json.loads(answer) for answer in self._page.all_gather_bytes(offer, None, _MEMORY, wait)]
+        if arena is None or None in addresses:
+            if arena is not None:
+                arena.close()
+            return None
+        mappings = [self._page.attach(address, rank, wait) for rank, address in enumerate(addresses)]
+        self._page.sync(wait)  # until all have attached, an arena must not be closed
+        return _SharedMemory(arena, mappings)
 
-    def _typed_windows(self, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return every rank's two windows, as `dtype`."""
-        typed = self._typed.get(dtype)
-        if typed is None:
+    def _next_window(self, dtype: torch.dtype, n: int) -> list[torch.Tensor]:
+        """Switch windows, and return the first `n` elements of every rank's, as `dtype`.
+
+        The views are kept, as making them takes longer than adding up the elements of a small tensor.
+        """
+        views = self._views.get((dtype, n))
+        if views is None:
+            if len(self._views) >= _MAX_KEPT_VIEWS:
+                self._views.clear()
             with torch.inference_mode(False):  # see _tensor_over
-                first, second = ([window.view(dtype) for window in windows] for windows in self._windows)
-            typed = self._typed[dtype] = (first, second)
-        return typed
-
-    def _base_of(self, address: dict[str, Any], rank: int, wait: Wait) -> Any:
-        ident = address["id"]
-        if ident not in self._attached:
-            self._attached[ident] = self._page.attach(address, rank, wait)
-        return self._attached[ident].lend()
+                views = [[window.view(dtype)[:n] for window in windows] for windows in self._windows]
+            self._views[dtype, n] = views
+        self._turn ^= 1
+        return views[self._turn]
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:
-        """Return memory that all ranks see; it is recycled once no tensor of this rank refers to it. Collective.
+        """Return memory that all ranks see; it is released once no rank has a tensor in it. Collective.
 
         If a rank has too little shared memory left, all get ordinary memory, with a warning.
         """
-        self._recycle()
-        arena = self._acquire(nbytes)
-        owned = [*self._pool.idents(), *(region.arena.ident for region in self._regions.values())]
-        address = arena.address if arena is not None else None
-        offer = json.dumps({"address": address, "owns": owned, "numbers": list(self._regions)}).encode()
-        answers = [json.loads(answer) for answer in self._page.all_gather_bytes(offer, None, _REGION, wait)]
-        if arena is None or any(answer["address"] is None for answer in answers):
+        self._release_unused(wait)
+        memory = self._share(nbytes, wait)
+        if memory is None:
             self._warn_full(nbytes)
-            if arena is not None:
-                self._pool.release(arena)
             return super().empty(nbytes, wait)
-        numbers: set[int] = set()  # of the regions that any rank still has
-        kept: set[str] = set()  # arenas that are still in use
-        for answer in answers:
-            numbers.update(answer["numbers"])
-            kept.update(answer["owns"])
-            kept.add(answer["address"]["id"])
-        if self._staging is not None:
-            kept.add(self._staging.ident)
-        self._idents = {number: idents for number, idents in self._idents.items() if number in numbers}
-        for ident in self._attached.keys() - kept:
-            if not self._attached[ident].referenced:
-                del self._attached[ident]
-        bases = [self._base_of(answer["address"], rank, wait) for rank, answer in enumerate(answers)]
-        self._page.sync(wait)
-        arena.unlink()
+        base = memory.mappings[self.rank].lend()[:nbytes]
         self._opened += 1
-        base = bases[self.rank][:nbytes]
-        self._idents[self._opened] = [answer["address"]["id"] for answer in answers]
-        self._regions[self._opened] = _Region(arena, weakref.ref(base), base.ctypes.data, nbytes)
+        self._regions[self._opened] = _Region(memory, weakref.ref(base), base.ctypes.data, nbytes)
         return _tensor_over(base)
 
-    def _acquire(self, nbytes: int) -> Arena | None:
-        try:
-            return self._pool.acquire(nbytes)
-        except StorageError:
-            return None
+    def _release_unused(self, wait: Wait) -> None:
+        """Release the regions in which no rank has a tensor. Collective."""
+        used = [number for number, region in self._regions.items() if region.base() is not None]
+        used_by_any: set[int] = set()
+        for answer in self._page.all_gather_bytes(json.dumps(used).encode(), None, _USED, wait):
+            used_by_any.update(json.loads(answer))
+        for number in self._regions.keys() - used_by_any:
+            self._regions.pop(number).memory.arena.close()
+        self._page.sync(wait)  # until all have released theirs, the memory is not free for what is made next
 
     def _warn_full(self, nbytes: int) -> None:
         if self.rank == 0 and not self._has_warned:
             _log.warning("no room for %d bytes of shared memory on each rank: empty() gives ordinary memory", nbytes)
         self._has_warned = True
-
-    def _recycle(self) -> None:
-        for number, region in list(self._regions.items()):
-            if region.base() is None:
-                del self._regions[number]
-                self._pool.release(region.arena)
 
     def _locate(self, tensor: torch.Tensor) -> int:
         """Return the location of `tensor`: the number of its region and the offset there; 0 if it lies in none."""
@@ -232,9 +209,8 @@ class SharedMemoryBackend(Backend):
         """Return the tensor at `location` in the memory of `rank`, of the size and dtype of `tensor`."""
         if rank == self.rank:
             return tensor
-        ident = self._idents[location >> _OFFSET_BITS][rank]
         begin = location & ((1 << _OFFSET_BITS) - 1)
-        base = _tensor_over(self._attached[ident].lend())
+        base = _tensor_over(self._regions[location >> _OFFSET_BITS].memory.mappings[rank].lend())
         return base[begin : begin + tensor.numel() * tensor.itemsize].view(tensor.dtype)
 
     # Reductions
@@ -262,7 +238,7 @@ class SharedMemoryBackend(Backend):
 
     def _reduce_all(self, tensor: torch.Tensor, op: str, finish: Finish, wait: Wait, *, keeps: bool) -> None:
         """Reduce a small tensor: every rank that `keeps` the result computes all of it."""
-        parts = self._small_parts(tensor.dtype, tensor.numel())
+        parts = self._next_window(tensor.dtype, tensor.numel())
         parts[self.rank].copy_(tensor)
         try:
             wait.enter()
@@ -271,22 +247,6 @@ class SharedMemoryBackend(Backend):
             raise
         if keeps:
             reduce_parts(tensor, parts, op, finish)
-
-    def _small_parts(self, dtype: torch.dtype, n: int) -> list[torch.Tensor]:
-        """Switch windows, and return the first `n` elements of every rank's.
-
-        The views are kept, as making them takes longer than adding the elements up.
-        """
-        views = self._small_views.get((dtype, n))
-        if views is None:
-            typed = self._typed_windows(dtype)
-            if len(self._small_views) >= _MAX_KEPT_VIEWS:
-                self._small_views.clear()
-            with torch.inference_mode(False):  # see _tensor_over
-                views = [[window[:n] for window in windows] for windows in typed]
-            self._small_views[dtype, n] = views
-        self._turn ^= 1
-        return views[self._turn]
 
     def _reduce_in_place(self, parts: Sequence[torch.Tensor], op: str, finish: Finish) -> None:
         """Reduce this rank's slice of all tensors, chunk by chunk, and write the result into each of them."""
@@ -333,11 +293,10 @@ class SharedMemoryBackend(Backend):
 
     def _lay_out(self, piece: torch.Tensor, slices: list[tuple[int, int]]) -> list[torch.Tensor]:
         """Switch windows; write all but the own slice of `piece` into this rank's; return every rank's."""
-        staging = self._window(piece.dtype)
+        staging = self._next_window(piece.dtype, piece.numel())
         begin, end = slices[self.rank]
-        n = piece.numel()
         staging[self.rank][:begin].copy_(piece[:begin])
-        staging[self.rank][end:n].copy_(piece[end:])
+        staging[self.rank][end:].copy_(piece[end:])
         return staging
 
     def reduce_scatter(self, tensor: torch.Tensor, into: torch.Tensor, op: str, finish: Finish, wait: Wait) -> None:
@@ -348,7 +307,7 @@ class SharedMemoryBackend(Backend):
         for at in range(0, into.numel(), step):
             block = rows[:, at : at + step]
             width = block.shape[1]
-            staging = [buffer[: block.numel()].view_as(block) for buffer in self._window(tensor.dtype)]
+            staging = [buffer.view_as(block) for buffer in self._next_window(tensor.dtype, block.numel())]
             staging[self.rank].copy_(block)
             self._page.sync(wait)
             reduce_parts(into[at : at + width], [buffer[self.rank] for buffer in staging], op, finish)
@@ -396,7 +355,7 @@ class SharedMemoryBackend(Backend):
             wait: the wait of the collective.
         """
         for at in range(0, longest, _WINDOW_BYTES):
-            staging = self._window(torch.uint8)
+            staging = self._next_window(torch.uint8, _WINDOW_BYTES)
             if ours is not None:
                 shown = ours[at : at + _WINDOW_BYTES]
                 staging[self.rank][: shown.numel()].copy_(shown)

@@ -1,9 +1,8 @@
 """The control page: shared memory through which ranks of one host synchronise, exchange messages and notice failure.
 
 Layout. Each rank has a row of words and three message slots, which it alone writes and all ranks read.
-Behind them lies memory for the mailboxes of all pairs of ranks (mailbox.py). A slot holds 8 bytes, little endian, and
-then a message. The top bit of the 8 bytes is the flag _SPILLED, the others are the length of the message. With the flag
-the message is the address of an arena that holds the actual, longer message. The words of a row:
+Behind them lies memory for the mailboxes of all pairs of ranks (mailbox.py). A slot holds the length of a message in 8
+bytes, little endian, and then the message, or a piece of a longer one. The words of a row:
 
     _PID, _START      id and start time of the rank's process, by which the others see whether it runs
     _ARRIVED          the number of the last barrier at which it has arrived
@@ -17,6 +16,7 @@ A barrier (`sync`): a rank writes its arrival, then waits until it has read thos
 are barriers before which a rank writes its fingerprint, its location or its message, and after which it reads those of
 the others. A rank arrives at a barrier only after it has read what belongs to the barrier before. So a rank that has
 passed barrier n + 1 may overwrite what it wrote for barrier n: two copies suffice, chosen by the parity of the number.
+A message that is longer than a slot goes in pieces, with a barrier for each; all ranks see the lengths with the first.
 
 Memory order. Words are aligned and stored whole, and x86-64 keeps stores in order: so a rank that reads an arrival can
 also read all that was written before it. On other processors the page is not used.
@@ -50,41 +50,31 @@ from statexchange.errors import (
     to_record,
 )
 from statexchange.processes import process_is_alive, process_is_stopped, process_start, usable_cores
-from statexchange.shared_memory import Arena, Attached, Kind, attach
+from statexchange.shared_memory import Arena, Attached, attach
 
 __all__ = ["ControlPage", "DifferentCallsError", "closed_error", "open_control_page"]
 
 _LENGTH_BYTES = 8
-_SPILLED = 1 << 63
 _ROW_WORDS = 16
 _PID, _START, _ARRIVED, _LEFT, _PROGRESS, _REQUESTED = range(6)
 _FINGERPRINT, _LOCATION = 6, 8  # two of each, by the arrival's parity
 _GIVEN_UP = 10
-_SLOT_BYTES = 4096
+_SLOT_BYTES = 1 << 16
+_PIECE_BYTES = _SLOT_BYTES - _LENGTH_BYTES
 _MAILBOX_BYTES = 1024
-_KEPT_BYTES = 1 << 20  # longer messages are rare, and their memory is given back
 _GONE_QUIETLY, _GONE_WITH_ERROR = 1, 2
-_KINDS: tuple[Kind, ...] = ("memfd", "file")
 # One yield may take milliseconds on a busy core, and failures are checked for later.
 _PACE = Pace(100, 1000, 0.05)
 
 
-def _write_slot(slot: memoryview, data: bytes, flag: int) -> None:
-    """Write a message with its length and flag."""
-    slot[:_LENGTH_BYTES] = (len(data) | flag).to_bytes(_LENGTH_BYTES, "little")
-    slot[_LENGTH_BYTES : _LENGTH_BYTES + len(data)] = data
+def _write_slot(slot: memoryview, length: int, piece: bytes) -> None:
+    """Write a piece of a message, and the length of the whole one."""
+    slot[:_LENGTH_BYTES] = length.to_bytes(_LENGTH_BYTES, "little")
+    slot[_LENGTH_BYTES : _LENGTH_BYTES + len(piece)] = piece
 
 
-def _is_spilled(slot: memoryview) -> bool:
-    """Whether the message in a slot is the address of a long one."""
-    return bool(slot[_LENGTH_BYTES - 1] & 0x80)
-
-
-def _read_slot(slot: memoryview) -> tuple[bytes, bool]:
-    """Return the message in a slot, and whether it is the address of a long one."""
-    word = int.from_bytes(slot[:_LENGTH_BYTES], "little")
-    length = word & ~_SPILLED
-    return bytes(slot[_LENGTH_BYTES : _LENGTH_BYTES + length]), bool(word & _SPILLED)
+def _length_in(slot: memoryview) -> int:
+    return int.from_bytes(slot[:_LENGTH_BYTES], "little")
 
 
 class DifferentCallsError(Exception):
@@ -97,15 +87,12 @@ class ControlPage(FailureMonitor):
     As a monitor it leaves `set_current_op` and `close` empty: the page holds arrivals and leaving already.
     """
 
-    def __init__(self, memory: memoryview, rank: int, world_size: int, kind: Kind = "memfd") -> None:
+    def __init__(self, memory: memoryview, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.kind: Kind = kind
         self._words = memory[: world_size * _ROW_WORDS * 8].cast("Q")
         self._slots = memory[world_size * _ROW_WORDS * 8 :]
         self._count = 0
-        self._spill: dict[int, Arena] = {}
-        self._attached: dict[int, tuple[str, Attached]] = {}
         # Where the rows begin in `_words`
         self._own_row = rank * _ROW_WORDS
         self._rows = range(0, world_size * _ROW_WORDS, _ROW_WORDS)
@@ -122,7 +109,6 @@ class ControlPage(FailureMonitor):
         private = memoryview(bytearray(nbytes + len(self._slots)))
         self._words, self._slots = private[:nbytes].cast("Q"), private[nbytes:]
         self._set(_LEFT, _GONE_QUIETLY)
-        self._spill.clear()
 
     @staticmethod
     def nbytes(world_size: int) -> int:
@@ -153,17 +139,20 @@ class ControlPage(FailureMonitor):
         StallError, with all missing ranks, if no rank has made progress for the wait's time. If the fingerprints
         differ, all ranks raise DifferentCallsError, and none reads a message.
         """
-        parity = (self._count + 1) & 1
-        self._post(payload, parity)
+        self._post(payload, 0)
         self.enter(fingerprint, None, wait)
-        reads = root is None or root == self.rank
-        answers = [self._read(r, parity, wait) for r in range(self.world_size)] if reads else []
-        if any(_is_spilled(self._slot(r, parity)) for r in range(self.world_size)):
-            self.sync(wait)  # all must have read a long message before its writer may leave, which frees its arena
-            if self.kind == "file" or any(arena.nbytes > _KEPT_BYTES for arena in self._spill.values()):
-                self._drop_spills()
-            self._attached = {key: kept for key, kept in self._attached.items() if len(kept[1].view) <= _KEPT_BYTES}
-        return answers
+        slots = self._slots_of_all()
+        lengths = list(map(_length_in, slots))
+        messages = [bytearray() for _ in slots]
+        for begin in range(0, max(*lengths, 1), _PIECE_BYTES):
+            if begin:
+                self._post(payload, begin)
+                self.sync(wait)
+                slots = self._slots_of_all()
+            if root in (None, self.rank):
+                for rank, length in enumerate(lengths):
+                    messages[rank] += slots[rank][_LENGTH_BYTES:][: max(length - begin, 0)]
+        return list(map(bytes, messages)) if root in (None, self.rank) else []
 
     def enter(self, fingerprint: int, location: int | None, wait: Wait) -> Sequence[int]:
         """Return every rank's `location`; raise DifferentCallsError, on all, unless fingerprints are equal.
@@ -189,31 +178,13 @@ class ControlPage(FailureMonitor):
         begin = (rank * 3 + which) * _SLOT_BYTES
         return self._slots[begin : begin + _SLOT_BYTES]
 
-    def _post(self, payload: bytes, parity: int) -> None:
-        flag = 0
-        if len(payload) > _SLOT_BYTES - _LENGTH_BYTES:
-            payload, flag = self._spilled(payload, parity), _SPILLED
-        _write_slot(self._slot(self.rank, parity), payload, flag)
+    def _slots_of_all(self) -> list[memoryview]:
+        """Return the slot of every rank that belongs to the barrier that this one has passed."""
+        return [self._slot(rank, self._count & 1) for rank in range(self.world_size)]
 
-    def _spilled(self, payload: bytes, parity: int) -> bytes:
-        """Put a long message into an arena of its own; return what goes into the slot: its address."""
-        arena = self._spill.get(parity)
-        if arena is None or arena.nbytes < len(payload):
-            if arena is not None:
-                arena.close()
-            arena = self._spill[parity] = Arena.create(len(payload) + min(len(payload), _KEPT_BYTES // 4), self.kind)
-        arena.view[: len(payload)] = payload
-        return json.dumps({**arena.address, "length": len(payload)}).encode()
-
-    def _read(self, rank: int, parity: int, wait: Wait) -> bytes:
-        data, flag = _read_slot(self._slot(rank, parity))
-        if not flag:
-            return data
-        address = json.loads(data)
-        key = rank * 2 + parity
-        if key not in self._attached or self._attached[key][0] != address["id"]:
-            self._attached[key] = (address["id"], self.attach(address, rank, wait))
-        return bytes(self._attached[key][1].view[: address["length"]])
+    def _post(self, message: bytes, begin: int) -> None:
+        """Write the piece of a message that begins there, for the next barrier."""
+        _write_slot(self._slot(self.rank, (self._count + 1) & 1), len(message), message[begin : begin + _PIECE_BYTES])
 
     def attach(self, address: dict[str, Any], rank: int, wait: Wait) -> Attached:
         """Map memory of `rank`; raise why that rank has left, or PeerError, if it is gone. Not collective."""
@@ -280,7 +251,8 @@ class ControlPage(FailureMonitor):
         return tuple(self._behind() or stopped)
 
     def _departure_error(self, rank: int) -> StateExchangeError:
-        return from_record(json.loads(_read_slot(self._slot(rank, 2))[0]))
+        slot = self._slot(rank, 2)
+        return from_record(json.loads(bytes(slot[_LENGTH_BYTES:][: _length_in(slot)])))
 
     def can_see(self, rank: int) -> bool:
         """Whether the process of `rank` runs; False, too, in a PID namespace where this process cannot see it."""
@@ -308,22 +280,15 @@ class ControlPage(FailureMonitor):
             return
         if error is not None:
             record = json.dumps(to_record(error, self.rank, "its own code")).encode()
-            if len(record) > _SLOT_BYTES - _LENGTH_BYTES:
+            if len(record) > _PIECE_BYTES:
                 short = PeerError(self.rank, "its own code", ascii(error)[:1000])
                 record = json.dumps(to_record(short, self.rank, "its own code")).encode()
-            _write_slot(self._slot(self.rank, 2), record, 0)
+            _write_slot(self._slot(self.rank, 2), len(record), record)
         self._set(_LEFT, _GONE_WITH_ERROR if error is not None else _GONE_QUIETLY)
-        self._drop_spills()
-        self._attached.clear()
 
     def report_failure(self, error: StateExchangeError) -> None:
         """Announce that this rank will not arrive any more, and why. Not collective."""
         self.leave(error)
-
-    def _drop_spills(self) -> None:
-        for arena in self._spill.values():
-            arena.close()
-        self._spill.clear()
 
 
 def closed_error(rank: int, since: str = "") -> NotInitializedError:
@@ -339,28 +304,16 @@ def open_control_page(
     """Open a control page among ranks that can so far only exchange bytes.
 
     Collective. None, on all ranks, if they cannot share memory or see each other's processes. That is tried, not
-    derived from host names, as containers may separate /proc and /dev/shm. `all_gather_bytes` returns every rank's
-    bytes.
+    derived from host names, as containers may separate /proc. `all_gather_bytes` returns every rank's bytes.
     """
-    for kind in _KINDS:
-        page = _try_kind(kind, rank, world_size, all_gather_bytes)
-        if page is not None:
-            return page
-    return None
-
-
-def _try_kind(
-    kind: Kind, rank: int, world_size: int, all_gather_bytes: Callable[[bytes], list[bytes]]
-) -> ControlPage | None:
-    """Open the page in an arena of rank 0; return None, on all ranks, if one of them cannot use it. Collective."""
     arena: Arena | None = None
     page: ControlPage | None = None
     with contextlib.suppress(StateExchangeError):  # the others get null: all fall back together
-        arena = Arena.create(ControlPage.nbytes(world_size), kind) if rank == 0 else None
+        arena = Arena.create(ControlPage.nbytes(world_size)) if rank == 0 else None
     address = json.loads(all_gather_bytes(json.dumps(None if arena is None else arena.address).encode())[0])
     if address is not None:
         with contextlib.suppress(StateExchangeError):
-            page = ControlPage(attach(address).view, rank, world_size, kind)  # its row has the process id from now on
+            page = ControlPage(attach(address).view, rank, world_size)  # its row has the process id from now on
     have_all_attached = not any(all_gather_bytes(b"no page" if page is None else b""))
     if arena is not None:
         arena.close()

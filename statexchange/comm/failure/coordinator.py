@@ -25,10 +25,10 @@ __all__ = ["Coordinator"]
 class Coordinator(FailureDetector):
     """Rank 0: receives from all members, and sends to all."""
 
-    def __init__(
-        self, topology: Topology, processes: Sequence[tuple[int, int]], listener: socket.socket, nonce: str
-    ) -> None:
-        super().__init__(topology, processes)
+    def __init__(self, topology: Topology, pids: Sequence[int], listener: socket.socket, nonce: str) -> None:
+        """`pids`: the process id of every rank."""
+        super().__init__(topology)
+        self._pids = pids
         self._nonce = nonce
         self._connections: dict[int, JsonConnection] = {}
         self._received_at = [time.monotonic()] * self._world_size
@@ -111,6 +111,9 @@ class Coordinator(FailureDetector):
             connection.flush()
             if not connection.has_unsent:
                 connection.send(self._status())
+
+    def _cause_of_death(self, rank: int) -> str:
+        return f"its process {self._pids[rank]} died"
 
     def _status(self) -> dict[str, Any]:
         return {**vars(self._view), "failure": self._failure}

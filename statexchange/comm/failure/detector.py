@@ -13,8 +13,8 @@ How a failure shows:
 
 * A rank reports one: the coordinator sends it to all at once. The first report counts.
 * A connection ends without a goodbye: the process has ended. The kernel closes its sockets at that moment, even when it
-  was killed. Each rank also checks the processes of its own host. A grace of 0.4 s lets a goodbye, or a second
-  connection of the same rank, arrive before the death is reported.
+  was killed. A grace of 0.4 s lets a goodbye, or a second connection of the same rank, arrive before the death is
+  reported.
 * A host is cut off: no connection ends. Its ranks fall silent, and a wait that reaches its deadline names them as
   missing.
 * Rank 0 dies: each member reports that for itself, after it has tried to connect again (member.py).
@@ -50,7 +50,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,6 @@ from statexchange.comm.failure.connection import JsonConnection
 from statexchange.comm.failure.monitor import FailureMonitor
 from statexchange.comm.topology import Topology
 from statexchange.errors import PeerError, StateExchangeError, from_record, to_record
-from statexchange.processes import process_is_alive
 
 __all__ = ["FailureDetector", "GroupView"]
 
@@ -96,19 +95,15 @@ class FailureDetector(FailureMonitor):
     written by one of them only. In the dict `_view.departed` that one adds single items.
     """
 
-    def __init__(self, topology: Topology, processes: Sequence[tuple[int, int]]) -> None:
-        """`processes`: the id and start time of every rank's process."""
+    def __init__(self, topology: Topology) -> None:
         self.rank = topology.rank
         self._topology = topology
-        self._processes = processes
-        others = [rank for rank in topology.node_ranks if rank != topology.rank]
-        self._watched_ranks = [rank for rank in others if process_is_alive(*processes[rank])]
         self._op_number = 0
         self._operation = "its own code"
         self._progress = 0
         self._failure: dict[str, Any] | None = None
         self._view = GroupView([0] * self._world_size)
-        self._seen_dead_at: dict[int, float] = {}  # when its connection or process was first seen to have ended
+        self._seen_dead_at: dict[int, float] = {}  # when its connection was first seen to have ended
         self._period_s = _PERIOD_S * max(1.0, self._world_size / _LARGE_GROUP)
         self._silent_s = _SILENT_PERIODS * self._period_s
         self._requests: queue.SimpleQueue[tuple[Callable[[], None], threading.Event]] = queue.SimpleQueue()
@@ -220,7 +215,6 @@ class FailureDetector(FailureMonitor):
                 self._handle_events(max(0.0, min(due - time.monotonic(), self._until_next_death_s())))
                 if time.monotonic() >= due:
                     due = time.monotonic() + self._period_s
-                    self._look_at_processes()
                     self._send_status()
                 self._report_deaths()
             # What this rank reported before it closed goes out before the goodbye.
@@ -250,13 +244,6 @@ class FailureDetector(FailureMonitor):
                 request()
                 done.set()
 
-    def _look_at_processes(self) -> None:
-        now = time.monotonic()
-        for rank in self._watched_ranks:
-            with contextlib.suppress(OSError):  # no file descriptor is left to look with: check it in the next period
-                if not process_is_alive(*self._processes[rank]):
-                    self._seen_dead_at.setdefault(rank, now)
-
     def _until_next_death_s(self) -> float:
         """Return the seconds until the next process that has ended is to be reported as dead."""
         if not self._seen_dead_at:
@@ -272,7 +259,6 @@ class FailureDetector(FailureMonitor):
             elif now - since >= _GRACE_S:
                 self._post_failure(to_record(self._peer_error(rank, "", self._cause_of_death(rank)), rank, ""))
                 del self._seen_dead_at[rank]
-                self._watched_ranks = [watched for watched in self._watched_ranks if watched != rank]
 
     def _post_failure(self, record: dict[str, Any]) -> None:
         self._failure = self._failure or record
@@ -305,7 +291,7 @@ class FailureDetector(FailureMonitor):
         raise NotImplementedError
 
     def _cause_of_death(self, rank: int) -> str:
-        return f"its process {self._processes[rank][0]} died"
+        raise NotImplementedError
 
     def _suspects(self) -> tuple[int, ...]:
         """Return the ranks that may be the reason why no status of the coordinator has arrived."""

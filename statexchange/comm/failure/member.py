@@ -15,7 +15,6 @@ import contextlib
 import selectors
 import socket
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from statexchange.comm.failure.connection import ConnectionEndedError, JsonConnection
@@ -43,13 +42,12 @@ class Member(FailureDetector):
     def __init__(
         self,
         topology: Topology,
-        processes: Sequence[tuple[int, int]],
         connection: JsonConnection,
         address: str,
         coordinator: CoordinatorAddress,
     ) -> None:
         """`address` is the one of `coordinator` at which `connection` was made."""
-        super().__init__(topology, processes)
+        super().__init__(topology)
         self._address = address
         self._coordinator = coordinator
         self._connection: JsonConnection | None = connection
@@ -121,10 +119,8 @@ class Member(FailureDetector):
         self._connection.send([self._coordinator.nonce, self._topology.rank])
         self._selector.register(connection, selectors.EVENT_READ, self._connection)
 
-    def _cause_of_death(self, rank: int) -> str:
-        if rank == 0 and rank not in self._watched_ranks:
-            return "its process or host is gone: the coordinator does not answer"
-        return super()._cause_of_death(rank)
+    def _cause_of_death(self, rank: int) -> str:  # noqa: ARG002 (rank 0, the only one that a member watches)
+        return "its process or host is gone: the coordinator does not answer"
 
     def _suspects(self) -> tuple[int, ...]:
         nodes = self._topology.nodes
@@ -133,9 +129,7 @@ class Member(FailureDetector):
         return tuple(rank for rank, node in enumerate(nodes) if node == nodes[0])
 
 
-def connect_member(
-    topology: Topology, processes: list[tuple[int, int]], coordinator: CoordinatorAddress
-) -> Member | None:
+def connect_member(topology: Topology, coordinator: CoordinatorAddress) -> Member | None:
     """Connect to the first of the coordinator's addresses that answers to the nonce; return None if none does."""
     for address in coordinator.addresses:
         try:
@@ -144,7 +138,7 @@ def connect_member(
             continue
         connection.send([coordinator.nonce, topology.rank])
         if _is_answered(connection):
-            return Member(topology, processes, connection, address, coordinator)
+            return Member(topology, connection, address, coordinator)
         connection.close()
     return None
 

@@ -21,7 +21,6 @@ from statexchange.comm.failure.monitor import UNWATCHED, FailureMonitor
 from statexchange.comm.network import own_addresses
 from statexchange.comm.topology import Topology
 from statexchange.comm.wait import Wait
-from statexchange.processes import process_start
 
 __all__ = ["start_failure_detector"]
 
@@ -51,11 +50,17 @@ def start_failure_detector(bootstrap: Backend, topology: Topology, timeout_s: fl
     if bootstrap.rank == 0:
         listener, address = _listen(bootstrap.world_size)
     try:
-        own = json.dumps([os.getpid(), process_start(os.getpid()) or 0, address]).encode()
-        answers = [json.loads(answer) for answer in bootstrap.all_gather_bytes(own, wait)]
-        if answers[0][2] is not None:
-            processes = [(pid, start) for pid, start, _ in answers]
-            detector = _started(topology, processes, listener, CoordinatorAddress(*answers[0][2]))
+        offer = json.dumps([os.getpid(), address]).encode()
+        answers = [json.loads(answer) for answer in bootstrap.all_gather_bytes(offer, wait)]
+        pids = [pid for pid, _ in answers]
+        if answers[0][1] is not None:
+            coordinator = CoordinatorAddress(*answers[0][1])
+            if listener is not None:
+                detector = Coordinator(topology, pids, listener, coordinator.nonce)
+            else:
+                detector = connect_member(topology, coordinator)
+        if detector is not None:
+            detector.start()
         states = bootstrap.all_gather_bytes(b"no detector" if detector is None else b"", wait)
     except BaseException:
         for unused in (detector, listener):
@@ -88,20 +93,3 @@ def _listen(world_size: int) -> tuple[socket.socket | None, CoordinatorAddress |
     # Names last, as resolving them may take long.
     addresses = list(dict.fromkeys([*own_addresses(), "127.0.0.1", socket.gethostname()]))
     return listener, CoordinatorAddress(addresses, listener.getsockname()[1], secrets.token_hex(16))
-
-
-def _started(
-    topology: Topology,
-    processes: list[tuple[int, int]],
-    listener: socket.socket | None,
-    coordinator: CoordinatorAddress,
-) -> FailureDetector | None:
-    """Return this rank's detector, started; None if it has no connection."""
-    detector: FailureDetector | None
-    if listener is not None:
-        detector = Coordinator(topology, processes, listener, coordinator.nonce)
-    else:
-        detector = connect_member(topology, processes, coordinator)
-    if detector is not None:
-        detector.start()
-    return detector
