@@ -33,14 +33,15 @@ import torch.distributed as dist
 
 from statexchange.comm import tcp_store
 from statexchange.comm.backends.backend import Backend
+from statexchange.comm.backends.store import StoreBootstrap
 from statexchange.comm.backends.torch_groups import as_timedelta, torch_errors, unused_prefix
 from statexchange.comm.rendezvous_directory import MeetingDirectory
-from statexchange.comm.tcp_store import Joining, LostServerError, Place, Server, SharedStore
+from statexchange.comm.tcp_store import Joining, LostServerError, Place, Server
 from statexchange.comm.wait import Wait
 from statexchange.errors import InvalidArgumentError, NotInitializedError, StateExchangeError
 from statexchange.settings import Launch, has_agent_store
 
-__all__ = ["store_at", "store_of"]
+__all__ = ["at_url", "by_launcher"]
 
 _stores: Any = dist  # torch exports its stores there, but not for type checkers
 _POLL_S = 0.02
@@ -50,8 +51,8 @@ _POLL_S = 0.02
 _completed: set[str] = set()
 
 
-def store_of(launch: Launch, timeout_s: float) -> SharedStore:
-    """Return a store that all ranks of a launcher share. Collective.
+def by_launcher(launch: Launch, timeout_s: float) -> StoreBootstrap:
+    """Return a bootstrap backend at a store that all ranks of a launcher share. Collective.
 
     The top of this module lists who serves it. In torchrun's store each use has its own keys, so that ranks may call
     this again after a shutdown. Where Slurm sets no MASTER_ADDR and MASTER_PORT, the store is on the step's first host,
@@ -64,7 +65,7 @@ def store_of(launch: Launch, timeout_s: float) -> SharedStore:
 
         return _store_by_mpi(mpi.MPIBackend(mpi.world(launch), timeout_s=timeout_s), timeout_s)
     if launch.world_size == 1:
-        return SharedStore(_stores.HashStore(), 0, 1)
+        return StoreBootstrap(_stores.HashStore(), 0, range(1))
     if launch.master is None:
         raise NotInitializedError(
             f"{launch.variable} is {launch.world_size}, but there is no address for a rendezvous: set MASTER_ADDR and "
@@ -73,7 +74,7 @@ def store_of(launch: Launch, timeout_s: float) -> SharedStore:
     return _store_at_address(*launch.master, launch.rank, launch.world_size, timeout_s)
 
 
-def _torchruns_store(timeout_s: float) -> SharedStore:
+def _torchruns_store(timeout_s: float) -> StoreBootstrap:
     began = time.monotonic()
     try:
         with torch_errors(Wait(timeout_s, "torchrun's store")):
@@ -88,11 +89,11 @@ def _torchruns_store(timeout_s: float) -> SharedStore:
         joining.join(store, secrets.token_hex(16))
     except LostServerError as error:
         raise NotInitializedError(f"{joining.where} has ended: {error}") from error
-    return SharedStore(store, rank, size)
+    return StoreBootstrap(store, rank, range(size))
 
 
-def _store_by_mpi(backend: Backend, timeout_s: float) -> SharedStore:
-    """Return a store of rank 0, whose address rank 0 sends over MPI. Collective."""
+def _store_by_mpi(backend: Backend, timeout_s: float) -> StoreBootstrap:
+    """Return a bootstrap backend at a store of rank 0, whose address rank 0 sends over MPI. Collective."""
     host = socket.gethostname()
     wait = Wait(timeout_s, "the choice of a port")
     server: Server | None = None
@@ -112,11 +113,11 @@ def _store_by_mpi(backend: Backend, timeout_s: float) -> SharedStore:
     except OSError as error:
         text = tcp_store.unreachable_text(backend.rank, place, error)
         raise NotInitializedError(text, rank=backend.rank) from error
-    return SharedStore(store, backend.rank, backend.world_size, server)
+    return StoreBootstrap(store, backend.rank, range(backend.world_size), server=server)
 
 
-def store_at(url: str, rank: int, world_size: int, timeout_s: float) -> SharedStore:
-    """Return a store that exactly these ranks share. Collective.
+def at_url(url: str, rank: int, world_size: int, timeout_s: float) -> StoreBootstrap:
+    """Return a bootstrap backend at a store that exactly these ranks share. Collective.
 
     `url` is "file:///directory", which all ranks see and which is made if need be, or "tcp://host:port", where rank 0
     listens. Raises StallError with the ranks that did not join in time or left early, NotInitializedError if rank 0
@@ -129,7 +130,7 @@ def store_at(url: str, rank: int, world_size: int, timeout_s: float) -> SharedSt
     if not is_directory and not is_address:
         raise InvalidArgumentError(f"rendezvous must be file:///directory or tcp://host:port, not {url!r}")
     if world_size == 1:
-        return SharedStore(_stores.HashStore(), 0, 1)
+        return StoreBootstrap(_stores.HashStore(), 0, range(1))
     if is_directory:
         return _store_in_directory(Path(parts.path), rank, world_size, timeout_s)
     assert parts.hostname is not None
@@ -145,28 +146,28 @@ def _port_of(url: str) -> int | None:
         return None
 
 
-def _store_at_address(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> SharedStore:
+def _store_at_address(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> StoreBootstrap:
     joining = Joining(rank, world_size, timeout_s, f"tcp://{host}:{port}")
     place = Place([host], port)
     if rank == 0:
         return _lead(Server.at(host, port, timeout_s), joining)
-    return SharedStore(_follow(joining, lambda: [place]), rank, world_size)
+    return StoreBootstrap(_follow(joining, lambda: [place]), rank, range(world_size))
 
 
-def _store_in_directory(path: Path, rank: int, world_size: int, timeout_s: float) -> SharedStore:
+def _store_in_directory(path: Path, rank: int, world_size: int, timeout_s: float) -> StoreBootstrap:
     joining = Joining(rank, world_size, timeout_s, str(path))
     directory = MeetingDirectory(path, joining)
     try:
         if rank == 0:
             return _lead(Server.at("localhost", 0, timeout_s), joining, directory)
         store = _follow(joining, directory.places, directory.note_failure, directory.poll_s)
-        return SharedStore(store, rank, world_size)
+        return StoreBootstrap(store, rank, range(world_size))
     finally:
         directory.leave()
 
 
-def _lead(server: Server, joining: Joining, directory: MeetingDirectory | None = None) -> SharedStore:
-    """Return the store that `server`, of this rank, has, once all ranks have joined it. Collective."""
+def _lead(server: Server, joining: Joining, directory: MeetingDirectory | None = None) -> StoreBootstrap:
+    """Return a bootstrap backend at the store of `server`, of this rank, once all ranks have joined it. Collective."""
     try:
         place = Place(["localhost"], server.port, server.nonce)
         store, _ = tcp_store.connect(place, joining.timeout_s)
@@ -178,7 +179,7 @@ def _lead(server: Server, joining: Joining, directory: MeetingDirectory | None =
     except BaseException:
         server.close()  # else a caller that keeps the error would keep the port open
         raise
-    return SharedStore(store, 0, joining.world_size, server)
+    return StoreBootstrap(store, 0, range(joining.world_size), server=server)
 
 
 def _follow(

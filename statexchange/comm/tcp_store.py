@@ -27,16 +27,14 @@ import json
 import platform
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from statexchange.comm.backends.torch_groups import as_timedelta, first_line
-from statexchange.comm.work import Work
+from statexchange.comm.backends.torch_groups import as_timedelta, begun, first_line
 from statexchange.errors import (
     InvalidArgumentError,
     NotInitializedError,
@@ -53,12 +51,10 @@ __all__ = [
     "LostServerError",
     "Place",
     "Server",
-    "SharedStore",
     "connect",
     "unreachable_text",
 ]
 
-T = TypeVar("T")
 _stores: Any = dist  # torch.distributed exports the store classes, but hides them from type checkers
 _POLL_S = 0.02
 _ATTEMPT_S = 3.0  # for one attempt to connect
@@ -106,20 +102,6 @@ class Server:
         self._store = None
 
 
-class SharedStore(NamedTuple):
-    """A torch Store that all ranks share. If rank 0 serves it, it ends when `server` is closed."""
-
-    store: Any
-    rank: int
-    world_size: int
-    server: Server | None = None
-
-    @property
-    def lasting(self) -> Any:
-        """The store for users that keep it, as torch.distributed does: on rank 0 it keeps the server alive."""
-        return self.store if self.server is None else self.server.store
-
-
 class Place(NamedTuple):
     """The place of a server: its addresses, the likeliest first, its port, and, if known, its nonce and host."""
 
@@ -141,7 +123,8 @@ def connect(place: Place, timeout_s: float, deadline: float = float("inf")) -> t
         try:
             # A plain connection is tried first, as torch's client goes on trying, and writes many lines to the log.
             socket.create_connection((address, place.port), min(left_s, _ATTEMPT_S)).close()
-            return _in_time(min(left_s, _HANDSHAKE_S), functools.partial(_client, address, place, timeout_s))
+            connecting = begun("a connection to the store", functools.partial(_client, address, place, timeout_s))
+            return connecting.wait(min(left_s, _HANDSHAKE_S))
         except OSError as error:
             refusal = error
         if time.monotonic() > deadline:
@@ -161,17 +144,6 @@ def _client(address: str, place: Place, timeout_s: float) -> tuple[Any, str]:
     if nonce is None or place.nonce not in (None, nonce):
         raise OSError(errno.ECONNREFUSED, "another program answers there")
     return _stores.PrefixStore(nonce, store), nonce
-
-
-def _in_time(seconds: float, call: Callable[[], T]) -> T:
-    """Return what `call` returns, in another thread, which is left behind if it takes longer: then TimeoutError."""
-    work: Work[T] = Work(PHASE)
-    thread = threading.Thread(target=work.run, args=(call,), name="statexchange rendezvous", daemon=True)
-    thread.start()
-    thread.join(min(seconds, threading.TIMEOUT_MAX))
-    if thread.is_alive():
-        raise TimeoutError(errno.ETIMEDOUT, "it does not answer")
-    return work.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,9 +192,9 @@ class Joining:
             self.wait_until_complete(store)
 
         try:
-            _in_time(self.deadline - time.monotonic() + _ANSWER_S, join)
-        except TimeoutError as error:
-            if isinstance(error, StateExchangeError):
+            begun(PHASE, join).wait(max(self.deadline - time.monotonic(), 0.0) + _ANSWER_S)
+        except StallError as error:
+            if error.missing:  # what `join` has raised
                 raise
             text = f"rank 0 does not answer at {self.where}: its process is stopped, or its host is cut off"
             raise StallError(text, missing=(0,), rank=0) from None

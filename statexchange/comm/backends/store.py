@@ -14,16 +14,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from statexchange.comm.backends.backend import Backend
-from statexchange.comm.backends.gloo import StoreBackend
-from statexchange.comm.backends.torch_groups import GRACE_S, await_keys, await_ranks, ranks_key, torch_errors
+from statexchange.comm.backends.backend import Backend, check_ranks
+from statexchange.comm.backends.gloo import GlooBackend
+from statexchange.comm.backends.torch_groups import (
+    GRACE_S,
+    await_keys,
+    await_ranks,
+    ranks_key,
+    store_of_group,
+    torch_errors,
+    unused_prefix,
+)
 from statexchange.comm.wait import Wait
 from statexchange.errors import StallError
 
 if TYPE_CHECKING:
     from statexchange.comm.tcp_store import Server
 
-__all__ = ["StoreBootstrap"]
+__all__ = ["StoreBootstrap", "over_group"]
 
 _stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
 
@@ -34,29 +42,42 @@ class StoreBootstrap(Backend):
     name = "store"
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, prefix: str = "statexchange", server: Server | None = None
+        self,
+        store: Any,
+        rank: int,
+        names: Sequence[int],
+        prefix: str = "statexchange",
+        server: Server | None = None,
     ) -> None:
-        """Take part as `rank`. Nothing else may use keys of `store` that begin with `prefix`.
+        """Take part as `rank`; errors name rank i as `names[i]`.
 
-        `server`, if this process serves the store, is closed with this backend.
+        Nothing else may use keys of `store` that begin with `prefix`. `server`, if this process serves the store, is
+        closed with this backend.
         """
         self._store = store
+        self._names = names
         self._prefix = prefix
         self._server = server
         self._count = 0
         self._uses: Counter[str] = Counter()
         self._groups: list[StoreBootstrap] = []
         self.rank = rank
-        self.world_size = world_size
+        self.world_size = len(names)
+
+    @property
+    def lasting_store(self) -> Any:
+        """The store for torch.distributed, which keeps it: on the rank that serves it, it keeps the server alive."""
+        return self._store if self._server is None else self._server.store
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's payload, each sent under a key. Collective."""
         self._count += 1
-        keys = [self._key(self._count, rank) for rank in range(self.world_size)]
+        keys = {name: self._key(self._count, rank) for rank, name in enumerate(self._names)}
+        name = self._names[self.rank]
         with torch_errors(wait):
-            self._store.set(keys[self.rank], payload)
-            await_keys(self._store, keys, range(self.world_size), wait)
-            answers = [bytes(self._store.get(key)) for key in keys]
+            self._store.set(keys[name], payload)
+            await_keys(self._store, keys, name, wait)
+            answers = [bytes(self._store.get(key)) for key in keys.values()]
             self._store.add(self._key(self._count, "read"), 1)
             self._forget(self._count - 1)
         return answers
@@ -99,11 +120,31 @@ class StoreBootstrap(Backend):
         prefix = self._unused_prefix(ranks_key(ranks))
         wait = Wait(timeout_s, f"the making of a group of ranks {list(ranks)}")
         await_ranks(_stores.PrefixStore(prefix, self._store), self.rank, ranks, wait)
-        group = StoreBootstrap(self._store, list(ranks).index(self.rank), len(ranks), prefix)
+        group = StoreBootstrap(self._store, list(ranks).index(self.rank), ranks, prefix)
         self._groups.append(group)
         return group
 
     def transport(self, timeout_s: float) -> Backend:
         """Return a Gloo group of the same ranks, made at the same store, as a store moves no tensors. Collective."""
         store = _stores.PrefixStore(self._unused_prefix("gloo"), self._store)
-        return StoreBackend(store, self.rank, self.world_size, timeout_s, bootstrap=self)
+        return GlooBackend(store, self.rank, self._names, timeout_s, self)
+
+
+def over_group(group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> StoreBootstrap:
+    """Return a bootstrap backend of these ranks of `group`, in that order, by default of all. Not collective.
+
+    It is a part of the store at which the ranks of `group` have met. The group itself is left to its owner, since the
+    ranks agree on the order of its collectives only with those of its owner.
+
+    `torch.distributed.new_group` names groups by a counter of each process. So it works for a part of the ranks only if
+    all of them have made equally many groups before; else they would wait for different names. Here the ranks
+    themselves are the name.
+    """
+    store = store_of_group(group)
+    use = f"{group.group_name}/all"
+    if ranks is None:
+        ranks = range(group.size())
+    else:
+        check_ranks(ranks, group.rank(), group.size())
+        use = f"{group.group_name}/{ranks_key(ranks)}"
+    return StoreBootstrap(store, list(ranks).index(group.rank()), ranks, unused_prefix(use))
