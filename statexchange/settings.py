@@ -17,7 +17,6 @@ __all__ = [
     "check_timeout",
     "default_timeout_s",
     "detect_launch",
-    "gloo_interface",
     "has_agent_store",
     "limit_blas_threads",
     "no_color",
@@ -206,11 +205,6 @@ def has_agent_store() -> bool:
 def restart_grace_s() -> float | None:
     """Return the seconds that the launcher waits between SIGTERM and SIGKILL; None if that is not known."""
     return 30.0 if "TORCHELASTIC_RUN_ID" in os.environ else None
-
-
-def gloo_interface() -> str | None:
-    """Return the first network interface in GLOO_SOCKET_IFNAME; None if it is not set."""
-    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip() or None
 
 
 def limit_blas_threads() -> None:

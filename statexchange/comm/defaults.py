@@ -234,17 +234,17 @@ def _from_mesh(mesh: DeviceMesh) -> Communicator:
     assert torch_group is not None  # a mesh makes it
     if len(ranks) == torch_group.size():
         return from_process_group(torch_group)
-    return _of_world_ranks(torch_group, ranks, "mesh")
+    return _of_world_ranks(torch_group, ranks)
 
 
-def _of_world_ranks(torch_group: ProcessGroup, ranks: Sequence[int], use: str) -> Communicator:
-    """Return the communicator of some ranks of torch's default group for one `use`. Collective over them, once."""
+def _of_world_ranks(torch_group: ProcessGroup, ranks: Sequence[int]) -> Communicator:
+    """Return the communicator of some ranks of torch's default group. Collective over them, the first time."""
     from statexchange.comm.backends.store import over_group
 
     def make(wait_s: float) -> Communicator:
         return form_communicator(over_group(torch_group, ranks), wait_s)
 
-    return _registry.adopt(torch_group, make, None, use, *ranks)
+    return _registry.adopt(torch_group, make, None, *ranks)
 
 
 def forget_all() -> None:
@@ -393,7 +393,7 @@ def members(ranks: Sequence[int], group: CommLike | None = None) -> Communicator
     if world is not None or torch_group is None:
         return (world or as_communicator(None)).new_group(ranks)
     # The default group has no communicator yet, and making one would need ranks that do not take part.
-    return _of_world_ranks(torch_group, ranks, "ranks")
+    return _of_world_ranks(torch_group, ranks)
 
 
 def current() -> Communicator | None:

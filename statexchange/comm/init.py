@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from statexchange.comm import defaults
@@ -81,9 +81,8 @@ def init(
         rank: this rank, with `rendezvous`.
         world_size: the number of ranks, with `rendezvous`.
         rendezvous: the place at which ranks without a launcher find each other: "file:///directory" or
-            "tcp://host:port". In a directory, which may lie on NFS, rank 0 announces the store that it serves on all
-            interfaces, for other hosts at the address of the interface GLOO_SOCKET_IFNAME, else at those of its host's
-            name and interfaces. No file remains there.
+            "tcp://host:port". In a directory, which may lie on NFS and is made if it is missing, rank 0 announces the
+            store that it serves on all interfaces. No file remains there.
         devices: the device on which this rank computes. None assigns the GPUs to the ranks of a host in turn, a list
             names the device of each `local_rank`, False is the CPU.
         timeout_s: the limit of a wait for peers, in seconds without progress.
@@ -154,12 +153,8 @@ def _check_options(options: InitOptions) -> None:
 
 
 def _warn_if_different(existing: Communicator, options: InitOptions) -> None:
-    first = _options_of.get(existing, _DEFAULTS)
-    names = [field.name for field in fields(InitOptions)]
-    unused = [name for name in names if getattr(options, name) not in (getattr(_DEFAULTS, name), getattr(first, name))]
-    if unused:
-        given = ", ".join(f"{name}={getattr(options, name)!r}" for name in unused)
-        _log.warning("init was called before, and its communicator stays: %s is not used", given)
+    if options not in (_DEFAULTS, _options_of.get(existing, _DEFAULTS)):
+        _log.warning("init was called before, and its communicator stays: these are not used: %s", options)
 
 
 def _make(options: InitOptions, timeout_s: float) -> Communicator:

@@ -18,11 +18,12 @@ from statexchange.comm.backends.backend import Backend, check_ranks
 from statexchange.comm.backends.gloo import GlooBackend
 from statexchange.comm.backends.torch_groups import (
     GRACE_S,
+    ask_store,
     await_keys,
     await_ranks,
+    begun,
     ranks_key,
     store_of_group,
-    torch_errors,
     unused_prefix,
 )
 from statexchange.comm.wait import Wait
@@ -74,13 +75,16 @@ class StoreBootstrap(Backend):
         self._count += 1
         keys = {name: self._key(self._count, rank) for rank, name in enumerate(self._names)}
         name = self._names[self.rank]
-        with torch_errors(wait):
+
+        def exchange() -> list[bytes]:
             self._store.set(keys[name], payload)
             await_keys(self._store, keys, name, wait)
-            answers = [bytes(self._store.get(key)) for key in keys.values()]
+            answers: list[bytes] = self._store.multi_get(list(keys.values()))
             self._store.add(self._key(self._count, "read"), 1)
             self._forget(self._count - 1)
-        return answers
+            return answers
+
+        return ask_store(exchange, wait)
 
     def _key(self, count: int, what: int | str) -> str:
         return f"{self._prefix}/{count}/{what}"
@@ -92,19 +96,21 @@ class StoreBootstrap(Backend):
             if self.rank == 0:
                 self._store.delete_key(self._key(count, "read"))
 
-    def _is_read(self, store: Any) -> bool:
-        """Whether all ranks have read the last gathering; `store` is any client of the server."""
-        return self._count == 0 or int(store.add(self._key(self._count, "read"), 0)) == self.world_size
+    def _is_read(self) -> bool:
+        """Whether all ranks have read the last gathering, here and in the groups."""
+        read = self._count == 0 or int(self._store.add(self._key(self._count, "read"), 0)) == self.world_size
+        return read and all(group._is_read() for group in self._groups)  # noqa: SLF001 (our own)
 
     def close(self) -> None:
         """Close the server when all ranks have read what was sent, or a second later. Not collective."""
         server, self._server = self._server, None
         if server is None:
             return
-        store = server.store  # not this bootstrap's client, in which a group that was given up may still wait
+        operation = "the end of the store"
+        # In a thread, since a group that was given up may still wait in this client, which then answers nobody else.
+        reading = begun(operation, lambda: Wait(GRACE_S, operation).until(self._is_read))
         with contextlib.suppress(StallError, RuntimeError):  # a rank has failed before it could read
-            wait = Wait(GRACE_S, "the end of the store")
-            wait.until(lambda: all(backend._is_read(store) for backend in [self, *self._groups]))  # noqa: SLF001 (our own)
+            reading.wait(GRACE_S)
         server.close()
 
     def _unused_prefix(self, use: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import secrets
 import threading
@@ -31,6 +32,7 @@ __all__ = [
     "GRACE_S",
     "LONGEST_S",
     "as_timedelta",
+    "ask_store",
     "await_keys",
     "await_ranks",
     "begun",
@@ -149,9 +151,30 @@ def await_keys(store: Any, keys: Mapping[int, str], rank: int, wait: Wait) -> No
 
 def await_ranks(store: Any, rank: int, ranks: Sequence[int], wait: Wait) -> None:
     """Return when all `ranks`, `rank` among them, have called. Collective over them."""
-    with torch_errors(wait):
+
+    def meet() -> None:
         store.set(f"present/{rank}", "1")
         await_keys(store, {each: f"present/{each}" for each in ranks}, rank, wait)
+
+    ask_store(meet, wait)
+
+
+def ask_store(requests: Callable[[], T], wait: Wait) -> T:
+    """Return the value of `requests` to a store, which themselves end with `wait`, unless the store does not answer."""
+    # While the process that serves a store is stopped, or its host is cut off, a request blocks without a deadline.
+    work = begun(wait.operation, requests)
+    server = "the store, which rank 0 or torchrun serves,"
+    try:
+        Wait(wait.timeout_s + GRACE_S, wait.operation, wait.monitor).until(work.is_completed)
+        return work.wait()
+    except StallError as error:
+        if error.missing:
+            raise
+        raise StallError(f"{server} does not answer in {wait.operation}") from error
+    except StateExchangeError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(-1, wait.operation, f"{server} has ended: {first_line(error)}") from error
 
 
 def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Any:
@@ -165,7 +188,8 @@ def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: floa
 def begun(operation: str, call: Callable[[], T]) -> Work[T]:
     """Begin `call`, of torch, in a thread that ends with the process: it cannot be interrupted, and may hang."""
     work: Work[T] = Work(operation)
-    threading.Thread(target=work.run, args=(call,), name=operation, daemon=True).start()
+    run = contextvars.copy_context().run  # so that its errors name the public call under way
+    threading.Thread(target=run, args=(work.run, call), name=operation, daemon=True).start()
     return work
 
 
