@@ -139,9 +139,9 @@ def _check_options(options: InitOptions) -> None:
     if options.check not in ("auto", "off"):
         raise InvalidArgumentError(f"check must be 'auto' or 'off', not {options.check!r}")
     _check_devices(options.devices)
-    for name, given in (("rank", options.rank), ("world_size", options.world_size)):
-        if given is not None and not hasattr(given, "__index__"):
-            raise InvalidArgumentError(f"{name} is a number, not {given!r}")
+    for name, number in (("rank", options.rank), ("world_size", options.world_size)):
+        if number is not None and not hasattr(number, "__index__"):
+            raise InvalidArgumentError(f"{name} is a number, not {number!r}")
     if not isinstance(options.rendezvous, (str, type(None))):
         raise InvalidArgumentError(
             f"rendezvous is 'file:///directory' or 'tcp://host:port', not {options.rendezvous!r}"
@@ -207,8 +207,10 @@ def _bootstrap_at_store(options: InitOptions, running: ProcessGroup | None, time
     rank = launch.rank if options.rank is None and launch.variable else options.rank
     size = launch.world_size if options.world_size is None and launch.variable else options.world_size
     if rank is None or size is None or not 0 <= rank < size:
-        given = f"{options.rank} and {options.world_size}"
-        raise InvalidArgumentError(f"a rendezvous needs rank and world_size with 0 <= rank < world_size, not {given}")
+        raise InvalidArgumentError(
+            "a rendezvous needs rank and world_size with 0 <= rank < world_size, "
+            f"not {options.rank} and {options.world_size}"
+        )
     return rendezvous.at_url(options.rendezvous, rank, size, timeout_s)
 
 

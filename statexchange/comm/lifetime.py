@@ -56,7 +56,7 @@ def is_forked_from_rank() -> bool:
 def refuse_inherited(group: object) -> None:
     """Raise ForkedError if `group` belongs to the rank from which this process was forked. Not collective."""
     is_mpi = type(group).__module__.startswith("mpi4py")
-    if any(group is known for known in _inheritance.groups) or (_inheritance.is_from_rank and is_mpi):
+    if any(group is inherited for inherited in _inheritance.groups) or (_inheritance.is_from_rank and is_mpi):
         raise ForkedError("this process was forked from a rank, to which this group belongs")
 
 

@@ -88,7 +88,7 @@ def _at_torchruns_store(joining: Joining) -> StoreBootstrap:
 def _by_mpi(backend: Backend, timeout_s: float) -> StoreBootstrap:
     """Return a bootstrap backend at a store of rank 0, whose address rank 0 sends over MPI. Collective."""
     host = socket.gethostname()
-    server = Server.at(host, 0, timeout_s) if backend.rank == 0 else None
+    server = Server(host, 0, timeout_s) if backend.rank == 0 else None
     offer = None if server is None else [host, server.port, server.nonce]
     offers = backend.all_gather_bytes(json.dumps(offer).encode(), Wait(timeout_s, "the choice of a port"))
     host, port, nonce = json.loads(offers[0])
@@ -134,7 +134,7 @@ def _port_of(url: str) -> int | None:
 def _at_address(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> StoreBootstrap:
     joining = Joining(rank, world_size, timeout_s, f"tcp://{host}:{port}")
     if rank == 0:
-        return _lead(Server.at(host, port, timeout_s), joining)
+        return _lead(Server(host, port, timeout_s), joining)
     return _follow(joining, lambda: [Place([host], port)])
 
 
@@ -142,7 +142,7 @@ def _in_directory(path: Path, rank: int, world_size: int, timeout_s: float) -> S
     joining = Joining(rank, world_size, timeout_s, str(path))
     if rank != 0:
         return _follow(joining, lambda: rendezvous_directory.places_in(path))
-    server = Server.at("localhost", 0, timeout_s)
+    server = Server("localhost", 0, timeout_s)
     return _lead(server, joining, rendezvous_directory.announced(path, server))
 
 

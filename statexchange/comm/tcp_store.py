@@ -72,14 +72,7 @@ class LostServerError(Exception):
 class Server:
     """The TCP store that this process serves, at `port`, until `close`."""
 
-    def __init__(self, store: Any) -> None:
-        self._store: Any = store
-        self.port = int(store.port)
-        self.nonce = secrets.token_hex(16)
-        store.set("server", self.nonce)
-
-    @classmethod
-    def at(cls, host: str, port: int, timeout_s: float) -> Server:
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
         """Serve on all interfaces, at `port`, or for 0 at one that the system picks; `host` is a name of this host.
 
         Raises NotInitializedError if it cannot.
@@ -88,9 +81,12 @@ class Server:
         """
         options = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
         try:
-            return cls(_stores.TCPStore(host, port, timeout=as_timedelta(timeout_s), **options))
+            self._store: Any = _stores.TCPStore(host, port, timeout=as_timedelta(timeout_s), **options)
         except RuntimeError as error:
             raise NotInitializedError(f"cannot listen at tcp://{host}:{port}: {first_line(error)}") from error
+        self.port = int(self._store.port)
+        self.nonce = secrets.token_hex(16)
+        self._store.set("server", self.nonce)
 
     @property
     def store(self) -> Any:
@@ -180,8 +176,7 @@ class Joining:
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):  # if the server itself has failed
                     store.compare_set("decision", "", json.dumps(to_record(error, 0, PHASE)))
-                    if len({0, *self._missing(store)}) < self.world_size:  # others have joined, and are to read it
-                        time.sleep(_NOTICE_S)
+                    time.sleep(_NOTICE_S)  # the others read it
                 raise
 
     def _follow(self, store: Any) -> None:

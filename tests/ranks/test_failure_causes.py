@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from starting import LAUNCHED_AS, start
 from sweeps import by_default, slow
 from torch import nn
@@ -77,6 +78,23 @@ def trains_with_unused_parameters(adopts: bool) -> list[Any]:
 def test_ddp_may_use_its_group_while_its_hook_uses_the_communicator(adopts: bool) -> None:
     first, second = run_ranks(trains_with_unused_parameters, 2, backend="gloo", args=(adopts,), timeout_s=60)
     assert first == second
+
+
+def fails_beside_torchs_group() -> list[float]:
+    """The communicator fails in the middle of a large all_reduce; torch's group of the same ranks goes on."""
+    comm = sx.init("gloo", timeout_s=20)
+    if comm.rank == 1:
+        comm.close(ValueError("a bad batch"))
+    else:
+        with pytest.raises(PeerError, match="a bad batch"):
+            comm.all_reduce(torch.ones(5_000_000))
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def test_a_failed_communicator_leaves_the_group_of_torch_usable() -> None:
+    assert run_ranks(fails_beside_torchs_group, 2, backend="gloo", timeout_s=60) == [[2.0, 2.0]] * 2
 
 
 def fails_under_ddp(how: str) -> list[Any]:

@@ -167,7 +167,7 @@ def test_when_rank_0_gives_up_all_that_have_joined_raise_its_error(tmp_path: Pat
 
 def loses_rank_0(port: int) -> str:
     if rank_and_size()[0] == 0:
-        server = tcp_store.Server.at("127.0.0.1", port, 20.0)
+        server = tcp_store.Server("127.0.0.1", port, 20.0)
         while not server.store.check(["joined/1"]):
             time.sleep(0.01)
         server.close()  # as it does a second after it has given up
@@ -187,7 +187,7 @@ def test_a_rank_0_that_left_the_address_is_said_to_have_left() -> None:
 
 @pytest.mark.parametrize("decision", ["complete", "failed", None])
 def test_at_its_deadline_a_rank_waits_a_moment_for_rank_0_to_decide(decision: str | None) -> None:
-    server = tcp_store.Server.at("127.0.0.1", 0, 20.0)
+    server = tcp_store.Server("127.0.0.1", 0, 20.0)
     store, _ = tcp_store.connect(tcp_store.Place(["127.0.0.1"], server.port), 20.0)
     for rank in range(3):
         store.set(f"joined/{rank}", f"process {rank}")
@@ -561,6 +561,13 @@ def test_an_mpiexec_of_another_mpi_is_detected() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_an_mpi_without_threads_is_refused() -> None:
+    require_mpi()
+    program = "import mpi4py; mpi4py.rc.thread_level = 'funneled'; import statexchange as sx; sx.init('mpi')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert "UnsupportedError: MPI was initialised without MPI_THREAD_MULTIPLE" in done.stderr
+
+
 def test_nccl_without_a_gpu_names_what_is_missing() -> None:
     with pytest.raises((sx.errors.MissingExtraError, sx.errors.UnsupportedError), match="CUDA build"):
         sx.init("nccl")

@@ -82,8 +82,8 @@ class MPIBackend(Backend):
 
     name = "mpi"
 
-    def __init__(self, comm: Any, *, own: bool = False, timeout_s: float | None = None) -> None:
-        """Make a backend over a duplicate of `comm`, or over `comm` itself if it is `own`. Collective over `comm`."""
+    def __init__(self, comm: Any, *, takes_over: bool = False, timeout_s: float | None = None) -> None:
+        """Make a backend over a duplicate of `comm`, or `takes_over` `comm` itself. Collective over `comm`."""
         self._mpi = _mpi()
         if self._mpi.Query_thread() != self._mpi.THREAD_MULTIPLE:
             # Work that was begun with `async_op` runs in a thread of its own.
@@ -93,7 +93,7 @@ class MPIBackend(Backend):
         self.rank = int(comm.Get_rank())
         self.world_size = int(comm.Get_size())
         wait_s = default_timeout_s() if timeout_s is None else timeout_s
-        self._comm = comm if own else self._duplicate(comm, wait_s)
+        self._comm = comm if takes_over else self._duplicate(comm, wait_s)
         self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
 
     def _duplicate(self, comm: Any, timeout_s: float) -> Any:
@@ -152,7 +152,7 @@ class MPIBackend(Backend):
         tag = _FIRST_FREE_TAG + zlib.crc32(repr(list(ranks)).encode()) % _NUM_TAGS
         self._await_ranks(ranks, tag, Wait(timeout_s, f"the making of a group of ranks {list(ranks)}"))
         group = self._comm.Get_group().Incl(list(ranks))
-        return MPIBackend(self._comm.Create_group(group, tag), own=True)  # does not wait: all are there
+        return MPIBackend(self._comm.Create_group(group, tag), takes_over=True)  # does not wait: all are there
 
     def _await_ranks_in_collectives(self, comm: Any, wait: Wait) -> None:
         """Return when all ranks of the caller's `comm` have called; StallError names those that have not.

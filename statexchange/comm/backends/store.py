@@ -1,8 +1,7 @@
 """A bootstrap backend over a torch Store: messages for the formation of a communicator, but no tensors.
 
 Keys: `<prefix>/<n>/<rank>` is what a rank sends in the n-th gathering, and `<prefix>/<n>/read` counts the ranks that
-have read it. A rank that reaches gathering n + 1 has read gathering n, and so have all when n + 1 is complete: then
-each rank deletes its key of n. Rank 0 closes the server only after all have read the last one.
+have read it. Rank 0 closes the server only after all have read the last one. Keys stay: a communicator needs a few.
 """
 
 from __future__ import annotations
@@ -81,20 +80,12 @@ class StoreBootstrap(Backend):
             await_keys(self._store, keys, name, wait)
             answers: list[bytes] = self._store.multi_get(list(keys.values()))
             self._store.add(self._key(self._count, "read"), 1)
-            self._forget(self._count - 1)
             return answers
 
         return ask_store(exchange, wait)
 
     def _key(self, count: int, what: int | str) -> str:
         return f"{self._prefix}/{count}/{what}"
-
-    def _forget(self, count: int) -> None:
-        """Delete the keys of a gathering: all ranks have reached a later one, so all have read it."""
-        with contextlib.suppress(RuntimeError):  # some stores cannot delete
-            self._store.delete_key(self._key(count, self.rank))
-            if self.rank == 0:
-                self._store.delete_key(self._key(count, "read"))
 
     def _is_read(self) -> bool:
         """Whether all ranks have read the last gathering, here and in the groups."""
