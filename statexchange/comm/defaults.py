@@ -106,13 +106,14 @@ class _Registry:
         self, group: object, make: Callable[[float], Communicator], timeout_s: float | None, *part: object
     ) -> Communicator:
         """Return the communicator of `part` of `group`, made by `make` on the first call. Collective if `make` is."""
-        wait_s = default_timeout_s() if timeout_s is None else check_timeout(timeout_s)
+        if timeout_s is not None:
+            check_timeout(timeout_s)
         existing = self.find(group, *part)
         if existing is not None:
             return existing
         refuse_inherited(group)
         forks.cut_off_in_children(self)
-        comm = make(wait_s)
+        comm = make(default_timeout_s() if timeout_s is None else timeout_s)
         # The group is kept, too, so that its id cannot be given to another object.
         kept = self._kept.setdefault((id(group), *part), (group, comm))[1]
         if kept is not comm:  # another thread was faster
