@@ -17,7 +17,6 @@ __all__ = [
     "check_timeout",
     "default_timeout_s",
     "detect_launch",
-    "gloo_interface",
     "has_agent_store",
     "limit_blas_threads",
     "no_color",
@@ -200,11 +199,6 @@ def check_flags(**flags: object) -> None:
 def has_agent_store() -> bool:
     """Whether torchrun serves a store for its ranks; False if a script sets RANK and WORLD_SIZE itself."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def gloo_interface() -> str | None:
-    """Return the first network interface in GLOO_SOCKET_IFNAME; None if it is not set."""
-    return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0].strip() or None
 
 
 def limit_blas_threads() -> None:

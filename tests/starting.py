@@ -57,13 +57,12 @@ def launched_backend(kind: str, path: str) -> Backend:
         return mpi.MPIBackend(mpi.world())
     import torch.distributed as dist
 
-    from statexchange.comm.backends.gloo import TorchBackend
-    from statexchange.comm.backends.store import StoreBootstrap
+    from statexchange.comm.backends.store import StoreBootstrap, over_group
 
     if kind == "gloo":
         group = dist.group.WORLD
         assert group is not None
-        return TorchBackend(group, 10.0)
+        return over_group(group).transport(10.0)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store = StoreBootstrap(dist.FileStore(path, size), rank, size)
+    store = StoreBootstrap(dist.FileStore(path, size), rank, range(size))
     return store if kind == "store" else store.transport(10.0)

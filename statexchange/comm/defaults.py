@@ -14,9 +14,7 @@ the same communicator.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -24,9 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.comm import forks
 from statexchange.comm.backends.single import SingleBackend
-from statexchange.comm.bootstrap import form_communicator, launchers_local_rank, refuse_inherited
+from statexchange.comm.bootstrap import form_communicator
 from statexchange.comm.calls import PublicCall, under_way
 from statexchange.comm.communicator import CommLike, Communicator
+from statexchange.comm.lifetime import refuse_inherited
+from statexchange.comm.topology import launchers_local_rank
 from statexchange.errors import InvalidArgumentError, NotInitializedError, type_text
 from statexchange.settings import check_timeout, default_timeout_s, detect_launch
 
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
+    "adopted",
     "as_communicator",
     "current",
     "default",
     "forget_all",
-    "form_over_process_group",
     "from_mpi",
     "from_process_group",
     "get_backend",
@@ -112,23 +112,22 @@ class _Registry:
         if existing is not None:
             return existing
         refuse_inherited(group)
-        _forget_at_exit()
         forks.cut_off_in_children(self)
-        comm = make(default_timeout_s() if timeout_s is None else check_timeout(timeout_s))
+        comm = make(default_timeout_s() if timeout_s is None else timeout_s)
         # The group is kept, too, so that its id cannot be given to another object.
         kept = self._kept.setdefault((id(group), *part), (group, comm))[1]
         if kept is not comm:  # another thread was faster
             comm.close()
         return kept
 
-    def close(self, error: BaseException | None = None) -> None:
-        """Close and drop all of them; the other ranks report `error` as the cause. Not collective."""
+    def close(self) -> None:
+        """Close and drop all of them. Not collective."""
         while self._kept:
             try:
                 _, (_, comm) = self._kept.popitem()
             except KeyError:  # another thread has dropped the last one
                 return
-            comm.close(error)
+            comm.close()
 
     def disown(self) -> None:
         """Drop the parent's world of one: a forked child gets its own."""
@@ -137,12 +136,6 @@ class _Registry:
 
 _WORLD_OF_ONE = object()  # a key of the registry, which keeps that communicator so that its `run` stays the same
 _registry = _Registry()
-
-
-@functools.cache
-def _forget_at_exit() -> None:
-    """Close before the interpreter ends: a Gloo group that outlives it aborts the process."""
-    atexit.register(lambda: _registry.close(getattr(sys, "last_value", None)))  # the uncaught error, if there was one
 
 
 def torch_default_group() -> ProcessGroup | None:
@@ -178,22 +171,26 @@ def from_process_group(group: ProcessGroup, *, timeout_s: float | None = None) -
         1
         >>> dist.destroy_process_group()
     """
-    return _registry.adopt(group, lambda wait_s: form_over_process_group(group, wait_s), timeout_s)
+    return adopted(group, timeout_s)
 
 
-def form_over_process_group(group: ProcessGroup, timeout_s: float, *, check: bool = True) -> Communicator:
-    """Form a communicator over a torch ProcessGroup, without registering it. Collective over the group."""
-    import torch.distributed as dist
+def adopted(group: ProcessGroup, timeout_s: float | None = None, *, check: bool = True) -> Communicator:
+    """Return the communicator of a torch ProcessGroup; `check` is used on the first call. Collective then."""
 
-    if not isinstance(group, dist.ProcessGroup):
-        raise InvalidArgumentError(f"expected a ProcessGroup of torch.distributed, not {type_text(group)}")
+    def make(wait_s: float) -> Communicator:
+        import torch.distributed as dist
 
-    from statexchange.comm.backends.gloo import TorchBackend
-    from statexchange.comm.backends.nccl import NCCLBackend
+        if not isinstance(group, dist.ProcessGroup):
+            raise InvalidArgumentError(f"expected a ProcessGroup of torch.distributed, not {type_text(group)}")
 
-    bootstrap = TorchBackend(group, timeout_s)
-    devices = NCCLBackend(group, bootstrap) if "nccl" in str(dist.get_backend_config(group)) else None
-    return form_communicator(bootstrap, timeout_s, check=check, start=lambda: (bootstrap, devices))
+        from statexchange.comm.backends.nccl import NCCLBackend
+        from statexchange.comm.backends.store import over_group
+
+        bootstrap = over_group(group)
+        devices = NCCLBackend(group, bootstrap) if "nccl" in str(dist.get_backend_config(group)) else None
+        return form_communicator(bootstrap, wait_s, check=check, start_devices=lambda: devices)
+
+    return _registry.adopt(group, make, timeout_s)
 
 
 def from_mpi(mpi_comm: MPI.Comm, *, timeout_s: float | None = None) -> Communicator:
@@ -234,18 +231,20 @@ def _from_mesh(mesh: DeviceMesh) -> Communicator:
     """
     torch_group = torch_default_group()
     ranks = sorted(mesh.mesh.flatten().tolist())
-    if torch_group is not None and len(ranks) == torch_group.size():
+    assert torch_group is not None  # a mesh makes it
+    if len(ranks) == torch_group.size():
         return from_process_group(torch_group)
-    return _of_world_ranks(torch_group, ranks, "mesh")
+    return _of_world_ranks(torch_group, ranks)
 
 
-def _of_world_ranks(torch_group: object, ranks: Sequence[int], use: str) -> Communicator:
-    """Return the communicator of some ranks of torch's default group for one `use`. Collective over them, once."""
-    from statexchange.comm.backends.gloo import of_ranks
+def _of_world_ranks(torch_group: ProcessGroup, ranks: Sequence[int]) -> Communicator:
+    """Return the communicator of some ranks of torch's default group. Collective over them, the first time."""
+    from statexchange.comm.backends.store import over_group
 
-    return _registry.adopt(
-        torch_group, lambda wait_s: form_communicator(of_ranks(ranks, wait_s), wait_s), None, use, *ranks
-    )
+    def make(wait_s: float) -> Communicator:
+        return form_communicator(over_group(torch_group, ranks), wait_s)
+
+    return _registry.adopt(torch_group, make, None, *ranks)
 
 
 def forget_all() -> None:
@@ -394,7 +393,7 @@ def members(ranks: Sequence[int], group: CommLike | None = None) -> Communicator
     if world is not None or torch_group is None:
         return (world or as_communicator(None)).new_group(ranks)
     # The default group has no communicator yet, and making one would need ranks that do not take part.
-    return _of_world_ranks(torch_group, ranks, "ranks")
+    return _of_world_ranks(torch_group, ranks)
 
 
 def current() -> Communicator | None:
@@ -517,5 +516,5 @@ def get_local_rank() -> int:
 
 def local_rank_of(comm: Communicator) -> int:
     """Return the launcher's local rank if `comm` has all its ranks, else the local rank in `comm`. Not collective."""
-    local_rank = launchers_local_rank(comm)
+    local_rank = launchers_local_rank(comm.rank, comm.world_size)
     return comm.local_rank if local_rank is None else local_rank

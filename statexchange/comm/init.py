@@ -10,20 +10,23 @@ import importlib.util
 import logging
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from statexchange.comm import defaults
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.single import SingleBackend
-from statexchange.comm.bootstrap import form_communicator, is_forked_from_rank, refuse_inherited
+from statexchange.comm.bootstrap import form_communicator
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.defaults import public_call
+from statexchange.comm.lifetime import is_forked_from_rank, refuse_inherited
 from statexchange.errors import ForkedError, InvalidArgumentError, UnsupportedError, needing_extra
 from statexchange.settings import check_timeout, default_timeout_s, detect_launch
 
 if TYPE_CHECKING:
-    from statexchange.comm.tcp_store import SharedStore
+    from torch.distributed import ProcessGroup
+
+    from statexchange.comm.backends.store import StoreBootstrap
 
 __all__ = ["init", "shutdown"]
 
@@ -78,9 +81,8 @@ def init(
         rank: this rank, with `rendezvous`.
         world_size: the number of ranks, with `rendezvous`.
         rendezvous: the place at which ranks without a launcher find each other: "file:///directory" or
-            "tcp://host:port". In a directory, which may lie on NFS, rank 0 announces the store that it serves on all
-            interfaces, for other hosts at the address of the interface GLOO_SOCKET_IFNAME, else at those of its host's
-            name and interfaces. No file remains there.
+            "tcp://host:port". In a directory, which may lie on NFS and is made if it is missing, rank 0 announces the
+            store that it serves on all interfaces. No file remains there.
         devices: the device on which this rank computes. None assigns the GPUs to the ranks of a host in turn, a list
             names the device of each `local_rank`, False is the CPU.
         timeout_s: the limit of a wait for peers, in seconds without progress.
@@ -137,9 +139,9 @@ def _check_options(options: InitOptions) -> None:
     if options.check not in ("auto", "off"):
         raise InvalidArgumentError(f"check must be 'auto' or 'off', not {options.check!r}")
     _check_devices(options.devices)
-    for name, given in (("rank", options.rank), ("world_size", options.world_size)):
-        if given is not None and not hasattr(given, "__index__"):
-            raise InvalidArgumentError(f"{name} is a number, not {given!r}")
+    for name, number in (("rank", options.rank), ("world_size", options.world_size)):
+        if number is not None and not hasattr(number, "__index__"):
+            raise InvalidArgumentError(f"{name} is a number, not {number!r}")
     if not isinstance(options.rendezvous, (str, type(None))):
         raise InvalidArgumentError(
             f"rendezvous is 'file:///directory' or 'tcp://host:port', not {options.rendezvous!r}"
@@ -151,87 +153,65 @@ def _check_options(options: InitOptions) -> None:
 
 
 def _warn_if_different(existing: Communicator, options: InitOptions) -> None:
-    first = _options_of.get(existing, _DEFAULTS)
-    names = [field.name for field in fields(InitOptions)]
-    unused = [name for name in names if getattr(options, name) not in (getattr(_DEFAULTS, name), getattr(first, name))]
-    if unused:
-        given = ", ".join(f"{name}={getattr(options, name)!r}" for name in unused)
-        _log.warning("init was called before, and its communicator stays: %s is not used", given)
+    if options not in (_DEFAULTS, _options_of.get(existing, _DEFAULTS)):
+        _log.warning("init was called before, and its communicator stays: these are not used: %s", options)
 
 
 def _make(options: InitOptions, timeout_s: float) -> Communicator:
     check = options.check != "off"
-    torch_group = None if options.rendezvous is not None else defaults.torch_default_group()
-    if options.backend == "single":
-        return form_communicator(SingleBackend(), timeout_s)
-    if options.backend == "auto" and torch_group is not None:
-        if check:
-            return defaults.from_process_group(torch_group, timeout_s=timeout_s)
-        return defaults.form_over_process_group(torch_group, timeout_s, check=False)
-    if options.backend in ("gloo", "nccl"):
-        return _make_by_torch(options, timeout_s)
-    prefer = "transport" if options.backend == "mpi" else options.backend
-    return form_communicator(_bootstrap_backend(options, timeout_s), timeout_s, prefer=prefer, check=check)
+    is_torchs = options.backend in ("gloo", "nccl")
+    running = defaults.torch_default_group() if is_torchs or options.rendezvous is None else None
+    if options.backend == "auto" and running is not None:
+        return defaults.adopted(running, timeout_s, check=check)
+    prefer = {"nccl": "auto", "gloo": "transport", "mpi": "transport"}.get(options.backend, options.backend)
+    if not is_torchs:
+        return form_communicator(_bootstrap_backend(options, running, timeout_s), timeout_s, prefer=prefer, check=check)
+    bootstrap = _bootstrap_at_store(options, running, timeout_s)
+
+    def start_devices() -> Backend | None:
+        from statexchange.comm.backends import torch_groups
+        from statexchange.comm.backends.nccl import NCCLBackend
+
+        group = defaults.torch_default_group()
+        if group is None:
+            store, rank, size = bootstrap.lasting_store, bootstrap.rank, bootstrap.world_size
+            group = torch_groups.start(options.backend, store, rank, size, timeout_s)
+        return NCCLBackend(group, bootstrap) if options.backend == "nccl" else None
+
+    return form_communicator(bootstrap, timeout_s, prefer=prefer, check=check, start_devices=start_devices)
 
 
-def _make_by_torch(options: InitOptions, timeout_s: float) -> Communicator:
-    from statexchange.comm.backends import torch_groups
-    from statexchange.comm.backends.gloo import TorchBackend
-    from statexchange.comm.backends.nccl import NCCLBackend
-    from statexchange.comm.backends.store import StoreBootstrap
-
-    is_nccl = options.backend == "nccl"
-    running = defaults.torch_default_group()
-    refuse_inherited(running)
-    prefer = "auto" if is_nccl else "transport"
-    check = options.check != "off"
-    if running is not None:
-        bootstrap = TorchBackend(running, timeout_s)
-        devices = NCCLBackend(running, bootstrap) if is_nccl else None
-        return form_communicator(bootstrap, timeout_s, prefer=prefer, check=check, start=lambda: (bootstrap, devices))
-    shared = _store(options, timeout_s)
-    store, rank, size = shared.lasting, shared.rank, shared.world_size
-
-    def start() -> tuple[Backend, Backend | None]:
-        group = torch_groups.start("nccl" if is_nccl else "gloo", store, rank, size, timeout_s)
-        transport = TorchBackend(group, timeout_s)
-        return transport, NCCLBackend(group, transport) if is_nccl else None
-
-    return form_communicator(StoreBootstrap(store, rank, size), timeout_s, prefer=prefer, check=check, start=start)
-
-
-def _bootstrap_backend(options: InitOptions, timeout_s: float) -> Backend:
+def _bootstrap_backend(options: InitOptions, running: ProcessGroup | None, timeout_s: float) -> Backend:
     """Return a backend over which the ranks can exchange bytes. Collective."""
     launch = detect_launch()
     if options.backend == "mpi" or (options.rendezvous is None and launch.launcher in ("openmpi", "mpich")):
         from statexchange.comm.backends import mpi
 
         return mpi.MPIBackend(mpi.world(launch), timeout_s=timeout_s)
-    if options.rendezvous is None and launch.world_size == 1:
+    if options.backend == "single" or (options.rendezvous is None and launch.world_size == 1):
         return SingleBackend()
-    from statexchange.comm.backends.gloo import TorchBackend
-    from statexchange.comm.backends.store import StoreBootstrap
-
-    running = defaults.torch_default_group() if options.rendezvous is None else None
-    if running is not None:
-        return TorchBackend(running, timeout_s)
-    shared = _store(options, timeout_s)
-    return StoreBootstrap(shared.store, shared.rank, shared.world_size, server=shared.server)
+    return _bootstrap_at_store(options, running, timeout_s)
 
 
-def _store(options: InitOptions, timeout_s: float) -> SharedStore:
-    """Return a torch Store that all ranks share. Collective."""
+def _bootstrap_at_store(options: InitOptions, running: ProcessGroup | None, timeout_s: float) -> StoreBootstrap:
+    """Return a bootstrap backend at the store of torch's `running` default group, or at a new one. Collective."""
     from statexchange.comm import rendezvous
+    from statexchange.comm.backends import store
 
+    if running is not None:
+        refuse_inherited(running)
+        return store.over_group(running)
     launch = detect_launch()
     if options.rendezvous is None:
-        return rendezvous.store_of(launch, timeout_s)
+        return rendezvous.by_launcher(launch, timeout_s)
     rank = launch.rank if options.rank is None and launch.variable else options.rank
     size = launch.world_size if options.world_size is None and launch.variable else options.world_size
     if rank is None or size is None or not 0 <= rank < size:
-        given = f"{options.rank} and {options.world_size}"
-        raise InvalidArgumentError(f"a rendezvous needs rank and world_size with 0 <= rank < world_size, not {given}")
-    return rendezvous.store_at(options.rendezvous, rank, size, timeout_s)
+        raise InvalidArgumentError(
+            "a rendezvous needs rank and world_size with 0 <= rank < world_size, "
+            f"not {options.rank} and {options.world_size}"
+        )
+    return rendezvous.at_url(options.rendezvous, rank, size, timeout_s)
 
 
 def shutdown() -> None:

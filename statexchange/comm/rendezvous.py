@@ -20,8 +20,8 @@ until their deadline, since another server may follow; without torchrun's they r
 
 from __future__ import annotations
 
+import contextlib
 import json
-import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -31,92 +31,78 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from statexchange.comm import tcp_store
+from statexchange.comm import rendezvous_directory, tcp_store
 from statexchange.comm.backends.backend import Backend
+from statexchange.comm.backends.store import StoreBootstrap
 from statexchange.comm.backends.torch_groups import as_timedelta, torch_errors, unused_prefix
-from statexchange.comm.rendezvous_directory import MeetingDirectory
-from statexchange.comm.tcp_store import Joining, LostServerError, Place, Server, SharedStore
+from statexchange.comm.tcp_store import Joining, LostServerError, Place, Server
 from statexchange.comm.wait import Wait
 from statexchange.errors import InvalidArgumentError, NotInitializedError, StateExchangeError
 from statexchange.settings import Launch, has_agent_store
 
-__all__ = ["store_at", "store_of"]
+__all__ = ["at_url", "by_launcher"]
 
 _stores: Any = dist  # torch exports its stores there, but not for type checkers
 _POLL_S = 0.02
+_MANY_RANKS = 64  # with more ranks each looks less often, so that the load of a file server does not grow
 
 # The nonces of servers at which this process has completed a rendezvous. Such a server may still run, as rank 0 has not
 # shut down yet; a later rendezvous at the same address waits for a new server.
 _completed: set[str] = set()
 
 
-def store_of(launch: Launch, timeout_s: float) -> SharedStore:
-    """Return a store that all ranks of a launcher share. Collective.
+def by_launcher(launch: Launch, timeout_s: float) -> StoreBootstrap:
+    """Return a bootstrap backend at a store that all ranks of a launcher share. Collective.
 
     The top of this module lists who serves it. In torchrun's store each use has its own keys, so that ranks may call
     this again after a shutdown. Where Slurm sets no MASTER_ADDR and MASTER_PORT, the store is on the step's first host,
     at a port derived from the ids of job and step. Raises StallError with the ranks that did not join in time.
     """
-    if launch.launcher == "torchrun" and has_agent_store():
-        return _torchruns_store(timeout_s)
     if launch.launcher in ("openmpi", "mpich"):
         from statexchange.comm.backends import mpi
 
-        return _store_by_mpi(mpi.MPIBackend(mpi.world(launch), timeout_s=timeout_s), timeout_s)
+        return _by_mpi(mpi.MPIBackend(mpi.world(launch), timeout_s=timeout_s), timeout_s)
     if launch.world_size == 1:
-        return SharedStore(_stores.HashStore(), 0, 1)
+        return StoreBootstrap(_stores.HashStore(), 0, range(1))
     if launch.master is None:
         raise NotInitializedError(
             f"{launch.variable} is {launch.world_size}, but there is no address for a rendezvous: set MASTER_ADDR and "
             'MASTER_PORT, give init a rendezvous ("file:///a/shared/directory"), or start under torchrun or mpiexec'
         )
-    return _store_at_address(*launch.master, launch.rank, launch.world_size, timeout_s)
+    if launch.launcher == "torchrun" and has_agent_store():
+        return _at_torchruns_store(Joining(launch.rank, launch.world_size, timeout_s, "torchrun's store"))
+    return _at_address(*launch.master, launch.rank, launch.world_size, timeout_s)
 
 
-def _torchruns_store(timeout_s: float) -> SharedStore:
-    began = time.monotonic()
-    try:
-        with torch_errors(Wait(timeout_s, "torchrun's store")):
-            store, rank, size = next(iter(_stores.rendezvous("env://", timeout=as_timedelta(timeout_s))))
-    except ValueError as error:
-        if isinstance(error, StateExchangeError):
-            raise
-        raise NotInitializedError(f"the environment lacks the address of torchrun's store: {error}") from error
+def _at_torchruns_store(joining: Joining) -> StoreBootstrap:
+    with torch_errors(Wait(joining.timeout_s, joining.where)):
+        store, _, _ = next(iter(_stores.rendezvous("env://", timeout=as_timedelta(joining.timeout_s))))
     store = _stores.PrefixStore(unused_prefix("rendezvous"), store)
-    joining = Joining(rank, size, timeout_s, "torchrun's store", began)
     try:
-        joining.join(store, secrets.token_hex(16))
+        joining.join(store)
     except LostServerError as error:
         raise NotInitializedError(f"{joining.where} has ended: {error}") from error
-    return SharedStore(store, rank, size)
+    return StoreBootstrap(store, joining.rank, range(joining.world_size))
 
 
-def _store_by_mpi(backend: Backend, timeout_s: float) -> SharedStore:
-    """Return a store of rank 0, whose address rank 0 sends over MPI. Collective."""
+def _by_mpi(backend: Backend, timeout_s: float) -> StoreBootstrap:
+    """Return a bootstrap backend at a store of rank 0, whose address rank 0 sends over MPI. Collective."""
     host = socket.gethostname()
-    wait = Wait(timeout_s, "the choice of a port")
-    server: Server | None = None
-    offer: list[Any] = [host, 0, "", None]
-    if backend.rank == 0:
-        try:
-            server = Server.at(host, 0, timeout_s)
-            offer[1:3] = server.port, server.nonce
-        except NotInitializedError as error:
-            offer[3] = error.message
-    host, port, nonce, refusal = json.loads(backend.all_gather_bytes(json.dumps(offer).encode(), wait)[0])
-    if refusal is not None:
-        raise NotInitializedError(f"rank 0 on {host}: {refusal}", rank=0)
+    server = Server(host, 0, timeout_s) if backend.rank == 0 else None
+    offer = None if server is None else [host, server.port, server.nonce]
+    offers = backend.all_gather_bytes(json.dumps(offer).encode(), Wait(timeout_s, "the choice of a port"))
+    host, port, nonce = json.loads(offers[0])
     place = Place([host], port, nonce, host)
     try:
         store, _ = tcp_store.connect(place, timeout_s)
     except OSError as error:
         text = tcp_store.unreachable_text(backend.rank, place, error)
         raise NotInitializedError(text, rank=backend.rank) from error
-    return SharedStore(store, backend.rank, backend.world_size, server)
+    return StoreBootstrap(store, backend.rank, range(backend.world_size), server=server)
 
 
-def store_at(url: str, rank: int, world_size: int, timeout_s: float) -> SharedStore:
-    """Return a store that exactly these ranks share. Collective.
+def at_url(url: str, rank: int, world_size: int, timeout_s: float) -> StoreBootstrap:
+    """Return a bootstrap backend at a store that exactly these ranks share. Collective.
 
     `url` is "file:///directory", which all ranks see and which is made if need be, or "tcp://host:port", where rank 0
     listens. Raises StallError with the ranks that did not join in time or left early, NotInitializedError if rank 0
@@ -129,12 +115,12 @@ def store_at(url: str, rank: int, world_size: int, timeout_s: float) -> SharedSt
     if not is_directory and not is_address:
         raise InvalidArgumentError(f"rendezvous must be file:///directory or tcp://host:port, not {url!r}")
     if world_size == 1:
-        return SharedStore(_stores.HashStore(), 0, 1)
+        return StoreBootstrap(_stores.HashStore(), 0, range(1))
     if is_directory:
-        return _store_in_directory(Path(parts.path), rank, world_size, timeout_s)
+        return _in_directory(Path(parts.path), rank, world_size, timeout_s)
     assert parts.hostname is not None
     assert port is not None
-    return _store_at_address(parts.hostname, port, rank, world_size, timeout_s)
+    return _at_address(parts.hostname, port, rank, world_size, timeout_s)
 
 
 def _port_of(url: str) -> int | None:
@@ -145,55 +131,38 @@ def _port_of(url: str) -> int | None:
         return None
 
 
-def _store_at_address(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> SharedStore:
+def _at_address(host: str, port: int, rank: int, world_size: int, timeout_s: float) -> StoreBootstrap:
     joining = Joining(rank, world_size, timeout_s, f"tcp://{host}:{port}")
-    place = Place([host], port)
     if rank == 0:
-        return _lead(Server.at(host, port, timeout_s), joining)
-    return SharedStore(_follow(joining, lambda: [place]), rank, world_size)
+        return _lead(Server(host, port, timeout_s), joining)
+    return _follow(joining, lambda: [Place([host], port)])
 
 
-def _store_in_directory(path: Path, rank: int, world_size: int, timeout_s: float) -> SharedStore:
+def _in_directory(path: Path, rank: int, world_size: int, timeout_s: float) -> StoreBootstrap:
     joining = Joining(rank, world_size, timeout_s, str(path))
-    directory = MeetingDirectory(path, joining)
-    try:
-        if rank == 0:
-            return _lead(Server.at("localhost", 0, timeout_s), joining, directory)
-        store = _follow(joining, directory.places, directory.note_failure, directory.poll_s)
-        return SharedStore(store, rank, world_size)
-    finally:
-        directory.leave()
+    if rank != 0:
+        return _follow(joining, lambda: rendezvous_directory.places_in(path))
+    server = Server("localhost", 0, timeout_s)
+    return _lead(server, joining, rendezvous_directory.announced(path, server))
 
 
-def _lead(server: Server, joining: Joining, directory: MeetingDirectory | None = None) -> SharedStore:
-    """Return the store that `server`, of this rank, has, once all ranks have joined it. Collective."""
+def _lead(
+    server: Server, joining: Joining, announced: contextlib.AbstractContextManager[None] | None = None
+) -> StoreBootstrap:
+    """Return a bootstrap backend at the store of `server`, of this rank, once all ranks have joined it. Collective."""
     try:
-        place = Place(["localhost"], server.port, server.nonce)
-        store, _ = tcp_store.connect(place, joining.timeout_s)
-        if directory is None:
-            joining.join(store, server.nonce)
-        else:
-            directory.announce(server)
-            joining.join(store, server.nonce, directory.poll, directory.finish)
+        with announced or contextlib.nullcontext():
+            store, _ = tcp_store.connect(Place(["localhost"], server.port, server.nonce), joining.timeout_s)
+            joining.join(store)
     except BaseException:
         server.close()  # else a caller that keeps the error would keep the port open
         raise
-    return SharedStore(store, 0, joining.world_size, server)
+    return StoreBootstrap(store, 0, range(joining.world_size), server=server)
 
 
-def _follow(
-    joining: Joining,
-    places: Callable[[], Sequence[Place]],
-    note_failure: Callable[[Place, str], None] = lambda *_: None,
-    poll_s: float = _POLL_S,
-) -> Any:
-    """Return a client of the store that rank 0 serves, or will serve, at one of `places`, once all ranks have joined.
-
-    Collective.
-    """
-    nonce = secrets.token_hex(16)
-    has_joined = False
-    reason = ""
+def _follow(joining: Joining, places: Callable[[], Sequence[Place]]) -> StoreBootstrap:
+    """Return a bootstrap backend at the store that rank 0 serves, or will serve, at one of `places`. Collective."""
+    reason = lost = ""
     while True:
         for place in places():
             if place.nonce in _completed or (reason and time.monotonic() > joining.deadline):
@@ -201,19 +170,18 @@ def _follow(
             try:
                 store, server = tcp_store.connect(place, joining.timeout_s, joining.deadline)
                 if server not in _completed:
-                    has_joined = True
-                    joining.join(store, nonce)
+                    joining.join(store)
                     _completed.add(server)
-                    return store
+                    return StoreBootstrap(store, joining.rank, range(joining.world_size))
             except StateExchangeError:  # of which a StallError is an OSError
                 raise
             except LostServerError as error:
-                reason = str(error)  # of an earlier rendezvous, or of one that was given up: another server may follow
+                # It was that of an earlier rendezvous, or of one that was given up: another server may follow.
+                reason = lost = f"rank 0 had joined, but left before all had ({error})"
             except OSError as error:
                 reason = str(error)
                 if place.nonce is not None:
                     reason = tcp_store.unreachable_text(joining.rank, place, error.strerror or error)
-                note_failure(place, reason)
         if time.monotonic() > joining.deadline:
-            raise joining.left_error([0]) if has_joined else joining.absent_error([0], reason)
-        time.sleep(poll_s)
+            raise joining.absent_error([0], lost or reason)
+        time.sleep(_POLL_S * max(1.0, joining.world_size / _MANY_RANKS))

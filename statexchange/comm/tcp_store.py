@@ -8,8 +8,8 @@ Keys and who writes them:
     server           rank 0, before it joins: a nonce of this server; all other keys lie below this nonce, as torch may
                      serve a store of its own at the same port of this process
     world_size       each rank; the first one's is kept, and a rank that has another one fails the rendezvous
-    joined/<rank>    each rank, once: its process, and a nonce. Another process with that rank fails the rendezvous,
-                     unless the first one has ended
+    joined/<rank>    each rank, once: its process. Another process with that rank fails the rendezvous, unless the first
+                     one has ended
     decision         what is written first counts: "complete", by rank 0, when all have joined; or the error that all
                      raise, by rank 0 or by a rank that contradicts another one
 
@@ -27,16 +27,14 @@ import json
 import platform
 import secrets
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from statexchange.comm.backends.torch_groups import as_timedelta, first_line
-from statexchange.comm.work import Work
+from statexchange.comm.backends.torch_groups import as_timedelta, begun, first_line
 from statexchange.errors import (
     InvalidArgumentError,
     NotInitializedError,
@@ -53,12 +51,10 @@ __all__ = [
     "LostServerError",
     "Place",
     "Server",
-    "SharedStore",
     "connect",
     "unreachable_text",
 ]
 
-T = TypeVar("T")
 _stores: Any = dist  # torch.distributed exports the store classes, but hides them from type checkers
 _POLL_S = 0.02
 _ATTEMPT_S = 3.0  # for one attempt to connect
@@ -76,14 +72,7 @@ class LostServerError(Exception):
 class Server:
     """The TCP store that this process serves, at `port`, until `close`."""
 
-    def __init__(self, store: Any) -> None:
-        self._store: Any = store
-        self.port = int(store.port)
-        self.nonce = secrets.token_hex(16)
-        store.set("server", self.nonce)
-
-    @classmethod
-    def at(cls, host: str, port: int, timeout_s: float) -> Server:
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
         """Serve on all interfaces, at `port`, or for 0 at one that the system picks; `host` is a name of this host.
 
         Raises NotInitializedError if it cannot.
@@ -92,9 +81,12 @@ class Server:
         """
         options = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
         try:
-            return cls(_stores.TCPStore(host, port, timeout=as_timedelta(timeout_s), **options))
+            self._store: Any = _stores.TCPStore(host, port, timeout=as_timedelta(timeout_s), **options)
         except RuntimeError as error:
             raise NotInitializedError(f"cannot listen at tcp://{host}:{port}: {first_line(error)}") from error
+        self.port = int(self._store.port)
+        self.nonce = secrets.token_hex(16)
+        self._store.set("server", self.nonce)
 
     @property
     def store(self) -> Any:
@@ -104,20 +96,6 @@ class Server:
     def close(self) -> None:
         """Free the port; clients lose their connections. May be called again."""
         self._store = None
-
-
-class SharedStore(NamedTuple):
-    """A torch Store that all ranks share. If rank 0 serves it, it ends when `server` is closed."""
-
-    store: Any
-    rank: int
-    world_size: int
-    server: Server | None = None
-
-    @property
-    def lasting(self) -> Any:
-        """The store for users that keep it, as torch.distributed does: on rank 0 it keeps the server alive."""
-        return self.store if self.server is None else self.server.store
 
 
 class Place(NamedTuple):
@@ -141,7 +119,10 @@ def connect(place: Place, timeout_s: float, deadline: float = float("inf")) -> t
         try:
             # A plain connection is tried first, as torch's client goes on trying, and writes many lines to the log.
             socket.create_connection((address, place.port), min(left_s, _ATTEMPT_S)).close()
-            return _in_time(min(left_s, _HANDSHAKE_S), functools.partial(_client, address, place, timeout_s))
+            connecting = begun("a connection to the store", functools.partial(_client, address, place, timeout_s))
+            return connecting.wait(min(left_s, _HANDSHAKE_S))
+        except StallError:
+            refusal = OSError(errno.ETIMEDOUT, "it does not answer")
         except OSError as error:
             refusal = error
         if time.monotonic() > deadline:
@@ -163,17 +144,6 @@ def _client(address: str, place: Place, timeout_s: float) -> tuple[Any, str]:
     return _stores.PrefixStore(nonce, store), nonce
 
 
-def _in_time(seconds: float, call: Callable[[], T]) -> T:
-    """Return what `call` returns, in another thread, which is left behind if it takes longer: then TimeoutError."""
-    work: Work[T] = Work(PHASE)
-    thread = threading.Thread(target=work.run, args=(call,), name="statexchange rendezvous", daemon=True)
-    thread.start()
-    thread.join(min(seconds, threading.TIMEOUT_MAX))
-    if thread.is_alive():
-        raise TimeoutError(errno.ETIMEDOUT, "it does not answer")
-    return work.wait()
-
-
 @dataclass(frozen=True, slots=True)
 class Joining:
     """One rank's part in the joining of a store by all ranks, from now on. `where` is the store's place, for errors."""
@@ -189,52 +159,47 @@ class Joining:
         """The time at which this rank gives up, of the monotonic clock."""
         return self.began + self.timeout_s
 
-    def join(
-        self, store: Any, nonce: str, poll: Callable[[], None] = lambda: None, finish: Callable[[], None] = lambda: None
-    ) -> None:
+    def join(self, store: Any) -> None:
         """Join `store`, and return when all ranks have, which rank 0 decides. Collective.
 
-        Rank 0 calls `poll` between two looks at who has joined, and `finish` before the others return. What they raise
-        is raised on all ranks that have joined, and so is what a rank finds that has another world_size, or the number
-        of a rank that has joined already.
+        What rank 0 raises is raised on all ranks that have joined, and so is what a rank finds that has another
+        world_size, or the number of a rank that has joined already.
         """
         with _lost_server():
             if self.rank != 0:
-                self._follow(store, nonce)
+                self._follow(store)
                 return
             try:
-                self._introduce(store, nonce)
-                self._wait_for_all(store, poll)
-                finish()
+                self._introduce(store)
+                self._wait_for_all(store)
                 self._decide(store, _COMPLETE)
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):  # if the server itself has failed
                     store.compare_set("decision", "", json.dumps(to_record(error, 0, PHASE)))
-                    if len({0, *self._missing(store)}) < self.world_size:  # others have joined, and are to read it
-                        time.sleep(_NOTICE_S)
+                    time.sleep(_NOTICE_S)  # the others read it
                 raise
 
-    def _follow(self, store: Any, nonce: str) -> None:
+    def _follow(self, store: Any) -> None:
         def join() -> None:
-            self._introduce(store, nonce)
+            self._introduce(store)
             self.wait_until_complete(store)
 
+        joined = begun(PHASE, join)
         try:
-            _in_time(self.deadline - time.monotonic() + _ANSWER_S, join)
-        except TimeoutError as error:
-            if isinstance(error, StateExchangeError):
+            joined.wait(max(self.deadline - time.monotonic(), 0.0) + _ANSWER_S)
+        except StallError:
+            if joined.is_completed():  # what `join` has raised
                 raise
-            text = f"rank 0 does not answer at {self.where}: its process is stopped, or its host is cut off"
-            raise StallError(text, missing=(0,), rank=0) from None
+            raise self.unanswered_error() from None
 
-    def _introduce(self, store: Any, nonce: str) -> None:
+    def _introduce(self, store: Any) -> None:
         """Tell the others of this rank; fail the rendezvous if it contradicts one of them."""
         world_size = int(store.compare_set("world_size", "", str(self.world_size)))
         error: StateExchangeError
         if world_size != self.world_size:
             text = f"rank {self.rank} has another world_size at {self.where}"
             error = InvalidArgumentError(text, expected=world_size, found=self.world_size, rank=self.rank)
-        elif not self._takes_its_place(store, nonce):
+        elif not self._takes_its_place(store):
             text = f"another process has joined as rank {self.rank} at {self.where}: does another job use it?"
             error = NotInitializedError(text, rank=self.rank)
         else:
@@ -242,17 +207,14 @@ class Joining:
         store.compare_set("decision", "", json.dumps(to_record(error, self.rank, PHASE)))
         raise error
 
-    def _takes_its_place(self, store: Any, nonce: str) -> bool:
+    def _takes_its_place(self, store: Any) -> bool:
         """Join as this rank; return False if another process has, which may still run."""
-        key, process = _joined(self.rank), Owner.current()
-        mine = json.dumps({"nonce": nonce, "process": process.to_json()})
+        key, mine = _joined(self.rank), json.dumps(Owner.current().to_json())
         present = store.compare_set(key, "", mine).decode()
-        if present == mine:
+        if present == mine:  # of now, or of an earlier attempt that this process gave up
             return True
-        # A rank that was restarted, or has given up once.
-        earlier = Owner.from_json(json.loads(present)["process"])
-        may_replace = earlier == process or earlier.is_dead
-        return may_replace and store.compare_set(key, present, mine).decode() == mine
+        was_restarted = Owner.from_json(json.loads(present)).is_dead
+        return was_restarted and store.compare_set(key, present, mine).decode() == mine
 
     def _decide(self, store: Any, decision: bytes) -> None:
         """Raise the error that was decided, unless the decision is, or was, to complete the rendezvous."""
@@ -260,9 +222,8 @@ class Joining:
         if decided != _COMPLETE:
             raise from_record(json.loads(decided))
 
-    def _wait_for_all(self, store: Any, poll: Callable[[], None]) -> None:
+    def _wait_for_all(self, store: Any) -> None:
         while missing := self._missing(store):
-            poll()
             if store.check(["decision"]):
                 self._decide(store, _COMPLETE)
             if time.monotonic() > self.deadline:
@@ -296,24 +257,18 @@ class Joining:
         text += f": {reason}" if reason else ""
         return StallError(f"{text}; init must be called on all ranks", missing=tuple(ranks), rank=ranks[0])
 
-    def left_error(self, ranks: Sequence[int]) -> StallError:
-        """Return the error for ranks that joined, but left early."""
-        text = f"ranks {list(ranks)} joined at {self.where}, but left before all had joined, which took over"
-        return StallError(f"{text} {self.timeout_s:g} s", missing=tuple(ranks))
-
     def unanswered_error(self) -> StallError:
-        """Return the error for a rendezvous that all ranks joined, but rank 0 did not complete."""
-        text = f"all ranks joined at {self.where}, but rank 0 did not answer in {self.timeout_s:g} s"
-        return StallError(text, missing=(0,))
+        """Return the error for a rank 0 that does not decide."""
+        text = f"rank 0 does not answer at {self.where}: its process is stopped, or its host is cut off"
+        return StallError(text, missing=(0,), rank=0)
 
 
 def unreachable_text(rank: int, place: Place, reason: object) -> str:
     """Return the message for a rank that cannot connect to the store of rank 0."""
     where = f"{place.host} at {', '.join(place.addresses)}, port {place.port}"
     return (
-        f"rank {rank} on {platform.node()} cannot reach rank 0 on {where}: {reason}. Set "
-        "GLOO_SOCKET_IFNAME on all ranks to a network interface that connects the hosts (`ip addr` lists them), or use "
-        'rendezvous="tcp://host:port" with an address of rank 0'
+        f"rank {rank} on {platform.node()} cannot reach rank 0 on {where}: {reason}. Use "
+        'rendezvous="tcp://host:port" with an address of rank 0 that this host can reach'
     )
 
 

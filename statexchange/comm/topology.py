@@ -1,10 +1,27 @@
-"""The topology: the host of each rank, and the rank's number there."""
+"""The topology: the host of each rank, and its number there, from what the ranks tell each other of themselves."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Topology"]
+from statexchange.settings import detect_launch
+
+__all__ = ["RankInfo", "Topology", "launchers_local_rank", "run_identity", "topology_of"]
+
+
+class RankInfo(NamedTuple):
+    """The record that each rank sends to all before they have failure detection."""
+
+    host_identity: str
+    memory: str | None
+    """Equal on ranks that may share memory; None on a machine that does not keep stores in order or has no memfd."""
+    host: str
+    nonce: str
+    launchers_local_rank: int | None
+    has_torch: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +65,31 @@ class Topology:
             return self.leaders
         by_node = {self.nodes[rank]: rank for rank, local_rank in enumerate(self.local_ranks) if local_rank == 0}
         return [by_node[node] for node in range(len(by_node))]
+
+
+def topology_of(infos: Sequence[RankInfo], rank: int) -> Topology:
+    """Return the topology, with the launcher's local ranks if these are 0, 1, ... on each host.
+
+    They may differ from rank order, as with Open MPI 5. They are used so that a rank has the same local rank before and
+    after `init`.
+    """
+    identities = list(dict.fromkeys(info.host_identity for info in infos))
+    nodes = tuple(identities.index(info.host_identity) for info in infos)
+    hosts = tuple(info.host for info in infos)
+    local_ranks = tuple(info.launchers_local_rank for info in infos if info.launchers_local_rank is not None)
+    expected = {(node, local_rank) for node in nodes for local_rank in range(nodes.count(node))}
+    if len(local_ranks) < len(infos) or set(zip(nodes, local_ranks, strict=True)) != expected:
+        return Topology(rank, nodes, hosts)
+    return Topology(rank, nodes, hosts, local_ranks)
+
+
+def launchers_local_rank(rank: int, world_size: int) -> int | None:
+    """Return the launcher's local rank of this process; None unless it started `rank` of as many ranks."""
+    launch = detect_launch()
+    return launch.local_rank if (launch.rank, launch.world_size) == (rank, world_size) else None
+
+
+def run_identity(nonce: str) -> str:
+    """Return the name of a run: the launcher's job id, for people, and rank 0's nonce, as job ids may repeat."""
+    job = re.sub(r"[^A-Za-z0-9_-]", "-", detect_launch().job or "run")[:100]
+    return f"{job.lstrip('-') or 'run'}-{nonce}"

@@ -187,7 +187,7 @@ class _Threads(World):
         store: Any = torch.distributed.HashStore()  # type: ignore[attr-defined]
 
         def form(rank: int) -> Communicator:
-            bootstrap = StoreBootstrap(store, rank, self._world_size)
+            bootstrap = StoreBootstrap(store, rank, range(self._world_size))
             bootstrap.name = "threads"
             return form_communicator(bootstrap, default_timeout_s())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -91,9 +92,10 @@ def test_each_public_call_is_named(call: str, tmp_path: Path) -> None:
 
 def ends_before_the_call(folder: str) -> Any:
     """Rank 1 ends by an error of its own; the others have never met it."""
+    os.environ["STATEXCHANGE_TIMEOUT_S"] = "1"
     if dist.get_rank() == 1:
         os._exit(1)
-    with pytest.raises(sx.errors.PeerError) as caught:
+    with pytest.raises(sx.errors.StallError) as caught:
         sx.save_checkpoint({"w": torch.zeros(2)}, f"{folder}/saved")
     return caught.value.rank, str(caught.value)
 
@@ -104,6 +106,46 @@ def test_a_rank_that_ended_before_its_first_call_is_named(tmp_path: Path) -> Non
     assert rank == 1
     assert "rank 1" in text
     assert "save_checkpoint" in text
+
+
+def has_a_stopped_rank_0(port: int, folder: str) -> str:
+    """Rank 0, which serves torch's store, is stopped before its first call."""
+    os.environ["STATEXCHANGE_TIMEOUT_S"] = "2"
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    pid = [os.getpid()]
+    dist.broadcast_object_list(pid)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return ""
+    time.sleep(0.5)
+    with pytest.raises(sx.errors.StallError) as caught:
+        sx.save_checkpoint({"w": torch.zeros(2)}, f"{folder}/saved")
+    os.kill(pid[0], signal.SIGCONT)
+    return str(caught.value)
+
+
+def test_a_store_that_does_not_answer_is_an_error_at_the_deadline(tmp_path: Path) -> None:
+    args = (free_port(), str(tmp_path))
+    found = run_ranks(has_a_stopped_rank_0, 2, backend="processes", args=args, timeout_s=60)
+    assert found[1].startswith("the store, which rank 0 or torchrun serves, does not answer in the formation of")
+
+
+def loses_rank_0(port: int, folder: str) -> str:
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.barrier()
+    if rank == 0:
+        os._exit(1)
+    with pytest.raises(sx.errors.PeerError) as caught:
+        sx.save_checkpoint({"w": torch.zeros(2)}, f"{folder}/saved")
+    return str(caught.value)
+
+
+def test_a_rank_0_that_ended_before_its_first_call_is_named(tmp_path: Path) -> None:
+    args = (free_port(), str(tmp_path))
+    outcomes = run_ranks(loses_rank_0, 2, backend="processes", args=args, timeout_s=60, allow_failure=True)
+    assert "the store, which rank 0 or torchrun serves, has ended" in outcomes[1].value
 
 
 def raises_before_the_call(kind: str, folder: str) -> Any:

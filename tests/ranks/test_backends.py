@@ -18,10 +18,9 @@ from statexchange import shared_memory
 from statexchange.comm import rendezvous
 from statexchange.comm.backends import gloo, mpi, torch_groups
 from statexchange.comm.backends.backend import Backend
-from statexchange.comm.backends.gloo import TorchBackend
 from statexchange.comm.backends.nccl import NCCLBackend
 from statexchange.comm.backends.reduction import Finish
-from statexchange.comm.backends.store import StoreBootstrap
+from statexchange.comm.backends.store import over_group
 from statexchange.comm.wait import Wait
 from statexchange.settings import Launch
 from statexchange.testing import run_ranks
@@ -194,7 +193,7 @@ def checks_all_methods(b: Backend) -> None:
         sends_between_all_pairs(b)
 
 
-def checks_calls_of_nccl(b: TorchBackend) -> None:
+def checks_calls_of_nccl(b: Backend) -> None:
     """Run NCCL's backend over Gloo's process group: it calls what every process group has, so no GPU is needed."""
     nccl = NCCLBackend(dist.group.WORLD, b)
     gathers_bytes(nccl)
@@ -214,18 +213,23 @@ def checks_backend_and_groups(kind: str, path: str) -> None:
     b = launched_backend(kind, path)
     rank = b.rank
     checks_all_methods(b)
-    if isinstance(b, TorchBackend):
+    if kind == "gloo":
         checks_calls_of_nccl(b)
-    turned = b.new_group([2, 0, 1], 10.0)
+
+    def group_of(ranks: list[int]) -> Backend:
+        group = b.new_group(ranks, 10.0)
+        return group if kind == "store" else group.transport(10.0)
+
+    turned = group_of([2, 0, 1])
     assert (turned.rank, turned.world_size) == ([2, 0, 1].index(rank), 3)
     checks_all_methods(turned)
-    alone = b.new_group([rank], 10.0)
+    alone = group_of([rank])
     assert (alone.rank, alone.world_size) == (0, 1)
     checks_all_methods(alone)
     for _ in range(2):  # the same ranks again, and other ranks in between
         for ranks in ([1, 0], [1, 2]):
             if rank in ranks:
-                pair = b.new_group(ranks, 10.0)
+                pair = group_of(ranks)
                 assert pair.all_gather_bytes(bytes([rank]), wait()) == [bytes([r]) for r in ranks]
     turned.all_gather_bytes(b"", wait())
     if kind == "mpi":  # its worlds are slow to start, so this one runs all tests of MPI alone
@@ -241,8 +245,7 @@ def test_every_method_is_correct(kind: str, tmp_path: Any) -> None:
 
 def bootstraps_over_mpi(b: Backend) -> None:
     """Bootstrap over MPI: it sends the address of a store, and detects a launcher of another MPI."""
-    shared = rendezvous.store_of(launch("mpich", 3), 10.0)
-    bootstrap = StoreBootstrap(shared.store, shared.rank, shared.world_size, server=shared.server)
+    bootstrap = rendezvous.by_launcher(launch("mpich", 3), 10.0)
     assert bootstrap.all_gather_bytes(bytes([b.rank]), wait()) == [b"\0", b"\1", b"\2"]
     b.all_gather_bytes(b"", wait())  # rank 0 serves the store until all are done with it
     with pytest.raises(sx.errors.NotInitializedError, match="THE_VARIABLE"):
@@ -271,18 +274,17 @@ def launch(launcher: str, size: int) -> Launch:
 
 def test_ranks_without_a_rendezvous_get_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(sx.errors.NotInitializedError, match="MASTER_ADDR"):
-        rendezvous.store_of(launch("slurm", 2), 1.0)
+        rendezvous.by_launcher(launch("slurm", 2), 1.0)
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(sx.errors.NotInitializedError, match="MASTER_ADDR"):
-        rendezvous.store_of(launch("torchrun", 2), 1.0)
+        rendezvous.by_launcher(launch("torchrun", 2), 1.0)
 
 
 def test_a_world_of_one_can_be_made_again_and_again() -> None:
     for _ in range(2):
-        shared = rendezvous.store_of(launch("none", 1), 1.0)
-        bootstrap = StoreBootstrap(shared.store, shared.rank, shared.world_size)
+        bootstrap = rendezvous.by_launcher(launch("none", 1), 1.0)
         assert bootstrap.all_gather_bytes(b"x", wait()) == [b"x"]
         assert bootstrap.transport(5.0).all_gather_bytes(b"y", wait()) == [b"y"]
 
@@ -290,7 +292,7 @@ def test_a_world_of_one_can_be_made_again_and_again() -> None:
 def starts_gloo(path: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     group = torch_groups.start("gloo", dist.FileStore(path, size), rank, size, 10.0)
-    b = TorchBackend(group, 10.0)
+    b = over_group(group).transport(10.0)
     assert b.all_gather_bytes(bytes([rank]), wait()) == [b"\0", b"\1"]
     dist.destroy_process_group()
 
@@ -308,7 +310,7 @@ def test_nccl_without_a_gpu_names_what_is_missing() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_nccl_is_correct_on_one_gpu() -> None:
     group = torch_groups.start("nccl", dist.HashStore(), 0, 1, 30.0)
-    b = NCCLBackend(group, TorchBackend(group, 30.0))
+    b = NCCLBackend(group, over_group(group))
     try:
         assert b.all_gather_bytes(b"x", wait()) == [b"x"]
         for op, dtype in cells(b):

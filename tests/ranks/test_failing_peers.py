@@ -129,10 +129,11 @@ EXITS_DURING_A_RECEIVE = """
 import threading, time
 import torch, torch.distributed as dist
 from statexchange.comm.wait import Wait
-from statexchange.comm.backends.gloo import StoreBackend, _waiting_threads
+from statexchange.comm.backends.gloo import _waiting_threads
+from statexchange.comm.backends.store import StoreBootstrap
 
 def serve(rank):
-    backends.append(StoreBackend(store, rank, 2, 10.0))
+    backends.append(StoreBootstrap(store, rank, range(2)).transport(10.0))
     backends[-1].recv(torch.empty(4, dtype=torch.uint8), 1 - rank, 0, Wait(60, "a receive"))
 
 threading.excepthook = lambda args: None

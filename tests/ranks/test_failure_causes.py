@@ -18,7 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import statexchange as sx
-from statexchange.comm.backends import torch_groups
+from statexchange.comm import bootstrap
+from statexchange.comm.backends import store
 from statexchange.errors import InvalidArgumentError, MismatchError, PeerError
 from statexchange.testing import run_ranks
 from statexchange.train.algorithms import Decentralized
@@ -46,6 +47,54 @@ def marked_line(function: Any) -> str:
 
 
 # The communication hook of DDP
+
+
+class Skips(nn.Module):
+    """Layers of which each call uses all but one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(8)])
+
+    def forward(self, x: torch.Tensor, skipped: int) -> torch.Tensor:
+        for i, layer in enumerate(self.layers):
+            if i != skipped:
+                x = layer(x)
+        return x
+
+
+def trains_with_unused_parameters(adopts: bool) -> list[Any]:
+    """Ranks skip different layers, so that DDP's own all_reduce of what was used comes at different moments."""
+    comm = sx.get_communicator() if adopts else sx.init("gloo", timeout_s=30)
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(Skips(), find_unused_parameters=True, bucket_cap_mb=0.01)
+    ddp.register_comm_hook(None, as_comm_hook(comm))
+    for step in range(30):
+        ddp(torch.ones(2, 64), (step + comm.rank) % 8).sum().backward()
+    return [float(parameter.grad.double().sum()) for parameter in ddp.parameters()]
+
+
+@pytest.mark.parametrize("adopts", [False, slow(True)])
+def test_ddp_may_use_its_group_while_its_hook_uses_the_communicator(adopts: bool) -> None:
+    first, second = run_ranks(trains_with_unused_parameters, 2, backend="gloo", args=(adopts,), timeout_s=60)
+    assert first == second
+
+
+def fails_beside_torchs_group() -> list[float]:
+    """The communicator fails in the middle of a large all_reduce; torch's group of the same ranks goes on."""
+    comm = sx.init("gloo", timeout_s=20)
+    if comm.rank == 1:
+        comm.close(ValueError("a bad batch"))
+    else:
+        with pytest.raises(PeerError, match="a bad batch"):
+            comm.all_reduce(torch.ones(5_000_000))
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def test_a_failed_communicator_leaves_the_group_of_torch_usable() -> None:
+    assert run_ranks(fails_beside_torchs_group, 2, backend="gloo", timeout_s=60) == [[2.0, 2.0]] * 2
 
 
 def fails_under_ddp(how: str) -> list[Any]:
@@ -311,7 +360,7 @@ def test_a_rank_that_waits_for_a_failed_one_raises_its_cause_and_operation(
 def dies_while_groups_are_made(backend: str, directory: str, where: str) -> list[Any]:
     comm = start(backend, directory)
     if comm.rank == 1:
-        module = torch_groups if where == "await_ranks" else dist
+        module = store if where == "await_ranks" else bootstrap
 
         def die(*_: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -324,7 +373,7 @@ def dies_while_groups_are_made(backend: str, directory: str, where: str) -> list
     return [caught.value.rank, caught.value.cause]
 
 
-@pytest.mark.parametrize("where", ["await_ranks", "ProcessGroupGloo"])
+@pytest.mark.parametrize("where", ["await_ranks", "open_control_page"])
 def test_a_rank_that_dies_while_the_first_async_call_makes_its_communicator_is_named(
     where: str, tmp_path: Path
 ) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sweeps import slow
 
 import statexchange as sx
-from statexchange.comm.backends.gloo import TorchBackend
+from statexchange.comm.backends.store import over_group
 from statexchange.comm.bootstrap import form_communicator
 from statexchange.comm.communicator import Communicator
 from statexchange.comm.failure.start import start_failure_detector
@@ -29,11 +29,13 @@ def make_communicator(where: str, timeout_s: float = 20.0) -> Communicator:
     """Return a communicator of ranks on one host, or of ranks over Gloo with a failure detector between them."""
     if where == "one host":
         return sx.init(timeout_s=timeout_s)
-    bootstrap = TorchBackend(dist.new_group(backend="gloo"), timeout_s)  # the tests use the default group
+    assert dist.group.WORLD is not None
+    bootstrap = over_group(dist.group.WORLD)
     topology = Topology(bootstrap.rank, tuple(range(RANKS)), ("anna", "bert", "carl"))
     detector = start_failure_detector(bootstrap, topology, timeout_s)
     assert detector is not None
-    session = Session(bootstrap, bootstrap, None, detector, topology, timeout_s)
+    transport = bootstrap.transport(timeout_s)
+    session = Session(transport, transport, None, detector, topology, timeout_s)
     return Communicator(session, "several hosts", form_communicator)
 
 

@@ -105,13 +105,6 @@ class Backend(ABC):
         """
         raise UnsupportedError(f"the {self.name} backend makes no groups")
 
-    def absent_ranks(self, among: Sequence[int] | None = None) -> Sequence[int]:  # noqa: ARG002 (most cannot know)
-        """Return the ranks, or those `among` some, that have not begun to form a communicator. Not collective.
-
-        () if they are not known.
-        """
-        return ()
-
     def transport(self, timeout_s: float) -> Backend:  # noqa: ARG002 (most have nothing to set up)
         """Return the backend that moves tensors between hosts: this one, or one that is made over it. Collective."""
         return self

@@ -3,9 +3,11 @@
 Works are polled, never waited for, so that the deadline of `Wait` holds. Sends and receives are the exception: Gloo
 completes them only for a thread that waits inside it, so each gets a thread that waits there.
 
+The group is this package's own, also where torch.distributed has one of the same ranks: DistributedDataParallel issues
+collectives from a thread of its own, and on one group the ranks would match them with ours in different orders.
+
 A Gloo work cannot be cancelled: it ends with Gloo's own timeout, or when the group's connections are closed
-(`_break_off`). That ends all works under way, here and on the other ranks; in torch's default group, which
-`init("gloo")` makes, and in an adopted one also those of torch's own calls. Until then they would keep the process from
+(`_break_off`). That ends all works under way, here and on the other ranks. Until then they would keep the process from
 exiting. How a dead rank gets its name: detector.py. When a wait (`_complete`) ends with
 
     a failure of Gloo, or any other error    the connections are closed at once
@@ -21,7 +23,6 @@ import atexit
 import contextlib
 import functools
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -30,17 +31,13 @@ import torch
 import torch.distributed as dist
 
 from statexchange.comm import forks
-from statexchange.comm.backends.backend import Backend, check_ranks, gather_in_two_steps
+from statexchange.comm.backends.backend import Backend, gather_in_two_steps
 from statexchange.comm.backends.reduction import Finish, reduce_parts
 from statexchange.comm.backends.torch_groups import (
     GRACE_S,
     LONGEST_S,
-    absent_ranks,
     make_gloo_group,
-    note_presence,
-    ranks_key,
     reduce_options,
-    store_of_ranks,
     torch_errors,
     torch_timeout,
 )
@@ -49,34 +46,39 @@ from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work
 from statexchange.errors import StallError
 
-__all__ = ["StoreBackend", "TorchBackend", "of_ranks"]
+__all__ = ["GlooBackend"]
 
 _SMALL_BYTES = 1 << 18  # of all ranks together; up to this size one step, above it several
 _BLOCK_BYTES = 8 << 20
-_FIRST_TAG = 0x53780000  # apart from the tags of the group's owner, which begin at 0
-_NEVER_SENT_TAG = _FIRST_TAG + 3
+_NEVER_SENT_TAG = 3  # messages have tags 0 to 2
 _WIDE = (torch.float32, torch.float64)
-_stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
-_waiting_threads: dict[threading.Thread, _GlooBackend] = {}  # threads that wait inside Gloo, see `_wait_in_thread`
+_waiting_threads: dict[threading.Thread, GlooBackend] = {}  # threads that wait inside Gloo, see `_wait_in_thread`
 
 
-class _GlooBackend(Backend):
-    """The collectives of a Gloo group.
+class GlooBackend(Backend):
+    """One rank of a Gloo group made from a store.
 
-    Most of them use Gloo's all-to-all, which needs one step where a ring needs one per rank, and copies nothing. The
-    ranks do the arithmetic themselves: equal bits on all ranks, half precision summed in float32, NaN as in IEEE 754.
+    Most collectives use Gloo's all-to-all, which needs one step where a ring needs one per rank, and copies nothing.
+    The ranks do the arithmetic themselves: equal bits on all ranks, half precision summed in float32, NaN as in IEEE
+    754.
     """
 
     name = "gloo"
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, store: Any, rank: int, names: Sequence[int], timeout_s: float, bootstrap: Backend) -> None:
+        """Make the group; errors name rank i as `names[i]`. Collective.
+
+        `store` must not have been used for this before. `bootstrap`, of the same ranks, makes groups of some of them,
+        and is closed with this backend.
+        """
+        self._group = make_gloo_group(store, rank, names, timeout_s)
+        self._bootstrap = bootstrap
         self._unfinished: list[Any] = []  # works that were given up: Gloo may still write to the tensors that they hold
         self._is_broken_off = False
         self._break_off_lock = threading.RLock()  # a signal handler may call `_break_off` while this thread is in it
         self._has_abandoned_message = False
-        self.world_size = int(group.size())
-        self.rank = int(group.rank())
+        self.world_size = len(names)
+        self.rank = rank
         forks.cut_off_in_children(self)
 
     def disown(self) -> None:
@@ -106,6 +108,14 @@ class _GlooBackend(Backend):
         """Close the connections if messages were abandoned. Not collective."""
         if self._has_abandoned_message:
             self._break_off()
+
+    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
+        """Return a bootstrap backend of `ranks`; StallError names those that have not called. Collective over them."""
+        return self._bootstrap.new_group(ranks, timeout_s)
+
+    def close(self) -> None:
+        """Close the bootstrap backend. Not collective."""
+        self._bootstrap.close()
 
     def _break_off(self) -> None:
         """Close the group's connections, once; see the top of this file. While another thread does so, wait for it.
@@ -175,12 +185,12 @@ class _GlooBackend(Backend):
     def send(self, data: torch.Tensor, dst: int, tag: int, wait: Wait) -> None:
         """Send by Gloo. Not collective."""
         if data.numel():
-            self._transfer(lambda: self._group.send([data], dst, _FIRST_TAG + tag), wait)
+            self._transfer(lambda: self._group.send([data], dst, tag), wait)
 
     def recv(self, data: torch.Tensor, src: int, tag: int, wait: Wait) -> None:
         """Receive by Gloo. Not collective."""
         if data.numel():
-            self._transfer(lambda: self._group.recv([data], src, _FIRST_TAG + tag), wait)
+            self._transfer(lambda: self._group.recv([data], src, tag), wait)
 
     def _transfer(self, post: Callable[[], Any], wait: Wait) -> None:
         try:
@@ -275,78 +285,3 @@ def _end_threads() -> None:
         backend._break_off()  # noqa: SLF001 (our own)
     for thread in list(_waiting_threads):
         thread.join(GRACE_S)
-
-
-class TorchBackend(_GlooBackend):
-    """One rank of a ProcessGroup that torch.distributed knows."""
-
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        """Make a backend over `group`. Collective over a group that does not move CPU tensors itself."""
-        self._ranks = dist.get_process_group_ranks(group)
-        self._presence = note_presence(group)
-        self.name = str(dist.get_backend(group))
-        moves_cpu_tensors = self.name == "gloo" or "cpu:gloo" in dist.get_backend_config(group)
-        if not moves_cpu_tensors:
-            group = make_gloo_group(
-                store_of_ranks(self._ranks), self._ranks.index(dist.get_rank()), self._ranks, timeout_s
-            )
-        super().__init__(group)
-
-    def absent_ranks(self, among: Sequence[int] | None = None) -> Sequence[int]:
-        """Return the ranks, or those `among` some, that have not made a backend over this group. Not collective."""
-        if self._presence is None:
-            return ()
-        numbers = range(len(self._ranks)) if among is None else among
-        return absent_ranks(self._presence, {number: self._ranks[number] for number in numbers})
-
-    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Return a Gloo group of `ranks`; StallError names those that have not called. Collective over them only."""
-        return of_ranks([self._ranks[rank] for rank in ranks], timeout_s)
-
-
-class StoreBackend(_GlooBackend):
-    """One rank of a Gloo group made from a store, which torch.distributed does not know."""
-
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-        names: Sequence[int] | None = None,
-        bootstrap: Backend | None = None,
-    ) -> None:
-        """Make the group; errors name rank i as `names[i]`. Collective.
-
-        `store` must not have been used for this before. `bootstrap`, if given, is closed with this backend.
-        """
-        self._store = store
-        self._bootstrap = bootstrap
-        self._uses: Counter[str] = Counter()
-        super().__init__(make_gloo_group(store, rank, range(world_size) if names is None else names, timeout_s))
-
-    def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
-        """Return a Gloo group of `ranks` on the same store. Collective over them only.
-
-        StallError names those that have not called.
-        """
-        use = ranks_key(ranks)
-        self._uses[use] += 1
-        store = _stores.PrefixStore(f"{use}/{self._uses[use]}", self._store)
-        return StoreBackend(store, list(ranks).index(self.rank), len(ranks), timeout_s, ranks)
-
-    def close(self) -> None:
-        """Close the bootstrap backend. Not collective."""
-        if self._bootstrap is not None:
-            self._bootstrap.close()
-
-
-def of_ranks(ranks: Sequence[int], timeout_s: float) -> Backend:
-    """Return a Gloo backend over these ranks of torch's default group, in that order. Collective over them only.
-
-    `torch.distributed.new_group` names groups by a counter of each process. So it works for a part of the ranks only if
-    all of them have made equally many groups before; else they would wait for different names. This one does not
-    register the group with torch.distributed.
-    """
-    check_ranks(ranks, dist.get_rank(), dist.get_world_size())
-    return StoreBackend(store_of_ranks(ranks), list(ranks).index(dist.get_rank()), len(ranks), timeout_s, ranks)

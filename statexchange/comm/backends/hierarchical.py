@@ -13,7 +13,7 @@ import torch
 
 from statexchange.comm.backends.backend import Backend, Between, Leaders
 from statexchange.comm.backends.reduction import HALVES, NO_FINISH, Finish
-from statexchange.comm.failure.monitor import FailureMonitor, OuterMonitor
+from statexchange.comm.failure.monitor import OuterMonitor
 from statexchange.comm.wait import Wait
 from statexchange.errors import PeerError, StallError, StateExchangeError
 
@@ -25,37 +25,26 @@ __all__ = ["HierarchicalBackend"]
 EnterOnNode: TypeAlias = Callable[[int | None, Wait], Sequence[int]]
 
 
-class _StepMonitor(OuterMonitor):
-    """The world's monitor, for waits among some of its ranks.
+class _Steps(OuterMonitor):
+    """Runs the steps of one collective, and translates the ranks in their errors into ranks of the world.
 
-    It keeps the error that it raised, which names a rank of the world already. It names no rank as missing: `_Steps`
-    gets the missing ranks from the world's monitor when a deadline has passed.
+    It is the monitor of the steps' waits, and forwards the world's, whose errors have ranks of the world already.
     """
 
-    def __init__(self, world: FailureMonitor) -> None:
-        super().__init__(world)
-        self.raised: StateExchangeError | None = None
+    def __init__(self, backend: HierarchicalBackend, wait: Wait) -> None:
+        super().__init__(wait.monitor)
+        self._backend = backend
+        self._wait = wait
+        self._raised: StateExchangeError | None = None  # by the world's monitor
+        self._on_node = Wait(wait.timeout_s, wait.operation, self, backend.enter_on_node)
+        self._between = Wait(wait.timeout_s, wait.operation, self)
 
     def check(self, operation: str) -> None:
         try:
             super().check(operation)
         except StateExchangeError as error:
-            self.raised = error
+            self._raised = error
             raise
-
-    def departure_of(self, rank: int, operation: str) -> StateExchangeError | None:  # noqa: ARG002 (a step's rank)
-        return None
-
-
-class _Steps:
-    """Runs the steps of one collective, and translates the ranks in their errors into ranks of the world."""
-
-    def __init__(self, backend: HierarchicalBackend, wait: Wait) -> None:
-        self._backend = backend
-        self._wait = wait
-        self._monitor = _StepMonitor(wait.monitor)
-        self._on_node = Wait(wait.timeout_s, wait.operation, self._monitor, backend.enter_on_node)
-        self._between = Wait(wait.timeout_s, wait.operation, self._monitor)
 
     def on_node(self, step: Callable[[Backend, Wait], None]) -> None:
         """Run `step` among the ranks of this host, if they are several."""
@@ -72,18 +61,16 @@ class _Steps:
             step(backend, wait)
         except PeerError as error:
             # A rank of this host that leaves after a failure reports it in ranks of the world already, with the host.
-            if error is self._monitor.raised or error.rank < 0 or error.host is not None:
+            if error is self._raised or error.rank < 0 or error.host is not None:
                 raise
             rank = ranks[error.rank]
             raise PeerError(rank, error.phase, error.cause, self._backend.topology.hosts[rank]) from error
         except StallError as error:
-            if error is self._monitor.raised:
+            if error is self._raised:
                 raise
-            raise self._stall(tuple(ranks[rank] for rank in error.missing if rank < len(ranks))) from error
-
-    def _stall(self, seen: tuple[int, ...]) -> StallError:
-        """Return the error for the deadline: a rank's leader may be missing only because it waits for another host."""
-        return self._wait.stall_error(self._wait.monitor.missing_ranks() or seen)
+            # A rank's leader may be missing only because it waits for another host, so the world's monitor comes first.
+            seen = tuple(ranks[rank] for rank in error.missing if rank < len(ranks))
+            raise self._wait.stall_error(self._wait.monitor.missing_ranks() or seen) from error
 
 
 class HierarchicalBackend(Backend):
@@ -118,7 +105,6 @@ class HierarchicalBackend(Backend):
         self.topology = topology
         self.enter_on_node = enter_on_node
         self._transport = transport
-        self._is_leader = leaders is not None
         self._counts = [topology.nodes.count(node) for node in range(len(topology.leaders))]
         # Whether the ranks of each host are consecutive.
         self._has_consecutive_ranks = list(topology.nodes) == sorted(topology.nodes)
@@ -165,7 +151,7 @@ class HierarchicalBackend(Backend):
         steps = _Steps(self, wait)
         steps.on_node(lambda node, inner: node.reduce(tensor, op, 0, NO_FINISH, inner))
         steps.between(lambda leaders, inner: leaders.all_reduce(tensor, op, NO_FINISH, inner))
-        if self._is_leader:
+        if self.leaders is not None:
             finish(tensor)
         self._share(tensor.view(torch.uint8), steps)
 

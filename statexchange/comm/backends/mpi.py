@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from statexchange.comm.backends.backend import Backend, gather_in_two_steps
 from statexchange.comm.wait import Wait, yield_core
-from statexchange.errors import MissingExtraError, NotInitializedError, PeerError, StallError
+from statexchange.errors import MissingExtraError, NotInitializedError, PeerError, StallError, UnsupportedError
 from statexchange.settings import Launch, default_timeout_s
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ _NUM_TAGS = 30_000  # for groups; every MPI has tags up to 32767
 # and would sum those.
 _FLOATS = {"float64": "DOUBLE", "float32": "FLOAT"}
 _INTS = {"int64": "INT64_T", "int32": "INT32_T", "int16": "INT16_T", "int8": "INT8_T", "uint8": "UINT8_T"}
-_one_at_a_time = threading.Lock()
 
 
 def _name_of(dtype: torch.dtype) -> str:
@@ -84,33 +82,26 @@ class MPIBackend(Backend):
 
     name = "mpi"
 
-    def __init__(self, comm: Any, *, own: bool = False, timeout_s: float | None = None) -> None:
-        """Make a backend over a duplicate of `comm`, or over `comm` itself if it is `own`. Collective over `comm`."""
+    def __init__(self, comm: Any, *, takes_over: bool = False, timeout_s: float | None = None) -> None:
+        """Make a backend over a duplicate of `comm`, or `takes_over` `comm` itself. Collective over `comm`."""
         self._mpi = _mpi()
-        is_thread_safe = self._mpi.Query_thread() == self._mpi.THREAD_MULTIPLE
-        self._guard: contextlib.AbstractContextManager[Any] = _one_at_a_time
-        if is_thread_safe:
-            self._guard = contextlib.nullcontext()
+        if self._mpi.Query_thread() != self._mpi.THREAD_MULTIPLE:
+            # Work that was begun with `async_op` runs in a thread of its own.
+            raise UnsupportedError("MPI was initialised without MPI_THREAD_MULTIPLE, which mpi4py asks for by default")
         self._unfinished: list[Any] = []  # requests that were given up: MPI may still write to their buffers
         self._datatypes: dict[Any, Any] = {}  # of MPI, by those of torch
         self.rank = int(comm.Get_rank())
         self.world_size = int(comm.Get_size())
         wait_s = default_timeout_s() if timeout_s is None else timeout_s
-        self._comm = comm if own else self._duplicate(comm, wait_s)
+        self._comm = comm if takes_over else self._duplicate(comm, wait_s)
         self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
 
     def _duplicate(self, comm: Any, timeout_s: float) -> Any:
         wait = Wait(timeout_s, "the formation of the communicator")
         self._await_ranks_in_collectives(comm, wait)
-        duplicates: list[Any] = []
-
-        def post() -> Any:
-            duplicate, request = comm.Idup()
-            duplicates.append(duplicate)
-            return request
-
-        self._run(post, 0, wait)
-        return duplicates[0]
+        duplicate, request = comm.Idup()
+        self._run(lambda: request, 0, wait)
+        return duplicate
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's payload: short ones by one all-gather, the rest of long ones by a second. Collective."""
@@ -128,8 +119,7 @@ class MPIBackend(Backend):
         """Have `post` start a request, and wait for it; while it is under way it holds its buffers."""
         requests: list[Any] = []
         with self._keeping(requests, wait):
-            with self._guard:
-                requests.append(post())
+            requests.append(post())
             wait.until(self._test(requests[0], nbytes))
 
     @contextlib.contextmanager
@@ -146,30 +136,23 @@ class MPIBackend(Backend):
     def _test(self, request: Any, nbytes: int) -> Callable[[], bool]:
         """Return a test of whether `request` is done. Some MPIs move long messages only while they are tested."""
 
-        def guarded() -> bool:
-            with self._guard:
-                return bool(request.Test())
-
-        test = guarded if self._guard is _one_at_a_time else request.Test
-
         def test_long() -> bool:
             end = time.perf_counter() + _SPIN_S
             while time.perf_counter() < end:
                 for _ in range(_TESTS):
-                    if test():
+                    if request.Test():
                         return True
                 yield_core()
             return False
 
-        return test if nbytes < _LONG_BYTES else test_long
+        return request.Test if nbytes < _LONG_BYTES else test_long
 
     def new_group(self, ranks: Sequence[int], timeout_s: float) -> Backend:
         """Return a communicator of `ranks`; StallError names those that have not called. Collective over them only."""
         tag = _FIRST_FREE_TAG + zlib.crc32(repr(list(ranks)).encode()) % _NUM_TAGS
         self._await_ranks(ranks, tag, Wait(timeout_s, f"the making of a group of ranks {list(ranks)}"))
-        with self._guard:  # does not wait: all are there
-            group = self._comm.Get_group().Incl(list(ranks))
-            return MPIBackend(self._comm.Create_group(group, tag), own=True)
+        group = self._comm.Get_group().Incl(list(ranks))
+        return MPIBackend(self._comm.Create_group(group, tag), takes_over=True)  # does not wait: all are there
 
     def _await_ranks_in_collectives(self, comm: Any, wait: Wait) -> None:
         """Return when all ranks of the caller's `comm` have called; StallError names those that have not.
@@ -181,10 +164,9 @@ class MPIBackend(Backend):
         own_bytes = [bytes(self.world_size), [1] * self.world_size, None, self._mpi.BYTE]
         requests: dict[int, Any] = {}
         with self._keeping([requests], wait):
-            with self._guard:
-                for rank in range(self.world_size):
-                    received = [bytearray(1), 1, self._mpi.BYTE]
-                    requests[rank] = comm.Iscatterv(own_bytes if rank == self.rank else None, received, rank)
+            for rank in range(self.world_size):
+                received = [bytearray(1), 1, self._mpi.BYTE]
+                requests[rank] = comm.Iscatterv(own_bytes if rank == self.rank else None, received, rank)
             self._await(requests, [], wait)
 
     def _await_ranks(self, ranks: Sequence[int], tag: int, wait: Wait) -> None:
@@ -192,14 +174,13 @@ class MPIBackend(Backend):
 
         Empty messages go between all pairs: making a communicator has no request that could be polled.
         """
-        others = [rank for rank in ranks if rank != self.rank]
+        peers = [rank for rank in ranks if rank != self.rank]
         empty_message = [bytearray(1), 0, self._mpi.BYTE]
         sends: list[Any] = []
         receives: dict[int, Any] = {}
         with self._keeping([sends, receives], wait):
-            with self._guard:
-                receives.update({rank: self._comm.Irecv(empty_message, rank, tag) for rank in others})
-                sends.extend(self._comm.Isend(empty_message, rank, tag) for rank in others)
+            receives.update({rank: self._comm.Irecv(empty_message, rank, tag) for rank in peers})
+            sends.extend(self._comm.Isend(empty_message, rank, tag) for rank in peers)
             try:
                 self._await(receives, sends, wait)
             except StallError as error:

@@ -1,8 +1,7 @@
 """A bootstrap backend over a torch Store: messages for the formation of a communicator, but no tensors.
 
 Keys: `<prefix>/<n>/<rank>` is what a rank sends in the n-th gathering, and `<prefix>/<n>/read` counts the ranks that
-have read it. A rank that reaches gathering n + 1 has read gathering n, and so have all when n + 1 is complete: then
-each rank deletes its key of n. Rank 0 closes the server only after all have read the last one.
+have read it. Rank 0 closes the server only after all have read the last one. Keys stay: a communicator needs a few.
 """
 
 from __future__ import annotations
@@ -14,16 +13,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from statexchange.comm.backends.backend import Backend
-from statexchange.comm.backends.gloo import StoreBackend
-from statexchange.comm.backends.torch_groups import GRACE_S, await_keys, await_ranks, ranks_key, torch_errors
+from statexchange.comm.backends.backend import Backend, check_ranks
+from statexchange.comm.backends.gloo import GlooBackend
+from statexchange.comm.backends.torch_groups import (
+    GRACE_S,
+    ask_store,
+    await_keys,
+    await_ranks,
+    begun,
+    ranks_key,
+    store_of_group,
+    unused_prefix,
+)
 from statexchange.comm.wait import Wait
 from statexchange.errors import StallError
 
 if TYPE_CHECKING:
     from statexchange.comm.tcp_store import Server
 
-__all__ = ["StoreBootstrap"]
+__all__ = ["StoreBootstrap", "over_group"]
 
 _stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
 
@@ -34,56 +42,66 @@ class StoreBootstrap(Backend):
     name = "store"
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, prefix: str = "statexchange", server: Server | None = None
+        self,
+        store: Any,
+        rank: int,
+        names: Sequence[int],
+        prefix: str = "statexchange",
+        server: Server | None = None,
     ) -> None:
-        """Take part as `rank`. Nothing else may use keys of `store` that begin with `prefix`.
+        """Take part as `rank`; errors name rank i as `names[i]`.
 
-        `server`, if this process serves the store, is closed with this backend.
+        Nothing else may use keys of `store` that begin with `prefix`. `server`, if this process serves the store, is
+        closed with this backend.
         """
         self._store = store
+        self._names = names
         self._prefix = prefix
         self._server = server
         self._count = 0
         self._uses: Counter[str] = Counter()
         self._groups: list[StoreBootstrap] = []
         self.rank = rank
-        self.world_size = world_size
+        self.world_size = len(names)
+
+    @property
+    def lasting_store(self) -> Any:
+        """The store for torch.distributed, which keeps it: on the rank that serves it, it keeps the server alive."""
+        return self._store if self._server is None else self._server.store
 
     def all_gather_bytes(self, payload: bytes, wait: Wait) -> list[bytes]:
         """Return every rank's payload, each sent under a key. Collective."""
         self._count += 1
-        keys = [self._key(self._count, rank) for rank in range(self.world_size)]
-        with torch_errors(wait):
-            self._store.set(keys[self.rank], payload)
-            await_keys(self._store, keys, range(self.world_size), wait)
-            answers = [bytes(self._store.get(key)) for key in keys]
+        keys = {name: self._key(self._count, rank) for rank, name in enumerate(self._names)}
+        name = self._names[self.rank]
+
+        def exchange() -> list[bytes]:
+            self._store.set(keys[name], payload)
+            await_keys(self._store, keys, name, wait)
+            answers: list[bytes] = self._store.multi_get(list(keys.values()))
             self._store.add(self._key(self._count, "read"), 1)
-            self._forget(self._count - 1)
-        return answers
+            return answers
+
+        return ask_store(exchange, wait)
 
     def _key(self, count: int, what: int | str) -> str:
         return f"{self._prefix}/{count}/{what}"
 
-    def _forget(self, count: int) -> None:
-        """Delete the keys of a gathering: all ranks have reached a later one, so all have read it."""
-        with contextlib.suppress(RuntimeError):  # some stores cannot delete
-            self._store.delete_key(self._key(count, self.rank))
-            if self.rank == 0:
-                self._store.delete_key(self._key(count, "read"))
-
-    def _is_read(self, store: Any) -> bool:
-        """Whether all ranks have read the last gathering; `store` is any client of the server."""
-        return self._count == 0 or int(store.add(self._key(self._count, "read"), 0)) == self.world_size
+    def _is_read(self) -> bool:
+        """Whether all ranks have read the last gathering, here and in the groups."""
+        read = self._count == 0 or int(self._store.add(self._key(self._count, "read"), 0)) == self.world_size
+        return read and all(group._is_read() for group in self._groups)  # noqa: SLF001 (our own)
 
     def close(self) -> None:
         """Close the server when all ranks have read what was sent, or a second later. Not collective."""
         server, self._server = self._server, None
         if server is None:
             return
-        store = server.store  # not this bootstrap's client, in which a group that was given up may still wait
+        operation = "the end of the store"
+        # In a thread, since a group that was given up may still wait in this client, which then answers nobody else.
+        reading = begun(operation, lambda: Wait(GRACE_S, operation).until(self._is_read))
         with contextlib.suppress(StallError, RuntimeError):  # a rank has failed before it could read
-            wait = Wait(GRACE_S, "the end of the store")
-            wait.until(lambda: all(backend._is_read(store) for backend in [self, *self._groups]))  # noqa: SLF001 (our own)
+            reading.wait(GRACE_S)
         server.close()
 
     def _unused_prefix(self, use: str) -> str:
@@ -99,11 +117,31 @@ class StoreBootstrap(Backend):
         prefix = self._unused_prefix(ranks_key(ranks))
         wait = Wait(timeout_s, f"the making of a group of ranks {list(ranks)}")
         await_ranks(_stores.PrefixStore(prefix, self._store), self.rank, ranks, wait)
-        group = StoreBootstrap(self._store, list(ranks).index(self.rank), len(ranks), prefix)
+        group = StoreBootstrap(self._store, list(ranks).index(self.rank), ranks, prefix)
         self._groups.append(group)
         return group
 
     def transport(self, timeout_s: float) -> Backend:
         """Return a Gloo group of the same ranks, made at the same store, as a store moves no tensors. Collective."""
         store = _stores.PrefixStore(self._unused_prefix("gloo"), self._store)
-        return StoreBackend(store, self.rank, self.world_size, timeout_s, bootstrap=self)
+        return GlooBackend(store, self.rank, self._names, timeout_s, self)
+
+
+def over_group(group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> StoreBootstrap:
+    """Return a bootstrap backend of these ranks of `group`, in that order, by default of all. Not collective.
+
+    It is a part of the store at which the ranks of `group` have met. The group itself is left to its owner, since the
+    ranks agree on the order of its collectives only with those of its owner.
+
+    `torch.distributed.new_group` names groups by a counter of each process. So it works for a part of the ranks only if
+    all of them have made equally many groups before; else they would wait for different names. Here the ranks
+    themselves are the name.
+    """
+    store = store_of_group(group)
+    use = f"{group.group_name}/all"
+    if ranks is None:
+        ranks = range(group.size())
+    else:
+        check_ranks(ranks, group.rank(), group.size())
+        use = f"{group.group_name}/{ranks_key(ranks)}"
+    return StoreBootstrap(store, list(ranks).index(group.rank()), ranks, unused_prefix(use))

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from statexchange.comm.failure.monitor import FailureMonitor, OuterMonitor
 from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work
 from statexchange.errors import (
+    InvalidArgumentError,
     MissingExtraError,
     PeerError,
     StallError,
@@ -28,19 +31,19 @@ from statexchange.settings import default_timeout_s
 __all__ = [
     "GRACE_S",
     "LONGEST_S",
-    "absent_ranks",
     "as_timedelta",
+    "ask_store",
     "await_keys",
     "await_ranks",
+    "begun",
     "first_line",
     "known_groups",
     "make_gloo_group",
-    "note_presence",
     "ranks_key",
     "reduce_options",
     "run_of_default_group",
     "start",
-    "store_of_ranks",
+    "store_of_group",
     "torch_errors",
     "torch_timeout",
     "unused_prefix",
@@ -53,20 +56,20 @@ _stores: Any = dist  # torch exports its stores and rendezvous there, but not fo
 _uses: Counter[str] = Counter()  # how often a store has been used for a purpose, with different keys each time
 
 
-def known_groups() -> list[object]:
-    """Return all groups that torch.distributed knows in this process. Not collective."""
-    return list(dist.distributed_c10d._world.pg_map) if dist.is_available() else []  # noqa: SLF001 (torch has no other way)
+def known_groups() -> Mapping[Any, tuple[str, Any]]:
+    """Return all groups that torch.distributed knows in this process, with backend and store. Not collective."""
+    return dist.distributed_c10d._world.pg_map if dist.is_available() else {}  # noqa: SLF001 (torch has no other way)
 
 
-def _default_store() -> Any:
-    """Return the store of torch's default group; None for that of torch's MPI backend. Not collective."""
-    return dist.distributed_c10d._get_default_store()  # noqa: SLF001 (torch has no other way)
-
-
-def store_of_ranks(ranks: Sequence[int]) -> Any:
-    """Return a part of torch's default store for one group of these ranks. Not collective."""
-    prefix = unused_prefix(f"group/{ranks_key(ranks)}")
-    return _stores.PrefixStore(prefix, _default_store())
+def store_of_group(group: dist.ProcessGroup) -> Any:
+    """Return the torch Store at which the ranks of `group` have met. Not collective."""
+    groups = known_groups()
+    if group not in groups:
+        raise InvalidArgumentError("torch.distributed does not know this group: was it destroyed?")
+    backend, store = groups[group]
+    if store is None:
+        raise UnsupportedError(f"torch's {backend} backend has no store at which ranks could meet: use from_mpi")
+    return store
 
 
 def run_of_default_group() -> str | None:
@@ -76,8 +79,8 @@ def run_of_default_group() -> str | None:
     """
     if not dist.is_available() or not dist.is_initialized():
         return None
-    store = _default_store()
-    if store is None:
+    _, store = known_groups()[dist.group.WORLD]
+    if store is None:  # that of torch's MPI backend
         return None
     store = _stores.PrefixStore("statexchange", store)
     with torch_errors(Wait(default_timeout_s(), "torch's store")):
@@ -85,33 +88,8 @@ def run_of_default_group() -> str | None:
     return name.decode()
 
 
-def note_presence(group: dist.ProcessGroup) -> Any:
-    """Note in torch's default store that this rank has begun to form a communicator over `group`.
-
-    Not collective. Return the part of the store that has the notes of the group's ranks, for `absent_ranks`; None for a
-    group that torch.distributed does not know.
-    """
-    if group not in known_groups():
-        return None
-    prefix = unused_prefix(f"presence/{group.group_name}")
-    store = _stores.PrefixStore(prefix, _default_store())
-    store.set(str(dist.get_rank()), "1")
-    return store
-
-
-def absent_ranks(store: Any, ranks: Mapping[int, int]) -> list[int]:
-    """Return the numbers of those of `ranks` that have noted no presence in `store`; [] if it cannot be asked.
-
-    `ranks` has torch's rank of each number.
-    """
-    try:
-        return [number for number, rank in ranks.items() if not store.check([str(rank)])]
-    except RuntimeError:  # the process that serves the store has ended
-        return []
-
-
-def start(backend: Literal["gloo", "nccl"], store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
-    """Initialise torch.distributed's default group, and return it; with NCCL for GPUs, Gloo serves CPUs. Collective.
+def start(backend: str, store: Any, rank: int, world_size: int, timeout_s: float) -> Any:
+    """Initialise torch.distributed's default group, and return it; with "nccl", Gloo serves CPUs. Collective.
 
     Raises MissingExtraError or UnsupportedError, before anything is sent, where NCCL cannot be.
     """
@@ -122,16 +100,13 @@ def start(backend: Literal["gloo", "nccl"], store: Any, rank: int, world_size: i
         if not torch.cuda.is_available():
             raise UnsupportedError(f"{needs} (this host shows no GPU)")
     name = "cpu:gloo,cuda:nccl" if backend == "nccl" else backend
-    operation = "the start of torch.distributed"
-    wait = Wait(timeout_s, operation)
-    await_ranks(store, rank, range(world_size), wait)
-    limit = torch_timeout(wait, more_s=0)
-    begin = functools.partial(
-        dist.init_process_group, name, store=store, rank=rank, world_size=world_size, timeout=limit
-    )
-    # Here torch's deadline, which the group keeps for its collectives, comes before ours, so that torch does not make a
+    # Torch's deadline, which the group keeps for its collectives, comes before ours, so that torch does not make a
     # group that we have given up.
-    _in_another_thread(begin, Wait(timeout_s + GRACE_S, operation))
+    wait, limit = Wait(timeout_s + GRACE_S, "the start of torch.distributed"), as_timedelta(timeout_s)
+    _awaited(
+        functools.partial(dist.init_process_group, name, store=store, rank=rank, world_size=world_size, timeout=limit),
+        wait,
+    )
     return dist.group.WORLD
 
 
@@ -146,22 +121,60 @@ def ranks_key(ranks: Sequence[int]) -> str:
     return "-".join(str(rank) for rank in ranks)
 
 
+class _Arrivals(OuterMonitor):
+    """Names the ranks that have not set their keys in a store."""
+
+    def __init__(self, outer: FailureMonitor, store: Any, keys: Mapping[int, str], rank: int) -> None:
+        super().__init__(outer)
+        self.rank = rank
+        self._store = store
+        self._keys = keys
+
+    def missing_ranks(self) -> tuple[int, ...]:
+        return tuple(rank for rank, key in self._keys.items() if not self._store.check([key]))
+
+    def late_ranks(self) -> tuple[int, ...]:
+        # One rank alone asks about all: thousands that did so at once would keep the store busy for minutes.
+        first = next(rank for rank, key in self._keys.items() if self._store.check([key]))
+        return self.missing_ranks() if first == self.rank else ()
+
+
+def await_keys(store: Any, keys: Mapping[int, str], rank: int, wait: Wait) -> None:
+    """Return when `store` has the key of each rank; StallError names those that did not set theirs.
+
+    This `rank` has set its own. Late ranks are logged by the lowest one that waits.
+    """
+    texts = list(keys.values())
+    arrivals = _Arrivals(wait.monitor, store, keys, rank)
+    Wait(wait.timeout_s, wait.operation, arrivals).until(lambda: store.check(texts))
+
+
 def await_ranks(store: Any, rank: int, ranks: Sequence[int], wait: Wait) -> None:
     """Return when all `ranks`, `rank` among them, have called. Collective over them."""
-    with torch_errors(wait):
+
+    def meet() -> None:
         store.set(f"present/{rank}", "1")
-        await_keys(store, [f"present/{r}" for r in ranks], ranks, wait)
+        await_keys(store, {each: f"present/{each}" for each in ranks}, rank, wait)
+
+    ask_store(meet, wait)
 
 
-def await_keys(store: Any, keys: Sequence[str], ranks: Sequence[int], wait: Wait) -> None:
-    """Return when `store` has all `keys`, each set by one of `ranks`; StallError names those that did not."""
+def ask_store(requests: Callable[[], T], wait: Wait) -> T:
+    """Return the value of `requests` to a store, which themselves end with `wait`, unless the store does not answer."""
+    # While the process that serves a store is stopped, or its host is cut off, a request blocks without a deadline.
+    work = begun(wait.operation, requests)
+    server = "the store, which rank 0 or torchrun serves,"
     try:
-        wait.until(lambda: store.check(keys))
+        Wait(wait.timeout_s + GRACE_S, wait.operation, wait.monitor).until(work.is_completed)
+        return work.wait()
     except StallError as error:
-        missing = tuple(rank for rank, key in zip(ranks, keys, strict=True) if not store.check([key]))
-        if error.missing or not missing:
+        if error.missing:
             raise
-        raise wait.stall_error(missing) from None
+        raise StallError(f"{server} does not answer in {wait.operation}") from error
+    except StateExchangeError:
+        raise
+    except RuntimeError as error:
+        raise PeerError(-1, wait.operation, f"{server} has ended: {first_line(error)}") from error
 
 
 def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: float) -> Any:
@@ -169,13 +182,20 @@ def make_gloo_group(store: Any, rank: int, names: Sequence[int], timeout_s: floa
     wait = Wait(timeout_s, f"the making of a group of ranks {list(names)}")
     await_ranks(store, names[rank], names, wait)
     keys, limit = _stores.PrefixStore("group", store), torch_timeout(wait)
-    return _in_another_thread(lambda: _stores.ProcessGroupGloo(keys, rank, len(names), limit), wait)
+    return _awaited(lambda: _stores.ProcessGroupGloo(keys, rank, len(names), limit), wait)
 
 
-def _in_another_thread(make: Callable[[], T], wait: Wait) -> T:
-    """Return the value of `make`. It runs in another thread, as it cannot be interrupted, and hangs if a rank dies."""
-    work: Work[T] = Work(wait.operation)
-    threading.Thread(target=work.run, args=(make,), name=wait.operation, daemon=True).start()
+def begun(operation: str, call: Callable[[], T]) -> Work[T]:
+    """Begin `call`, of torch, in a thread that ends with the process: it cannot be interrupted, and may hang."""
+    work: Work[T] = Work(operation)
+    run = contextvars.copy_context().run  # so that its errors name the public call under way
+    threading.Thread(target=run, args=(work.run, call), name=operation, daemon=True).start()
+    return work
+
+
+def _awaited(make: Callable[[], T], wait: Wait) -> T:
+    """Return the value of `make`, which hangs if a rank dies; `wait` ends then."""
+    work = begun(wait.operation, make)
     with torch_errors(wait):
         wait.until(work.is_completed)
         return work.wait()

@@ -34,7 +34,7 @@ happens on rank 2:
     0.4 s      `named_failure`, which looks each 20 ms, returns the error of `check`: PeerError "rank 1 on its-host
                failed in all_reduce sum float32[10000000]: its process 4711 died". `fail` keeps it for later calls.
     then       `guarded` raises it from Gloo's error, and later calls raise the same. The connection to rank 0 stays
-               until `close`. The tensor may hold a part of the result; torch's default group is broken, too.
+               until `close`. The tensor may hold a part of the result.
 
 If Gloo notices nothing, the wait finds the same error at its next look, each 50 ms (`Wait._poll`), and the backend
 closes its connections then. If no name comes in 2 s, the error stays that of rank -1. Where there is no detector, it

@@ -13,12 +13,12 @@ import os
 import secrets
 import socket
 
+from statexchange.comm import network
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.failure.coordinator import Coordinator
 from statexchange.comm.failure.detector import FailureDetector
 from statexchange.comm.failure.member import CoordinatorAddress, connect_member
 from statexchange.comm.failure.monitor import UNWATCHED, FailureMonitor
-from statexchange.comm.network import own_addresses
 from statexchange.comm.topology import Topology
 from statexchange.comm.wait import Wait
 
@@ -90,6 +90,4 @@ def _listen(world_size: int) -> tuple[socket.socket | None, CoordinatorAddress |
         listener = socket.create_server(("", 0), family=family, backlog=world_size + 64, dualstack_ipv6=is_dual)
     except OSError:
         return None, None  # sent to the others as None: all do without
-    # Names last, as resolving them may take long.
-    addresses = list(dict.fromkeys([*own_addresses(), "127.0.0.1", socket.gethostname()]))
-    return listener, CoordinatorAddress(addresses, listener.getsockname()[1], secrets.token_hex(16))
+    return listener, CoordinatorAddress(network.addresses(), listener.getsockname()[1], secrets.token_hex(16))
