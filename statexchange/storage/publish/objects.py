@@ -25,7 +25,6 @@ from statexchange.storage.fsspec_store import (
     storage_errors,
     version_of_info,
 )
-from statexchange.storage.publish.build import busy_error
 from statexchange.storage.publish.claim import CLAIM_NAME, Claim
 
 if TYPE_CHECKING:
@@ -40,7 +39,6 @@ _COPIED_BYTES = 256 << 20  # a part that a store copies itself, which takes it s
 _COPIES = 8  # parts that are copied at a time
 _LEAST_PART_BYTES = 5 << 20  # S3 takes smaller ones only as the last
 _LEAST_COPIED_BYTES = 16 << 20  # what is smaller is uploaded as fast
-_ATTEMPTS = 5  # to read a claim that is being renewed
 _READ_ONLY = ("http", "https", "data", "github", "zip", "tar")
 
 
@@ -238,51 +236,28 @@ class Objects:
 
     # The claim
 
-    def claim_nonce(self) -> str | None:
-        """Return the nonce of the present claim; None without one."""
+    def read_claim(self) -> Claim | None:
+        """Return the present claim; None without one."""
         path = self.path_of(CLAIM_NAME)
         try:
             with storage_errors("read", path):
                 data = self._system.cat_file(f"{self._base}/{CLAIM_NAME}")
         except NotFoundError:
             return None
-        return Claim.parse(bytes(data), path).nonce
+        return Claim.parse(bytes(data), path)
 
-    def read_claim(self) -> tuple[Claim, str] | None:
-        """Return the claim and its version, read consistently; None without a claim."""
+    def replace_claim(self, claim: Claim, present: Claim) -> bool:
+        """Replace the claim `present`; return False if it has changed or was removed."""
         path = self.path_of(CLAIM_NAME)
-        for _ in range(_ATTEMPTS):
-            before = self.claim_version()
-            if before is None:
-                return None
-            try:
-                with storage_errors("read", path):
-                    data = self._system.cat_file(f"{self._base}/{CLAIM_NAME}")
-            except NotFoundError:
-                return None
-            if self.claim_version() == before:
-                return Claim.parse(bytes(data), path), before
-        raise busy_error(None, self.path)
-
-    def claim_version(self) -> str | None:
-        """Return the claim's ETag or other version; None without a claim."""
-        return self.version(CLAIM_NAME)
-
-    def replace_claim(self, claim: Claim, version: str, nonce: str) -> bool:
-        """Replace the claim that has this version and nonce; return False if it has changed."""
-        path = self.path_of(CLAIM_NAME)
-        audit("renew" if claim.nonce == nonce else "take over", path)
-        key = f"{self._base}/{CLAIM_NAME}"
-        if not self._has_conditions:
-            present = self.read_claim()
-            if present is None or present[0].nonce != nonce or present[1] != version:
-                return False
-            with storage_errors("put", path):
-                self._system.pipe_file(key, claim.to_bytes(), mode="overwrite")
-            return True
+        audit("renew" if claim.nonce == present.nonce else "take over", path)
+        # The version before the content: if the claim changes between the two, S3 refuses the put.
+        version = self.version(CLAIM_NAME)
+        if self.read_claim() != present:
+            return False
+        condition = {"IfMatch": version} if self._has_conditions else {}
         try:
             with conditional("put", path):
-                self._system.pipe_file(key, claim.to_bytes(), mode="overwrite", IfMatch=version)
+                self._system.pipe_file(f"{self._base}/{CLAIM_NAME}", claim.to_bytes(), mode="overwrite", **condition)
         except (TargetExistsError, NotFoundError):  # another publisher has replaced the claim, or it was removed
             return False
         return True
