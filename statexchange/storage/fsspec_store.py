@@ -75,9 +75,6 @@ class ReadAhead:
         self._lock = threading.Lock()
         self._windows: list[_Window] = []  # the one that was used last comes last
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReadAhead, (self._fetch, self._size, self._window_bytes * _NUM_WINDOWS)  # without what is kept
-
     def read(self, begin: int, end: int) -> list[memoryview]:
         """Return the bytes from `begin` to `end`, which is not beyond the file, in one or two pieces."""
         last = self._window_for(begin)

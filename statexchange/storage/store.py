@@ -15,10 +15,10 @@ take a number of steps for each of its bytes. What it takes beyond them comes fr
 reserve, for itself, its subdirectories and all files in them: many small files get no more of it than one. A refused
 file does not use it up.
 
-A local file is pinned by its identity, not by its descriptor. Over a limit the least recently used descriptor is
-closed; the next use opens the file again by name in the pinned directory and compares the identity. So a checkpoint of
-any number of files can be read, and a file that was replaced in between raises ReplacedError. A subdirectory is opened
-anew for each use, and its identity is compared, too.
+A local file is pinned by its identity, not by its descriptor. The first files of an opened path keep their descriptors.
+Others are opened for each use by name in the pinned directory, and their identity is compared. So a checkpoint of any
+number of files can be read, and a file that was replaced in between raises ReplacedError. A subdirectory is opened anew
+for each use, and its identity is compared, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import itertools
 import logging
 import os
 import re
@@ -38,7 +37,7 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Mapping
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 from urllib.parse import unquote
 
 try:
@@ -436,21 +435,15 @@ def _held_limit() -> int:
 
 
 class _Descriptors:
-    """The descriptors of one opened path: its directory, and the files in it and below.
+    """The descriptors of one opened path: its directory, and the first files in it and below.
 
-    Over the limit the least recently used idle descriptors are closed, and reopened on demand. All are closed by
-    `close` or when the last reference is dropped. Thread-safe.
+    All are closed by `close` or when the last reference is dropped. Thread-safe.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant: `borrow` may call `give_back`
-        # Open descriptors by the number of their file, in the order of last use. The keys are numbers: references to
-        # files would be cycles, which would delay the finalizer of this object after its last file was dropped.
-        self._pinned: dict[int, int] = {}
-        self._borrow_counts: dict[int, int] = {}  # by the same numbers; an idle file has no entry
-        self._numbers = itertools.count()
-        self._owned: set[int] = set()  # all open descriptors, which the finalizer closes
-        self._finalizer = weakref.finalize(self, _close_all, self._owned)
+        self._lock = threading.Lock()
+        self._fds: set[int] = set()
+        self._finalizer = weakref.finalize(self, _close_all, self._fds)
         self.is_open = True
         # The identity of each file that was opened, by its path below the opened directory.
         self.identities: dict[str, Identity] = {}
@@ -462,63 +455,18 @@ class _Descriptors:
             if not self.is_open:
                 os.close(fd)
                 raise _closed(path)
-            self._owned.add(fd)
+            self._fds.add(fd)
             _num_held += 1
 
-    def pin(self, fd: int, path: str) -> int:
-        """Take ownership of a descriptor that may be closed and reopened; return the number of its file."""
-        with self._lock:
-            self.hold(fd, path)
-            number = next(self._numbers)
-            self._keep(number, fd)
-            return number
-
-    def _keep(self, number: int, fd: int) -> None:
-        """Keep a new descriptor, and close others if there are too many."""
-        global _num_held
-        self._pinned[number] = fd
-        while len(self._pinned) > _LEAST_HELD and _num_held > _held_limit():
-            idle = [other for other in self._pinned if other != number and not self._borrow_counts.get(other)]
-            if not idle:
-                return
-            idle_fd = self._pinned.pop(idle[0])  # the least recently used
-            self._owned.discard(idle_fd)
-            _num_held -= 1
-            os.close(idle_fd)
-
-    def borrow(self, pinned: LocalFile) -> int:
-        """Return the descriptor of a file; it stays open until `give_back`."""
-        number = pinned.number
-        with self._lock:
-            if not self.is_open:
-                raise _closed(pinned.path)
-            # Counted first: reopening a file may close what is idle.
-            self._borrow_counts[number] = self._borrow_counts.get(number, 0) + 1
-            fd = self._pinned.pop(number, -1)
-            if fd >= 0:
-                self._pinned[number] = fd  # the last one now
-                return fd
-            try:
-                fd = pinned.reopened()
-                self.hold(fd, pinned.path)
-            except BaseException:
-                self.give_back(pinned)
-                raise
-            self._keep(number, fd)
-            return fd
-
-    def give_back(self, pinned: LocalFile) -> None:
-        """End a `borrow`: the descriptor may be closed."""
-        with self._lock:
-            remaining = self._borrow_counts.pop(pinned.number) - 1
-            if remaining:
-                self._borrow_counts[pinned.number] = remaining
+    @property
+    def is_full(self) -> bool:
+        """Whether no more files may keep their descriptors."""
+        return len(self._fds) > _LEAST_HELD and _num_held >= _held_limit()
 
     def close(self) -> None:
         """Close all descriptors."""
         with self._lock:
             self.is_open = False
-            self._pinned.clear()
             self._finalizer()
 
 
@@ -543,6 +491,7 @@ class LocalFile(StoredFile):
         self._store = store
         self._name = name
         self._descriptors = descriptors
+        self._fd = -1  # if it is opened for each use
         fd = store.open_name(name, path)
         try:
             self._identity = stat_identity(fstat_of(fd, path))
@@ -551,36 +500,41 @@ class LocalFile(StoredFile):
             raise
         self.size = self._identity[2]
         self.modified = self._identity[3] / 1e9
-        self.number = descriptors.pin(fd, path)
+        if descriptors.is_full:
+            os.close(fd)
+        else:
+            descriptors.hold(fd, path)
+            self._fd = fd
         descriptors.identities.setdefault(store.below_root + name, self._identity)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled_file, (self._store, self._name, self._identity)
-
-    def reopened(self) -> int:
-        """Open the file again by name in the pinned directory; raise ReplacedError if it is another file."""
+    def _opened(self) -> int:
+        """Return a descriptor, for `_release`; raise ReplacedError if another file has the name in the directory."""
+        if self._fd >= 0:
+            if not self._descriptors.is_open:
+                raise _closed(self.path)
+            return self._fd
         try:
             fd = self._store.open_name(self._name, self.path)
         except NotFoundError:
             raise ReplacedError("removed while it was read", path=self.path) from None
         try:
-            self.check_is(stat_identity(fstat_of(fd, self.path)))
+            if stat_identity(fstat_of(fd, self.path)) != self._identity:
+                raise self._replaced()
         except StorageError:
             os.close(fd)
             raise
         return fd
 
-    def check_is(self, identity: Identity) -> None:
-        """Raise ReplacedError unless this file has that identity."""
-        if self._identity != identity:
-            raise self._replaced()
+    def _release(self, fd: int) -> None:
+        if fd != self._fd:
+            os.close(fd)
 
     def _replaced(self) -> ReplacedError:
         return ReplacedError("replaced or changed while it was read: read it again", path=self.path)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from byte `offset`."""
-        fd = self._descriptors.borrow(self)
+        fd = self._opened()
         try:
             pread_into(fd, buffer, offset, self.path)
         except CorruptError:
@@ -589,17 +543,17 @@ class LocalFile(StoredFile):
                 raise self._replaced() from None
             raise
         finally:
-            self._descriptors.give_back(self)
+            self._release(fd)
 
     def check_unchanged(self) -> None:
         """Raise ReplacedError if the file's bytes may have changed since it was opened."""
-        fd = self._descriptors.borrow(self)
+        fd = self._opened()
         try:
             attributes = self._fresh_stat(fd)
         except OSError as error:
             raise read_error(error, "read the attributes", self.path) from error
         finally:
-            self._descriptors.give_back(self)
+            self._release(fd)
         if stat_identity(attributes) != self._identity:
             raise self._replaced()
 
@@ -640,13 +594,6 @@ class LocalFile(StoredFile):
         return list(self._identity)
 
 
-def _unpickled_file(store: LocalStore, name: str, identity: Identity) -> LocalFile:
-    """Open the file of a pickled `LocalFile`; raise ReplacedError if another file has its name now."""
-    file = store.open(name)
-    file.check_is(identity)
-    return file
-
-
 class LocalStore(Store):
     """A local directory, pinned by its descriptor; a subdirectory is pinned by its identity.
 
@@ -678,14 +625,6 @@ class LocalStore(Store):
             self.budget = parent.budget
             os.close(fd)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled_store, (self.path, self._follow, self._identity)
-
-    def check_is(self, identity: tuple[int, int]) -> None:
-        """Raise ReplacedError unless this directory has that identity."""
-        if self._identity != identity:
-            raise ReplacedError("replaced since it was opened: open it again", path=self.path)
-
     @contextlib.contextmanager
     def descriptor(self) -> Iterator[int]:
         """Yield the descriptor of the directory, which is open in the with block."""
@@ -700,7 +639,8 @@ class LocalStore(Store):
             except NotFoundError:
                 raise ReplacedError("removed while it was read", path=self.path) from None
         try:
-            self.check_is(_directory_identity(fd, self.path))
+            if _directory_identity(fd, self.path) != self._identity:
+                raise ReplacedError("replaced since it was opened: open it again", path=self.path)
             yield fd
         finally:
             os.close(fd)
@@ -803,13 +743,6 @@ class LocalStore(Store):
 def _directory_identity(fd: int, path: str) -> tuple[int, int]:
     attributes = fstat_of(fd, path)
     return attributes.st_dev, attributes.st_ino
-
-
-def _unpickled_store(path: str, follow: bool, identity: tuple[int, int]) -> LocalStore:
-    """Open the directory of a pickled `LocalStore`; raise ReplacedError if another one has its path now."""
-    store = LocalStore(path, open_directory(path), _Descriptors(), follow=follow)
-    store.check_is(identity)
-    return store
 
 
 def _kind_of(entry: os.DirEntry[str]) -> EntryKind:
