@@ -16,7 +16,7 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -51,6 +51,7 @@ __all__ = [
     "digest",
     "directory",
     "fstat_of",
+    "hidden_entries",
     "hidden_prefix",
     "hidden_target",
     "libc",
@@ -96,7 +97,8 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 NAME_MAX = 255  # bytes of a file's name
 # The longest ending of a hidden name; directory_build.py lists these names.
 _MAX_ENDING = len(f".{'0' * 32}.{'0' * 16}.partial")
-_HIDDEN = re.compile(r"\.(.+?)(?:\.[0-9a-f]{32})?\.[0-9a-f]{16}\.(?:partial|owner|replaced|discarded)")
+_ENDING = r"(?:\.(?P<plan>[0-9a-f]{32}))?\.(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|partial|replaced|discarded)"
+_HIDDEN = re.compile(r"\.(.+?)" + _ENDING)
 _MAX_CHUNK = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
@@ -118,6 +120,16 @@ def hidden_prefix(name: str) -> str:
 
     end = "-" + hashlib.blake2b(encoded, digest_size=8).hexdigest()
     return f".{encoded[: max_bytes - len(end)].decode('utf-8', 'ignore')}{end}"
+
+
+def hidden_entries(name: str, entries: Iterable[str]) -> dict[str, re.Match[str]]:
+    """Return which of the entries of a directory are hidden names of the target `name`, with their parts.
+
+    The parts are "plan", "nonce" and "kind"; directory_build.py lists them.
+    """
+    pattern = re.compile(re.escape(hidden_prefix(name)) + _ENDING)
+    matches = ((entry, pattern.fullmatch(entry)) for entry in entries)
+    return {entry: match for entry, match in matches if match is not None}
 
 
 def hidden_target(hidden: str) -> str | None:
@@ -624,7 +636,6 @@ _NETWORK = frozenset(
         "fuse.ceph",
     }
 )
-_KERNEL = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs", "devpts"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -644,12 +655,6 @@ class Mount:
     def is_network(self) -> bool:
         """Whether other hosts may change files here, and this host may see them late because of its caches."""
         return self.kind in _NETWORK
-
-    def check_takes_files(self, path: str) -> None:
-        """Raise StorageError if this is a kernel interface such as /proc, in which no files can be made."""
-        if self.kind in _KERNEL:
-            text = f"cannot make files here: {self.kind} is an interface of the kernel"
-            raise StorageError(text, errno=errno.ENOENT, path=path)
 
 
 def _mounts() -> tuple[Mount, ...]:

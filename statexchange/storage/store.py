@@ -63,7 +63,7 @@ from statexchange.storage.files import (
     check_size,
     directory,
     fstat_of,
-    hidden_prefix,
+    hidden_entries,
     mount_of,
     open_directory,
     open_file,
@@ -853,14 +853,11 @@ def replacement_of(name: str, dir_fd: int) -> str | None:
         names = os.listdir(dir_fd)
     except OSError:  # no permission to list the directory
         return None
-    stem = re.escape(hidden_prefix(name))
-    replaced = re.compile(rf"{stem}\.([0-9a-f]{{16}})\.replaced")
-    nonces = [match[1] for match in map(replaced.fullmatch, names) if match is not None]
-    for nonce in nonces:
-        partial = re.compile(rf"{stem}\.[0-9a-f]{{32}}\.{nonce}\.partial")
-        for hidden_name in names:
-            if partial.fullmatch(hidden_name):
-                return hidden_name
-    if name in names or nonces:
+    hidden = hidden_entries(name, names)
+    replaced = {match["nonce"] for match in hidden.values() if match["kind"] == "replaced"}
+    for entry, match in hidden.items():
+        if match["kind"] == "partial" and match["nonce"] in replaced:
+            return entry
+    if name in names or replaced:
         raise _BeingReplacedError
     return None

@@ -45,7 +45,6 @@ import errno
 import json
 import logging
 import os
-import re
 import stat
 import threading
 import time
@@ -143,13 +142,8 @@ class Leftover:
 
 def find_leftovers(name: str, dir_fd: int, parent: str) -> list[Leftover]:
     """Return what publishers have left under hidden names beside the target `name`, by nonce."""
-    endings = r"(?:\.(?P<plan>[0-9a-f]{32}))?\.(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|partial|replaced|discarded)"
-    pattern = re.compile(re.escape(files.hidden_prefix(name)) + endings)
     leftovers: dict[str, Leftover] = {}
-    for entry in files.list_names(dir_fd, parent):
-        match = pattern.fullmatch(entry)
-        if match is None:
-            continue
+    for entry, match in files.hidden_entries(name, files.list_names(dir_fd, parent)).items():
         leftover = leftovers.setdefault(match["nonce"], Leftover(match["nonce"]))
         if match["kind"] == "owner":
             leftover.record, leftover.owner = _read_record(entry, dir_fd, os.path.join(parent, entry))
@@ -305,11 +299,10 @@ class DirectoryBuild(Build):
         self._dir_fd = -1
         self._own_identity: tuple[int, int] | None = None
         self._old_identity: files.Identity | None = None
-        self._is_published = self._has_successor = self._has_ended = False
+        self._is_published = self._has_ended = False
         files.make_path(self._parent, 0o777)
         warn_of_options(self._parent)
-        self._mount = mount_of(self._parent)
-        self._mount.check_takes_files(self._parent)
+        self._emptying_s = _EMPTYING_S if mount_of(self._parent).is_network else 0.0
         self._parent_fd = files.open_directory(self._parent)
         open_builds.add((self._pid, self._nonce))
         try:
@@ -390,16 +383,23 @@ class DirectoryBuild(Build):
             if self._check is None:
                 raise target_exists(self.path)
             try:
-                rename_new(partial, self._name, dir_fd=self._parent_fd, path=self.path)
+                if not self._rename(partial, self._name):
+                    continue
             except TargetExistsError:
                 return  # another publisher has completed it
-            except StorageError as error:
-                if error.errno != errno.ENOENT:
-                    raise
-                continue
             files.sync_directory(self._parent_fd, self.path)
             del leftover.directories["partial"]
             return
+
+    def _rename(self, source: str, target: str) -> bool:
+        """Rename a directory beside the target; return False if it is not there: another process has renamed it."""
+        try:
+            rename_new(source, target, dir_fd=self._parent_fd, path=os.path.join(self._parent, target))
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return False
+        return True
 
     def _clear_leftovers(self, leftovers: Iterable[Leftover], reused_plan: str | None, *, resume: bool) -> None:
         """Remove the leftovers of dead publishers, or take over a directory of the plan `reused_plan`."""
@@ -407,9 +407,8 @@ class DirectoryBuild(Build):
             if leftover.owner is None:
                 continue  # nothing proves whose it is
             if leftover.state == "dead" or resume:
-                is_reusable = leftover.plan == reused_plan and "partial" in leftover.directories
-                if is_reusable and self._own_identity is None:
-                    self._take_over(leftover.directories.pop("partial"))
+                if leftover.plan == reused_plan and self._own_identity is None:
+                    self._take_over(leftover)
                 self._remove_leftover(leftover)
                 continue
             hidden = [*leftover.directories.values(), f"{self._stem}.{leftover.nonce}.owner"]
@@ -421,15 +420,11 @@ class DirectoryBuild(Build):
                 ", ".join(hidden),
             )
 
-    def _take_over(self, partial: str) -> None:
-        """Rename a dead publisher's directory to this nonce, unless another publisher did so first."""
-        try:
-            rename_new(partial, self._partial, dir_fd=self._parent_fd, path=self.building_path)
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            return
-        self._own_identity = identity_of(self._partial, self._parent_fd, self.building_path)
+    def _take_over(self, leftover: Leftover) -> None:
+        """Rename a dead publisher's directory under construction to this nonce, unless another publisher did so."""
+        partial = leftover.directories.pop("partial", None)
+        if partial is not None and self._rename(partial, self._partial):
+            self._own_identity = identity_of(self._partial, self._parent_fd, self.building_path)
 
     def _remove_leftover(self, leftover: Leftover) -> None:
         """Remove a dead publisher's directories, then its record. A failure is logged: the next build tries again."""
@@ -448,27 +443,21 @@ class DirectoryBuild(Build):
 
     def _discard(self, name: str, discarded: str) -> None:
         """Rename a directory to `discarded`, then remove it with all that is in it."""
-        path = os.path.join(self._parent, discarded)
-        if name != discarded:
-            if files.stat_of(name, self._parent_fd, path) is None:
-                return
-            self._discard(discarded, discarded)
-            try:
-                rename_new(name, discarded, dir_fd=self._parent_fd, path=path)
-            except StorageError as error:
-                if error.errno != errno.ENOENT:
-                    raise
-                return  # another process removes it
-        deadline = time.monotonic() + (_EMPTYING_S if self._mount.is_network else 0.0)
-        while files.stat_of(discarded, self._parent_fd, path) is not None:
-            with files.directory(discarded, self._parent_fd, path) as dir_fd:
+        self._remove_tree(discarded)
+        if name != discarded and self._rename(name, discarded):
+            self._remove_tree(discarded)
+
+    def _remove_tree(self, name: str) -> None:
+        """Remove a directory beside the target, which may be absent, with all that is in it."""
+        path = os.path.join(self._parent, name)
+        deadline = time.monotonic() + self._emptying_s
+        while files.stat_of(name, self._parent_fd, path) is not None:
+            with files.directory(name, self._parent_fd, path) as dir_fd:
                 for entry in files.list_names(dir_fd, path):
                     files.remove_entry(entry, os.path.join(path, entry), dir_fd)
-            if files.remove_directory(discarded, self._parent_fd, path):
+            if files.remove_directory(name, self._parent_fd, path):
                 return
-            if time.monotonic() > deadline:
-                if files.stat_of(discarded, self._parent_fd, path) is None:
-                    return
+            if time.monotonic() > deadline and files.stat_of(name, self._parent_fd, path) is not None:
                 raise StorageError("cannot remove directory: it is not empty", errno=errno.ENOTEMPTY, path=path)
             time.sleep(0.05)
 
@@ -606,12 +595,8 @@ class DirectoryBuild(Build):
         return True
 
     def _move_aside(self) -> None:
-        try:
-            rename_new(self._name, self._replaced, dir_fd=self._parent_fd, path=self.path)
-        except StorageError as error:
-            if error.errno == errno.ENOENT:
-                return  # removed, or moved aside by another publisher: the next rename decides
-            raise
+        if not self._rename(self._name, self._replaced):
+            return  # removed, or moved aside by another publisher: the next rename decides
         # Otherwise this host's NFS client may show its cached directory under the new name, not the renamed one.
         invalidate_lookups(self._parent_fd, self._parent)
         self._check_replaced(self._replaced)
@@ -632,24 +617,16 @@ class DirectoryBuild(Build):
         """Remove an uncommitted build. A failure is logged: the next publisher to this target tries again."""
         if self._has_ended or os.getpid() != self._pid:  # a forked child must not remove its parent's files
             return
-        try:
-            for output in self._outputs:
-                output.close()
-            self._put_back()
-        except StateExchangeError as error:
-            _log.warning("files of the abandoned build of %s stay until the next publication: %s", self.path, error)
-        finally:
-            self._end()
+        for output in self._outputs:
+            output.close()
+        self._end()
 
     def _put_back(self) -> None:
         """Give the old directory its name again if a replacement ended between its two renames."""
-        if self._is_published or identity_of(self._replaced, self._parent_fd, self.path) is None:
-            return
-        try:
-            rename_new(self._replaced, self._name, dir_fd=self._parent_fd, path=self.path)
-        except TargetExistsError:
-            # The server's answer, where a client of NFS 3 may still see no target after its own rename.
-            self._has_successor = True
+        # Another publisher may have given the name to its directory. That is the server's answer: a client of NFS 3 may
+        # still see no target after its own rename.
+        with contextlib.suppress(TargetExistsError):
+            self._rename(self._replaced, self._name)
 
     def _end(self) -> None:
         """Remove all names of this nonce, the record last."""
@@ -666,11 +643,12 @@ class DirectoryBuild(Build):
         try:
             if self._dir_fd >= 0:
                 os.close(self._dir_fd)
-            is_clear = self._discard_own()
-            if is_clear and files.stat_of(self._record, self._parent_fd, self.path) is not None:
-                self._remove_record(self._nonce)
+            if not self._is_published:
+                self._put_back()  # if that fails, the record stays: the next publisher completes the replacement
+            self._discard_own()
+            self._remove_record(self._nonce)
         except StateExchangeError as error:
-            _log.warning("cannot remove an obsolete directory; the next publication tries again: %s", error)
+            _log.warning("hidden names beside %s stay until the next publication: %s", self.path, error)
 
     def _invalidate_listings(self) -> None:
         try:
@@ -678,25 +656,15 @@ class DirectoryBuild(Build):
         except StateExchangeError as error:  # the checkpoint is published all the same
             _log.warning("hosts that have just listed the directory may see %s late: %s", self.path, error)
 
-    def _discard_own(self) -> bool:
-        """Remove the directories of this nonce; return False if one of them is the only copy of the old checkpoint.
-
-        A directory that this build neither made nor checked stays. Without the record nobody removes it.
-        """
-        all_removed = True
+    def _discard_own(self) -> None:
+        """Remove the directories of this nonce. One that this build neither made nor checked stays."""
         for name in (self._partial, self._replaced, self._discarded):
             identity = identity_at(name, self._parent_fd, self.path)
             if identity is None:
                 continue
-            target = identity_of(self._name, self._parent_fd, self.path)
-            # After publishing, an absent target means that the next publisher is between its two renames.
-            if name == self._replaced and target is None and not (self._is_published or self._has_successor):
-                all_removed = False
-                continue
             is_made_here = self._own_identity is None or identity[:2] == self._own_identity
             if is_made_here or identity == self._old_identity or name == self._discarded:
                 self._discard(name, self._discarded)
-        return all_removed
 
 
 def _receipt(name: str) -> str:

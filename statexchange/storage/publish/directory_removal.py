@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from statexchange.errors import NotFoundError, StateExchangeError
 from statexchange.storage import files
-from statexchange.storage.atomic import invalidate_lookups, rename_new
-from statexchange.storage.files import mount_of
+from statexchange.storage.atomic import invalidate_lookups
 from statexchange.storage.publish.build import NO_PLAN, ReplaceCheck, UnfinishedBuild, target_exists
 from statexchange.storage.publish.directory_build import (
     DirectoryBuild,
@@ -54,7 +53,6 @@ def check_directory(path: str, check: ReplaceCheck | None, nbytes: int) -> None:
     parent, name = files.split_target(path)
     dir_fd, nearest = files.open_nearest(parent)
     try:
-        mount_of(nearest).check_takes_files(nearest)
         leftovers: list[Leftover] = []
         if nearest == parent:
             leftovers = find_leftovers(name, dir_fd, parent)
@@ -63,7 +61,6 @@ def check_directory(path: str, check: ReplaceCheck | None, nbytes: int) -> None:
             is_interrupted = any(leftover.is_interrupted for leftover in leftovers)
             if check is None and (has_target or is_interrupted):
                 raise target_exists(path)
-            files.check_writable(dir_fd, parent)  # here, so that errors come in a build's order
             if has_target or not is_interrupted:
                 check_target(path, dir_fd, check)
         files.check_writable(dir_fd, nearest)
@@ -110,10 +107,11 @@ class DirectoryRemoval(DirectoryBuild):
         try:
             if self._old_identity is None or not self._is_replaceable():
                 raise NotFoundError("there is nothing to remove", path=self.path)
-            rename_new(self._name, self._discarded, dir_fd=self._parent_fd, path=self.path)
+            if not self._rename(self._name, self._discarded):
+                raise NotFoundError("it was removed meanwhile", path=self.path)
             invalidate_lookups(self._parent_fd, self._parent)
             if identity_at(self._discarded, self._parent_fd, self.path) != self._old_identity:
-                rename_new(self._discarded, self._name, dir_fd=self._parent_fd, path=self.path)
+                self._rename(self._discarded, self._name)
                 raise conflict(self.path, "replaced the target meanwhile")
             files.sync_directory(self._parent_fd, self.path)  # the name is gone durably before the first file is
             self._is_published = True
