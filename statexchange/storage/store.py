@@ -24,6 +24,7 @@ for each use, and its identity is compared, too.
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import io
 import logging
@@ -35,9 +36,9 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from urllib.parse import unquote
 
 try:
@@ -74,6 +75,9 @@ from statexchange.storage.files import (
     stat_of,
     warn_of_options,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "Budget",
@@ -330,6 +334,17 @@ class Store(ABC):
         """
         for other in self.adopted:
             other.close()
+
+    def only(self, is_listed: Callable[[str], bool]) -> Self:
+        """Return this directory with a listing of some of its names; `open` opens the others, too.
+
+        The two are one opened path: what closes one of them closes the other.
+        """
+        view = copy.copy(self)
+        view.budget = self.budget
+        listing = {name: kind for name, kind in self.listing.items() if is_listed(name)}
+        vars(view)["listing"] = listing  # as if the view had listed the directory
+        return view
 
     def link_target(self, name: str) -> str | None:  # noqa: ARG002 (only a local store has links)
         """Return the path that a symbolic link holds; None for anything else."""

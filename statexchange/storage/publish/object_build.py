@@ -61,8 +61,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from statexchange.errors import CorruptError, NotFoundError, StateExchangeError, TargetExistsError
 from statexchange.storage.atomic import new_nonce
 from statexchange.storage.files import audit
-from statexchange.storage.fsspec_store import storage_errors
-from statexchange.storage.location import FilteredStore, read_json
+from statexchange.storage.fsspec_store import storage_errors, tags_of_info
+from statexchange.storage.location import read_json
 from statexchange.storage.publish.build import (
     Build,
     Member,
@@ -76,7 +76,7 @@ from statexchange.storage.publish.build import (
     target_exists,
 )
 from statexchange.storage.publish.claim import CLAIM_NAME, Claim
-from statexchange.storage.publish.objects import Objects, conditional, etag_of
+from statexchange.storage.publish.objects import Objects, conditional
 from statexchange.storage.rank_writer import DigestedTensors
 
 if TYPE_CHECKING:
@@ -291,18 +291,16 @@ def _list_target(
     `inherited` are the names that earlier claims list. Raises for any other object, and for a whole checkpoint that may
     not be replaced. Without a manifest, an object that `is_own` accepts counts as inherited, too.
     """
-    present = set(objects.list_infos(inherited)) - {CLAIM_NAME}
+    store = objects.store()
+    present = objects.list_infos().keys() - {CLAIM_NAME}
     old: list[str] = []
     if is_own is not None and manifest not in present:
-        store = objects.store()
-        inherited = inherited | {name for name in present - inherited if is_own(store, name)}
+        inherited = inherited.union(name for name in present - inherited if is_own(store, name))
     if manifest in present or present - inherited:
         if check is None:
             raise target_exists(objects.path)
         hidden = inherited | {CLAIM_NAME}
-        visible = FilteredStore(objects.store(), lambda name: name not in hidden)
-        listed = check(visible)
-        present = set(objects.list_infos({*inherited, *listed})) - {CLAIM_NAME}
+        listed = check(store.only(lambda name: name not in hidden))
         old = [name for name in listed if name in present]
     return old, (present & inherited) - set(old)
 
@@ -461,11 +459,10 @@ class ObjectBuild(_ObjectWriter, Build):
         """Check that all objects are unchanged, put the last one, and remove the claim."""
         assert name == self._manifest
         self._renew_claim()  # proves that this publisher still holds the claim
-        infos = self._objects.list_infos(self._claim.names)
+        infos = self._objects.list_infos()
         for put_name, version in self._versions.items():
-            current = etag_of(infos.get(put_name, {}))
-            if put_name in infos and not current:  # only ETags are equal in a listing and in the info of one object
-                current = self._objects.version(put_name) or ""
+            # Without a tag, the listing may give the time in another form than the look at one object.
+            current = tags_of_info(infos.get(put_name, {})) or self._objects.version(put_name)
             if current != version:
                 raise TargetExistsError(
                     "refused: another publisher has replaced an object of this one",
@@ -510,7 +507,7 @@ class ObjectBuild(_ObjectWriter, Build):
 
     def _remove_put(self) -> None:
         """Remove what this publisher and its members have put. A member that puts an object later removes it itself."""
-        present = self._objects.list_infos(self._claim.names).keys() & self._claim.names
+        present = self._objects.list_infos().keys() & self._claim.names
         for name in sorted(present, key=lambda name: (name != self._manifest, name)):
             self._remove(name)
         self._objects.cancel_uploads(self._claim.names)  # those of members that were killed

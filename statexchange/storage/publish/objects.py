@@ -30,7 +30,7 @@ from statexchange.storage.publish.claim import CLAIM_NAME, Claim
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-__all__ = ["Objects", "conditional", "etag_of"]
+__all__ = ["Objects", "conditional"]
 
 _log = logging.getLogger(__name__)
 _PART_BYTES = 16 << 20  # of a multipart upload; stores require at least 5 MiB
@@ -78,49 +78,32 @@ class Objects:
         """Return a new store of the directory; its listing raises NotFoundError if it does not exist."""
         return FsspecStore(self.url, self._system, self._base)
 
-    def list_infos(self, names: Collection[str] = ()) -> dict[str, Mapping[str, Any]]:
-        """List the directory: fsspec's info of each entry by name.
-
-        Directories to which one of `names` leads are replaced by all that is below them. Others may have any size, and
-        are not listed.
-        """
+    def list_infos(self) -> dict[str, Mapping[str, Any]]:
+        """List all objects below the directory: fsspec's info of each by its path in the directory."""
         audit("list", self.path)
-        infos = self._list(self._base)
-        info = infos.get(self._base.rpartition("/")[2], {})
-        # `ls` of an object lists the object itself.
-        if info.get("type") == "file" and str(info["name"]).strip("/") == self._base.strip("/"):
-            raise TargetExistsError("the target is an object, not a directory", path=self.path)
-        for folder in {name.partition("/")[0] for name in names if "/" in name}:
-            if infos.get(folder, {}).get("type") == "directory":
-                del infos[folder]
-                infos |= self._list_below(folder)
-        return infos
-
-    def _list_below(self, folder: str) -> dict[str, Mapping[str, Any]]:
-        infos: dict[str, Mapping[str, Any]] = {}
-        for name, info in self._list(f"{self._base}/{folder}").items():
-            path = f"{folder}/{name}"
-            infos |= self._list_below(path) if info.get("type") == "directory" else {path: info}
-        return infos
-
-    def _list(self, path: str) -> dict[str, Mapping[str, Any]]:
         try:
             with storage_errors("list", self.url):
                 self._system.invalidate_cache()
-                entries = self._system.ls(path, detail=True)
+                entries = self._system.find(self._base, detail=True)
         except NotFoundError as error:
             if is_missing_bucket(error):
                 raise
             return {}
-        infos = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in entries}
-        return {name: info for name, info in infos.items() if name}
+        base = self._base.strip("/")
+        infos = {}
+        for path, info in entries.items():
+            name = path.strip("/")
+            if name == base:  # `find` gives an object itself
+                raise TargetExistsError("the target is an object, not a directory", path=self.path)
+            infos[name.removeprefix(f"{base}/")] = info
+        return infos
 
     def version(self, name: str) -> str | None:
         """Return an object's version; None if it does not exist."""
         try:
             with storage_errors("look up", f"{self.url}/{name}"):
                 self._system.invalidate_cache()
-                return _version_of(self._system.info(f"{self._base}/{name}"))
+                return version_of_info(self._system.info(f"{self._base}/{name}")) or ""
         except NotFoundError:
             return None
 
@@ -261,13 +244,3 @@ class Objects:
         except (TargetExistsError, NotFoundError):  # another publisher has replaced the claim, or it was removed
             return False
         return True
-
-
-def etag_of(info: Mapping[str, Any]) -> str:
-    """Return an object's ETag; "" without one."""
-    return str(info.get("ETag") or info.get("etag") or "")
-
-
-def _version_of(info: Mapping[str, Any]) -> str:
-    """Return an object's ETag, else another version that its store gives, else ""."""
-    return etag_of(info) or version_of_info(info) or ""
