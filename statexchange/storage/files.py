@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import io
 import logging
 import os
 import re
@@ -67,7 +66,6 @@ __all__ = [
     "pread_into",
     "pwrite_all",
     "read_error",
-    "read_small",
     "remove_directory",
     "remove_entry",
     "remove_file",
@@ -546,21 +544,6 @@ def digest(*parts: Buffer) -> str:
     for part in parts:
         hasher.update(part)
     return str(hasher.hexdigest())
-
-
-def read_small(name: str, dir_fd: int, path: str, limit: int = 64 << 20) -> bytes:
-    """Return all bytes of a file in an open directory; raise CorruptError if it has more than `limit`."""
-    fd = open_file(name, dir_fd, path)
-    try:
-        size = fstat_of(fd, path).st_size
-        check_size(size, limit, path)
-        # A BytesIO gives its bytes away without a second copy in memory.
-        data = io.BytesIO(bytes(size))
-        with data.getbuffer() as buffer:
-            pread_into(fd, buffer, 0, path)
-        return data.getvalue()
-    finally:
-        os.close(fd)
 
 
 # Disk space

@@ -52,7 +52,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from statexchange.errors import (
-    CorruptError,
     NotFoundError,
     StateExchangeError,
     StorageError,
@@ -73,8 +72,8 @@ from statexchange.storage.atomic import (
     rename_new,
     write_new,
 )
-from statexchange.storage.files import mount_of, warn_of_options
-from statexchange.storage.location import MAX_MANIFEST_BYTES, parse_json
+from statexchange.storage.files import mount_of
+from statexchange.storage.location import MAX_MANIFEST_BYTES, open_path, parse_json
 from statexchange.storage.publish.build import (
     Build,
     Member,
@@ -88,7 +87,7 @@ from statexchange.storage.publish.build import (
     target_exists,
 )
 from statexchange.storage.rank_writer import write_tensor_file
-from statexchange.storage.store import Budget, open_local
+from statexchange.storage.store import LocalStore, Store, open_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -140,28 +139,32 @@ class Leftover:
         return self.owner is not None and {"partial", "replaced"} <= self.directories.keys()
 
 
-def find_leftovers(name: str, dir_fd: int, parent: str) -> list[Leftover]:
-    """Return what publishers have left under hidden names beside the target `name`, by nonce."""
+def find_leftovers(path: str) -> list[Leftover]:
+    """Return what publishers have left under hidden names beside a target, by nonce."""
+    parent, name = files.split_target(path)
+    store, _ = open_local(parent)
     leftovers: dict[str, Leftover] = {}
-    for entry, match in files.hidden_entries(name, files.list_names(dir_fd, parent)).items():
-        leftover = leftovers.setdefault(match["nonce"], Leftover(match["nonce"]))
-        if match["kind"] == "owner":
-            leftover.record, leftover.owner = _read_record(entry, dir_fd, os.path.join(parent, entry))
-        else:
-            leftover.directories[match["kind"]] = entry
-            leftover.plan = match["plan"] or leftover.plan
+    try:
+        for entry, match in files.hidden_entries(name, store.listing).items():
+            leftover = leftovers.setdefault(match["nonce"], Leftover(match["nonce"]))
+            if match["kind"] == "owner":
+                leftover.record, leftover.owner = _read_record(entry, store)
+            else:
+                leftover.directories[match["kind"]] = entry
+                leftover.plan = match["plan"] or leftover.plan
+    finally:
+        store.close()
     return list(leftovers.values())
 
 
-def _read_record(name: str, dir_fd: int, path: str) -> tuple[os.stat_result | None, Owner | None]:
-    attributes = files.stat_of(name, dir_fd, path)
+def _read_record(entry: str, parent: LocalStore) -> tuple[os.stat_result | None, Owner | None]:
+    path = parent.path_of(entry)
+    with parent.descriptor() as dir_fd:
+        attributes = files.stat_of(entry, dir_fd, path)
     try:
-        if attributes is not None and stat.S_ISLNK(attributes.st_mode):
-            data = os.readlink(name, dir_fd=dir_fd).encode()
-        else:
-            data = files.read_small(name, dir_fd, path, MAX_MANIFEST_BYTES)
-        return attributes, Owner.from_json(parse_json(data, path, Budget(path)))
-    except (NotFoundError, UnsafeError, CorruptError, StorageError, OSError, ValueError):
+        data = parent.link_target(entry) or parent.read_small(entry)
+        return attributes, Owner.from_json(parse_json(data, path, parent.budget))
+    except (StateExchangeError, ValueError):
         return attributes, None
 
 
@@ -301,7 +304,6 @@ class DirectoryBuild(Build):
         self._old_identity: files.Identity | None = None
         self._is_published = self._has_ended = False
         files.make_path(self._parent, 0o777)
-        warn_of_options(self._parent)
         self._emptying_s = _EMPTYING_S if mount_of(self._parent).is_network else 0.0
         self._parent_fd = files.open_directory(self._parent)
         open_builds.add((self._pid, self._nonce))
@@ -316,7 +318,7 @@ class DirectoryBuild(Build):
     def _begin(self, reused_plan: str | None, *, resume: bool) -> None:
         # Look for others before writing the record: two publishers that start together both pass, and the final rename
         # decides between them.
-        leftovers = find_leftovers(self._name, self._parent_fd, self._parent)
+        leftovers = find_leftovers(self.path)
         refuse_others(leftovers, self.path)
         if self._check is None and files.stat_of(self._name, self._parent_fd, self.path) is not None:
             raise target_exists(self.path)
@@ -463,28 +465,15 @@ class DirectoryBuild(Build):
 
     def _keep_finished(self) -> None:
         """In a directory that was taken over, keep finished files with their receipts and remove everything else."""
-        names = files.list_names(self._dir_fd, self.building_path)
-        for name in names:
-            if _receipt(name) in names:
-                metadata = self._finished_metadata(name)
-                if metadata is not None:
-                    self.finished[name] = metadata
-        for name in set(names) - {*self.finished, *map(_receipt, self.finished)}:
+        with open_path(self.building_path) as opened:
+            names = opened.store.listing
+            for name in opened.store.files:
+                if _receipt(name) in names:
+                    metadata = _finished_metadata(name, opened.store)
+                    if metadata is not None:
+                        self.finished[name] = metadata
+        for name in names.keys() - {*self.finished, *map(_receipt, self.finished)}:
             files.remove_entry(name, os.path.join(self.building_path, name), self._dir_fd)
-
-    def _finished_metadata(self, name: str) -> Any:
-        """Return the metadata of a finished output file; None unless its receipt is complete and fits the file."""
-        path = os.path.join(self.building_path, name)
-        try:
-            data = files.read_small(_receipt(name), self._dir_fd, path, MAX_MANIFEST_BYTES)
-            raw: Any = parse_json(data, path, Budget(path))
-            size, mtime_ns, metadata = raw
-            attributes = files.stat_of(name, self._dir_fd, path)
-        except (CorruptError, UnsafeError, NotFoundError, TypeError, ValueError):
-            return None
-        if attributes is None or not stat.S_ISREG(attributes.st_mode):
-            return None
-        return metadata if files.stat_identity(attributes)[2:] == (size, mtime_ns) else None
 
     # Building
 
@@ -665,6 +654,17 @@ class DirectoryBuild(Build):
             is_made_here = self._own_identity is None or identity[:2] == self._own_identity
             if is_made_here or identity == self._old_identity or name == self._discarded:
                 self._discard(name, self._discarded)
+
+
+def _finished_metadata(name: str, store: Store) -> Any:
+    """Return the metadata of a finished output file; None unless its receipt is complete and fits the file."""
+    try:
+        receipt: Any = parse_json(store.read_small(_receipt(name), MAX_MANIFEST_BYTES), store.path, store.budget)
+        size, mtime_ns, metadata = receipt
+        *_, file_size, file_mtime_ns = store.open(name).local_identity
+    except (StateExchangeError, TypeError, ValueError):
+        return None
+    return metadata if (size, mtime_ns) == (file_size, file_mtime_ns) else None
 
 
 def _receipt(name: str) -> str:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
 
 from statexchange.errors import NotFoundError, StateExchangeError
 from statexchange.storage import files
 from statexchange.storage.atomic import invalidate_lookups
+from statexchange.storage.location import open_path
 from statexchange.storage.publish.build import NO_PLAN, ReplaceCheck, UnfinishedBuild, target_exists
 from statexchange.storage.publish.directory_build import (
     DirectoryBuild,
@@ -23,9 +23,6 @@ from statexchange.storage.publish.directory_build import (
     refuse_others,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 __all__ = ["DirectoryRemoval", "check_directory", "unfinished_builds"]
 
 
@@ -34,18 +31,24 @@ def unfinished_builds(path: str) -> list[UnfinishedBuild]:
 
     Not collective. [] if the parent directory does not exist.
     """
-    parent, name = files.split_target(path)
-    found = []
+    builds = []
     try:
-        with files.directory(parent) as dir_fd:
-            for leftover in find_leftovers(name, dir_fd, parent):
-                nbytes = _size_of_files(leftover.directories.values(), dir_fd, parent)
-                paths = tuple(os.path.join(parent, hidden) for hidden in leftover.directories.values())
-                is_removal = bool(paths) and "partial" not in leftover.directories
-                found.append(UnfinishedBuild(leftover.nonce, paths, is_removal, leftover.owner, leftover.state, nbytes))
+        leftovers = find_leftovers(path)
     except NotFoundError:
         return []
-    return found
+    for leftover in leftovers:
+        paths = tuple(os.path.join(os.path.dirname(path), name) for name in leftover.directories.values())
+        is_removal = bool(paths) and "partial" not in leftover.directories
+        nbytes = sum(map(_size_of_files, paths))
+        builds.append(UnfinishedBuild(leftover.nonce, paths, is_removal, leftover.owner, leftover.state, nbytes))
+    return builds
+
+
+def _size_of_files(path: str) -> int:
+    """Return the bytes of the files in a directory; 0 if it cannot be read."""
+    with contextlib.suppress(StateExchangeError), open_path(path) as opened:
+        return sum(opened.store.open(name).size for name in opened.store.files)
+    return 0
 
 
 def check_directory(path: str, check: ReplaceCheck | None, nbytes: int) -> None:
@@ -55,7 +58,7 @@ def check_directory(path: str, check: ReplaceCheck | None, nbytes: int) -> None:
     try:
         leftovers: list[Leftover] = []
         if nearest == parent:
-            leftovers = find_leftovers(name, dir_fd, parent)
+            leftovers = find_leftovers(path)
             refuse_others(leftovers, path)
             has_target = files.stat_of(name, dir_fd, path) is not None
             is_interrupted = any(leftover.is_interrupted for leftover in leftovers)
@@ -68,19 +71,6 @@ def check_directory(path: str, check: ReplaceCheck | None, nbytes: int) -> None:
             files.check_room(dir_fd, nbytes, path)
     finally:
         os.close(dir_fd)
-
-
-def _size_of_files(names: Iterable[str], dir_fd: int, parent: str) -> int:
-    """Return the bytes of the files in hidden directories; what cannot be read counts 0."""
-    nbytes = 0
-    for name in names:
-        path = os.path.join(parent, name)
-        with contextlib.suppress(StateExchangeError), files.directory(name, dir_fd, path) as hidden_fd:
-            for entry in files.list_names(hidden_fd, path):
-                attributes = files.stat_of(entry, hidden_fd, path)
-                if attributes is not None:
-                    nbytes += attributes.st_size
-    return nbytes
 
 
 class DirectoryRemoval(DirectoryBuild):
