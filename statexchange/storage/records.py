@@ -150,10 +150,10 @@ class _ObjectRecords(Records):
         """Do nothing: a store has no directories."""
 
     def create(self, name: str, data: bytes = b"") -> None:
-        self._objects.create(name, data)
+        self._objects.put(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
-        self._objects.replace(name, data)
+        self._objects.put(name, data, overwrite=True)
 
     def remove(self, name: str) -> None:
         version = self._objects.version(name)

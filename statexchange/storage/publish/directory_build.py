@@ -69,7 +69,7 @@ from statexchange.storage.atomic import (
     link_same,
     new_nonce,
     remove_abandoned,
-    rename_new,
+    rename_entry,
     write_new,
 )
 from statexchange.storage.files import mount_of
@@ -81,7 +81,6 @@ from statexchange.storage.publish.build import (
     ReplaceCheck,
     WrittenFile,
     busy_error,
-    open_builds,
     owner_state,
     removed_error,
     target_exists,
@@ -286,27 +285,22 @@ class DirectoryBuild(Build):
     """A directory under construction on a file system. The top of this file explains the protocol."""
 
     def __init__(self, path: str, plan_digest: str, *, check: ReplaceCheck | None, reuse: bool, resume: bool) -> None:
-        self.path = path
         self._parent, self._name = files.split_target(path)
         self._stem = files.hidden_prefix(self._name)
-        self._nonce = new_nonce()
+        files.make_path(self._parent, 0o777)
+        self._parent_fd = files.open_directory(self._parent)
+        super().__init__(path, new_nonce())
         self._partial = f"{self._stem}.{plan_digest}.{self._nonce}.partial"
         self._replaced, self._discarded, self._record = (
             f"{self._stem}.{self._nonce}.{kind}" for kind in ("replaced", "discarded", "owner")
         )
         self.building_path = os.path.join(self._parent, self._partial)
-        self.finished = {}
         self._check = check
-        self._pid = os.getpid()
-        self._outputs: list[DirectoryFile] = []
         self._dir_fd = -1
         self._own_identity: tuple[int, int] | None = None
         self._old_identity: files.Identity | None = None
-        self._is_published = self._has_ended = False
-        files.make_path(self._parent, 0o777)
+        self._is_published = False
         self._emptying_s = _EMPTYING_S if mount_of(self._parent).is_network else 0.0
-        self._parent_fd = files.open_directory(self._parent)
-        open_builds.add((self._pid, self._nonce))
         try:
             self._begin(plan_digest if reuse else None, resume=resume)
         except BaseException:
@@ -396,7 +390,7 @@ class DirectoryBuild(Build):
     def _rename(self, source: str, target: str) -> bool:
         """Rename a directory beside the target; return False if it is not there: another process has renamed it."""
         try:
-            rename_new(source, target, dir_fd=self._parent_fd, path=os.path.join(self._parent, target))
+            rename_entry(source, target, dir_fd=self._parent_fd, path=os.path.join(self._parent, target))
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
@@ -556,7 +550,7 @@ class DirectoryBuild(Build):
 
     def _rename_exclusively(self) -> None:
         try:
-            rename_new(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
+            rename_entry(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
         except TargetExistsError:
             raise conflict(self.path, "was first") from None
         except StorageError as error:
@@ -602,14 +596,6 @@ class DirectoryBuild(Build):
             return
         self._old_identity = check_target(os.path.join(self._parent, name), self._parent_fd, self._check)
 
-    def abandon(self) -> None:
-        """Remove an uncommitted build. A failure is logged: the next publisher to this target tries again."""
-        if self._has_ended or os.getpid() != self._pid:  # a forked child must not remove its parent's files
-            return
-        for output in self._outputs:
-            output.close()
-        self._end()
-
     def _put_back(self) -> None:
         """Give the old directory its name again if a replacement ended between its two renames."""
         # Another publisher may have given the name to its directory. That is the server's answer: a client of NFS 3 may
@@ -617,18 +603,8 @@ class DirectoryBuild(Build):
         with contextlib.suppress(TargetExistsError):
             self._rename(self._replaced, self._name)
 
-    def _end(self) -> None:
-        """Remove all names of this nonce, the record last."""
-        try:
-            self._clear_own()
-            if self._is_published:  # other hosts must see neither the old names nor those just removed
-                self._invalidate_listings()
-        finally:
-            self._has_ended = True
-            open_builds.discard((self._pid, self._nonce))
-            os.close(self._parent_fd)
-
     def _clear_own(self) -> None:
+        """Remove all names of this nonce, the record last."""
         try:
             if self._dir_fd >= 0:
                 os.close(self._dir_fd)
@@ -638,12 +614,13 @@ class DirectoryBuild(Build):
             self._remove_record(self._nonce)
         except StateExchangeError as error:
             _log.warning("hidden names beside %s stay until the next publication: %s", self.path, error)
-
-    def _invalidate_listings(self) -> None:
         try:
-            invalidate_listings(self._parent_fd, path=self._parent)
+            if self._is_published:  # other hosts must see neither the old names nor those just removed
+                invalidate_listings(self._parent_fd, path=self._parent)
         except StateExchangeError as error:  # the checkpoint is published all the same
             _log.warning("hosts that have just listed the directory may see %s late: %s", self.path, error)
+        finally:
+            os.close(self._parent_fd)
 
     def _discard_own(self) -> None:
         """Remove the directories of this nonce. One that this build neither made nor checked stays."""

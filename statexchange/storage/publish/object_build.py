@@ -51,7 +51,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -70,7 +69,6 @@ from statexchange.storage.publish.build import (
     UnfinishedBuild,
     WrittenFile,
     busy_error,
-    open_builds,
     owner_state,
     removed_error,
     target_exists,
@@ -80,7 +78,7 @@ from statexchange.storage.publish.objects import Objects, conditional
 from statexchange.storage.rank_writer import DigestedTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from statexchange.storage.files import Buffer
     from statexchange.storage.publish.build import OwnCheck, ReplaceCheck
@@ -334,15 +332,12 @@ class ObjectBuild(_ObjectWriter, Build):
         waits: bool = True,
     ) -> None:
         self._claim = Claim.new(new_nonce(), plan_digest, names)
-        super().__init__(Objects(url), names[-1], self._claim.nonce)
-        self.path = self.building_path = self._objects.path
-        self.finished = {}
-        self._pid = os.getpid()
-        self._outputs: list[ObjectFile] = []
-        self._renewal: _Renewal | None = None
-        self._has_ended = False
+        _ObjectWriter.__init__(self, Objects(url), names[-1], self._claim.nonce)
+        Build.__init__(self, self._objects.path, self._claim.nonce)
+        self.building_path = self.path
+        self._renewal: threading.Thread | None = None
+        self._is_ending = threading.Event()
         self._stage: _Stage = "unclaimed"
-        open_builds.add((self._pid, self._nonce))
         try:
             inherited = self._take_claim(resume=resume, waits=waits)
             self._stage = "claimed"
@@ -365,7 +360,7 @@ class ObjectBuild(_ObjectWriter, Build):
         while num_absent < _MOST_ABSENT:
             with contextlib.suppress(TargetExistsError):
                 audit("claim", self._objects.path_of(CLAIM_NAME))
-                self._objects.create(CLAIM_NAME, self._claim.to_bytes())
+                self._objects.put(CLAIM_NAME, self._claim.to_bytes())
             present = self._objects.read_claim()
             if present is None:  # it was removed between the two calls
                 num_absent += 1
@@ -429,7 +424,7 @@ class ObjectBuild(_ObjectWriter, Build):
 
     def put(self, name: str, data: Buffer) -> None:
         """Put a small object."""
-        self.put_object(name, lambda: self._objects.create(name, bytes(data)))
+        self.put_object(name, lambda: self._objects.put(name, bytes(data)))
 
     def record(self, name: str, metadata: object) -> None:
         """Do nothing: objects of a killed publisher are removed, not reused."""
@@ -437,8 +432,19 @@ class ObjectBuild(_ObjectWriter, Build):
     def share(self) -> str:
         """Renew the claim in a thread from now on, and return its nonce."""
         if self._renewal is None:
-            self._renewal = _Renewal(self)
+            name = "statexchange renewal of a claim"
+            self._renewal = threading.Thread(target=self._renew_until_end, name=name, daemon=True)
+            self._renewal.start()
         return self._nonce
+
+    def _renew_until_end(self) -> None:
+        while not self._is_ending.wait(self.renew_s / 3):
+            try:
+                self.renew()
+            except TargetExistsError:  # the claim is lost: the next call of the publisher finds that out
+                return
+            except StateExchangeError as error:
+                _log.debug("the claim of %s was not renewed: %s", self.path, error)
 
     def expect(self, names: Sequence[str]) -> None:
         """Add names to the claim."""
@@ -476,18 +482,11 @@ class ObjectBuild(_ObjectWriter, Build):
         self._stage = "claimed"  # so that only the claim is removed, and last
         self._end()
 
-    def abandon(self) -> None:
-        """Remove all objects of an uncommitted build, unless another publisher has taken over."""
-        if self._has_ended or os.getpid() != self._pid:  # a forked child must not remove its parent's objects
-            return
-        for output in self._outputs:
-            output.close()
-        self._end()
-
-    def _end(self) -> None:
+    def _clear_own(self) -> None:
         """Remove the objects of an uncommitted build, then the claim, if this publisher still holds it."""
+        self._is_ending.set()
         if self._renewal is not None:
-            self._renewal.stop()
+            self._renewal.join()
         try:
             self._check_claim()
             if self._stage == "clearing":  # the claim stays: it lists what is left
@@ -501,9 +500,6 @@ class ObjectBuild(_ObjectWriter, Build):
         except StateExchangeError as error:
             if self._stage != "unclaimed":
                 _log.warning("the claim or objects of %s stay until the next publication: %s", self.path, error)
-        finally:
-            self._has_ended = True
-            open_builds.discard((self._pid, self._nonce))
 
     def _remove_put(self) -> None:
         """Remove what this publisher and its members have put. A member that puts an object later removes it itself."""
@@ -511,31 +507,6 @@ class ObjectBuild(_ObjectWriter, Build):
         for name in sorted(present, key=lambda name: (name != self._manifest, name)):
             self._remove(name)
         self._objects.cancel_uploads(self._claim.names)  # those of members that were killed
-
-
-class _Renewal:
-    """A thread that renews a claim while the publisher waits for members."""
-
-    def __init__(self, build: ObjectBuild) -> None:
-        self._build = build
-        self._is_stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="statexchange renewal of a claim", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._is_stopped.wait(self._build.renew_s / 3):
-            try:
-                self._build.renew()
-            except TargetExistsError:  # the claim is lost: the next call of the publisher finds that out
-                return
-            except StateExchangeError as error:
-                _log.debug("the claim of %s was not renewed: %s", self._build.path, error)
-
-    def stop(self) -> None:
-        """End the thread; wait until it makes no request any more."""
-        self._is_stopped.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
 
 
 class ObjectMember(_ObjectWriter, Member):
@@ -563,31 +534,28 @@ class ObjectMember(_ObjectWriter, Member):
     ) -> WrittenFile:
         """Upload one file from begin to end, which needs its digests before: the tensors are read twice."""
         content = DigestedTensors.of(shards, metadata, progress)
-        version = self._uploaded(name, content.nbytes, content.header, content.write_to)
-        return WrittenFile(version, self.folder, content)
+        with self._new_file(name, content.nbytes, content.header) as output:
+            content.write_to(output.write)
+        return WrittenFile(self._versions[name], self.folder, content)
 
     def upload(self, name: str, parts: Iterable[Buffer], nbytes: int) -> str:
         """Upload a file of `nbytes` bytes from begin to end; return its version."""
-
-        def write_to(write_at: Callable[[Buffer, int], object]) -> None:
+        with self._new_file(name, nbytes, b"") as output:
             at = 0
             for part in parts:
-                write_at(part, at)
+                output.write(part, at)
                 at += memoryview(part).nbytes
+        return self._versions[name]
 
-        return self._uploaded(name, nbytes, b"", write_to)
-
-    def _uploaded(
-        self, name: str, nbytes: int, header: bytes, write_to: Callable[[Callable[[Buffer, int], object]], object]
-    ) -> str:
-        """Upload a file, of which `write_to` writes all after the header; return its version."""
+    @contextlib.contextmanager
+    def _new_file(self, name: str, nbytes: int, header: bytes) -> Iterator[ObjectFile]:
+        """Yield a file to be written after its header, which exists after the block."""
         output = ObjectFile(self, self._objects, name, nbytes, header)
         try:
-            write_to(output.write)
+            yield output
             output.finish()
         finally:
             output.close()
-        return self._versions[name]
 
     def link(self, name: str, source: str, identity: Sequence[str | int], progress: Callable[[], object]) -> str | None:
         """Have the store copy an object of this size and version; return the new version.

@@ -107,17 +107,11 @@ class Objects:
         except NotFoundError:
             return None
 
-    def create(self, name: str, data: bytes) -> None:
-        """Put a small object; raise TargetExistsError if the name exists."""
+    def put(self, name: str, data: bytes, *, overwrite: bool = False) -> None:
+        """Put a small object; raise TargetExistsError if the name exists, unless with `overwrite`."""
         audit("put", self.path_of(name))
         with conditional("put", f"{self.url}/{name}"):
-            self._system.pipe_file(f"{self._base}/{name}", data, mode="create")
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Put a small object, whether the name exists or not."""
-        audit("put", self.path_of(name))
-        with storage_errors("put", f"{self.url}/{name}"):
-            self._system.pipe_file(f"{self._base}/{name}", data, mode="overwrite")
+            self._system.pipe_file(f"{self._base}/{name}", data, mode="overwrite" if overwrite else "create")
 
     def open_new(self, name: str, nbytes: int) -> Any:
         """Begin to upload an object of `nbytes` bytes; closing it raises TargetExistsError if the name exists then."""
