@@ -33,7 +33,6 @@ from statexchange.errors import (
 )
 
 __all__ = [
-    "NAME_MAX",
     "UNSUPPORTED",
     "WINDOW_BYTES",
     "Buffer",
@@ -51,7 +50,6 @@ __all__ = [
     "directory",
     "fstat_of",
     "hidden_entries",
-    "hidden_prefix",
     "hidden_target",
     "libc",
     "list_names",
@@ -92,9 +90,8 @@ _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 # ESTALE: the directory was removed on the NFS server, and all names in it with it.
 _GONE = (errno.ENOENT, errno.ESTALE)
-NAME_MAX = 255  # bytes of a file's name
-# The longest ending of a hidden name; directory_build.py lists these names.
-_MAX_ENDING = len(f".{'0' * 32}.{'0' * 16}.partial")
+# Bytes that a target's name may have: hidden names, which directory_build.py lists, are longer, and may have 255.
+_MAX_NAME = 255 - len(f".{'0' * 32}.{'0' * 16}.partial") - 1
 _ENDING = r"(?:\.(?P<plan>[0-9a-f]{32}))?\.(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|partial|replaced|discarded)"
 _HIDDEN = re.compile(r"\.(.+?)" + _ENDING)
 _MAX_CHUNK = 1 << 30  # Linux moves at most 2 GiB in one call
@@ -105,33 +102,18 @@ def audit(call: str, path: str) -> None:
     sys.audit("statexchange.storage", call, path)
 
 
-def hidden_prefix(name: str) -> str:
-    """Return the beginning of hidden names beside a file or directory: a dot and its name.
-
-    A name too long for the endings of hidden names is cut and a digest of the whole name added.
-    """
-    encoded = os.fsencode(name)
-    max_bytes = NAME_MAX - 1 - _MAX_ENDING
-    if len(encoded) <= max_bytes:
-        return f".{name}"
-    import hashlib  # late, as it loads OpenSSL
-
-    end = "-" + hashlib.blake2b(encoded, digest_size=8).hexdigest()
-    return f".{encoded[: max_bytes - len(end)].decode('utf-8', 'ignore')}{end}"
-
-
 def hidden_entries(name: str, entries: Iterable[str]) -> dict[str, re.Match[str]]:
     """Return which of the entries of a directory are hidden names of the target `name`, with their parts.
 
     The parts are "plan", "nonce" and "kind"; directory_build.py lists them.
     """
-    pattern = re.compile(re.escape(hidden_prefix(name)) + _ENDING)
+    pattern = re.compile(re.escape(f".{name}") + _ENDING)
     matches = ((entry, pattern.fullmatch(entry)) for entry in entries)
     return {entry: match for entry, match in matches if match is not None}
 
 
 def hidden_target(hidden: str) -> str | None:
-    """Return the name of the target, maybe cut, that is part of a publisher's hidden name; None for any other name."""
+    """Return the name of the target that is part of a publisher's hidden name; None for any other name."""
     match = _HIDDEN.fullmatch(hidden)
     return match[1] if match is not None else None
 
@@ -145,11 +127,9 @@ def split_target(path: str) -> tuple[str, str]:
     if not name:
         raise InvalidArgumentError("not a path for a checkpoint: it has no name", path=path)
     nbytes = len(os.fsencode(name))
-    if nbytes > NAME_MAX:
-        raise InvalidArgumentError(
-            f"the target's name is too long: it has {nbytes} bytes, and a file system takes at most {NAME_MAX}",
-            path=path,
-        )
+    if nbytes > _MAX_NAME:
+        text = f"the target's name is too long: it has {nbytes} bytes, and may have {_MAX_NAME}"
+        raise InvalidArgumentError(text, path=path)
     return parent, name
 
 

@@ -1,7 +1,7 @@
 """Build a directory on a file system: under a hidden name beside the target, then renamed to the target's name.
 
 **Names.** All are in the target's parent directory. Each publisher draws a `nonce` of 64 random bits and writes only
-names with its nonce. Long target names are cut (`files.hidden_prefix`).
+names with its nonce.
 
 * ``.<name>.<nonce>.owner``: the owner record, a symbolic link whose target is JSON text: the process and host of the
   nonce. It is durable before anything else of that nonce is made and is removed last, so that every hidden directory
@@ -286,7 +286,7 @@ class DirectoryBuild(Build):
 
     def __init__(self, path: str, plan_digest: str, *, check: ReplaceCheck | None, reuse: bool, resume: bool) -> None:
         self._parent, self._name = files.split_target(path)
-        self._stem = files.hidden_prefix(self._name)
+        self._stem = f".{self._name}"
         files.make_path(self._parent, 0o777)
         self._parent_fd = files.open_directory(self._parent)
         super().__init__(path, new_nonce())
@@ -447,13 +447,11 @@ class DirectoryBuild(Build):
         """Remove a directory beside the target, which may be absent, with all that is in it."""
         path = os.path.join(self._parent, name)
         deadline = time.monotonic() + self._emptying_s
-        while files.stat_of(name, self._parent_fd, path) is not None:
-            with files.directory(name, self._parent_fd, path) as dir_fd:
-                for entry in files.list_names(dir_fd, path):
-                    files.remove_entry(entry, os.path.join(path, entry), dir_fd)
-            if files.remove_directory(name, self._parent_fd, path):
+        while True:
+            files.remove_entry(name, path, self._parent_fd)
+            if files.stat_of(name, self._parent_fd, path) is None:
                 return
-            if time.monotonic() > deadline and files.stat_of(name, self._parent_fd, path) is not None:
+            if time.monotonic() > deadline:
                 raise StorageError("cannot remove directory: it is not empty", errno=errno.ENOTEMPTY, path=path)
             time.sleep(0.05)
 
@@ -646,4 +644,4 @@ def _finished_metadata(name: str, store: Store) -> Any:
 
 def _receipt(name: str) -> str:
     """Return the name of the receipt beside a finished output file."""
-    return f"{files.hidden_prefix(name)}.finished"
+    return f".{files.digest(name.encode())}.finished"  # as short for the longest name

@@ -53,19 +53,16 @@ def _size_of_files(path: str) -> int:
 
 def check_directory(path: str, check: ReplaceCheck | None, nbytes: int) -> None:
     """Raise what a build of `nbytes` bytes at `path` would raise for the target, without changing anything."""
-    parent, name = files.split_target(path)
+    parent, _ = files.split_target(path)
     dir_fd, nearest = files.open_nearest(parent)
     try:
         leftovers: list[Leftover] = []
         if nearest == parent:
             leftovers = find_leftovers(path)
             refuse_others(leftovers, path)
-            has_target = files.stat_of(name, dir_fd, path) is not None
-            is_interrupted = any(leftover.is_interrupted for leftover in leftovers)
-            if check is None and (has_target or is_interrupted):
+            if check is None and any(leftover.is_interrupted for leftover in leftovers):
                 raise target_exists(path)
-            if has_target or not is_interrupted:
-                check_target(path, dir_fd, check)
+            check_target(path, dir_fd, check)
         files.check_writable(dir_fd, nearest)
         if not leftovers:  # a build would remove or reuse them: how much room there is then is not known
             files.check_room(dir_fd, nbytes, path)

@@ -218,14 +218,14 @@ class _ObjectWriter(ABC):
             self._remove(name)
             put()
         version = self._objects.version(name)
-        if version is None:
-            self._check_claim()  # another publisher may have removed it
-            raise removed_error(self._objects.path_of(name))
         try:
             self._check_claim()
-        except TargetExistsError:
-            self._remove_stray(name, version)
+        except TargetExistsError:  # its new owner may have removed the object already
+            if version is not None:
+                self._remove_stray(name, version)
             raise
+        if version is None:
+            raise removed_error(self._objects.path_of(name))
         with self._lock:
             self._versions[name] = version
 
