@@ -164,15 +164,6 @@ class Build(ABC):
     building_path: str
     finished: dict[str, Any]
 
-    def __init__(self, path: str, nonce: str) -> None:
-        self.path = path
-        self.finished = {}
-        self._nonce = nonce
-        self._outputs: list[OutputFile] = []
-        self._pid = os.getpid()
-        self._has_ended = False
-        open_builds.add((self._pid, nonce))
-
     @abstractmethod
     def create(self, name: str, nbytes: int, header: bytes) -> OutputFile:
         """Create an output file of `nbytes` bytes that begins with `header`. Thread-safe."""
@@ -209,25 +200,9 @@ class Build(ABC):
             TargetExistsError: another publisher was first.
         """
 
-    def abandon(self) -> None:
-        """Remove all files of an uncommitted build. A second call does nothing."""
-        if self._has_ended or os.getpid() != self._pid:  # a forked child must not remove its parent's files
-            return
-        for output in self._outputs:
-            output.close()
-        self._end()
-
-    def _end(self) -> None:
-        """End the build, committed or not."""
-        try:
-            self._clear_own()
-        finally:
-            self._has_ended = True
-            open_builds.discard((self._pid, self._nonce))
-
     @abstractmethod
-    def _clear_own(self) -> None:
-        """Remove what readers do not need; a failure is logged, and the next publisher to this target tries again."""
+    def abandon(self) -> None:
+        """Remove all files of an uncommitted build; a failure is logged. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self

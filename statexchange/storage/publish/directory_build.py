@@ -72,7 +72,7 @@ from statexchange.storage.atomic import (
     rename_entry,
     write_new,
 )
-from statexchange.storage.files import mount_of
+from statexchange.storage.files import mount_of, warn_of_options
 from statexchange.storage.location import MAX_MANIFEST_BYTES, open_path, parse_json
 from statexchange.storage.publish.build import (
     Build,
@@ -81,12 +81,13 @@ from statexchange.storage.publish.build import (
     ReplaceCheck,
     WrittenFile,
     busy_error,
+    open_builds,
     owner_state,
     removed_error,
     target_exists,
 )
 from statexchange.storage.rank_writer import write_tensor_file
-from statexchange.storage.store import LocalStore, Store, open_local
+from statexchange.storage.store import Store, open_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -138,33 +139,28 @@ class Leftover:
         return self.owner is not None and {"partial", "replaced"} <= self.directories.keys()
 
 
-def find_leftovers(path: str) -> list[Leftover]:
-    """Return what publishers have left under hidden names beside a target, by nonce."""
-    parent, name = files.split_target(path)
-    store, _ = open_local(parent)
+def find_leftovers(name: str, dir_fd: int, parent: str) -> list[Leftover]:
+    """Return what publishers have left under hidden names beside the target `name`, by nonce."""
     leftovers: dict[str, Leftover] = {}
-    try:
-        for entry, match in files.hidden_entries(name, store.listing).items():
-            leftover = leftovers.setdefault(match["nonce"], Leftover(match["nonce"]))
-            if match["kind"] == "owner":
-                leftover.record, leftover.owner = _read_record(entry, store)
-            else:
-                leftover.directories[match["kind"]] = entry
-                leftover.plan = match["plan"] or leftover.plan
-    finally:
-        store.close()
+    for entry, match in files.hidden_entries(name, files.list_names(dir_fd, parent)).items():
+        leftover = leftovers.setdefault(match["nonce"], Leftover(match["nonce"]))
+        if match["kind"] == "owner":
+            leftover.record = files.stat_of(entry, dir_fd, parent)
+            leftover.owner = _read_record(entry, parent)
+        else:
+            leftover.directories[match["kind"]] = entry
+            leftover.plan = match["plan"] or leftover.plan
     return list(leftovers.values())
 
 
-def _read_record(entry: str, parent: LocalStore) -> tuple[os.stat_result | None, Owner | None]:
-    path = parent.path_of(entry)
-    with parent.descriptor() as dir_fd:
-        attributes = files.stat_of(entry, dir_fd, path)
+def _read_record(name: str, parent: str) -> Owner | None:
+    """Return the process that an owner record names; None if the record is broken or gone."""
     try:
-        data = parent.link_target(entry) or parent.read_small(entry)
-        return attributes, Owner.from_json(parse_json(data, path, parent.budget))
+        with open_path(parent) as opened:
+            data = opened.store.link_target(name) or opened.store.read_small(name)
+            return Owner.from_json(parse_json(data, opened.store.path_of(name), opened.store.budget))
     except (StateExchangeError, ValueError):
-        return attributes, None
+        return None
 
 
 def conflict(path: str, action: str) -> TargetExistsError:
@@ -289,17 +285,23 @@ class DirectoryBuild(Build):
         self._stem = f".{self._name}"
         files.make_path(self._parent, 0o777)
         self._parent_fd = files.open_directory(self._parent)
-        super().__init__(path, new_nonce())
+        self.path = path
+        self.finished = {}
+        self._nonce = new_nonce()
         self._partial = f"{self._stem}.{plan_digest}.{self._nonce}.partial"
         self._replaced, self._discarded, self._record = (
             f"{self._stem}.{self._nonce}.{kind}" for kind in ("replaced", "discarded", "owner")
         )
         self.building_path = os.path.join(self._parent, self._partial)
         self._check = check
+        self._pid = os.getpid()
+        self._outputs: list[DirectoryFile] = []
         self._dir_fd = -1
         self._own_identity: tuple[int, int] | None = None
         self._old_identity: files.Identity | None = None
-        self._is_published = False
+        self._is_published = self._has_ended = False
+        open_builds.add((self._pid, self._nonce))
+        warn_of_options(self._parent)
         self._emptying_s = _EMPTYING_S if mount_of(self._parent).is_network else 0.0
         try:
             self._begin(plan_digest if reuse else None, resume=resume)
@@ -312,7 +314,7 @@ class DirectoryBuild(Build):
     def _begin(self, reused_plan: str | None, *, resume: bool) -> None:
         # Look for others before writing the record: two publishers that start together both pass, and the final rename
         # decides between them.
-        leftovers = find_leftovers(self.path)
+        leftovers = find_leftovers(self._name, self._parent_fd, self._parent)
         refuse_others(leftovers, self.path)
         if self._check is None and files.stat_of(self._name, self._parent_fd, self.path) is not None:
             raise target_exists(self.path)
@@ -325,11 +327,13 @@ class DirectoryBuild(Build):
 
     def _make_partial(self) -> None:
         """Make and open the directory under construction, unless a dead publisher's has been taken over."""
-        if self._own_identity is None:
+        is_taken_over = self._own_identity is not None
+        if not is_taken_over:
             files.make_directory(self._partial, self._parent_fd, self.building_path, 0o777)
         self._dir_fd = files.open_directory(self._partial, self._parent_fd, self.building_path)
         self._own_identity = identity_of(self._partial, self._parent_fd, self.building_path)
-        self._keep_finished()
+        if is_taken_over:
+            self._keep_finished()
 
     def _write_record(self) -> os.stat_result:
         """Make the owner record durably and return its attributes.
@@ -601,7 +605,15 @@ class DirectoryBuild(Build):
         with contextlib.suppress(TargetExistsError):
             self._rename(self._replaced, self._name)
 
-    def _clear_own(self) -> None:
+    def abandon(self) -> None:
+        """Remove an uncommitted build."""
+        if self._has_ended or os.getpid() != self._pid:  # a forked child must not remove its parent's files
+            return
+        for output in self._outputs:
+            output.close()
+        self._end()
+
+    def _end(self) -> None:
         """Remove all names of this nonce, the record last."""
         try:
             if self._dir_fd >= 0:
@@ -618,6 +630,8 @@ class DirectoryBuild(Build):
         except StateExchangeError as error:  # the checkpoint is published all the same
             _log.warning("hosts that have just listed the directory may see %s late: %s", self.path, error)
         finally:
+            self._has_ended = True
+            open_builds.discard((self._pid, self._nonce))
             os.close(self._parent_fd)
 
     def _discard_own(self) -> None:

@@ -31,13 +31,15 @@ def unfinished_builds(path: str) -> list[UnfinishedBuild]:
 
     Not collective. [] if the parent directory does not exist.
     """
+    parent, name = files.split_target(path)
     builds = []
     try:
-        leftovers = find_leftovers(path)
+        with files.directory(parent) as dir_fd:
+            leftovers = find_leftovers(name, dir_fd, parent)
     except NotFoundError:
         return []
     for leftover in leftovers:
-        paths = tuple(os.path.join(os.path.dirname(path), name) for name in leftover.directories.values())
+        paths = tuple(os.path.join(parent, hidden) for hidden in leftover.directories.values())
         is_removal = bool(paths) and "partial" not in leftover.directories
         nbytes = sum(map(_size_of_files, paths))
         builds.append(UnfinishedBuild(leftover.nonce, paths, is_removal, leftover.owner, leftover.state, nbytes))
@@ -53,12 +55,12 @@ def _size_of_files(path: str) -> int:
 
 def check_directory(path: str, check: ReplaceCheck | None, nbytes: int) -> None:
     """Raise what a build of `nbytes` bytes at `path` would raise for the target, without changing anything."""
-    parent, _ = files.split_target(path)
+    parent, name = files.split_target(path)
     dir_fd, nearest = files.open_nearest(parent)
     try:
         leftovers: list[Leftover] = []
         if nearest == parent:
-            leftovers = find_leftovers(path)
+            leftovers = find_leftovers(name, dir_fd, parent)
             refuse_others(leftovers, path)
             if check is None and any(leftover.is_interrupted for leftover in leftovers):
                 raise target_exists(path)

@@ -51,6 +51,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -69,6 +70,7 @@ from statexchange.storage.publish.build import (
     UnfinishedBuild,
     WrittenFile,
     busy_error,
+    open_builds,
     owner_state,
     removed_error,
     target_exists,
@@ -332,12 +334,16 @@ class ObjectBuild(_ObjectWriter, Build):
         waits: bool = True,
     ) -> None:
         self._claim = Claim.new(new_nonce(), plan_digest, names)
-        _ObjectWriter.__init__(self, Objects(url), names[-1], self._claim.nonce)
-        Build.__init__(self, self._objects.path, self._claim.nonce)
-        self.building_path = self.path
+        super().__init__(Objects(url), names[-1], self._claim.nonce)
+        self.path = self.building_path = self._objects.path
+        self.finished = {}
+        self._pid = os.getpid()
+        self._outputs: list[ObjectFile] = []
+        self._has_ended = False
         self._renewal: threading.Thread | None = None
         self._is_ending = threading.Event()
         self._stage: _Stage = "unclaimed"
+        open_builds.add((self._pid, self._nonce))
         try:
             inherited = self._take_claim(resume=resume, waits=waits)
             self._stage = "claimed"
@@ -482,7 +488,15 @@ class ObjectBuild(_ObjectWriter, Build):
         self._stage = "claimed"  # so that only the claim is removed, and last
         self._end()
 
-    def _clear_own(self) -> None:
+    def abandon(self) -> None:
+        """Remove all objects of an uncommitted build, unless another publisher has taken over."""
+        if self._has_ended or os.getpid() != self._pid:  # a forked child must not remove its parent's objects
+            return
+        for output in self._outputs:
+            output.close()
+        self._end()
+
+    def _end(self) -> None:
         """Remove the objects of an uncommitted build, then the claim, if this publisher still holds it."""
         self._is_ending.set()
         if self._renewal is not None:
@@ -500,6 +514,9 @@ class ObjectBuild(_ObjectWriter, Build):
         except StateExchangeError as error:
             if self._stage != "unclaimed":
                 _log.warning("the claim or objects of %s stay until the next publication: %s", self.path, error)
+        finally:
+            self._has_ended = True
+            open_builds.discard((self._pid, self._nonce))
 
     def _remove_put(self) -> None:
         """Remove what this publisher and its members have put. A member that puts an object later removes it itself."""
