@@ -47,6 +47,7 @@ from statexchange.storage.files import (
     mount_of,
     pwrite_all,
     remove_file,
+    stat_identity,
     stat_of,
     sync_directory,
     sync_file,
@@ -262,7 +263,7 @@ def link_same(source: str, identity: Sequence[object], name: str, dir_fd: int, p
             raise StorageError.of(error, "link", path=source) from error
     linked = stat_of(name, dir_fd, path)
     # After the link: before it, another file could get the name of the one that was looked at.
-    if linked is not None and [linked.st_dev, linked.st_ino, linked.st_size, linked.st_mtime_ns] == list(identity):
+    if linked is not None and stat_identity(linked) == tuple(identity):
         return True
     if code:
         raise TargetExistsError("a file of this name exists", path=path)

@@ -405,12 +405,6 @@ def open_for_writing(path: str, link: str = "", identity: Sequence[int] = ()) ->
     try:
         fd = os.open(link or path, os.O_RDWR | (0 if link else _NOFOLLOW) | _CLOEXEC | _BINARY)
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise StorageError(
-                "too many open files: raise the limit (ulimit -n), or make fewer files (max_shard_size)",
-                errno=error.errno,
-                path=path,
-            ) from error
         raise StorageError.of(error, "open for writing", path=path) from error
     # The number of a descriptor that was closed is soon that of another file, which must not be written.
     if link and (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != tuple(identity):

@@ -27,7 +27,6 @@ import contextlib
 import copy
 import errno
 import io
-import logging
 import os
 import re
 import stat
@@ -95,7 +94,6 @@ __all__ = [
 ]
 
 EntryKind = Literal["file", "directory", "other"]
-_log = logging.getLogger(__name__)
 _STEPS_PER_BYTE, _RESERVED_STEPS = 8, 1 << 16  # a real file needs less than 2 steps a byte
 _CHARACTERS_PER_STEP = 16
 _MEMORY_PER_BYTE, _RESERVED_MEMORY = 16, 32 << 20  # a real header takes up to 14 bytes of memory a byte
@@ -310,7 +308,6 @@ class Store(ABC):
         """Raise UnsafeError unless `name` is that of a file in this directory, and no path."""
         if name in ("", ".", "..") or "/" in name or os.sep in name:
             raise UnsafeError(f"refused: {excerpt(name)} is not the name of a file in this directory", path=self.path)
-        _log.debug("opening %s in %s", name, self.path)
 
     @abstractmethod
     def below(self, name: str, *, private: bool = False) -> Store:
@@ -802,24 +799,22 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
     if name == "..":  # the parent of a link's target: only the kernel can resolve it
         parent, name = path, ""
     warn_of_options(path)
-    descriptors = _Descriptors()
+    audit("open directory", path)
+    if not name:
+        return LocalStore(path, open_directory(path), _Descriptors()), None
+    parent_fd = -1
     try:
-        audit("open directory", path)
-        if not name:
-            return LocalStore(path, open_directory(path), descriptors), None
         parent_fd = open_parent(parent)
-        descriptors.hold(parent_fd, path)
         # The name is looked up and opened relative to one descriptor, so both concern the same parent directory.
         attributes = stat_of(name, parent_fd, path, follow=True)
         if attributes is not None and stat.S_ISREG(attributes.st_mode):
-            return LocalStore(parent, os.dup(parent_fd), descriptors), name
+            return LocalStore(parent, os.dup(parent_fd), _Descriptors()), name
         if attributes is not None and not stat.S_ISDIR(attributes.st_mode):
             raise UnsafeError("refused: not a regular file", path=path)
         shown = path
         if attributes is None:
             target = _link_target(name, parent_fd)
             if target is not None:  # what it leads to is absent, or is being replaced
-                descriptors.close()
                 return _open_target(path, os.path.join(parent, target))
             hidden_name = replacement_of(name, parent_fd)
             if hidden_name is None:
@@ -829,14 +824,16 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
             fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent_fd)
         except FileNotFoundError:  # it existed a moment ago
             raise _BeingReplacedError from None
-        return LocalStore(shown, fd, descriptors), None
-    except BaseException as error:
-        descriptors.close()
-        if isinstance(error, StateExchangeError) or not isinstance(error, OSError):
-            raise
+        return LocalStore(shown, fd, _Descriptors()), None
+    except StateExchangeError:
+        raise
+    except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise NotFoundError("no such path", path=path) from None
         raise read_error(error, "open", path) from error
+    finally:
+        if parent_fd >= 0:
+            os.close(parent_fd)
 
 
 def _link_target(name: str, dir_fd: int) -> str | None:
