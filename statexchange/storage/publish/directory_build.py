@@ -614,6 +614,19 @@ class DirectoryBuild(Build):
         self._end()
 
     def _end(self) -> None:
+        """Remove all names of this nonce."""
+        try:
+            self._clear_own()
+            if self._is_published:  # other hosts must see neither the old names nor those just removed
+                invalidate_listings(self._parent_fd, path=self._parent)
+        except StateExchangeError as error:  # the checkpoint is published all the same
+            _log.warning("hosts that have just listed the directory may see %s late: %s", self.path, error)
+        finally:
+            self._has_ended = True
+            open_builds.discard((self._pid, self._nonce))
+            os.close(self._parent_fd)
+
+    def _clear_own(self) -> None:
         """Remove all names of this nonce, the record last."""
         try:
             if self._dir_fd >= 0:
@@ -624,15 +637,6 @@ class DirectoryBuild(Build):
             self._remove_record(self._nonce)
         except StateExchangeError as error:
             _log.warning("hidden names beside %s stay until the next publication: %s", self.path, error)
-        try:
-            if self._is_published:  # other hosts must see neither the old names nor those just removed
-                invalidate_listings(self._parent_fd, path=self._parent)
-        except StateExchangeError as error:  # the checkpoint is published all the same
-            _log.warning("hosts that have just listed the directory may see %s late: %s", self.path, error)
-        finally:
-            self._has_ended = True
-            open_builds.discard((self._pid, self._nonce))
-            os.close(self._parent_fd)
 
     def _discard_own(self) -> None:
         """Remove the directories of this nonce. One that this build neither made nor checked stays."""
