@@ -349,6 +349,8 @@ def remedy(number: int | None) -> str:
         return "; free space there (df -h, df -i), or choose another disk"
     if number == errno.EDQUOT:
         return "; free space within your quota there, or choose another disk"
+    if number in (errno.EMFILE, errno.ENFILE):
+        return "; raise the limit (ulimit -n), or write fewer files (max_shard_size)"
     return ""
 
 

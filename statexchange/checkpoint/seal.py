@@ -107,7 +107,7 @@ def seal_checkpoint(
         if MANIFEST in opened.store.listing and not overwrite:
             text = f"it has a {MANIFEST} already; overwrite=True (--overwrite) replaces it"
             raise TargetExistsError(text, path=opened.store.path)
-        target = AddedFile(opened.store, folder, MANIFEST)
+        target = AddedFile(opened.store, MANIFEST)
         sealing = _Sealing(opened, on_progress)
         if not dry_run:
             manifest = sealing.manifest()

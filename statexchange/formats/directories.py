@@ -38,7 +38,7 @@ from statexchange.formats.source import (
     merged_metadata,
 )
 from statexchange.sharding.paths import Path
-from statexchange.storage.location import FilteredStore, OpenedPath
+from statexchange.storage.location import OpenedPath
 from statexchange.storage.publish.claim import CLAIM_NAME
 from statexchange.storage.steps import list_steps, step_name
 from statexchange.storage.store import Store
@@ -217,7 +217,7 @@ class _Directory:
             if ".metadata" not in store.listing and any(name.endswith(TORCH) for name in store.files):
                 reader = "torch_file"
         elif row.has("of"):
-            store = FilteredStore(store, frozenset(part.names).__contains__)
+            store = store.only(frozenset(part.names).__contains__)
         elif reader != "dcp":
             file = name
         read_part: Callable[..., Source] = import_module(f"statexchange.formats.{reader}").read

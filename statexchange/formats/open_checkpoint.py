@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from statexchange.errors import (
@@ -32,6 +32,12 @@ if TYPE_CHECKING:
 __all__ = ["OpenCheckpoint", "StoredTensor"]
 
 
+def _refuse_copy(opened: object) -> NoReturn:  # noqa: ARG001 (it becomes a method)
+    """Refuse to pickle or copy what reads from open files."""
+    text = "an open checkpoint belongs to its process, and is not copied: open it again by its path"
+    raise UnsupportedError(text)
+
+
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of a checkpoint on disk. Its bytes are read on demand.
@@ -44,6 +50,8 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
     _stored_boxes: Callable[[], Mapping[Box, ByteRange]]  # raises why the tensor cannot be read
+
+    __reduce__ = _refuse_copy
 
     @property
     def nbytes(self) -> int:
@@ -181,19 +189,6 @@ def _stored_boxes(source: Source, name: str, files: Sequence[ShardFile]) -> Mapp
     return boxes
 
 
-class _FoundBoxes:
-    """The result of `_stored_boxes`, found when a tensor is first read. A checkpoint can be pickled with it."""
-
-    def __init__(self, source: Source, name: str, files: Sequence[ShardFile]) -> None:
-        self._arguments = source, name, files
-        self._boxes: Mapping[Box, ByteRange] | None = None
-
-    def __call__(self) -> Mapping[Box, ByteRange]:
-        if self._boxes is None:
-            self._boxes = _stored_boxes(*self._arguments)
-        return self._boxes
-
-
 def _refuse(error: UnsupportedError) -> NoReturn:
     raise error
 
@@ -206,6 +201,8 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
     last reference is dropped.
     """
 
+    __reduce__ = _refuse_copy
+
     def __init__(self, source: Source) -> None:
         self.path = source.path
         self._source = source
@@ -216,7 +213,8 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
             files.setdefault(shard.name, []).append(shard_file)
             stored = self._tensors.get(shard.name)
             if stored is None:
-                boxes = _FoundBoxes(source, shard.name, files[shard.name])
+                # Found when a tensor is first read
+                boxes = cache(partial(_stored_boxes, source, shard.name, files[shard.name]))
                 self._tensors[shard.name] = StoredTensor(shard.name, shard.dtype, shard.global_shape, boxes)
             elif (stored.dtype, stored.shape) != (shard.dtype, shard.global_shape):
                 raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=shard_file.path)

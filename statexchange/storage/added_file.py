@@ -23,7 +23,6 @@ class AddedFile:
 
     Args:
         store: the directory.
-        url: its URL; unused for a local directory.
         name: the file's name.
 
     Raises:
@@ -31,7 +30,7 @@ class AddedFile:
         UnsupportedError: a URL that cannot be written.
     """
 
-    def __init__(self, store: Store, url: str, name: str) -> None:
+    def __init__(self, store: Store, name: str) -> None:
         self._store, self._name = store, name
         self._objects: Objects | None = None
         if isinstance(store, LocalStore):
@@ -40,7 +39,7 @@ class AddedFile:
         else:
             from statexchange.storage.publish.objects import Objects  # imports fsspec, which local paths do not need
 
-            self._objects = Objects(url)
+            self._objects = Objects(store.address)
 
     def publish(self, data: bytes, *, overwrite: bool) -> None:
         """Write the file durably; remove temporary files that killed processes have left.
@@ -51,7 +50,7 @@ class AddedFile:
             StorageError: the write failed; nothing is left of it.
         """
         if self._objects is not None:
-            (self._objects.replace if overwrite else self._objects.create)(self._name, data)
+            self._objects.put(self._name, data, overwrite=overwrite)
             return
         assert isinstance(self._store, LocalStore)
         if not self._store.is_current():

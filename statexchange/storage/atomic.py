@@ -11,8 +11,8 @@ A failure in steps 1 to 3 removes the temporary file; a killed writer leaves it.
 can remove it once the owner is dead (`is_abandoned`). If the sync in step 4 fails, the name is removed again.
 With `overwrite` step 3 is a rename, which replaces a file of this name in one step, and the name always stays.
 
-**New directory** (`rename_new`). The directory is built under a hidden name and renamed. A rename onto a directory that
-is not empty fails, so this is exclusive too.
+**New directory** (`rename_entry`). The directory is built under a hidden name and renamed. A rename onto a directory
+that is not empty fails, so this is exclusive too.
 
 **Replaced directory.** Where the file system can exchange two names (`exchange_names`), this is one step. Elsewhere, as
 on NFS, it takes two: the old directory is renamed to ``.<name>.<nonce>.replaced``, then the new one,
@@ -47,6 +47,7 @@ from statexchange.storage.files import (
     mount_of,
     pwrite_all,
     remove_file,
+    stat_identity,
     stat_of,
     sync_directory,
     sync_file,
@@ -64,7 +65,7 @@ __all__ = [
     "new_file",
     "new_nonce",
     "remove_abandoned",
-    "rename_new",
+    "rename_entry",
     "write_new",
 ]
 
@@ -151,7 +152,7 @@ def new_file(
             file.finish()
             sync_file(fd, path)
         if overwrite:
-            _replace(temporary, name, dir_fd, path)
+            rename_entry(temporary, name, dir_fd=dir_fd, path=path, overwrite=True)
         else:
             _link(temporary, name, dir_fd, path)
     except BaseException:
@@ -219,7 +220,7 @@ def _link(temporary: str, name: str, dir_fd: int, path: str) -> None:
         os.link(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
     except OSError as error:
         if error.errno in NO_LINKS:
-            rename_new(temporary, name, dir_fd=dir_fd, path=path)
+            rename_entry(temporary, name, dir_fd=dir_fd, path=path)
             return
         # A retransmitted NFS request may report failure although the link was made.
         identity = identity_of(temporary, dir_fd, path)
@@ -262,22 +263,12 @@ def link_same(source: str, identity: Sequence[object], name: str, dir_fd: int, p
             raise StorageError.of(error, "link", path=source) from error
     linked = stat_of(name, dir_fd, path)
     # After the link: before it, another file could get the name of the one that was looked at.
-    if linked is not None and [linked.st_dev, linked.st_ino, linked.st_size, linked.st_mtime_ns] == list(identity):
+    if linked is not None and stat_identity(linked) == tuple(identity):
         return True
     if code:
         raise TargetExistsError("a file of this name exists", path=path)
     remove_file(name, path, dir_fd)
     return False
-
-
-def _replace(temporary: str, name: str, dir_fd: int, path: str) -> None:
-    """Rename a complete file to its name, over a file that has it."""
-    audit("rename", path)
-    identity = identity_of(temporary, dir_fd, path)
-    code = _rename(temporary, name, dir_fd)
-    # A retransmitted NFS request may report failure although the rename was done.
-    if code and (identity is None or identity_of(name, dir_fd, path) != identity):
-        raise StorageError(f"cannot rename into place: {os.strerror(code)}", errno=code, path=path)
 
 
 def identity_of(name: str, dir_fd: int, path: str) -> tuple[int, int] | None:
@@ -286,8 +277,8 @@ def identity_of(name: str, dir_fd: int, path: str) -> tuple[int, int] | None:
     return None if attributes is None else (attributes.st_dev, attributes.st_ino)
 
 
-def rename_new(source: str, target: str, *, dir_fd: int, path: str) -> None:
-    """Rename within one directory to a name that must not exist.
+def rename_entry(source: str, target: str, *, dir_fd: int, path: str, overwrite: bool = False) -> None:
+    """Rename within one directory to a name that must not exist, unless with `overwrite`.
 
     Uses renameat2(RENAME_NOREPLACE), else a lookup and a plain rename, which for a directory is exclusive as well: it
     fails if the target is not empty.
@@ -297,6 +288,7 @@ def rename_new(source: str, target: str, *, dir_fd: int, path: str) -> None:
         target: the new name.
         dir_fd: descriptor of the directory.
         path: full path of the target, for messages.
+        overwrite: replace a file that has the name.
 
     Raises:
         TargetExistsError: the new name exists.
@@ -304,10 +296,11 @@ def rename_new(source: str, target: str, *, dir_fd: int, path: str) -> None:
     """
     audit("rename", path)
     identity = identity_of(source, dir_fd, path)
-    code = _renameat2(source, target, _RENAME_NOREPLACE, dir_fd)
-    if code in UNSUPPORTED:
-        is_taken = identity_of(target, dir_fd, path) is not None
-        code = errno.EEXIST if is_taken else _rename(source, target, dir_fd)
+    code = 0 if overwrite else _renameat2(source, target, _RENAME_NOREPLACE, dir_fd)
+    if code in UNSUPPORTED and identity_of(target, dir_fd, path) is not None:
+        code = errno.EEXIST
+    elif overwrite or code in UNSUPPORTED:
+        code = _rename(source, target, dir_fd)
     # A retransmitted NFS request may report failure although the rename was done.
     if code and identity is not None and identity_of(target, dir_fd, path) == identity:
         return

@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import io
 import logging
 import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -34,7 +33,6 @@ from statexchange.errors import (
 )
 
 __all__ = [
-    "NAME_MAX",
     "UNSUPPORTED",
     "WINDOW_BYTES",
     "Buffer",
@@ -51,7 +49,7 @@ __all__ = [
     "digest",
     "directory",
     "fstat_of",
-    "hidden_prefix",
+    "hidden_entries",
     "hidden_target",
     "libc",
     "list_names",
@@ -66,7 +64,6 @@ __all__ = [
     "pread_into",
     "pwrite_all",
     "read_error",
-    "read_small",
     "remove_directory",
     "remove_entry",
     "remove_file",
@@ -93,10 +90,10 @@ _NONBLOCK = getattr(os, "O_NONBLOCK", 0)
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 # ESTALE: the directory was removed on the NFS server, and all names in it with it.
 _GONE = (errno.ENOENT, errno.ESTALE)
-NAME_MAX = 255  # bytes of a file's name
-# The longest ending of a hidden name; directory_build.py lists these names.
-_MAX_ENDING = len(f".{'0' * 32}.{'0' * 16}.partial")
-_HIDDEN = re.compile(r"\.(.+?)(?:\.[0-9a-f]{32})?\.[0-9a-f]{16}\.(?:partial|owner|replaced|discarded)")
+# Bytes that a target's name may have: hidden names, which directory_build.py lists, are longer, and may have 255.
+_MAX_NAME = 255 - len(f".{'0' * 32}.{'0' * 16}.partial") - 1
+_ENDING = r"(?:\.(?P<plan>[0-9a-f]{32}))?\.(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|partial|replaced|discarded)"
+_HIDDEN = re.compile(r"\.(.+?)" + _ENDING)
 _MAX_CHUNK = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
@@ -105,23 +102,18 @@ def audit(call: str, path: str) -> None:
     sys.audit("statexchange.storage", call, path)
 
 
-def hidden_prefix(name: str) -> str:
-    """Return the beginning of hidden names beside a file or directory: a dot and its name.
+def hidden_entries(name: str, entries: Iterable[str]) -> dict[str, re.Match[str]]:
+    """Return which of the entries of a directory are hidden names of the target `name`, with their parts.
 
-    A name too long for the endings of hidden names is cut and a digest of the whole name added.
+    The parts are "plan", "nonce" and "kind"; directory_build.py lists them.
     """
-    encoded = os.fsencode(name)
-    max_bytes = NAME_MAX - 1 - _MAX_ENDING
-    if len(encoded) <= max_bytes:
-        return f".{name}"
-    import hashlib  # late, as it loads OpenSSL
-
-    end = "-" + hashlib.blake2b(encoded, digest_size=8).hexdigest()
-    return f".{encoded[: max_bytes - len(end)].decode('utf-8', 'ignore')}{end}"
+    pattern = re.compile(re.escape(f".{name}") + _ENDING)
+    matches = ((entry, pattern.fullmatch(entry)) for entry in entries)
+    return {entry: match for entry, match in matches if match is not None}
 
 
 def hidden_target(hidden: str) -> str | None:
-    """Return the name of the target, maybe cut, that is part of a publisher's hidden name; None for any other name."""
+    """Return the name of the target that is part of a publisher's hidden name; None for any other name."""
     match = _HIDDEN.fullmatch(hidden)
     return match[1] if match is not None else None
 
@@ -135,11 +127,9 @@ def split_target(path: str) -> tuple[str, str]:
     if not name:
         raise InvalidArgumentError("not a path for a checkpoint: it has no name", path=path)
     nbytes = len(os.fsencode(name))
-    if nbytes > NAME_MAX:
-        raise InvalidArgumentError(
-            f"the target's name is too long: it has {nbytes} bytes, and a file system takes at most {NAME_MAX}",
-            path=path,
-        )
+    if nbytes > _MAX_NAME:
+        text = f"the target's name is too long: it has {nbytes} bytes, and may have {_MAX_NAME}"
+        raise InvalidArgumentError(text, path=path)
     return parent, name
 
 
@@ -415,12 +405,6 @@ def open_for_writing(path: str, link: str = "", identity: Sequence[int] = ()) ->
     try:
         fd = os.open(link or path, os.O_RDWR | (0 if link else _NOFOLLOW) | _CLOEXEC | _BINARY)
     except OSError as error:
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            raise StorageError(
-                "too many open files: raise the limit (ulimit -n), or make fewer files (max_shard_size)",
-                errno=error.errno,
-                path=path,
-            ) from error
         raise StorageError.of(error, "open for writing", path=path) from error
     # The number of a descriptor that was closed is soon that of another file, which must not be written.
     if link and (os.fstat(fd).st_dev, os.fstat(fd).st_ino) != tuple(identity):
@@ -536,21 +520,6 @@ def digest(*parts: Buffer) -> str:
     return str(hasher.hexdigest())
 
 
-def read_small(name: str, dir_fd: int, path: str, limit: int = 64 << 20) -> bytes:
-    """Return all bytes of a file in an open directory; raise CorruptError if it has more than `limit`."""
-    fd = open_file(name, dir_fd, path)
-    try:
-        size = fstat_of(fd, path).st_size
-        check_size(size, limit, path)
-        # A BytesIO gives its bytes away without a second copy in memory.
-        data = io.BytesIO(bytes(size))
-        with data.getbuffer() as buffer:
-            pread_into(fd, buffer, 0, path)
-        return data.getvalue()
-    finally:
-        os.close(fd)
-
-
 # Disk space
 
 
@@ -624,7 +593,6 @@ _NETWORK = frozenset(
         "fuse.ceph",
     }
 )
-_KERNEL = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs", "devpts"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -644,12 +612,6 @@ class Mount:
     def is_network(self) -> bool:
         """Whether other hosts may change files here, and this host may see them late because of its caches."""
         return self.kind in _NETWORK
-
-    def check_takes_files(self, path: str) -> None:
-        """Raise StorageError if this is a kernel interface such as /proc, in which no files can be made."""
-        if self.kind in _KERNEL:
-            text = f"cannot make files here: {self.kind} is an interface of the kernel"
-            raise StorageError(text, errno=errno.ENOENT, path=path)
 
 
 def _mounts() -> tuple[Mount, ...]:

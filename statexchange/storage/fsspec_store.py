@@ -45,6 +45,7 @@ __all__ = [
     "is_missing_bucket",
     "open_url",
     "storage_errors",
+    "tags_of_info",
     "version_of_info",
 ]
 
@@ -74,9 +75,6 @@ class ReadAhead:
         self._window_bytes = memory_bytes // _NUM_WINDOWS
         self._lock = threading.Lock()
         self._windows: list[_Window] = []  # the one that was used last comes last
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReadAhead, (self._fetch, self._size, self._window_bytes * _NUM_WINDOWS)  # without what is kept
 
     def read(self, begin: int, end: int) -> list[memoryview]:
         """Return the bytes from `begin` to `end`, which is not beyond the file, in one or two pieces."""
@@ -201,11 +199,15 @@ def _check_regular(path: str, url: str) -> None:
         raise UnsafeError("refused: not a regular file", path=url)
 
 
+def tags_of_info(info: Mapping[str, Any]) -> str:
+    """Return what tags a version of an object in its store's info; "" without."""
+    return " ".join(str(info[key]) for key in _TAGS if info.get(key) is not None)
+
+
 def version_of_info(info: Mapping[str, Any]) -> str | None:
-    """Return the version in a store's info about an object; None if it has none."""
-    tags = [str(info[key]) for key in _TAGS if info.get(key) is not None]
-    versions = tags or [str(info[key]) for key in _TIMES if info.get(key) is not None]
-    return " ".join(versions) if versions else None
+    """Return the version in a store's info about an object, its tags or else its times; None if it has none."""
+    times = (str(info[key]) for key in _TIMES if info.get(key) is not None)
+    return tags_of_info(info) or " ".join(times) or None
 
 
 def _time_of_info(info: Mapping[str, Any]) -> float | None:
@@ -342,7 +344,7 @@ class FsspecStore(Store):
     def _pinned(self, name: str) -> FsspecFile:
         info = self._infos.get(name)
         url = f"{self._url}/{name}"
-        if info is None or not any(info.get(key) is not None for key in _TAGS):
+        if info is None or not tags_of_info(info):
             # A listing may format a time differently than the info of a single object does.
             with storage_errors("look up", url):
                 info = self._system.info(f"{self._path}/{name}")

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from statexchange import values
@@ -30,7 +29,6 @@ from statexchange.errors import (
 from statexchange.storage.files import check_size, digest
 from statexchange.storage.store import (
     Budget,
-    EntryKind,
     LocalStore,
     Store,
     StoredFile,
@@ -49,7 +47,6 @@ __all__ = [
     "MAX_PARSED_BYTES",
     "STALE_S",
     "Attempts",
-    "FilteredStore",
     "OpenedPath",
     "check_parsed_size",
     "decode_stored",
@@ -276,50 +273,6 @@ def read_with_retry(path: str, read: Callable[[OpenedPath], T]) -> T:
         except BaseException as error:
             if not attempts.goes_on(opened, error):
                 raise
-
-
-class FilteredStore(Store):
-    """A view of a store that lists only some of its names. The view does not close the store."""
-
-    def __init__(self, store: Store, is_listed: Callable[[str], bool]) -> None:
-        self.path = store.path
-        self.is_remote = store.is_remote
-        self.budget = store.budget
-        self._store = store
-        self._is_listed = is_listed
-
-    @property
-    def address(self) -> str:
-        """That of the store."""
-        return self._store.address
-
-    @cached_property
-    def listing(self) -> Mapping[str, EntryKind]:
-        """The kind of each entry that is listed."""
-        return {name: kind for name, kind in self._store.listing.items() if self._is_listed(name)}
-
-    def open(self, name: str) -> StoredFile:
-        """Open and pin a file, whether it is listed or not."""
-        return self._store.open(name)
-
-    def link_target(self, name: str) -> str | None:
-        """Return the path that a symbolic link holds; None for anything else."""
-        return self._store.link_target(name)
-
-    def below(self, name: str, *, private: bool = False) -> Store:
-        """Open the subdirectory `name`; it is closed with the store."""
-        return self._store.below(name, private=private)
-
-    def is_current(self) -> bool:
-        """Whether the path still leads to this directory."""
-        return self._store.is_current()
-
-    def check_opened(self) -> None:
-        """Raise ReplacedError if another file has the name of one that was opened."""
-        self._store.check_opened()
-
-    def close(self) -> None:
-        """Do nothing: the store is closed by its owner."""
 
 
 # JSON

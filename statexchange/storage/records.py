@@ -43,9 +43,16 @@ class Records(ABC):
     def __init__(self, path: str) -> None:
         self.path = path
 
-    @abstractmethod
-    def make(self) -> None:
+    # A store has no directories, and no object that is half written.
+
+    def make(self) -> None:  # noqa: B027
         """Make the directory and its parents."""
+
+    def clear(self) -> None:  # noqa: B027
+        """Remove what killed writers have left under temporary names."""
+
+    def end(self) -> None:  # noqa: B027
+        """Remove the directory, which has no file; it may be absent."""
 
     @abstractmethod
     def create(self, name: str, data: bytes = b"") -> None:
@@ -79,14 +86,6 @@ class Records(ABC):
 
         The directory is written to.
         """
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Remove what killed writers have left under temporary names."""
-
-    @abstractmethod
-    def end(self) -> None:
-        """Remove the directory, which has no file; it may be absent."""
 
 
 def records_at(path: str) -> Records:
@@ -146,14 +145,11 @@ class _ObjectRecords(Records):
         super().__init__(path)
         self._objects = Objects(path)
 
-    def make(self) -> None:
-        """Do nothing: a store has no directories."""
-
     def create(self, name: str, data: bytes = b"") -> None:
-        self._objects.create(name, data)
+        self._objects.put(name, data)
 
     def replace(self, name: str, data: bytes) -> None:
-        self._objects.replace(name, data)
+        self._objects.put(name, data, overwrite=True)
 
     def remove(self, name: str) -> None:
         version = self._objects.version(name)
@@ -171,9 +167,3 @@ class _ObjectRecords(Records):
         except OSError:
             return time.time()
         return self.modified(_CLOCK) or time.time()
-
-    def clear(self) -> None:
-        """Do nothing: an object appears whole."""
-
-    def end(self) -> None:
-        """Do nothing: a store has no directories."""

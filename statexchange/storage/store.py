@@ -15,19 +15,18 @@ take a number of steps for each of its bytes. What it takes beyond them comes fr
 reserve, for itself, its subdirectories and all files in them: many small files get no more of it than one. A refused
 file does not use it up.
 
-A local file is pinned by its identity, not by its descriptor. Over a limit the least recently used descriptor is
-closed; the next use opens the file again by name in the pinned directory and compares the identity. So a checkpoint of
-any number of files can be read, and a file that was replaced in between raises ReplacedError. A subdirectory is opened
-anew for each use, and its identity is compared, too.
+A local file is pinned by its identity, not by its descriptor. The first files of an opened path keep their descriptors.
+Others are opened for each use by name in the pinned directory, and their identity is compared. So a checkpoint of any
+number of files can be read, and a file that was replaced in between raises ReplacedError. A subdirectory is opened anew
+for each use, and its identity is compared, too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import io
-import itertools
-import logging
 import os
 import re
 import stat
@@ -36,9 +35,9 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from urllib.parse import unquote
 
 try:
@@ -64,7 +63,7 @@ from statexchange.storage.files import (
     check_size,
     directory,
     fstat_of,
-    hidden_prefix,
+    hidden_entries,
     mount_of,
     open_directory,
     open_file,
@@ -75,6 +74,9 @@ from statexchange.storage.files import (
     stat_of,
     warn_of_options,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "Budget",
@@ -92,7 +94,6 @@ __all__ = [
 ]
 
 EntryKind = Literal["file", "directory", "other"]
-_log = logging.getLogger(__name__)
 _STEPS_PER_BYTE, _RESERVED_STEPS = 8, 1 << 16  # a real file needs less than 2 steps a byte
 _CHARACTERS_PER_STEP = 16
 _MEMORY_PER_BYTE, _RESERVED_MEMORY = 16, 32 << 20  # a real header takes up to 14 bytes of memory a byte
@@ -307,7 +308,6 @@ class Store(ABC):
         """Raise UnsafeError unless `name` is that of a file in this directory, and no path."""
         if name in ("", ".", "..") or "/" in name or os.sep in name:
             raise UnsafeError(f"refused: {excerpt(name)} is not the name of a file in this directory", path=self.path)
-        _log.debug("opening %s in %s", name, self.path)
 
     @abstractmethod
     def below(self, name: str, *, private: bool = False) -> Store:
@@ -331,6 +331,17 @@ class Store(ABC):
         """
         for other in self.adopted:
             other.close()
+
+    def only(self, is_listed: Callable[[str], bool]) -> Self:
+        """Return this directory with a listing of some of its names; `open` opens the others, too.
+
+        The two are one opened path: what closes one of them closes the other.
+        """
+        view = copy.copy(self)
+        view.budget = self.budget
+        listing = {name: kind for name, kind in self.listing.items() if is_listed(name)}
+        vars(view)["listing"] = listing  # as if the view had listed the directory
+        return view
 
     def link_target(self, name: str) -> str | None:  # noqa: ARG002 (only a local store has links)
         """Return the path that a symbolic link holds; None for anything else."""
@@ -436,21 +447,15 @@ def _held_limit() -> int:
 
 
 class _Descriptors:
-    """The descriptors of one opened path: its directory, and the files in it and below.
+    """The descriptors of one opened path: its directory, and the first files in it and below.
 
-    Over the limit the least recently used idle descriptors are closed, and reopened on demand. All are closed by
-    `close` or when the last reference is dropped. Thread-safe.
+    All are closed by `close` or when the last reference is dropped. Thread-safe.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # reentrant: `borrow` may call `give_back`
-        # Open descriptors by the number of their file, in the order of last use. The keys are numbers: references to
-        # files would be cycles, which would delay the finalizer of this object after its last file was dropped.
-        self._pinned: dict[int, int] = {}
-        self._borrow_counts: dict[int, int] = {}  # by the same numbers; an idle file has no entry
-        self._numbers = itertools.count()
-        self._owned: set[int] = set()  # all open descriptors, which the finalizer closes
-        self._finalizer = weakref.finalize(self, _close_all, self._owned)
+        self._lock = threading.Lock()
+        self._fds: set[int] = set()
+        self._finalizer = weakref.finalize(self, _close_all, self._fds)
         self.is_open = True
         # The identity of each file that was opened, by its path below the opened directory.
         self.identities: dict[str, Identity] = {}
@@ -462,63 +467,18 @@ class _Descriptors:
             if not self.is_open:
                 os.close(fd)
                 raise _closed(path)
-            self._owned.add(fd)
+            self._fds.add(fd)
             _num_held += 1
 
-    def pin(self, fd: int, path: str) -> int:
-        """Take ownership of a descriptor that may be closed and reopened; return the number of its file."""
-        with self._lock:
-            self.hold(fd, path)
-            number = next(self._numbers)
-            self._keep(number, fd)
-            return number
-
-    def _keep(self, number: int, fd: int) -> None:
-        """Keep a new descriptor, and close others if there are too many."""
-        global _num_held
-        self._pinned[number] = fd
-        while len(self._pinned) > _LEAST_HELD and _num_held > _held_limit():
-            idle = [other for other in self._pinned if other != number and not self._borrow_counts.get(other)]
-            if not idle:
-                return
-            idle_fd = self._pinned.pop(idle[0])  # the least recently used
-            self._owned.discard(idle_fd)
-            _num_held -= 1
-            os.close(idle_fd)
-
-    def borrow(self, pinned: LocalFile) -> int:
-        """Return the descriptor of a file; it stays open until `give_back`."""
-        number = pinned.number
-        with self._lock:
-            if not self.is_open:
-                raise _closed(pinned.path)
-            # Counted first: reopening a file may close what is idle.
-            self._borrow_counts[number] = self._borrow_counts.get(number, 0) + 1
-            fd = self._pinned.pop(number, -1)
-            if fd >= 0:
-                self._pinned[number] = fd  # the last one now
-                return fd
-            try:
-                fd = pinned.reopened()
-                self.hold(fd, pinned.path)
-            except BaseException:
-                self.give_back(pinned)
-                raise
-            self._keep(number, fd)
-            return fd
-
-    def give_back(self, pinned: LocalFile) -> None:
-        """End a `borrow`: the descriptor may be closed."""
-        with self._lock:
-            remaining = self._borrow_counts.pop(pinned.number) - 1
-            if remaining:
-                self._borrow_counts[pinned.number] = remaining
+    @property
+    def is_full(self) -> bool:
+        """Whether no more files may keep their descriptors."""
+        return len(self._fds) > _LEAST_HELD and _num_held >= _held_limit()
 
     def close(self) -> None:
         """Close all descriptors."""
         with self._lock:
             self.is_open = False
-            self._pinned.clear()
             self._finalizer()
 
 
@@ -543,6 +503,7 @@ class LocalFile(StoredFile):
         self._store = store
         self._name = name
         self._descriptors = descriptors
+        self._fd = -1  # if it is opened for each use
         fd = store.open_name(name, path)
         try:
             self._identity = stat_identity(fstat_of(fd, path))
@@ -551,36 +512,41 @@ class LocalFile(StoredFile):
             raise
         self.size = self._identity[2]
         self.modified = self._identity[3] / 1e9
-        self.number = descriptors.pin(fd, path)
+        if descriptors.is_full:
+            os.close(fd)
+        else:
+            descriptors.hold(fd, path)
+            self._fd = fd
         descriptors.identities.setdefault(store.below_root + name, self._identity)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled_file, (self._store, self._name, self._identity)
-
-    def reopened(self) -> int:
-        """Open the file again by name in the pinned directory; raise ReplacedError if it is another file."""
+    def _opened(self) -> int:
+        """Return a descriptor, for `_release`; raise ReplacedError if another file has the name in the directory."""
+        if self._fd >= 0:
+            if not self._descriptors.is_open:
+                raise _closed(self.path)
+            return self._fd
         try:
             fd = self._store.open_name(self._name, self.path)
         except NotFoundError:
             raise ReplacedError("removed while it was read", path=self.path) from None
         try:
-            self.check_is(stat_identity(fstat_of(fd, self.path)))
+            if stat_identity(fstat_of(fd, self.path)) != self._identity:
+                raise self._replaced()
         except StorageError:
             os.close(fd)
             raise
         return fd
 
-    def check_is(self, identity: Identity) -> None:
-        """Raise ReplacedError unless this file has that identity."""
-        if self._identity != identity:
-            raise self._replaced()
+    def _release(self, fd: int) -> None:
+        if fd != self._fd:
+            os.close(fd)
 
     def _replaced(self) -> ReplacedError:
         return ReplacedError("replaced or changed while it was read: read it again", path=self.path)
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from byte `offset`."""
-        fd = self._descriptors.borrow(self)
+        fd = self._opened()
         try:
             pread_into(fd, buffer, offset, self.path)
         except CorruptError:
@@ -589,17 +555,17 @@ class LocalFile(StoredFile):
                 raise self._replaced() from None
             raise
         finally:
-            self._descriptors.give_back(self)
+            self._release(fd)
 
     def check_unchanged(self) -> None:
         """Raise ReplacedError if the file's bytes may have changed since it was opened."""
-        fd = self._descriptors.borrow(self)
+        fd = self._opened()
         try:
             attributes = self._fresh_stat(fd)
         except OSError as error:
             raise read_error(error, "read the attributes", self.path) from error
         finally:
-            self._descriptors.give_back(self)
+            self._release(fd)
         if stat_identity(attributes) != self._identity:
             raise self._replaced()
 
@@ -640,13 +606,6 @@ class LocalFile(StoredFile):
         return list(self._identity)
 
 
-def _unpickled_file(store: LocalStore, name: str, identity: Identity) -> LocalFile:
-    """Open the file of a pickled `LocalFile`; raise ReplacedError if another file has its name now."""
-    file = store.open(name)
-    file.check_is(identity)
-    return file
-
-
 class LocalStore(Store):
     """A local directory, pinned by its descriptor; a subdirectory is pinned by its identity.
 
@@ -678,14 +637,6 @@ class LocalStore(Store):
             self.budget = parent.budget
             os.close(fd)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _unpickled_store, (self.path, self._follow, self._identity)
-
-    def check_is(self, identity: tuple[int, int]) -> None:
-        """Raise ReplacedError unless this directory has that identity."""
-        if self._identity != identity:
-            raise ReplacedError("replaced since it was opened: open it again", path=self.path)
-
     @contextlib.contextmanager
     def descriptor(self) -> Iterator[int]:
         """Yield the descriptor of the directory, which is open in the with block."""
@@ -700,7 +651,8 @@ class LocalStore(Store):
             except NotFoundError:
                 raise ReplacedError("removed while it was read", path=self.path) from None
         try:
-            self.check_is(_directory_identity(fd, self.path))
+            if _directory_identity(fd, self.path) != self._identity:
+                raise ReplacedError("replaced since it was opened: open it again", path=self.path)
             yield fd
         finally:
             os.close(fd)
@@ -805,13 +757,6 @@ def _directory_identity(fd: int, path: str) -> tuple[int, int]:
     return attributes.st_dev, attributes.st_ino
 
 
-def _unpickled_store(path: str, follow: bool, identity: tuple[int, int]) -> LocalStore:
-    """Open the directory of a pickled `LocalStore`; raise ReplacedError if another one has its path now."""
-    store = LocalStore(path, open_directory(path), _Descriptors(), follow=follow)
-    store.check_is(identity)
-    return store
-
-
 def _kind_of(entry: os.DirEntry[str]) -> EntryKind:
     """Return the kind of an entry. A link to a file is a "file", and so is a dangling link: opening it reports that."""
     if entry.is_dir(follow_symlinks=False):
@@ -854,24 +799,22 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
     if name == "..":  # the parent of a link's target: only the kernel can resolve it
         parent, name = path, ""
     warn_of_options(path)
-    descriptors = _Descriptors()
+    audit("open directory", path)
+    if not name:
+        return LocalStore(path, open_directory(path), _Descriptors()), None
+    parent_fd = -1
     try:
-        audit("open directory", path)
-        if not name:
-            return LocalStore(path, open_directory(path), descriptors), None
         parent_fd = open_parent(parent)
-        descriptors.hold(parent_fd, path)
         # The name is looked up and opened relative to one descriptor, so both concern the same parent directory.
         attributes = stat_of(name, parent_fd, path, follow=True)
         if attributes is not None and stat.S_ISREG(attributes.st_mode):
-            return LocalStore(parent, os.dup(parent_fd), descriptors), name
+            return LocalStore(parent, os.dup(parent_fd), _Descriptors()), name
         if attributes is not None and not stat.S_ISDIR(attributes.st_mode):
             raise UnsafeError("refused: not a regular file", path=path)
         shown = path
         if attributes is None:
             target = _link_target(name, parent_fd)
             if target is not None:  # what it leads to is absent, or is being replaced
-                descriptors.close()
                 return _open_target(path, os.path.join(parent, target))
             hidden_name = replacement_of(name, parent_fd)
             if hidden_name is None:
@@ -881,14 +824,16 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
             fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent_fd)
         except FileNotFoundError:  # it existed a moment ago
             raise _BeingReplacedError from None
-        return LocalStore(shown, fd, descriptors), None
-    except BaseException as error:
-        descriptors.close()
-        if isinstance(error, StateExchangeError) or not isinstance(error, OSError):
-            raise
+        return LocalStore(shown, fd, _Descriptors()), None
+    except StateExchangeError:
+        raise
+    except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             raise NotFoundError("no such path", path=path) from None
         raise read_error(error, "open", path) from error
+    finally:
+        if parent_fd >= 0:
+            os.close(parent_fd)
 
 
 def _link_target(name: str, dir_fd: int) -> str | None:
@@ -920,14 +865,11 @@ def replacement_of(name: str, dir_fd: int) -> str | None:
         names = os.listdir(dir_fd)
     except OSError:  # no permission to list the directory
         return None
-    stem = re.escape(hidden_prefix(name))
-    replaced = re.compile(rf"{stem}\.([0-9a-f]{{16}})\.replaced")
-    nonces = [match[1] for match in map(replaced.fullmatch, names) if match is not None]
-    for nonce in nonces:
-        partial = re.compile(rf"{stem}\.[0-9a-f]{{32}}\.{nonce}\.partial")
-        for hidden_name in names:
-            if partial.fullmatch(hidden_name):
-                return hidden_name
-    if name in names or nonces:
+    hidden = hidden_entries(name, names)
+    replaced = {match["nonce"] for match in hidden.values() if match["kind"] == "replaced"}
+    for entry, match in hidden.items():
+        if match["kind"] == "partial" and match["nonce"] in replaced:
+            return entry
+    if name in names or replaced:
         raise _BeingReplacedError
     return None

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def step_url(url: str, step: int) -> str:
 
 def put_claim(store: Any, path: str, owner: Owner = OTHER_HOST, plan: str = "0" * 32) -> Claim:
     """Leave the claim of another process's save in a directory of a memory:// store."""
-    claim = Claim("a" * 16, owner, "2026-01-01T00:00:00+00:00", plan, tuple(WHOLE))
+    claim = Claim("a" * 16, owner, "2026-01-01T00:00:00+00:00", plan, frozenset(WHOLE))
     store.pipe_file(f"{path}/{CLAIM_NAME}", claim.to_bytes())
     return claim
 
@@ -201,7 +202,8 @@ def test_what_another_host_left_is_removed_once_its_claim_is_old(store: Any, mon
     assert names_at("memory://saves") == ["step-000000010", "step-000000020"]
     claim = put_claim(store, "/saves/step-000000007")
     for number in range(4):  # its process renews the claim
-        store.pipe_file(f"/saves/step-000000007/{CLAIM_NAME}", claim.to_bytes())
+        renewed = replace(claim, renewal=number + 1)
+        store.pipe_file(f"/saves/step-000000007/{CLAIM_NAME}", renewed.to_bytes())
         save_steps(saves, 30 + number)
         time.sleep(0.2)
     assert "step-000000007" in names_at("memory://saves")

@@ -853,7 +853,7 @@ def test_ls_info_verify_prune_and_merge_take_saves_at_a_url(store: Any, call: Co
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
     owner = dataclasses.replace(Owner.current(), pid=ended.pid)
-    claim = Claim("a" * 16, owner, "2026-01-01T00:00:00+00:00", "0" * 32, ("save.json",))
+    claim = Claim("a" * 16, owner, "2026-01-01T00:00:00+00:00", "0" * 32, frozenset(("save.json",)))
     store.pipe_file(f"/saves/step-000000040/{CLAIM_NAME}", claim.to_bytes())
     code, out, err = call("ls", "memory://saves")
     assert code == 0, err

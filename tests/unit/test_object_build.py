@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_during_a_replacement_the_claim_names_the_publisher(store: Any) -> None:
 
 def left_by(store: Any, owner: Owner, *, names: list[str]) -> Claim:
     """Put a claim on the names of objects, as a publisher that has not finished leaves it; return it."""
-    claim = Claim("a" * 16, owner, "2026-01-01T00:00:00+00:00", "0" * 32, tuple(names))
+    claim = Claim(os.urandom(8).hex(), owner, "2026-01-01T00:00:00+00:00", "0" * 32, frozenset(names))
     store.pipe_file(f"/out/{CLAIM_NAME}", claim.to_bytes())
     return claim
 
@@ -159,7 +160,7 @@ def test_a_claim_of_another_host_is_taken_over_if_it_is_not_renewed_or_with_resu
 
 def test_a_claim_that_is_renewed_is_respected(store: Any, soon: None) -> None:
     claim = left_by(store, OTHER_HOST, names=WHOLE)
-    timer = threading.Timer(0.2, lambda: store.pipe_file(f"/out/{CLAIM_NAME}", claim.to_bytes()))
+    timer = threading.Timer(0.2, lambda: store.pipe_file(f"/out/{CLAIM_NAME}", replace(claim, renewal=1).to_bytes()))
     timer.start()
     with pytest.raises(TargetExistsError, match="process 2 on a-host-far-away"):
         publish("memory://out", 2)

@@ -93,7 +93,7 @@ def test_a_run_whose_first_version_is_unfinished_hides_no_version(store: Any) ->
     publish(URL, 3)
     run = versions.begin_run(URL)
     owner = Owner("a-host-far-away", "0" * 36, 1, 2, 3)
-    claim = Claim("a" * 16, owner, "2026-01-01T00:00:00+00:00", "0" * 32, ("model.safetensors",))
+    claim = Claim("a" * 16, owner, "2026-01-01T00:00:00+00:00", "0" * 32, frozenset(("model.safetensors",)))
     store.pipe_file(f"/bucket/updates/{run}/weight_v000004/{CLAIM_NAME}", claim.to_bytes())
     store.pipe_file(f"/bucket/updates/{run}/weight_v000004/model.safetensors", b"half")
     assert newest(URL) == (3, 3.0)

@@ -202,7 +202,7 @@ class Build(ABC):
 
     @abstractmethod
     def abandon(self) -> None:
-        """Remove all files of an uncommitted build. A second call does nothing."""
+        """Remove all files of an uncommitted build; a failure is logged. A second call does nothing."""
 
     def __enter__(self) -> Self:
         return self

@@ -22,6 +22,8 @@ from statexchange.storage.location import parse_json
 from statexchange.storage.store import Budget
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from statexchange.storage.store import Store
 
 __all__ = ["CLAIM_NAME", "Claim", "claim_of"]
@@ -48,16 +50,16 @@ class Claim:
     owner: Owner
     since: str
     plan: str
-    names: tuple[str, ...]
+    names: frozenset[str]
     renewal: int = 0
 
     @classmethod
-    def new(cls, nonce: str, plan: str, names: tuple[str, ...]) -> Claim:
+    def new(cls, nonce: str, plan: str, names: Iterable[str]) -> Claim:
         """Return a claim of this process with the present time."""
         from datetime import datetime, timezone  # for writers only
 
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        return cls(nonce, Owner.current(), since, plan, names)
+        return cls(nonce, Owner.current(), since, plan, frozenset(names))
 
     def to_bytes(self) -> bytes:
         """Return the object's content."""
@@ -87,7 +89,7 @@ class Claim:
             if any(part in ("", ".", "..") for name in names for part in name.split("/")):
                 raise ValueError("the name of an object leads out of the directory")
             owner = Owner.from_json(raw["owner"])
-            return cls(raw["nonce"], owner, raw["since"], raw["plan"], tuple(names), raw["renewal"])
+            return cls(raw["nonce"], owner, raw["since"], raw["plan"], frozenset(names), raw["renewal"])
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise CorruptError(f"broken claim: {error}", path=path) from None
 

@@ -1,7 +1,7 @@
 """Build a directory on a file system: under a hidden name beside the target, then renamed to the target's name.
 
 **Names.** All are in the target's parent directory. Each publisher draws a `nonce` of 64 random bits and writes only
-names with its nonce. Long target names are cut (`files.hidden_prefix`).
+names with its nonce.
 
 * ``.<name>.<nonce>.owner``: the owner record, a symbolic link whose target is JSON text: the process and host of the
   nonce. It is durable before anything else of that nonce is made and is removed last, so that every hidden directory
@@ -45,7 +45,6 @@ import errno
 import json
 import logging
 import os
-import re
 import stat
 import threading
 import time
@@ -53,7 +52,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from statexchange.errors import (
-    CorruptError,
     NotFoundError,
     StateExchangeError,
     StorageError,
@@ -71,11 +69,11 @@ from statexchange.storage.atomic import (
     link_same,
     new_nonce,
     remove_abandoned,
-    rename_new,
+    rename_entry,
     write_new,
 )
 from statexchange.storage.files import mount_of, warn_of_options
-from statexchange.storage.location import MAX_MANIFEST_BYTES, parse_json
+from statexchange.storage.location import MAX_MANIFEST_BYTES, open_path, parse_json
 from statexchange.storage.publish.build import (
     Build,
     Member,
@@ -89,7 +87,7 @@ from statexchange.storage.publish.build import (
     target_exists,
 )
 from statexchange.storage.rank_writer import write_tensor_file
-from statexchange.storage.store import Budget, open_local
+from statexchange.storage.store import Store, open_local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -143,32 +141,26 @@ class Leftover:
 
 def find_leftovers(name: str, dir_fd: int, parent: str) -> list[Leftover]:
     """Return what publishers have left under hidden names beside the target `name`, by nonce."""
-    endings = r"(?:\.(?P<plan>[0-9a-f]{32}))?\.(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|partial|replaced|discarded)"
-    pattern = re.compile(re.escape(files.hidden_prefix(name)) + endings)
     leftovers: dict[str, Leftover] = {}
-    for entry in files.list_names(dir_fd, parent):
-        match = pattern.fullmatch(entry)
-        if match is None:
-            continue
+    for entry, match in files.hidden_entries(name, files.list_names(dir_fd, parent)).items():
         leftover = leftovers.setdefault(match["nonce"], Leftover(match["nonce"]))
         if match["kind"] == "owner":
-            leftover.record, leftover.owner = _read_record(entry, dir_fd, os.path.join(parent, entry))
+            leftover.record = files.stat_of(entry, dir_fd, parent)
+            leftover.owner = _read_record(entry, parent)
         else:
             leftover.directories[match["kind"]] = entry
             leftover.plan = match["plan"] or leftover.plan
     return list(leftovers.values())
 
 
-def _read_record(name: str, dir_fd: int, path: str) -> tuple[os.stat_result | None, Owner | None]:
-    attributes = files.stat_of(name, dir_fd, path)
+def _read_record(name: str, parent: str) -> Owner | None:
+    """Return the process that an owner record names; None if the record is broken or gone."""
     try:
-        if attributes is not None and stat.S_ISLNK(attributes.st_mode):
-            data = os.readlink(name, dir_fd=dir_fd).encode()
-        else:
-            data = files.read_small(name, dir_fd, path, MAX_MANIFEST_BYTES)
-        return attributes, Owner.from_json(parse_json(data, path, Budget(path)))
-    except (NotFoundError, UnsafeError, CorruptError, StorageError, OSError, ValueError):
-        return attributes, None
+        with open_path(parent) as opened:
+            data = opened.store.link_target(name) or opened.store.read_small(name)
+            return Owner.from_json(parse_json(data, opened.store.path_of(name), opened.store.budget))
+    except (StateExchangeError, ValueError):
+        return None
 
 
 def conflict(path: str, action: str) -> TargetExistsError:
@@ -289,29 +281,28 @@ class DirectoryBuild(Build):
     """A directory under construction on a file system. The top of this file explains the protocol."""
 
     def __init__(self, path: str, plan_digest: str, *, check: ReplaceCheck | None, reuse: bool, resume: bool) -> None:
-        self.path = path
         self._parent, self._name = files.split_target(path)
-        self._stem = files.hidden_prefix(self._name)
+        self._stem = f".{self._name}"
+        files.make_path(self._parent, 0o777)
+        self._parent_fd = files.open_directory(self._parent)
+        self.path = path
+        self.finished = {}
         self._nonce = new_nonce()
         self._partial = f"{self._stem}.{plan_digest}.{self._nonce}.partial"
         self._replaced, self._discarded, self._record = (
             f"{self._stem}.{self._nonce}.{kind}" for kind in ("replaced", "discarded", "owner")
         )
         self.building_path = os.path.join(self._parent, self._partial)
-        self.finished = {}
         self._check = check
         self._pid = os.getpid()
         self._outputs: list[DirectoryFile] = []
         self._dir_fd = -1
         self._own_identity: tuple[int, int] | None = None
         self._old_identity: files.Identity | None = None
-        self._is_published = self._has_successor = self._has_ended = False
-        files.make_path(self._parent, 0o777)
-        warn_of_options(self._parent)
-        self._mount = mount_of(self._parent)
-        self._mount.check_takes_files(self._parent)
-        self._parent_fd = files.open_directory(self._parent)
+        self._is_published = self._has_ended = False
         open_builds.add((self._pid, self._nonce))
+        warn_of_options(self._parent)
+        self._emptying_s = _EMPTYING_S if mount_of(self._parent).is_network else 0.0
         try:
             self._begin(plan_digest if reuse else None, resume=resume)
         except BaseException:
@@ -336,11 +327,13 @@ class DirectoryBuild(Build):
 
     def _make_partial(self) -> None:
         """Make and open the directory under construction, unless a dead publisher's has been taken over."""
-        if self._own_identity is None:
+        is_taken_over = self._own_identity is not None
+        if not is_taken_over:
             files.make_directory(self._partial, self._parent_fd, self.building_path, 0o777)
         self._dir_fd = files.open_directory(self._partial, self._parent_fd, self.building_path)
         self._own_identity = identity_of(self._partial, self._parent_fd, self.building_path)
-        self._keep_finished()
+        if is_taken_over:
+            self._keep_finished()
 
     def _write_record(self) -> os.stat_result:
         """Make the owner record durably and return its attributes.
@@ -390,16 +383,23 @@ class DirectoryBuild(Build):
             if self._check is None:
                 raise target_exists(self.path)
             try:
-                rename_new(partial, self._name, dir_fd=self._parent_fd, path=self.path)
+                if not self._rename(partial, self._name):
+                    continue
             except TargetExistsError:
                 return  # another publisher has completed it
-            except StorageError as error:
-                if error.errno != errno.ENOENT:
-                    raise
-                continue
             files.sync_directory(self._parent_fd, self.path)
             del leftover.directories["partial"]
             return
+
+    def _rename(self, source: str, target: str) -> bool:
+        """Rename a directory beside the target; return False if it is not there: another process has renamed it."""
+        try:
+            rename_entry(source, target, dir_fd=self._parent_fd, path=os.path.join(self._parent, target))
+        except StorageError as error:
+            if error.errno != errno.ENOENT:
+                raise
+            return False
+        return True
 
     def _clear_leftovers(self, leftovers: Iterable[Leftover], reused_plan: str | None, *, resume: bool) -> None:
         """Remove the leftovers of dead publishers, or take over a directory of the plan `reused_plan`."""
@@ -407,9 +407,8 @@ class DirectoryBuild(Build):
             if leftover.owner is None:
                 continue  # nothing proves whose it is
             if leftover.state == "dead" or resume:
-                is_reusable = leftover.plan == reused_plan and "partial" in leftover.directories
-                if is_reusable and self._own_identity is None:
-                    self._take_over(leftover.directories.pop("partial"))
+                if leftover.plan == reused_plan and self._own_identity is None:
+                    self._take_over(leftover)
                 self._remove_leftover(leftover)
                 continue
             hidden = [*leftover.directories.values(), f"{self._stem}.{leftover.nonce}.owner"]
@@ -421,15 +420,11 @@ class DirectoryBuild(Build):
                 ", ".join(hidden),
             )
 
-    def _take_over(self, partial: str) -> None:
-        """Rename a dead publisher's directory to this nonce, unless another publisher did so first."""
-        try:
-            rename_new(partial, self._partial, dir_fd=self._parent_fd, path=self.building_path)
-        except StorageError as error:
-            if error.errno != errno.ENOENT:
-                raise
-            return
-        self._own_identity = identity_of(self._partial, self._parent_fd, self.building_path)
+    def _take_over(self, leftover: Leftover) -> None:
+        """Rename a dead publisher's directory under construction to this nonce, unless another publisher did so."""
+        partial = leftover.directories.pop("partial", None)
+        if partial is not None and self._rename(partial, self._partial):
+            self._own_identity = identity_of(self._partial, self._parent_fd, self.building_path)
 
     def _remove_leftover(self, leftover: Leftover) -> None:
         """Remove a dead publisher's directories, then its record. A failure is logged: the next build tries again."""
@@ -448,54 +443,33 @@ class DirectoryBuild(Build):
 
     def _discard(self, name: str, discarded: str) -> None:
         """Rename a directory to `discarded`, then remove it with all that is in it."""
-        path = os.path.join(self._parent, discarded)
-        if name != discarded:
+        self._remove_tree(discarded)
+        if name != discarded and self._rename(name, discarded):
+            self._remove_tree(discarded)
+
+    def _remove_tree(self, name: str) -> None:
+        """Remove a directory beside the target, which may be absent, with all that is in it."""
+        path = os.path.join(self._parent, name)
+        deadline = time.monotonic() + self._emptying_s
+        while True:
+            files.remove_entry(name, path, self._parent_fd)
             if files.stat_of(name, self._parent_fd, path) is None:
                 return
-            self._discard(discarded, discarded)
-            try:
-                rename_new(name, discarded, dir_fd=self._parent_fd, path=path)
-            except StorageError as error:
-                if error.errno != errno.ENOENT:
-                    raise
-                return  # another process removes it
-        deadline = time.monotonic() + (_EMPTYING_S if self._mount.is_network else 0.0)
-        while files.stat_of(discarded, self._parent_fd, path) is not None:
-            with files.directory(discarded, self._parent_fd, path) as dir_fd:
-                for entry in files.list_names(dir_fd, path):
-                    files.remove_entry(entry, os.path.join(path, entry), dir_fd)
-            if files.remove_directory(discarded, self._parent_fd, path):
-                return
             if time.monotonic() > deadline:
-                if files.stat_of(discarded, self._parent_fd, path) is None:
-                    return
                 raise StorageError("cannot remove directory: it is not empty", errno=errno.ENOTEMPTY, path=path)
             time.sleep(0.05)
 
     def _keep_finished(self) -> None:
         """In a directory that was taken over, keep finished files with their receipts and remove everything else."""
-        names = files.list_names(self._dir_fd, self.building_path)
-        for name in names:
-            if _receipt(name) in names:
-                metadata = self._finished_metadata(name)
-                if metadata is not None:
-                    self.finished[name] = metadata
-        for name in set(names) - {*self.finished, *map(_receipt, self.finished)}:
+        with open_path(self.building_path) as opened:
+            names = opened.store.listing
+            for name in opened.store.files:
+                if _receipt(name) in names:
+                    metadata = _finished_metadata(name, opened.store)
+                    if metadata is not None:
+                        self.finished[name] = metadata
+        for name in names.keys() - {*self.finished, *map(_receipt, self.finished)}:
             files.remove_entry(name, os.path.join(self.building_path, name), self._dir_fd)
-
-    def _finished_metadata(self, name: str) -> Any:
-        """Return the metadata of a finished output file; None unless its receipt is complete and fits the file."""
-        path = os.path.join(self.building_path, name)
-        try:
-            data = files.read_small(_receipt(name), self._dir_fd, path, MAX_MANIFEST_BYTES)
-            raw: Any = parse_json(data, path, Budget(path))
-            size, mtime_ns, metadata = raw
-            attributes = files.stat_of(name, self._dir_fd, path)
-        except (CorruptError, UnsafeError, NotFoundError, TypeError, ValueError):
-            return None
-        if attributes is None or not stat.S_ISREG(attributes.st_mode):
-            return None
-        return metadata if files.stat_identity(attributes)[2:] == (size, mtime_ns) else None
 
     # Building
 
@@ -578,7 +552,7 @@ class DirectoryBuild(Build):
 
     def _rename_exclusively(self) -> None:
         try:
-            rename_new(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
+            rename_entry(self._partial, self._name, dir_fd=self._parent_fd, path=self.path)
         except TargetExistsError:
             raise conflict(self.path, "was first") from None
         except StorageError as error:
@@ -606,12 +580,8 @@ class DirectoryBuild(Build):
         return True
 
     def _move_aside(self) -> None:
-        try:
-            rename_new(self._name, self._replaced, dir_fd=self._parent_fd, path=self.path)
-        except StorageError as error:
-            if error.errno == errno.ENOENT:
-                return  # removed, or moved aside by another publisher: the next rename decides
-            raise
+        if not self._rename(self._name, self._replaced):
+            return  # removed, or moved aside by another publisher: the next rename decides
         # Otherwise this host's NFS client may show its cached directory under the new name, not the renamed one.
         invalidate_lookups(self._parent_fd, self._parent)
         self._check_replaced(self._replaced)
@@ -628,77 +598,68 @@ class DirectoryBuild(Build):
             return
         self._old_identity = check_target(os.path.join(self._parent, name), self._parent_fd, self._check)
 
-    def abandon(self) -> None:
-        """Remove an uncommitted build. A failure is logged: the next publisher to this target tries again."""
-        if self._has_ended or os.getpid() != self._pid:  # a forked child must not remove its parent's files
-            return
-        try:
-            for output in self._outputs:
-                output.close()
-            self._put_back()
-        except StateExchangeError as error:
-            _log.warning("files of the abandoned build of %s stay until the next publication: %s", self.path, error)
-        finally:
-            self._end()
-
     def _put_back(self) -> None:
         """Give the old directory its name again if a replacement ended between its two renames."""
-        if self._is_published or identity_of(self._replaced, self._parent_fd, self.path) is None:
+        # Another publisher may have given the name to its directory. That is the server's answer: a client of NFS 3 may
+        # still see no target after its own rename.
+        with contextlib.suppress(TargetExistsError):
+            self._rename(self._replaced, self._name)
+
+    def abandon(self) -> None:
+        """Remove an uncommitted build."""
+        if self._has_ended or os.getpid() != self._pid:  # a forked child must not remove its parent's files
             return
-        try:
-            rename_new(self._replaced, self._name, dir_fd=self._parent_fd, path=self.path)
-        except TargetExistsError:
-            # The server's answer, where a client of NFS 3 may still see no target after its own rename.
-            self._has_successor = True
+        for output in self._outputs:
+            output.close()
+        self._end()
 
     def _end(self) -> None:
-        """Remove all names of this nonce, the record last."""
+        """Remove all names of this nonce."""
         try:
             self._clear_own()
             if self._is_published:  # other hosts must see neither the old names nor those just removed
-                self._invalidate_listings()
+                invalidate_listings(self._parent_fd, path=self._parent)
+        except StateExchangeError as error:  # the checkpoint is published all the same
+            _log.warning("hosts that have just listed the directory may see %s late: %s", self.path, error)
         finally:
             self._has_ended = True
             open_builds.discard((self._pid, self._nonce))
             os.close(self._parent_fd)
 
     def _clear_own(self) -> None:
+        """Remove all names of this nonce, the record last."""
         try:
             if self._dir_fd >= 0:
                 os.close(self._dir_fd)
-            is_clear = self._discard_own()
-            if is_clear and files.stat_of(self._record, self._parent_fd, self.path) is not None:
-                self._remove_record(self._nonce)
+            if not self._is_published:
+                self._put_back()  # if that fails, the record stays: the next publisher completes the replacement
+            self._discard_own()
+            self._remove_record(self._nonce)
         except StateExchangeError as error:
-            _log.warning("cannot remove an obsolete directory; the next publication tries again: %s", error)
+            _log.warning("hidden names beside %s stay until the next publication: %s", self.path, error)
 
-    def _invalidate_listings(self) -> None:
-        try:
-            invalidate_listings(self._parent_fd, path=self._parent)
-        except StateExchangeError as error:  # the checkpoint is published all the same
-            _log.warning("hosts that have just listed the directory may see %s late: %s", self.path, error)
-
-    def _discard_own(self) -> bool:
-        """Remove the directories of this nonce; return False if one of them is the only copy of the old checkpoint.
-
-        A directory that this build neither made nor checked stays. Without the record nobody removes it.
-        """
-        all_removed = True
+    def _discard_own(self) -> None:
+        """Remove the directories of this nonce. One that this build neither made nor checked stays."""
         for name in (self._partial, self._replaced, self._discarded):
             identity = identity_at(name, self._parent_fd, self.path)
             if identity is None:
                 continue
-            target = identity_of(self._name, self._parent_fd, self.path)
-            # After publishing, an absent target means that the next publisher is between its two renames.
-            if name == self._replaced and target is None and not (self._is_published or self._has_successor):
-                all_removed = False
-                continue
             is_made_here = self._own_identity is None or identity[:2] == self._own_identity
             if is_made_here or identity == self._old_identity or name == self._discarded:
                 self._discard(name, self._discarded)
-        return all_removed
+
+
+def _finished_metadata(name: str, store: Store) -> Any:
+    """Return the metadata of a finished output file; None unless its receipt is complete and fits the file."""
+    try:
+        receipt: Any = parse_json(store.read_small(_receipt(name), MAX_MANIFEST_BYTES), store.path, store.budget)
+        size, mtime_ns, metadata = receipt
+        *_, file_size, file_mtime_ns = store.open(name).local_identity
+    except (StateExchangeError, TypeError, ValueError):
+        return None
+    return metadata if (size, mtime_ns) == (file_size, file_mtime_ns) else None
 
 
 def _receipt(name: str) -> str:
     """Return the name of the receipt beside a finished output file."""
-    return f"{files.hidden_prefix(name)}.finished"
+    return f".{files.digest(name.encode())}.finished"  # as short for the longest name

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import TYPE_CHECKING
 
 from statexchange.errors import NotFoundError, StateExchangeError
 from statexchange.storage import files
-from statexchange.storage.atomic import invalidate_lookups, rename_new
-from statexchange.storage.files import mount_of
+from statexchange.storage.atomic import invalidate_lookups
+from statexchange.storage.location import open_path
 from statexchange.storage.publish.build import NO_PLAN, ReplaceCheck, UnfinishedBuild, target_exists
 from statexchange.storage.publish.directory_build import (
     DirectoryBuild,
@@ -24,9 +23,6 @@ from statexchange.storage.publish.directory_build import (
     refuse_others,
 )
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 __all__ = ["DirectoryRemoval", "check_directory", "unfinished_builds"]
 
 
@@ -36,17 +32,25 @@ def unfinished_builds(path: str) -> list[UnfinishedBuild]:
     Not collective. [] if the parent directory does not exist.
     """
     parent, name = files.split_target(path)
-    found = []
+    builds = []
     try:
         with files.directory(parent) as dir_fd:
-            for leftover in find_leftovers(name, dir_fd, parent):
-                nbytes = _size_of_files(leftover.directories.values(), dir_fd, parent)
-                paths = tuple(os.path.join(parent, hidden) for hidden in leftover.directories.values())
-                is_removal = bool(paths) and "partial" not in leftover.directories
-                found.append(UnfinishedBuild(leftover.nonce, paths, is_removal, leftover.owner, leftover.state, nbytes))
+            leftovers = find_leftovers(name, dir_fd, parent)
     except NotFoundError:
         return []
-    return found
+    for leftover in leftovers:
+        paths = tuple(os.path.join(parent, hidden) for hidden in leftover.directories.values())
+        is_removal = bool(paths) and "partial" not in leftover.directories
+        nbytes = sum(map(_size_of_files, paths))
+        builds.append(UnfinishedBuild(leftover.nonce, paths, is_removal, leftover.owner, leftover.state, nbytes))
+    return builds
+
+
+def _size_of_files(path: str) -> int:
+    """Return the bytes of the files in a directory; 0 if it cannot be read."""
+    with contextlib.suppress(StateExchangeError), open_path(path) as opened:
+        return sum(opened.store.open(name).size for name in opened.store.files)
+    return 0
 
 
 def check_directory(path: str, check: ReplaceCheck | None, nbytes: int) -> None:
@@ -54,36 +58,18 @@ def check_directory(path: str, check: ReplaceCheck | None, nbytes: int) -> None:
     parent, name = files.split_target(path)
     dir_fd, nearest = files.open_nearest(parent)
     try:
-        mount_of(nearest).check_takes_files(nearest)
         leftovers: list[Leftover] = []
         if nearest == parent:
             leftovers = find_leftovers(name, dir_fd, parent)
             refuse_others(leftovers, path)
-            has_target = files.stat_of(name, dir_fd, path) is not None
-            is_interrupted = any(leftover.is_interrupted for leftover in leftovers)
-            if check is None and (has_target or is_interrupted):
+            if check is None and any(leftover.is_interrupted for leftover in leftovers):
                 raise target_exists(path)
-            files.check_writable(dir_fd, parent)  # here, so that errors come in a build's order
-            if has_target or not is_interrupted:
-                check_target(path, dir_fd, check)
+            check_target(path, dir_fd, check)
         files.check_writable(dir_fd, nearest)
         if not leftovers:  # a build would remove or reuse them: how much room there is then is not known
             files.check_room(dir_fd, nbytes, path)
     finally:
         os.close(dir_fd)
-
-
-def _size_of_files(names: Iterable[str], dir_fd: int, parent: str) -> int:
-    """Return the bytes of the files in hidden directories; what cannot be read counts 0."""
-    nbytes = 0
-    for name in names:
-        path = os.path.join(parent, name)
-        with contextlib.suppress(StateExchangeError), files.directory(name, dir_fd, path) as hidden_fd:
-            for entry in files.list_names(hidden_fd, path):
-                attributes = files.stat_of(entry, hidden_fd, path)
-                if attributes is not None:
-                    nbytes += attributes.st_size
-    return nbytes
 
 
 class DirectoryRemoval(DirectoryBuild):
@@ -110,10 +96,11 @@ class DirectoryRemoval(DirectoryBuild):
         try:
             if self._old_identity is None or not self._is_replaceable():
                 raise NotFoundError("there is nothing to remove", path=self.path)
-            rename_new(self._name, self._discarded, dir_fd=self._parent_fd, path=self.path)
+            if not self._rename(self._name, self._discarded):
+                raise NotFoundError("it was removed meanwhile", path=self.path)
             invalidate_lookups(self._parent_fd, self._parent)
             if identity_at(self._discarded, self._parent_fd, self.path) != self._old_identity:
-                rename_new(self._discarded, self._name, dir_fd=self._parent_fd, path=self.path)
+                self._rename(self._discarded, self._name)
                 raise conflict(self.path, "replaced the target meanwhile")
             files.sync_directory(self._parent_fd, self.path)  # the name is gone durably before the first file is
             self._is_published = True

@@ -16,21 +16,25 @@ Steps of a publisher:
    is refused unless it may be replaced. Objects that neither a manifest nor a claim lists are always refused.
 3. Un-commit a checkpoint that is replaced: remove its manifest first, then its index, then its other objects. So
    readers refuse the directory from the first removal on.
-4. Create all objects exclusively. So a publisher that goes on after its claim was taken over can never replace an
-   object of its successor. If it created a name first, the successor removes that object and puts its own again.
+4. Check the claim, then create an object, exclusively. So a publisher that goes on after its claim was taken over can
+   never replace an object of its successor. If it created a name first, the successor removes that object and puts its
+   own again.
 5. Renew the claim, list the directory, compare each object's version with what was put, create the manifest
    exclusively, check once more that the claim is still held, and remove the claim last.
 
-Renewal: every 15 s, in the calls that write, by a put that is conditional on the ETag that was read (S3). fsspec file
-systems other than s3fs have no conditional put; there the claim is compared and then put. Two publishers that take over
-one claim at the same moment may then both treat it as their own, until one of them renews it or makes the final
-check of step 5. The claim is checked just before each removal. S3 then removes an object only if it still has the ETag
-that it had before that check, so a publisher that stalls in between removes no object of its successor, except one
-with the same bytes, which has the same ETag. Other file systems have no conditional removal.
+The claim is held as long as its content has the publisher's nonce. No two contents of a claim are equal, as each
+renewal counts up: a claim with the same content has not been renewed.
+
+Renewal: every 15 s, in the calls that write, by a put that is conditional on the ETag of the claim that was read (S3).
+fsspec file systems other than s3fs have no conditional put; there the claim is compared and then put. Two publishers
+that take over one claim at the same moment may then both treat it as their own, until one of them puts its next object
+or makes the final check of step 5. The claim is checked just before each removal. S3 then removes an object only if it
+still has the ETag that it had before that check, so a publisher that stalls in between removes no object of its
+successor, except one with the same bytes, which has the same ETag. Other file systems have no conditional removal.
 
 Members: other processes may put objects under the publisher's claim (`share`, `ObjectMember`), as the ranks of a save
-do. While it waits for them the publisher renews its claim in a thread. A member checks the claim's nonce when it joins,
-every 15 s, and after its put; if the claim is lost by then, it removes its own object. The publisher compares the
+do. While it waits for them the publisher renews its claim in a thread. A member checks the claim when it joins, every
+15 s, before its put and after it; if the claim is lost by then, it removes its own object. The publisher compares the
 versions that the members have sent with its listing in step 5.
 
 Removal: a build whose claim has the plan `REMOVAL`. It takes the claim, removes the manifest first and then the other
@@ -52,13 +56,13 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from statexchange.errors import CorruptError, NotFoundError, StateExchangeError, TargetExistsError
 from statexchange.storage.atomic import new_nonce
 from statexchange.storage.files import audit
-from statexchange.storage.fsspec_store import storage_errors
-from statexchange.storage.location import FilteredStore, read_json
+from statexchange.storage.fsspec_store import storage_errors, tags_of_info
+from statexchange.storage.location import read_json
 from statexchange.storage.publish.build import (
     Build,
     Member,
@@ -72,11 +76,11 @@ from statexchange.storage.publish.build import (
     target_exists,
 )
 from statexchange.storage.publish.claim import CLAIM_NAME, Claim
-from statexchange.storage.publish.objects import Objects, conditional, etag_of
+from statexchange.storage.publish.objects import Objects, conditional
 from statexchange.storage.rank_writer import DigestedTensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from statexchange.storage.files import Buffer
     from statexchange.storage.publish.build import OwnCheck, ReplaceCheck
@@ -93,8 +97,10 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 REMOVAL = "removal"
+_Stage: TypeAlias = Literal["unclaimed", "claimed", "clearing", "building"]
+"""What the end of a build removes: nothing, the claim, nothing as the claim lists what is left, or all objects."""
 _MOST_ABSENT = 100  # times that a claim could not be created and was not there
-_ATTEMPTS = 5  # to put or remove an object whose name a publisher without the claim keeps creating
+_ATTEMPTS = 5  # to remove an object whose name a publisher without the claim keeps creating
 
 
 class ObjectFile(OutputFile):
@@ -111,13 +117,10 @@ class ObjectFile(OutputFile):
         self._nbytes = nbytes
         self._file: Any = None
         self._at = 0
-        self.is_visible = False
 
     def _opened(self) -> Any:
         if self._file is None:
             self._file = self._writer.open_new(self.name, self._nbytes)
-            # Some stores list an object before it is complete.
-            self.is_visible = self._objects.version(self.name) is not None
             self._write(self.header)
         return self._file
 
@@ -137,7 +140,7 @@ class ObjectFile(OutputFile):
         """Complete the upload: only now the object exists."""
         assert writes_header
         self._opened()
-        self._writer.put_object(self.name, self._complete_upload, is_visible=self.is_visible)
+        self._writer.put_object(self.name, self._complete_upload)
         self._file = None
 
     def _complete_upload(self) -> None:
@@ -161,76 +164,72 @@ class ObjectFile(OutputFile):
 class _ObjectWriter(ABC):
     """Puts objects under a claim, as the publisher of a directory or as a member that helps it.
 
-    It creates objects exclusively and checks the claim after each put, so that no object of a publisher that was taken
-    for dead stays among those of its successor.
+    It creates objects exclusively and checks the claim before and after each put, so that no object of a publisher that
+    was taken for dead stays among those of its successor.
 
     Args:
         objects: the directory.
         manifest: the name of the object that commits it.
+        nonce: that of the claim.
     """
 
-    def __init__(self, objects: Objects, manifest: str) -> None:
+    renew_s = 15.0  # how often the claim is renewed, or checked by a member
+
+    def __init__(self, objects: Objects, manifest: str, nonce: str) -> None:
         self._objects = objects
         self._manifest = manifest
+        self._nonce = nonce
         self._lock = threading.RLock()
-        self._versions: dict[str, str | None] = {}  # None: it is being put, or the outcome of its put is unknown
+        self._renewed = time.monotonic()
+        self._versions: dict[str, str] = {}  # of the objects that were put, by name
 
-    @abstractmethod
     def renew(self) -> None:
-        """Raise TargetExistsError if another publisher has taken over; most calls return without a request."""
+        """Renew or check the claim every `renew_s`; raise TargetExistsError if it is lost. Thread-safe."""
+        with self._lock:
+            if time.monotonic() - self._renewed >= self.renew_s:
+                self._renew_claim()
 
     @abstractmethod
-    def _check_claim(self) -> None:
-        """Raise TargetExistsError if another publisher has taken over."""
+    def _renew_claim(self) -> None:
+        """Renew or check the claim now."""
+
+    def _check_claim(self) -> Claim:
+        """Return the claim; raise TargetExistsError if another publisher has taken over, or the build has ended."""
+        with self._lock:
+            claim = self._objects.read_claim()
+            if claim is None or claim.nonce != self._nonce:
+                text = "refused: another publisher has taken over the claim on this target, or it was given up"
+                raise TargetExistsError(text, path=self._objects.path)
+            return claim
 
     def open_new(self, name: str, nbytes: int) -> Any:
         """Begin to upload an object; first remove any object that an earlier publisher has put under this name."""
-        for _ in range(_ATTEMPTS):
-            with self._lock:
-                self._versions[name] = None
-            try:
-                return self._objects.open_new(name, nbytes)
-            except TargetExistsError:
-                self._drop(name)
-        raise self._contested()
+        try:
+            return self._objects.open_new(name, nbytes)
+        except TargetExistsError:
+            self._remove(name)
+            return self._objects.open_new(name, nbytes)
 
-    def put_object(self, name: str, put: Callable[[], None], *, is_visible: bool = False) -> None:
+    def put_object(self, name: str, put: Callable[[], None]) -> None:
         """Put an object under a free name and store its version."""
-        for _ in range(_ATTEMPTS):
-            self.renew()
-            if not is_visible and self._objects.version(name) is not None:
-                self._drop(name)
-            with self._lock:
-                self._versions[name] = None
-            try:
-                put()
-            except TargetExistsError:
-                self._drop(name)
-                continue
-            version = self._objects.version(name)
-            if version is None:
-                self._check_claim()  # another publisher may have removed it
-                raise removed_error(self._objects.path_of(name))
-            with self._lock:
-                self._versions[name] = version
-            try:
-                self._check_claim()
-            except TargetExistsError:
-                self._versions.clear()
+        self.renew()
+        self._check_claim()  # not every store completes an upload exclusively: no object of a successor is replaced
+        try:
+            put()
+        except TargetExistsError:  # a publisher that has lost the claim has put an object under this name
+            self._remove(name)
+            put()
+        version = self._objects.version(name)
+        try:
+            self._check_claim()
+        except TargetExistsError:  # its new owner may have removed the object already
+            if version is not None:
                 self._remove_stray(name, version)
-                raise
-            return
-        raise self._contested()
-
-    def _contested(self) -> TargetExistsError:
-        text = "refused: another publisher puts this object again and again"
-        return TargetExistsError(text, path=self._objects.path)
-
-    def _drop(self, name: str) -> None:
-        """Remove an object that another publisher has put under one of this publisher's names."""
+            raise
+        if version is None:
+            raise removed_error(self._objects.path_of(name))
         with self._lock:
-            self._versions.pop(name, None)
-        self._remove(name)
+            self._versions[name] = version
 
     def _remove(self, name: str) -> None:
         """Remove an object that was there while this publisher still had the claim.
@@ -245,7 +244,8 @@ class _ObjectWriter(ABC):
                 self._check_claim()
                 if version is None or self._objects.remove(name, version):
                     return
-        raise self._contested()
+        text = "refused: another publisher puts this object again and again"
+        raise TargetExistsError(text, path=self._objects.path_of(name))
 
     def _remove_stray(self, name: str, version: str) -> None:
         """Remove an object that was put after the claim was lost, unless it may be the next publisher's.
@@ -254,7 +254,7 @@ class _ObjectWriter(ABC):
         own objects. Without claim and manifest the publisher has given up before it could know of this object.
         """
         listed = self._listed_names()
-        is_stray = name not in listed if listed is not None else self._objects.claim_nonce() is None
+        is_stray = name not in listed if listed is not None else self._objects.read_claim() is None
         if is_stray and name != self._manifest and self._objects.version(name) == version:
             audit("remove object", self._objects.path_of(name))
             self._objects.remove(name, version)
@@ -274,16 +274,16 @@ def check_url(url: str, manifest: str, check: ReplaceCheck | None) -> None:
     """Raise what a build at `url` would raise for the target, without changing anything."""
     objects = Objects(url)
     present = objects.read_claim()
-    if present is not None and owner_state(present[0].owner, present[0].nonce) == "alive":
-        raise busy_error(present[0].owner, objects.path)
-    _list_target(objects, manifest, check, set(present[0].names) if present is not None else set())
+    if present is not None and owner_state(present.owner, present.nonce) == "alive":
+        raise busy_error(present.owner, objects.path)
+    _list_target(objects, manifest, check, present.names if present is not None else frozenset())
 
 
 def _list_target(
     objects: Objects,
     manifest: str,
     check: ReplaceCheck | None,
-    inherited: set[str],
+    inherited: frozenset[str],
     is_own: OwnCheck | None = None,
 ) -> tuple[list[str], set[str]]:
     """Return the old checkpoint's names in the order of their removal, and the objects of earlier claims.
@@ -291,40 +291,35 @@ def _list_target(
     `inherited` are the names that earlier claims list. Raises for any other object, and for a whole checkpoint that may
     not be replaced. Without a manifest, an object that `is_own` accepts counts as inherited, too.
     """
-    present = set(objects.list_infos(inherited)) - {CLAIM_NAME}
+    store = objects.store()
+    present = objects.list_infos().keys() - {CLAIM_NAME}
     old: list[str] = []
     if is_own is not None and manifest not in present:
-        store = objects.store()
-        inherited = inherited | {name for name in present - inherited if is_own(store, name)}
+        inherited = inherited.union(name for name in present - inherited if is_own(store, name))
     if manifest in present or present - inherited:
         if check is None:
             raise target_exists(objects.path)
         hidden = inherited | {CLAIM_NAME}
-        visible = FilteredStore(objects.store(), lambda name: name not in hidden)
-        listed = check(visible)
-        present = set(objects.list_infos({*inherited, *listed})) - {CLAIM_NAME}
+        listed = check(store.only(lambda name: name not in hidden))
         old = [name for name in listed if name in present]
     return old, (present & inherited) - set(old)
 
 
-_seen_claims: dict[str, tuple[str, str, float]] = {}
-"""By directory, the nonce and the version of the last claim that this process has seen there, and since when it has
-seen this version, by its monotonic clock."""
+_seen_claims: dict[str, tuple[Claim, float]] = {}
+"""By directory the last claim that this process has seen there, and since when, by its monotonic clock."""
 
 
-def _seen_since(path: str, nonce: str, version: str) -> float:
-    """Return since when this process has seen the claim in the directory `path` unchanged."""
-    # With the nonce, because a store may give no versions: then another publisher's claim would look like the last one.
+def _unchanged_s(path: str, claim: Claim) -> float:
+    """Return for how long this process has seen the claim in the directory `path` unchanged."""
     seen = _seen_claims.get(path)
-    if seen is None or seen[:2] != (nonce, version):
-        seen = _seen_claims[path] = (nonce, version, time.monotonic())
-    return seen[2]
+    if seen is None or seen[0] != claim:
+        seen = _seen_claims[path] = (claim, time.monotonic())
+    return time.monotonic() - seen[1]
 
 
 class ObjectBuild(_ObjectWriter, Build):
     """A checkpoint under construction in an object store. The top of this file explains the protocol."""
 
-    renew_s = 15.0  # how often the claim is renewed
     take_over_s = 60.0  # how long a claim must be unchanged before it is taken over
 
     def __init__(
@@ -338,19 +333,20 @@ class ObjectBuild(_ObjectWriter, Build):
         is_own: OwnCheck | None = None,
         waits: bool = True,
     ) -> None:
-        super().__init__(Objects(url), names[-1])
+        self._claim = Claim.new(new_nonce(), plan_digest, names)
+        super().__init__(Objects(url), names[-1], self._claim.nonce)
         self.path = self.building_path = self._objects.path
         self.finished = {}
         self._pid = os.getpid()
         self._outputs: list[ObjectFile] = []
-        self._claim = Claim.new(new_nonce(), plan_digest, tuple(names))
-        self._claim_version: str | None = None  # the claim's version while this publisher holds it
-        self._renewed = 0.0
-        self._renewal: _Renewal | None = None
-        self._has_ended = self._is_clearing = False
-        open_builds.add((self._pid, self._claim.nonce))
+        self._has_ended = False
+        self._renewal: threading.Thread | None = None
+        self._is_ending = threading.Event()
+        self._stage: _Stage = "unclaimed"
+        open_builds.add((self._pid, self._nonce))
         try:
             inherited = self._take_claim(resume=resume, waits=waits)
+            self._stage = "claimed"
             old, leftovers = _list_target(self._objects, self._manifest, check, inherited, is_own)
             self._clear(old, leftovers)
         except BaseException:
@@ -359,95 +355,70 @@ class ObjectBuild(_ObjectWriter, Build):
 
     # The claim
 
-    def _take_claim(self, *, resume: bool, waits: bool) -> set[str]:
+    def _take_claim(self, *, resume: bool, waits: bool) -> frozenset[str]:
         """Create the claim, or take it over from a dead publisher; return the names that the dead one may have put.
 
         Without `waits`, raise TargetExistsError at once if it is unknown whether the other publisher has ended.
         """
-        watched: str | None = None  # the version of another publisher's claim, while it is watched
+        inherited: frozenset[str] = frozenset()
+        watched: Claim | None = None
         num_absent = 0
-        while True:
+        while num_absent < _MOST_ABSENT:
             with contextlib.suppress(TargetExistsError):
                 audit("claim", self._objects.path_of(CLAIM_NAME))
-                self._objects.create(CLAIM_NAME, self._claim.to_bytes())
+                self._objects.put(CLAIM_NAME, self._claim.to_bytes())
             present = self._objects.read_claim()
             if present is None:  # it was removed between the two calls
                 num_absent += 1
-                if num_absent == _MOST_ABSENT:
-                    text = "no claim can be put here, and there is none: an object may be in the place of a directory"
-                    raise TargetExistsError(text, path=self.path)
                 continue
-            num_absent = 0
-            other, version = present
-            if other.nonce == self._claim.nonce:
-                self._claim_version, self._renewed = version, time.monotonic()
-                return set(other.names) - set(self._claim.names) if other.renewal else set()
-            state = owner_state(other.owner, other.nonce)
-            if state == "alive":
-                raise busy_error(other.owner, self.path)
-            is_first_look = watched is None
-            if watched not in (None, version):
-                raise busy_error(other.owner, self.path)
-            watched = version
-            unchanged_s = time.monotonic() - _seen_since(self.path, other.nonce, version)
-            if resume or state == "dead" or unchanged_s >= self.take_over_s:
-                names = tuple({*self._claim.names, *other.names})
-                own_claim = replace(self._claim, names=names)
-                if self._objects.replace_claim(own_claim, version, other.nonce):
-                    if self._read_own():
-                        self._claim = own_claim
-                        self._objects.cancel_uploads(own_claim.names)  # those of the dead publisher
-                        return set(other.names)
-                    raise TargetExistsError("refused: another publisher has taken over", path=self.path)
-                watched = None
+            if present.nonce == self._nonce:
+                self._objects.cancel_uploads(inherited)  # those of the dead publisher
+                self._renewed = time.monotonic()
+                return inherited
+            state = owner_state(present.owner, present.nonce)
+            if state == "alive" or watched not in (None, present):
+                raise busy_error(present.owner, self.path)
+            if resume or state == "dead" or _unchanged_s(self.path, present) >= self.take_over_s:
+                inherited, watched = present.names, None
+                self._claim = replace(self._claim, names=self._claim.names | inherited)
+                # Whatever the answer: a retried request may report failure although the first one succeeded.
+                self._objects.replace_claim(self._claim, present)
                 continue
             if not waits:
-                raise busy_error(other.owner, self.path)
-            if is_first_look:
+                raise busy_error(present.owner, self.path)
+            if watched is None:
                 _log.warning(
                     "%s: %s: waiting for %.0f s to see whether it still runs; if it has ended, resume=True (--resume) "
                     "of a merge skips the wait",
                     self.path,
-                    other,
+                    present,
                     self.take_over_s,
                 )
+            watched = present
             time.sleep(min(1.0, self.take_over_s / 20))
+        text = "no claim can be put here, and there is none: an object may be in the place of a directory"
+        raise TargetExistsError(text, path=self.path)
 
-    def _read_own(self) -> bool:
-        """Read the claim and return whether this publisher holds it."""
-        present = self._objects.read_claim()
-        if present is None or present[0].nonce != self._claim.nonce:
-            self._claim_version = None
-            return False
-        self._claim_version, self._renewed = present[1], time.monotonic()
-        return True
-
-    def renew(self, *, at_once: bool = False) -> None:
-        """Renew the claim every `renew_s`; raise TargetExistsError if another publisher has taken over. Thread-safe."""
-        if not at_once and time.monotonic() - self._renewed < self.renew_s:
-            return
+    def _renew_claim(self, names: Iterable[str] = ()) -> None:
+        """Renew the claim now, and add names to it."""
         with self._lock:
-            if not at_once and time.monotonic() - self._renewed < self.renew_s:
-                return
-            self._claim = replace(self._claim, renewal=self._claim.renewal + 1)
-            if self._claim_version is not None:
-                self._objects.replace_claim(self._claim, self._claim_version, self._claim.nonce)
-                # A retried request may report failure although the first one succeeded, so read the claim.
-                if self._read_own():
-                    return
-            raise self._lose_claim()
+            present = self._check_claim()
+            self._claim = replace(self._claim, names=self._claim.names.union(names), renewal=self._claim.renewal + 1)
+            # Whatever the answer: a retried request may report failure although the first one succeeded.
+            self._objects.replace_claim(self._claim, present)
+            self._check_claim()
+            self._renewed = time.monotonic()
 
     def _clear(self, old: Sequence[str], leftovers: set[str]) -> None:
         """Remove the checkpoint that is replaced, its manifest first, and the objects of dead publishers."""
-        if not {*old, *leftovers} <= set(self._claim.names):
-            self._claim = replace(self._claim, names=tuple({*self._claim.names, *old, *leftovers}))
-            self.renew(at_once=True)
-        self._is_clearing = True
+        if not self._claim.names.issuperset({*old, *leftovers}):
+            self._renew_claim({*old, *leftovers})
+        self._stage = "clearing"
         # The manifest first, also that of a publisher which was killed before it removed its claim
         for name in sorted([*old, *sorted(leftovers)], key=lambda name: name != self._manifest):
             self.renew()
             self._remove(name)
-        self._is_clearing = False
+        self._stage = "building"
 
     # Objects
 
@@ -457,21 +428,9 @@ class ObjectBuild(_ObjectWriter, Build):
         self._outputs.append(output)
         return output
 
-    def _check_claim(self) -> None:
-        with self._lock:
-            if self._claim_version is None or self._objects.claim_version() != self._claim_version:
-                raise self._lose_claim()
-
-    def _lose_claim(self) -> TargetExistsError:
-        """Forget the claim, which another publisher holds now, and return the error to raise."""
-        self._claim_version = None
-        return TargetExistsError(
-            "refused: this publisher did not renew its claim in time, and another one has taken over", path=self.path
-        )
-
     def put(self, name: str, data: Buffer) -> None:
         """Put a small object."""
-        self.put_object(name, lambda: self._objects.create(name, bytes(data)))
+        self.put_object(name, lambda: self._objects.put(name, bytes(data)))
 
     def record(self, name: str, metadata: object) -> None:
         """Do nothing: objects of a killed publisher are removed, not reused."""
@@ -479,16 +438,23 @@ class ObjectBuild(_ObjectWriter, Build):
     def share(self) -> str:
         """Renew the claim in a thread from now on, and return its nonce."""
         if self._renewal is None:
-            self._renewal = _Renewal(self)
-        return self._claim.nonce
+            name = "statexchange renewal of a claim"
+            self._renewal = threading.Thread(target=self._renew_until_end, name=name, daemon=True)
+            self._renewal.start()
+        return self._nonce
+
+    def _renew_until_end(self) -> None:
+        while not self._is_ending.wait(self.renew_s / 3):
+            try:
+                self.renew()
+            except TargetExistsError:  # the claim is lost: the next call of the publisher finds that out
+                return
+            except StateExchangeError as error:
+                _log.debug("the claim of %s was not renewed: %s", self.path, error)
 
     def expect(self, names: Sequence[str]) -> None:
         """Add names to the claim."""
-        with self._lock:
-            new = [name for name in names if name not in self._claim.names]
-            if new:
-                self._claim = replace(self._claim, names=(*self._claim.names, *new))
-                self.renew(at_once=True)
+        self._renew_claim(names)
 
     def add_all(self, versions: Mapping[str, str]) -> None:
         """Store the versions of objects that members have put."""
@@ -504,12 +470,11 @@ class ObjectBuild(_ObjectWriter, Build):
     def commit(self, name: str, data: Buffer) -> None:
         """Check that all objects are unchanged, put the last one, and remove the claim."""
         assert name == self._manifest
-        self.renew(at_once=True)  # proves that this publisher still holds the claim
-        infos = self._objects.list_infos(self._claim.names)
+        self._renew_claim()  # proves that this publisher still holds the claim
+        infos = self._objects.list_infos()
         for put_name, version in self._versions.items():
-            current = etag_of(infos.get(put_name, {}))
-            if put_name in infos and not current:  # only ETags are equal in a listing and in the info of one object
-                current = self._objects.version(put_name) or ""
+            # Without a tag, the listing may give the time in another form than the look at one object.
+            current = tags_of_info(infos.get(put_name, {})) or self._objects.version(put_name)
             if current != version:
                 raise TargetExistsError(
                     "refused: another publisher has replaced an object of this one",
@@ -517,11 +482,11 @@ class ObjectBuild(_ObjectWriter, Build):
                     expected=version,
                     found=current or "nothing",
                 )
-        for stray in (infos.keys() & set(self._claim.names)) - self._versions.keys():
+        for stray in (infos.keys() & self._claim.names) - self._versions.keys():
             self._remove(stray)  # put meanwhile by a publisher that has lost the claim
         self.put(name, data)  # commits: from here on readers accept the directory
-        self._versions.clear()  # so that `abandon` removes nothing
-        self._end()  # the claim is removed last
+        self._stage = "claimed"  # so that only the claim is removed, and last
+        self._end()
 
     def abandon(self) -> None:
         """Remove all objects of an uncommitted build, unless another publisher has taken over."""
@@ -529,73 +494,36 @@ class ObjectBuild(_ObjectWriter, Build):
             return
         for output in self._outputs:
             output.close()
-        self._stop_renewal()
-        try:
-            if self._read_own():
-                if self._is_clearing:
-                    _log.warning("objects of %s stay until the next publication or removal", self.path)
-                    self._claim_version = None  # so that `_end` keeps the claim, which lists these objects
-                self._remove_shared()
-                for name in sorted(self._versions, key=lambda name: name != self._manifest):
-                    version = self._objects.version(name)
-                    if version is not None and self._versions[name] in (None, version):
-                        self._remove(name)
-        except StateExchangeError as error:
-            if self._claim_version is not None:
-                _log.warning("objects of %s stay until the next publication: %s", self.path, error)
-            self._claim_version = None  # so that `_end` keeps the claim, which lists these objects
-        finally:
-            self._end()
-
-    def _remove_shared(self) -> None:
-        """Remove what members have put so far. A member that puts an object later removes it itself."""
-        if self._renewal is None:
-            return
-        for name in sorted(self._objects.list_infos().keys() & set(self._claim.names)):
-            self._remove(name)
-        self._objects.cancel_uploads(self._claim.names)  # those of members that were killed
-
-    def _stop_renewal(self) -> None:
-        if self._renewal is not None:
-            self._renewal.stop()
+        self._end()
 
     def _end(self) -> None:
-        """Remove the claim if this publisher holds it."""
-        self._stop_renewal()
+        """Remove the objects of an uncommitted build, then the claim, if this publisher still holds it."""
+        self._is_ending.set()
+        if self._renewal is not None:
+            self._renewal.join()
         try:
-            if self._claim_version is not None:
-                with contextlib.suppress(TargetExistsError):  # another publisher has taken it over
-                    self._remove(CLAIM_NAME)
+            self._check_claim()
+            if self._stage == "clearing":  # the claim stays: it lists what is left
+                _log.warning("objects of %s stay until the next publication or removal", self.path)
+                return
+            if self._stage == "building":
+                self._remove_put()
+            self._remove(CLAIM_NAME)
+        except TargetExistsError:  # another publisher has the claim, and removes what it finds
+            pass
         except StateExchangeError as error:
-            _log.warning("the claim of %s stays until the next publication: %s", self.path, error)
+            if self._stage != "unclaimed":
+                _log.warning("the claim or objects of %s stay until the next publication: %s", self.path, error)
         finally:
             self._has_ended = True
-            open_builds.discard((self._pid, self._claim.nonce))
+            open_builds.discard((self._pid, self._nonce))
 
-
-class _Renewal:
-    """A thread that renews a claim while the publisher waits for members."""
-
-    def __init__(self, build: ObjectBuild) -> None:
-        self._build = build
-        self._is_stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="statexchange renewal of a claim", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._is_stopped.wait(self._build.renew_s / 3):
-            try:
-                self._build.renew()
-            except TargetExistsError:  # the claim is lost: the next call of the publisher finds that out
-                return
-            except StateExchangeError as error:
-                _log.debug("the claim of %s was not renewed: %s", self._build.path, error)
-
-    def stop(self) -> None:
-        """End the thread; wait until it makes no request any more."""
-        self._is_stopped.set()
-        if self._thread is not threading.current_thread():
-            self._thread.join()
+    def _remove_put(self) -> None:
+        """Remove what this publisher and its members have put. A member that puts an object later removes it itself."""
+        present = self._objects.list_infos().keys() & self._claim.names
+        for name in sorted(present, key=lambda name: (name != self._manifest, name)):
+            self._remove(name)
+        self._objects.cancel_uploads(self._claim.names)  # those of members that were killed
 
 
 class ObjectMember(_ObjectWriter, Member):
@@ -606,54 +534,45 @@ class ObjectMember(_ObjectWriter, Member):
     """
 
     def __init__(self, url: str, key: str, manifest: str) -> None:
-        super().__init__(Objects(url), manifest)
+        super().__init__(Objects(url), manifest, key)
         self.folder = self._objects.path
-        self._key = key
-        self._checked = time.monotonic()
-        if self._objects.claim_nonce() != key:
-            raise NotFoundError("this host does not see the publisher's claim", path=self.folder)
-
-    def renew(self) -> None:
-        """Check the claim every 15 s; its publisher renews it."""
-        if time.monotonic() - self._checked >= ObjectBuild.renew_s:
+        try:
             self._check_claim()
+        except TargetExistsError:
+            raise NotFoundError("this host does not see the publisher's claim", path=self.folder) from None
 
-    def _check_claim(self) -> None:
-        if self._objects.claim_nonce() != self._key:
-            text = "refused: the save was given up, or another publisher has taken over"
-            raise TargetExistsError(text, path=self.folder)
-        self._checked = time.monotonic()
+    def _renew_claim(self) -> None:
+        """Check the claim, which its publisher renews."""
+        self._check_claim()
+        self._renewed = time.monotonic()
 
     def write_tensors(
         self, name: str, shards: Sequence[ShardData], metadata: Mapping[str, Any], progress: Callable[[], object]
     ) -> WrittenFile:
         """Upload one file from begin to end, which needs its digests before: the tensors are read twice."""
         content = DigestedTensors.of(shards, metadata, progress)
-        version = self._uploaded(name, content.nbytes, content.header, content.write_to)
-        return WrittenFile(version, self.folder, content)
+        with self._new_file(name, content.nbytes, content.header) as output:
+            content.write_to(output.write)
+        return WrittenFile(self._versions[name], self.folder, content)
 
     def upload(self, name: str, parts: Iterable[Buffer], nbytes: int) -> str:
         """Upload a file of `nbytes` bytes from begin to end; return its version."""
-
-        def write_to(write_at: Callable[[Buffer, int], object]) -> None:
+        with self._new_file(name, nbytes, b"") as output:
             at = 0
             for part in parts:
-                write_at(part, at)
+                output.write(part, at)
                 at += memoryview(part).nbytes
+        return self._versions[name]
 
-        return self._uploaded(name, nbytes, b"", write_to)
-
-    def _uploaded(
-        self, name: str, nbytes: int, header: bytes, write_to: Callable[[Callable[[Buffer, int], object]], object]
-    ) -> str:
-        """Upload a file, of which `write_to` writes all after the header; return its version."""
+    @contextlib.contextmanager
+    def _new_file(self, name: str, nbytes: int, header: bytes) -> Iterator[ObjectFile]:
+        """Yield a file to be written after its header, which exists after the block."""
         output = ObjectFile(self, self._objects, name, nbytes, header)
         try:
-            write_to(output.write)
+            yield output
             output.finish()
         finally:
             output.close()
-        return self._version_of(name)
 
     def link(self, name: str, source: str, identity: Sequence[str | int], progress: Callable[[], object]) -> str | None:
         """Have the store copy an object of this size and version; return the new version.
@@ -667,14 +586,9 @@ class ObjectMember(_ObjectWriter, Member):
         self.put_object(name, lambda: self._objects.copy_new(name, original, version, nbytes, progress))
         # Not every S3-compatible store compares the version of what it copies.
         if self._objects.original(source, version, nbytes) is None:
-            self._drop(name)
+            self._remove(name)
             return None
-        return self._version_of(name)
-
-    def _version_of(self, name: str) -> str:
-        version = self._versions[name]
-        assert version is not None  # it was put
-        return version
+        return self._versions[name]
 
 
 def unfinished_objects(url: str, manifest: str) -> UnfinishedBuild | None:
@@ -690,14 +604,13 @@ def unfinished_objects(url: str, manifest: str) -> UnfinishedBuild | None:
     paths = (objects.path,)
     try:
         present = objects.read_claim()
-    except StateExchangeError:  # it is broken, or renewed again and again
+    except CorruptError:
         return UnfinishedBuild("", paths, False, None, "unknown", nbytes)
     if present is None:
         return None
-    claim, _ = present
-    is_removal = claim.plan == REMOVAL
-    state = owner_state(claim.owner, claim.nonce)
-    return UnfinishedBuild(claim.nonce, paths, is_removal, claim.owner, state, nbytes)
+    is_removal = present.plan == REMOVAL
+    state = owner_state(present.owner, present.nonce)
+    return UnfinishedBuild(present.nonce, paths, is_removal, present.owner, state, nbytes)
 
 
 def clear_objects(url: str, manifest: str, is_own: OwnCheck | None, *, waits: bool) -> str | None:
@@ -721,15 +634,13 @@ def clear_objects(url: str, manifest: str, is_own: OwnCheck | None, *, waits: bo
     except CorruptError as error:  # no reason to fail for other directories
         _log.warning("the remains of a killed save or removal are not removed: %s", error)
         return None
-    except TargetExistsError:  # it is renewed again and again
-        return None
     if present is None:
         return None
     try:
         ObjectBuild(url, REMOVAL, [manifest], check=None, resume=False, is_own=is_own, waits=waits).abandon()
     except TargetExistsError:  # its process runs, or the directory is whole: then only the claim was removed
         return None
-    return present[0].nonce
+    return present.nonce
 
 
 def remove_objects(url: str, manifest: str, check: ReplaceCheck, *, waits: bool) -> None:

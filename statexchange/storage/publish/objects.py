@@ -25,13 +25,12 @@ from statexchange.storage.fsspec_store import (
     storage_errors,
     version_of_info,
 )
-from statexchange.storage.publish.build import busy_error
 from statexchange.storage.publish.claim import CLAIM_NAME, Claim
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping
 
-__all__ = ["Objects", "conditional", "etag_of"]
+__all__ = ["Objects", "conditional"]
 
 _log = logging.getLogger(__name__)
 _PART_BYTES = 16 << 20  # of a multipart upload; stores require at least 5 MiB
@@ -40,7 +39,6 @@ _COPIED_BYTES = 256 << 20  # a part that a store copies itself, which takes it s
 _COPIES = 8  # parts that are copied at a time
 _LEAST_PART_BYTES = 5 << 20  # S3 takes smaller ones only as the last
 _LEAST_COPIED_BYTES = 16 << 20  # what is smaller is uploaded as fast
-_ATTEMPTS = 5  # to read a claim that is being renewed
 _READ_ONLY = ("http", "https", "data", "github", "zip", "tar")
 
 
@@ -80,63 +78,40 @@ class Objects:
         """Return a new store of the directory; its listing raises NotFoundError if it does not exist."""
         return FsspecStore(self.url, self._system, self._base)
 
-    def list_infos(self, names: Collection[str] = ()) -> dict[str, Mapping[str, Any]]:
-        """List the directory: fsspec's info of each entry by name.
-
-        Directories to which one of `names` leads are replaced by all that is below them. Others may have any size, and
-        are not listed.
-        """
+    def list_infos(self) -> dict[str, Mapping[str, Any]]:
+        """List all objects below the directory: fsspec's info of each by its path in the directory."""
         audit("list", self.path)
-        infos = self._list(self._base)
-        info = infos.get(self._base.rpartition("/")[2], {})
-        # `ls` of an object lists the object itself.
-        if info.get("type") == "file" and str(info["name"]).strip("/") == self._base.strip("/"):
-            raise TargetExistsError("the target is an object, not a directory", path=self.path)
-        for folder in {name.partition("/")[0] for name in names if "/" in name}:
-            if infos.get(folder, {}).get("type") == "directory":
-                del infos[folder]
-                infos |= self._list_below(folder)
-        return infos
-
-    def _list_below(self, folder: str) -> dict[str, Mapping[str, Any]]:
-        infos: dict[str, Mapping[str, Any]] = {}
-        for name, info in self._list(f"{self._base}/{folder}").items():
-            path = f"{folder}/{name}"
-            infos |= self._list_below(path) if info.get("type") == "directory" else {path: info}
-        return infos
-
-    def _list(self, path: str) -> dict[str, Mapping[str, Any]]:
         try:
             with storage_errors("list", self.url):
                 self._system.invalidate_cache()
-                entries = self._system.ls(path, detail=True)
+                entries = self._system.find(self._base, detail=True)
         except NotFoundError as error:
             if is_missing_bucket(error):
                 raise
             return {}
-        infos = {str(info["name"]).rstrip("/").rpartition("/")[2]: info for info in entries}
-        return {name: info for name, info in infos.items() if name}
+        base = self._base.strip("/")
+        infos = {}
+        for path, info in entries.items():
+            name = path.strip("/")
+            if name == base:  # `find` gives an object itself
+                raise TargetExistsError("the target is an object, not a directory", path=self.path)
+            infos[name.removeprefix(f"{base}/")] = info
+        return infos
 
     def version(self, name: str) -> str | None:
         """Return an object's version; None if it does not exist."""
         try:
             with storage_errors("look up", f"{self.url}/{name}"):
                 self._system.invalidate_cache()
-                return _version_of(self._system.info(f"{self._base}/{name}"))
+                return version_of_info(self._system.info(f"{self._base}/{name}")) or ""
         except NotFoundError:
             return None
 
-    def create(self, name: str, data: bytes) -> None:
-        """Put a small object; raise TargetExistsError if the name exists."""
+    def put(self, name: str, data: bytes, *, overwrite: bool = False) -> None:
+        """Put a small object; raise TargetExistsError if the name exists, unless with `overwrite`."""
         audit("put", self.path_of(name))
         with conditional("put", f"{self.url}/{name}"):
-            self._system.pipe_file(f"{self._base}/{name}", data, mode="create")
-
-    def replace(self, name: str, data: bytes) -> None:
-        """Put a small object, whether the name exists or not."""
-        audit("put", self.path_of(name))
-        with storage_errors("put", f"{self.url}/{name}"):
-            self._system.pipe_file(f"{self._base}/{name}", data, mode="overwrite")
+            self._system.pipe_file(f"{self._base}/{name}", data, mode="overwrite" if overwrite else "create")
 
     def open_new(self, name: str, nbytes: int) -> Any:
         """Begin to upload an object of `nbytes` bytes; closing it raises TargetExistsError if the name exists then."""
@@ -238,61 +213,28 @@ class Objects:
 
     # The claim
 
-    def claim_nonce(self) -> str | None:
-        """Return the nonce of the present claim; None without one."""
+    def read_claim(self) -> Claim | None:
+        """Return the present claim; None without one."""
         path = self.path_of(CLAIM_NAME)
         try:
             with storage_errors("read", path):
                 data = self._system.cat_file(f"{self._base}/{CLAIM_NAME}")
         except NotFoundError:
             return None
-        return Claim.parse(bytes(data), path).nonce
+        return Claim.parse(bytes(data), path)
 
-    def read_claim(self) -> tuple[Claim, str] | None:
-        """Return the claim and its version, read consistently; None without a claim."""
+    def replace_claim(self, claim: Claim, present: Claim) -> bool:
+        """Replace the claim `present`; return False if it has changed or was removed."""
         path = self.path_of(CLAIM_NAME)
-        for _ in range(_ATTEMPTS):
-            before = self.claim_version()
-            if before is None:
-                return None
-            try:
-                with storage_errors("read", path):
-                    data = self._system.cat_file(f"{self._base}/{CLAIM_NAME}")
-            except NotFoundError:
-                return None
-            if self.claim_version() == before:
-                return Claim.parse(bytes(data), path), before
-        raise busy_error(None, self.path)
-
-    def claim_version(self) -> str | None:
-        """Return the claim's ETag or other version; None without a claim."""
-        return self.version(CLAIM_NAME)
-
-    def replace_claim(self, claim: Claim, version: str, nonce: str) -> bool:
-        """Replace the claim that has this version and nonce; return False if it has changed."""
-        path = self.path_of(CLAIM_NAME)
-        audit("renew" if claim.nonce == nonce else "take over", path)
-        key = f"{self._base}/{CLAIM_NAME}"
-        if not self._has_conditions:
-            present = self.read_claim()
-            if present is None or present[0].nonce != nonce or present[1] != version:
-                return False
-            with storage_errors("put", path):
-                self._system.pipe_file(key, claim.to_bytes(), mode="overwrite")
-            return True
+        audit("renew" if claim.nonce == present.nonce else "take over", path)
+        # The version before the content: if the claim changes between the two, S3 refuses the put.
+        version = self.version(CLAIM_NAME)
+        if self.read_claim() != present:
+            return False
+        condition = {"IfMatch": version} if self._has_conditions else {}
         try:
             with conditional("put", path):
-                self._system.pipe_file(key, claim.to_bytes(), mode="overwrite", IfMatch=version)
+                self._system.pipe_file(f"{self._base}/{CLAIM_NAME}", claim.to_bytes(), mode="overwrite", **condition)
         except (TargetExistsError, NotFoundError):  # another publisher has replaced the claim, or it was removed
             return False
         return True
-
-
-def etag_of(info: Mapping[str, Any]) -> str:
-    """Return an object's ETag; "" without one."""
-    return str(info.get("ETag") or info.get("etag") or "")
-
-
-def _version_of(info: Mapping[str, Any]) -> str:
-    """Return an object's ETag, else another version that its store gives, else ""."""
-    return etag_of(info) or version_of_info(info) or ""
