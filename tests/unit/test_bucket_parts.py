@@ -18,17 +18,15 @@ from statexchange.train.buckets.hooks import GradientHooks  # noqa: E402
 from statexchange.train.buckets.options import BucketOptions  # noqa: E402
 from statexchange.train.buckets.plan import BucketPlan  # noqa: E402
 from statexchange.train.buckets.rounds import (  # noqa: E402
-    DENSE,
+    ARRIVED,
     FROZEN,
     LATE,
-    SPARSE,
     ArrivalReport,
     RoundHeader,
     RoundSummary,
 )
 from statexchange.train.buckets.views import BucketView, copy_gradients, publish_gradients  # noqa: E402
 from statexchange.train.parameter_specs import specs_of  # noqa: E402
-from statexchange.train.sparse import SparseShape  # noqa: E402
 
 
 def views_of(*shapes: tuple[int, ...]) -> list[BucketView]:
@@ -149,8 +147,8 @@ def test_a_report_has_what_arrived_late_frozen_or_without_a_bucket() -> None:
     for index in (2, 0):
         arrival.record(views[index], counts=True)
     report = arrival.report(plan.buckets, recheck=False, has_weight=True)
-    assert list(report.states) == [DENSE | LATE, 0, SPARSE, FROZEN]
-    assert (report.order, report.sparse) == ([2], {2: SparseShape(1, 1)})
+    assert list(report.states) == [ARRIVED | LATE, 0, ARRIVED, FROZEN]
+    assert report.order == [2]
     arrival.end_step()
     assert list(arrival.report([], recheck=False, has_weight=True).states) == [0, 0, 0, FROZEN]
 
@@ -169,12 +167,12 @@ def test_a_gradient_that_was_dropped_or_has_no_weight_has_not_arrived() -> None:
 
 
 def test_a_summary_combines_the_reports_of_all_ranks() -> None:
-    reports = [ArrivalReport(b"\x01\x00\x02", [2], {2: SparseShape(5, 1)}), ArrivalReport(b"\x01\x04\x00")]
+    reports = [ArrivalReport(b"\x01\x00\x01", [2]), ArrivalReport(b"\x01\x04\x00")]
     messages = [header().to_bytes() + report.to_bytes() for report in reports]
     summary = RoundSummary.of(messages, 3, b"the plan")
     assert summary.active == [0, 1]
-    assert (summary.any_rank, summary.all_ranks) == (b"\x01\x04\x02", b"\x01\x00\x00")
-    assert (summary.order(), summary.sparse_shapes(2)) == ([2], [SparseShape(5, 1), None])
+    assert (summary.any_rank, summary.all_ranks) == (b"\x01\x04\x01", b"\x01\x00\x00")
+    assert summary.order() == [2]
     assert (summary.is_plain, summary.has_arrived, summary.total_weight) == (False, True, 2.0)
 
 

@@ -15,7 +15,6 @@ from statexchange.train.buckets.options import BucketOptions
 from statexchange.train.buckets.plan import BucketPlan
 from statexchange.train.buckets.rounds import (
     ARRIVED,
-    DENSE,
     FROZEN,
     LATE,
     PHASE,
@@ -28,7 +27,6 @@ from statexchange.train.buckets.views import Bucket, BucketView, copy_gradients,
 from statexchange.train.malloc_tuning import trim_malloc
 from statexchange.train.parameter_specs import local_part
 from statexchange.train.reducers import operation
-from statexchange.train.sparse import average_sparse, same_sparse_dims
 
 __all__ = ["BucketAverager"]
 
@@ -171,7 +169,7 @@ class BucketAverager:
             self._add_late(summary)
         if not delayed:
             self._leave_out_done_ranks(summary)
-        self._reduce_unplaced(summary, header.weight, share)
+        self._reduce_unplaced(summary, share)
         has_gradient = None if is_plain else [bool(state & ARRIVED) for state in summary.any_rank]
         publish_gradients(self._views, has_gradient)
         if not is_plain:
@@ -199,25 +197,15 @@ class BucketAverager:
             for bucket in self._plan.buckets:
                 bucket.flat.mul_(self._comm.world_size / len(summary.active))
 
-    def _reduce_unplaced(self, summary: RoundSummary, weight: float, share: float) -> None:
-        """Make buckets for dense gradients that have none, and reduce them; gather sparse gradients. Collective."""
-        dense, sparse = [], []
-        for index in summary.order():
-            view = self._views[index]
-            if summary.any_rank[index] & DENSE or not same_sparse_dims(summary.sparse_shapes(index)):
-                dense.append(view)
-            else:
-                sparse.append(view)
-        for batch in self._plan.extend_in_batches(self._plan.split(dense)):
+    def _reduce_unplaced(self, summary: RoundSummary, share: float) -> None:
+        """Make buckets for gradients that have none, and reduce them. Collective."""
+        unplaced = [self._views[index] for index in summary.order()]
+        for batch in self._plan.extend_in_batches(self._plan.split(unplaced)):
             for bucket in batch:
                 self._send(bucket, share)
                 bucket.wait()
-        if dense:
+        if unplaced:
             trim_malloc()
-        for view in sparse:
-            grad = view.param.grad if weight else None
-            shapes = summary.sparse_shapes(view.index)
-            view.param.grad = average_sparse(self._comm, view.param, grad, shapes, share, self._options.scale)
 
     def _replan_if_frozen(self, summary: RoundSummary) -> None:
         """Empty the plan if a parameter in it is frozen on all ranks: its bucket would never be full."""

@@ -16,10 +16,10 @@ A round, on every rank:
    parameters take part in the same collectives. Steps 2 to 6 are in `averager`.
 5. All ranks exchange one message (`rounds`): the plan's digest, the step, the weight, and what arrived. Different plans
    or steps are a MismatchError on all.
-6. Gradients that arrived late, for a bucket in flight, are reduced and added. Dense gradients without a bucket get one,
-   in rank 0's order of arrival; in the first round, unless `buckets` is given, these are all. Sparse gradients get none
-   and are gathered. Gradients that arrived on no rank become None. If a parameter in the plan is frozen on all ranks,
-   so that its bucket would never be full, the plan is emptied and the next round makes a new one.
+6. Gradients that arrived late, for a bucket in flight, are reduced and added. Gradients without a bucket get one, in
+   rank 0's order of arrival; in the first round, unless `buckets` is given, these are all. Gradients that arrived on no
+   rank become None. If a parameter in the plan is frozen on all ranks, so that its bucket would never be full, the plan
+   is emptied and the next round makes a new one.
 
 With ``overlap=False`` step 3 does not happen and step 5 comes before step 4: the sum of weights has to be known before
 gradients are multiplied by their share of it. So ranks must agree in this option.
@@ -79,9 +79,8 @@ class BucketReducer(Reducer):
 
     A gradient that arrived on some ranks counts as zeros on the others. One that arrived on no rank becomes None, so
     that optimizers skip the parameter. If nothing arrived on any rank, everything stays as it is. NaN on one rank is
-    NaN on all. Sparse gradients are gathered, and become coalesced ones. Parameters may be frozen and unfrozen at any
-    time. With `create_graph` the averages carry no graph. While the attribute `eager` is False, nothing is sent during
-    backward.
+    NaN on all. Sparse gradients become dense ones. Parameters may be frozen and unfrozen at any time. With
+    `create_graph` the averages carry no graph. While the attribute `eager` is False, nothing is sent during backward.
 
     Gradients become views of their bucket. So one that the caller keeps is overwritten in the next step: clone it.
 

@@ -1,7 +1,7 @@
 """The messages that ranks exchange in a round of averaging, as records.
 
-A message is a header of fixed size, one byte of flags for each parameter, and a JSON text about gradients that are in
-no bucket. In most rounds all parameters have a bucket and the text is empty.
+A message is a header of fixed size, one byte of flags for each parameter, and the numbers of the parameters whose
+gradients are in no bucket. In most rounds all parameters have a bucket, and there are none.
 """
 
 from __future__ import annotations
@@ -9,24 +9,19 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import MismatchError
-from statexchange.messages import decode, encoded
-from statexchange.train.sparse import SparseShape
 
 __all__ = [
     "ARRIVED",
-    "DENSE",
     "FROZEN",
     "LATE",
     "PHASE",
-    "SPARSE",
     "ArrivalReport",
     "RoundHeader",
     "RoundSummary",
@@ -36,11 +31,9 @@ __all__ = [
 PHASE = "averaging gradients"
 
 # Flags of a parameter on one rank
-DENSE = 1  # a dense gradient arrived
-SPARSE = 2  # a sparse gradient arrived, and the parameter is in no bucket
-LATE = 4  # another gradient arrived after the bucket had been sent
-FROZEN = 8  # the parameter does not require a gradient
-ARRIVED = DENSE | SPARSE
+ARRIVED = 1  # a gradient arrived
+LATE = 2  # another gradient arrived after the bucket had been sent
+FROZEN = 4  # the parameter does not require a gradient
 
 _HEADER = struct.Struct("<8sQd?")
 
@@ -68,35 +61,21 @@ class RoundHeader:
         return cls(*_HEADER.unpack_from(message))
 
 
-class _Unplaced(NamedTuple):
-    """The part of a report about the gradients that are in no bucket."""
-
-    order: Sequence[int]
-    sparse: Mapping[int, SparseShape]
-
-
 @dataclass(frozen=True, slots=True)
 class ArrivalReport:
-    """The gradients that arrived on one rank: flags by parameter, and details of gradients that are in no bucket.
-
-    `order` lists the parameters without a bucket in the order of arrival; `sparse` has the sizes of the sparse ones.
-    """
+    """The gradients that arrived on one rank: flags by parameter, and the order of those that are in no bucket."""
 
     states: bytes
     order: Sequence[int] = ()
-    sparse: Mapping[int, SparseShape] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
         """Return the bytes that follow the header in a message."""
-        return self.states + (encoded(_Unplaced(self.order, self.sparse), _Unplaced) if self.order else b"")
+        return self.states + np.array(self.order, np.int64).tobytes()
 
     @classmethod
-    def from_bytes(cls, body: bytes, num_parameters: int, rank: int) -> ArrivalReport:
+    def from_bytes(cls, body: bytes, num_parameters: int) -> ArrivalReport:
         """Return the report in the bytes that follow the header of a rank."""
-        states, text = body[:num_parameters], body[num_parameters:]
-        if not text:
-            return cls(states)
-        return cls(states, *decode(text, _Unplaced, "the gradients in no bucket", rank))
+        return cls(body[:num_parameters], np.frombuffer(body[num_parameters:], np.int64).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +98,8 @@ class RoundSummary:
         if any(header.plan_digest != plan_digest for header in headers):
             raise MismatchError("ranks average the gradients of different reducers, or by different plans")
         reports = []
-        for rank, message in enumerate(messages):
-            reports.append(ArrivalReport.from_bytes(message[_HEADER.size :], num_parameters, rank))
+        for message in messages:
+            reports.append(ArrivalReport.from_bytes(message[_HEADER.size :], num_parameters))
         distinct = {report.states for report in reports}  # in most rounds only one
         states = np.array([np.frombuffer(flags, np.uint8) for flags in distinct])
         any_rank, all_ranks = np.bitwise_or.reduce(states).tobytes(), np.bitwise_and.reduce(states).tobytes()
@@ -152,8 +131,8 @@ class RoundSummary:
 
     @property
     def is_plain(self) -> bool:
-        """Whether every parameter has a dense gradient on some rank, and none is sparse, late or frozen."""
-        return self.any_rank.count(DENSE) == len(self.any_rank)
+        """Whether every parameter has a gradient on some rank, and none is late or frozen."""
+        return self.any_rank.count(ARRIVED) == len(self.any_rank)
 
     @property
     def has_arrived(self) -> bool:
@@ -163,10 +142,6 @@ class RoundSummary:
     def order(self) -> list[int]:
         """Return the parameters without a bucket in rank 0's order of arrival, then those missing there."""
         return list(dict.fromkeys(itertools.chain.from_iterable(report.order for report in self.reports)))
-
-    def sparse_shapes(self, index: int) -> list[SparseShape | None]:
-        """Return the sizes of a parameter's sparse gradient on each rank; None where it has none."""
-        return [report.sparse.get(index) for report in self.reports]
 
 
 def exchange_reports(comm: Communicator, header: RoundHeader, report: ArrivalReport) -> RoundSummary:
