@@ -292,7 +292,7 @@ class Matching:
         """Whether a save was asked to leave out what lies at a path: then it is left as it is."""
         return bool(self.left_out) and not self.left_out.isdisjoint(("", *paths_above(path)))
 
-    def stored(self, text: str, keys: Path) -> list[Entry] | None:
+    def stored(self, text: str) -> list[Entry] | None:
         """Return the entries that fill a live tensor, several if a layout splits it; None if the source lacks one."""
         names: Sequence[str] = [text]
         if self.layout.rules:
@@ -303,8 +303,7 @@ class Matching:
         for part in names:
             # Experts and layers have numbers of their own on each rank; those in the source follow from all ranks.
             name = self.renumbered.get(part, part)
-            # A part has a name of the layout's making, of which the live keys say nothing.
-            entry = self.entries.tensor(name, keys if name == text else None)
+            entry = self.entries.tensor(name)
             if entry is None:
                 return None
             entries.append(entry)

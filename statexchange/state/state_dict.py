@@ -24,13 +24,12 @@ from statexchange.state.tree import (
     Node,
     children,
     contains_state,
-    empty_key_error,
+    flatten,
     is_dataclass,
-    is_leaf,
     kind_of,
-    nodes,
     other_with,
     parameter_names,
+    places,
     sharded_kind,
     too_deep_error,
     walk,
@@ -167,37 +166,32 @@ def describe_save(
     Raises:
         UnsupportedError: patterns are given with a layout, or for objects of Megatron-Core.
     """
-    if not is_leaf(state) and children(state) is None:
-        what = "a module, an optimizer, or a mapping or list of these and of tensors and values"
-        raise InvalidArgumentError(f"the state is {type_text(state)}: give {what}")
     with collector_paused():
-        # First, as this refuses keys of mappings that have no text, which all that follows makes of them.
-        places = nodes(state)
+        # First, as this refuses keys that have no text, and paths that a load could not tell apart.
+        placed = places(flatten(state))
         own: list[Node] = []
-        for node in places:
-            if node.path and not node.text:
-                raise empty_key_error()
+        for node in placed:
             if node.kind == "module":
                 check_module(node.value)
             # Of a module or an optimizer, too, a job may say so.
             if node.kind in _UNITS and is_per_rank(node.value):
                 own.append(node)
-        names = {key: name.in_state for key, name in parameter_names(places).items()}
+        names = {key: name.in_state for key, name in parameter_names(placed).items()}
         selection = Selection(_plain(state, "", _Context(names)))
         if options.include or options.exclude:
-            units = {node.text: node.kind for node in places if node.kind in _UNITS}
-            if layout is not None or any(node.kind == "sharded" for node in places):
+            units = {node.text: node.kind for node in placed if node.kind in _UNITS}
+            if layout is not None or any(node.kind == "sharded" for node in placed):
                 what = "Megatron-Core's sharded state dicts" if layout is None else "a layout"
                 raise UnsupportedError(f"include and exclude of a save are not for {what}: leave one of them out")
             selection = select(selection.tree, units, options)
         config, tensors = _encode(selection.tree)
         rules = _parse_layout(layout, tensors)
         described = describe(tensors, rules, rank)
-        placed = {name for name, local in described.tensors.items() if local.part is not None}
-        owners = owners_of(places, own, names, placed.__contains__)
+        ruled = {name for name, local in described.tensors.items() if local.part is not None}
+        owners = owners_of(placed, own, names, ruled.__contains__)
         if selection.left_out:
             owners["left_out"] = selection.left_out
-        frozen = _frozen_names(places) if separates_frozen else {}
+        frozen = _frozen_names(placed) if separates_frozen else {}
         common = _common_text(selection.tree, own) if own else config
         return SavedState(config, common, owners, described, rules, selection, frozen)
 

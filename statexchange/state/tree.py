@@ -17,7 +17,7 @@ import enum
 import functools
 import itertools
 import operator
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
 from statexchange.sharding.options import LoadOptions
-from statexchange.sharding.paths import Key, Path, joined
+from statexchange.sharding.paths import Key, Path, joined, paths_above
 from statexchange.state.types import Leaf
 from statexchange.state.units import (
     ObjectStates,
@@ -50,7 +50,6 @@ __all__ = [
     "children",
     "contains",
     "contains_state",
-    "empty_key_error",
     "flatten",
     "has_indices",
     "is_dataclass",
@@ -441,10 +440,12 @@ class LiveState:
     Attributes:
         entries: what it has, in its own order.
         containers: the containers that were entered, by their paths.
+        texts: the texts of the paths of both.
     """
 
     entries: list[LiveEntry] = field(default_factory=list)
     containers: dict[Path, Leaf] = field(default_factory=dict)
+    texts: set[str] = field(default_factory=set)
 
     @property
     def units(self) -> set[str]:
@@ -462,20 +463,40 @@ class LiveState:
 
 
 def flatten(state: Leaf) -> LiveState:
-    """Flatten a live state that is to be filled. Not collective.
+    """Flatten a live state that is to be saved or filled. Not collective.
 
     Raises:
-        InvalidArgumentError: it is no state, contains itself, or is nested deeper than 100.
+        InvalidArgumentError: it is no state, contains itself, is nested too deep, or two of its paths look alike.
     """
     if not isinstance(state, Mapping) and not contains_state(state):
         raise InvalidArgumentError(f"the state is {type_text(state)}: give modules, optimizers or mappings")
     live = LiveState()
     _add(live, state, (), "")
+    _check_texts(live.entries)
     return live
+
+
+def _check_texts(entries: Sequence[LiveEntry]) -> None:
+    """Raise InvalidArgumentError if two entries have one text, or one that has something inside begins another's.
+
+    As of ``{1: 5, "1": 6}`` and ``{"a": {"b": 1}, "a.b": 2}``: most sources know texts alone.
+    """
+    # A tensor has nothing inside.
+    is_alone = {entry.text: entry.kind in ("tensor", "sharded") for entry in entries}
+    counts = Counter(entry.text for entry in entries)
+    for entry in entries:
+        *above, text = paths_above(entry.text)
+        alike = [place for place in above if not is_alone.get(place, True)]
+        if counts[text] > 1:
+            alike.append(text)
+        if alike:
+            what = "two keys of the state look alike here, joined with dots: rename one of them"
+            raise InvalidArgumentError(what, name=alike[0])
 
 
 def _add(live: LiveState, value: Leaf, keys: Path, text: str) -> None:
     """Add what lies at a path, or all that is inside it."""
+    live.texts.add(text)
     kind = kind_of(value)
     items = None
     if kind == "value":
@@ -491,13 +512,9 @@ def _add(live: LiveState, value: Leaf, keys: Path, text: str) -> None:
     for key, item in items.items():
         inner = joined(text, key)
         if not inner:
-            raise empty_key_error()
+            # The path of its entry would be the whole's.
+            raise InvalidArgumentError("the state has an empty text as a key, which leads to the whole: give it a name")
         _add(live, item, (*keys, key), inner)
-
-
-def empty_key_error() -> InvalidArgumentError:
-    """Return the error for an empty text as a key of the whole state: the path of its entry would be the whole's."""
-    return InvalidArgumentError("the state has an empty text as a key, which leads to the whole: give it a name")
 
 
 def types_in_objects(live: LiveState, options: LoadOptions, objects: ObjectStates) -> dict[str, type]:

@@ -2,10 +2,9 @@
 
 The protocol of a call:
 
-1. Every rank describes what it holds (`_Held`): paths, kinds, shapes and dtypes. All ranks exchange a digest of that;
-   root adds its plain values and the states of its objects, as JSON (`_Part`). Nothing has changed.
-2. If a rank's digest differs from root's, it receives root's description, and all ranks raise one MismatchError that
-   shows both sides at the first path that differs.
+1. Every rank describes what it holds (`_Held`): paths, kinds, shapes and dtypes. All ranks compare that, and raise one
+   MismatchError if two differ. Nothing has changed.
+2. Root sends its plain values and the states of its objects, as JSON (`_Part`).
 3. Each rank reads root's parts (`_read`), and prepares the tensors that are to be filled, existing or new ones,
    and callbacks that install states and values. An error here is raised on all ranks, and still nothing has changed.
 4. Root sends the tensors as bytes: many small ones together, large ones in windows.
@@ -20,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import hashlib
 import itertools
 from collections.abc import Callable, Generator, Mapping, MappingView, Sequence
 from dataclasses import dataclass
@@ -31,7 +29,7 @@ import torch
 from torch import nn
 
 from statexchange import values
-from statexchange.comm.communicator import CommLike, Communicator, agree
+from statexchange.comm.communicator import CommLike, Communicator, from_root
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, excerpt, type_text
 from statexchange.sharding.paths import joined
@@ -44,7 +42,7 @@ from statexchange.state.tree import (
     replaced,
     with_types_of,
 )
-from statexchange.state.types import Leaf, Module, Optimizer
+from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
     bare_name,
     check_optimizer,
@@ -71,10 +69,10 @@ from statexchange.tensors import (
     replicated_part,
     same_memory,
 )
-from statexchange.train.comparison import Entry, raise_difference
+from statexchange.train.comparison import Entry, compare
 from statexchange.train.windows import broadcast_tensors, windows
 
-__all__ = ["allreduce_parameters", "broadcast_parameters", "module_tensors", "synchronize"]
+__all__ = ["allreduce_parameters", "broadcast_parameters", "synchronize"]
 
 T = TypeVar("T")
 Describe = Callable[["_Held"], None]
@@ -274,7 +272,9 @@ class _Held:
         if not isinstance(module, nn.Module):
             raise InvalidArgumentError(f"expected a module, not {type(module).__name__}")
         self.entries.append(Entry(path, "a module"))
-        named = module_tensors(module, buffers=buffers)
+        named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        if buffers:
+            named.update(module.named_buffers(remove_duplicate=False))
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         for name, value in live_items(module)[1].items():
             if not is_extra_state(name) and (is_tensor(value) or not values.has_text(value)):
@@ -305,7 +305,6 @@ class _Held:
         self.entries.append(Entry(f"{path}.param_groups", f"list of {len(groups)}"))
         for number, group in enumerate(groups):
             params_path = f"{path}.param_groups[{number}].params"
-            self.entries.append(Entry(params_path, f"list of {len(group['params'])}"))
             for index, parameter in enumerate(group["params"]):
                 if is_dtensor(parameter):
                     raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{params_path}[{index}]")
@@ -336,14 +335,6 @@ class _Held:
         for number, entry in enumerate(self.entries):
             if entry.path in views:
                 self.entries[number] = entry._replace(text=entry.text + views[entry.path])
-
-
-def module_tensors(module: Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and, if asked, its buffers, under each of their names. Not collective."""
-    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    if buffers:
-        named.update(module.named_buffers(remove_duplicate=False))
-    return named
 
 
 def _is_value(value: Leaf) -> bool:
@@ -505,16 +496,7 @@ def _state_of(value: Leaf, path: str) -> Leaf:
     return value.state_dict()
 
 
-# Steps 1 and 2: compare
-
-
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """A rank's message in step 1: its `root` argument, what it holds, and from root its values and states."""
-
-    root: int
-    digest: bytes
-    parts: Sequence[_Part] = ()
+# Steps 1 and 2: compare, and send what has text
 
 
 def _compare(
@@ -527,32 +509,20 @@ def _compare(
     Raises:
         MismatchError: not all ranks hold the same.
     """
-    held, note = _Held(written=is_written or comm.rank != root), None
+    held = _Held(written=is_written or comm.rank != root)
     states: list[_State] = []
-    failure: Exception | None = None
-    try:
+    parts: list[_Part] = []
+    with comm.checking("describing what it holds"):
         comm.check_root(root)
         describe(held)
         held.note_shared_memory()
         states.append(_State.of(held.values, ""))
         for path, value in held.objects.items():
             states.append(_State.of(_state_of(value, path), path))
-        parts = []
         if comm.rank == root:
             parts = [state.part() for state in states]
-        text = "\n".join(map("\t".join, held.entries))
-        note = _Note(root, hashlib.blake2b(text.encode(), digest_size=16).digest(), parts)
-    except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
-        failure = error
-    notes = agree(comm, failure, "describing what it holds", note, _Note)
-    roots = [theirs.root for theirs in notes]
-    if len(set(roots)) > 1:
-        raise MismatchError(f"ranks passed different roots: {', '.join(map(str, roots))}")
-    different = [rank for rank, theirs in enumerate(notes) if theirs.digest != notes[root].digest]
-    # Nearly always none: only then are whole descriptions sent.
-    if different:
-        raise_difference(comm, held.entries, different, root)
-    return held, states, notes[root].parts
+    compare(comm, f"root={root}", held.entries)
+    return held, states, from_root(comm, parts, list[_Part], "what root holds", root)
 
 
 # Steps 3 to 5: read root's parts, move tensors, and install

@@ -437,17 +437,6 @@ def test_long_lists_and_texts_are_values(write: Writer, tmp_path: Path) -> None:
     assert live == {"o": other, **state}
 
 
-@pytest.mark.parametrize("write", WRITERS)
-def test_entries_belong_to_the_longest_key_that_fits(write: Writer, tmp_path: Path) -> None:
-    def state(value: float) -> dict[str, Any]:
-        return {"a": {None: value}, "a.b": [value], "a.b.c": Averages(value), "a.b.c.x": {3: value}}
-
-    live = state(0.0)
-    sx.load_checkpoint(live, write({**state(5.0), "a.b.c": state(5.0)["a.b.c"].state_dict()}, tmp_path))
-    assert str(live.pop("a.b.c").state) == str(Averages(5.0).state)
-    assert live == {key: value for key, value in state(5.0).items() if key != "a.b.c"}
-
-
 def test_containers_that_torch_leaves_out_stay_if_they_hold_nothing(tmp_path: Path) -> None:
     def state(value: float) -> dict[str, Any]:
         return {"a": Averages(value), "w": torch.full((1,), value), "empty": [{}, {"x": {}}], "values": {3: {}, 4: 1}}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from statexchange.train.buckets.rounds import ARRIVED, FROZEN, LATE, ArrivalReport
+from statexchange.train.buckets.rounds import ARRIVED, FROZEN, LATE
 from statexchange.train.buckets.views import Bucket, BucketView
 
 __all__ = ["Arrival"]
@@ -54,8 +54,8 @@ class Arrival:
         for view in views:
             self._states[view.index] = 0
 
-    def report(self, buckets: Sequence[Bucket], *, recheck: bool, has_weight: bool) -> ArrivalReport:
-        """Return this rank's report to the other ranks.
+    def report(self, buckets: Sequence[Bucket], *, recheck: bool, has_weight: bool) -> tuple[bytes, list[int]]:
+        """Return the flags of all parameters, and those without a bucket in the order of arrival, for a RoundReport.
 
         Args:
             buckets: the buckets of the plan.
@@ -80,4 +80,4 @@ class Arrival:
             if not view.param.requires_grad:
                 states[view.index] |= FROZEN
         order = [i for i in self._unplaced if self._states[i] and self._views[i].bucket is None]
-        return ArrivalReport(bytes(states), order)
+        return bytes(states), order

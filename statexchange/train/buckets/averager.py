@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -18,8 +19,7 @@ from statexchange.train.buckets.rounds import (
     FROZEN,
     LATE,
     PHASE,
-    ArrivalReport,
-    RoundHeader,
+    RoundReport,
     RoundSummary,
     exchange_reports,
 )
@@ -127,10 +127,10 @@ class BucketAverager:
 
     def average(self, step: int, weight: float, *, is_done: bool) -> list[int]:
         """Average what the reducer averages; return the ranks that are not done. Collective."""
-        header = RoundHeader(self._plan.digest, step, weight, is_done)
+        report = RoundReport(self._plan.digest, step, weight, is_done)
         if self._options.averages_gradients:
-            return self._average_gradients(header)
-        summary = exchange_reports(self._comm, header, ArrivalReport(b""))
+            return self._average_gradients(report)
+        summary = exchange_reports(self._comm, report)
         for bucket in self._plan.buckets:
             self._average_parameters(bucket)
         return summary.active
@@ -145,21 +145,21 @@ class BucketAverager:
         # Not into `.data`, whose changes autograd does not see: backward through a graph of old values must raise.
         torch._foreach_copy_(parameters, views)
 
-    def _average_gradients(self, header: RoundHeader) -> list[int]:
+    def _average_gradients(self, report: RoundReport) -> list[int]:
         """Average the gradients that arrived on any rank; return the ranks that are not done. Collective."""
         delayed = self._options.is_delayed
         if not delayed:
             for bucket in self._plan.buckets[self._num_sent :]:
-                self._send(bucket, header.weight)
-        report = self._arrival.report(self._plan.buckets, recheck=delayed, has_weight=header.weight > 0)
-        summary = exchange_reports(self._comm, header, report)
+                self._send(bucket, report.weight)
+        states, order = self._arrival.report(self._plan.buckets, recheck=delayed, has_weight=report.weight > 0)
+        summary = exchange_reports(self._comm, replace(report, states=states, order=order))
         if not summary.has_arrived:
-            if any(not summary.headers[rank].weight for rank in summary.active):
+            if any(not summary.reports[rank].weight for rank in summary.active):
                 for view in self._views:
                     view.param.grad = None  # all gradients have weight 0
             return summary.active
         is_plain = summary.is_plain
-        share = header.weight * self._comm.world_size / summary.total_weight
+        share = report.weight * self._comm.world_size / summary.total_weight
         if delayed:
             for bucket in self._plan.buckets:
                 self._send(bucket, share)
