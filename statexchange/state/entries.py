@@ -94,6 +94,9 @@ class SavedTensor:
         self.cut_dims = cut_dims
         self.problem = problem
 
+    def __repr__(self) -> str:
+        return f"the tensor {self.name!r}"
+
 
 class OpaqueValue:
     """Something in a source that is neither a tensor nor a plain value, with its description."""

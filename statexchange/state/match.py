@@ -118,7 +118,7 @@ class _Matcher:
         elif entry.kind == "object":
             self._object(entry)
         elif entry.kind == "sharded":
-            self._megatron.match(entry)
+            self._megatron.match(entry.value, entry.text)
         else:
             self._value(entry)
 
@@ -247,7 +247,7 @@ class _Matcher:
 
     def check_lists(self) -> None:
         """Raise InvalidArgumentError for a list that holds state and has another length than the source's."""
-        if self._megatron.has_tensors:
+        if self._megatron.keys:
             return
         # The keys of a mapping say what they are; an index does not: with another length it may be another item's.
         for keys, live in self._live.containers.items():
@@ -283,15 +283,17 @@ class _Matcher:
                 continue
             if not self._wants_entry(entry):
                 continue
-            if self._megatron.has_tensors and self._megatron.has_key(entry):
-                if self._megatron.is_unexpected(entry):
+            is_tensor = isinstance(entry.leaf, SavedTensor)
+            # Those of Megatron-Core are matched by key, and not by path.
+            if self._megatron.keys and (is_tensor or entry.leaf is None):
+                if is_tensor and entry.name not in self._megatron.keys:
                     unexpected.setdefault(entry.name)
                 continue
             path = entry.text
             if text_of(entry.keys) == entry.text:  # else some of its keys are not known
                 path = _highest(entry, self._live.texts.__contains__)
             unexpected.setdefault(path)
-            if isinstance(entry.leaf, SavedTensor) or self._matching.has_tree:
+            if is_tensor or self._matching.has_tree:
                 not_plain.add(path)
         for path in unexpected:
             if path not in self.plan.unexpected:
@@ -594,13 +596,17 @@ class _ModuleMatcher:
 
 
 class _MegatronMatcher:
-    """Plans the objects of Megatron-Core of a state that has some: tensors by their keys, wherever they lie."""
+    """Plans the objects of Megatron-Core of a state that has some: tensors by their keys, wherever they lie.
+
+    Attributes:
+        keys: the keys of the tensors that were matched.
+    """
 
     def __init__(self, plan: LoadPlan) -> None:
         self._entries = plan.matching.entries
         self._options = plan.matching.names.options
         self._plan = plan
-        self._live: set[str] = set()  # keys of the live state
+        self.keys: set[str] = set()
 
     @functools.cached_property
     def _saved(self) -> dict[str, str]:
@@ -613,16 +619,13 @@ class _MegatronMatcher:
                 saved.setdefault(entry.leaf.name, entry.leaf.name)
         return saved
 
-    def match(self, entry: LiveEntry) -> None:
+    def match(self, live: Leaf, path: str) -> None:
         """Plan an object: a tensor, what a factory builds of its parameter, or an object with data."""
-        for _, part in leaves(entry.value):
-            if sharded_kind(part) == "tensor":
-                self._live.add(part.key)
-        self._match(entry.value, entry.text)
-
-    def _match(self, live: Leaf, path: str) -> None:
         plan, kind = self._plan, sharded_kind(live)
-        if kind == "tensor" and self._options.wants(live.key):
+        if kind == "tensor":
+            self.keys.add(live.key)
+            if not self._options.wants(live.key):
+                return
             if live.key in self._saved:
                 plan.targets.append(LoadTarget(self._saved[live.key], MegatronTensor(live), live.key))
             else:
@@ -633,7 +636,7 @@ class _MegatronMatcher:
             is_whole = True
             for inner, part in leaves(built):
                 if sharded_kind(part) == "tensor":
-                    self._match(part, joined(path, inner))
+                    self.match(part, joined(path, inner))
                     is_whole = is_whole and part.key in self._saved
             # Without a part there is nothing to merge; the error names it.
             if is_whole:
@@ -646,19 +649,6 @@ class _MegatronMatcher:
                 plan.callbacks.append(functools.partial(setattr, live, "data", self._plan.fill(saved, path)))
             elif live.data is not None:  # an object without data needs no saved one
                 plan.add_missing(path)
-
-    @property
-    def has_tensors(self) -> bool:
-        """Whether the state has tensors with keys, after all of its objects were matched."""
-        return bool(self._live)
-
-    def has_key(self, entry: Entry) -> bool:
-        """Whether an entry is a tensor, or nothing: those are matched by key, and not by path."""
-        return entry.leaf is None or entry.name in self._saved or entry.text in self._saved
-
-    def is_unexpected(self, entry: Entry) -> bool:
-        """Whether the state has no tensor of an entry's key."""
-        return entry.leaf is not None and entry.name not in self._live
 
 
 def _merge_built(factory: Leaf, built: Leaf) -> None:

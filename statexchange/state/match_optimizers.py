@@ -27,7 +27,6 @@ from statexchange.errors import (
     CorruptError,
     InvalidArgumentError,
     StateExchangeError,
-    UnsupportedError,
     excerpt,
     type_text,
 )
@@ -44,8 +43,8 @@ from statexchange.state.entries import (
     read_optimizer,
     refuse_opaque,
 )
-from statexchange.state.load_plan import PLAIN, LoadPlan, Place, other_kind_error
-from statexchange.state.tree import LiveEntry, LiveState, ParameterName, parameter_names, places
+from statexchange.state.load_plan import PLAIN, LoadPlan, Place, named, other_kind_error
+from statexchange.state.tree import LiveEntry, LiveState, ParameterName, parameter_names, places, with_types_of
 from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
     bare_name,
@@ -104,12 +103,10 @@ class _LiveParameters:
         for label, name in zip(self.by_label, names_here, strict=True):
             if name is None or not self.are_named:
                 continue
-            texts = [*name.texts]
-            for module_path, inner in name.in_modules:
-                texts.append(f"{module_path}.{inner}" if module_path else inner)
+            for inner in name.in_modules:
                 if self.in_modules.setdefault(inner, label) != label:
                     self.in_modules[inner] = None
-            for text in texts:
+            for text in name.texts:
                 if self.in_state.setdefault(text, label) != label:
                     self.in_state[text] = None
 
@@ -691,7 +688,8 @@ class _OptimizerPlan:
             new[key] = self._plan.fill(item, where, at)
         if live is None or type(live) is dict:
             return new
-        return self._plan.in_types_of(live, new, path)
+        with named(path):
+            return with_types_of(live, new)
 
     def _add_other_state(self) -> None:
         """Plan the state that is not of a parameter."""
@@ -751,14 +749,8 @@ def _differing(path: str, first: tuple[str, SavedGroup], second: tuple[str, Save
         value, other = settings.get(key), others.get(key)
         if not are_equal(value, other):
             break
-    if isinstance(value, SavedTensor) and isinstance(other, SavedTensor):
-        text = (
-            f"the source has {key!r} as a tensor for each parameter, and whether those of one group are equal is not "
-            "known: save what the optimizer's state_dict() returns, or a number instead"
-        )
-        return UnsupportedError(text, name=path)
     text = (
         f"this param group of the state joins {first[0]!r} and {second[0]!r}, which were saved with different values "
-        f"of {key!r}: make the param groups of the job that saved them"
+        f"of {key!r}, or with a tensor each: make the param groups of the job that saved them, or save a number"
     )
     return InvalidArgumentError(text, name=path, expected=value, found=other)

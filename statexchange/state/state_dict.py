@@ -68,7 +68,7 @@ def _encode(tree: Leaf) -> tuple[str, dict[str, TensorLike]]:
         tensors[name] = value
         return name
 
-    return values.encode(tree, keep, leaves_anywhere=False), tensors
+    return values.encode(tree, keep), tensors
 
 
 def _common_text(tree: Leaf, own: Sequence[Node]) -> str:

@@ -17,7 +17,7 @@ import enum
 import functools
 import itertools
 import operator
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
@@ -481,17 +481,27 @@ def _check_texts(entries: Sequence[LiveEntry]) -> None:
 
     As of ``{1: 5, "1": 6}`` and ``{"a": {"b": 1}, "a.b": 2}``: most sources know texts alone.
     """
-    # A tensor has nothing inside.
-    is_alone = {entry.text: entry.kind in ("tensor", "sharded") for entry in entries}
-    counts = Counter(entry.text for entry in entries)
+    kinds: dict[str, Kind] = {}
+    has_dots = False
     for entry in entries:
-        *above, text = paths_above(entry.text)
-        alike = [place for place in above if not is_alone.get(place, True)]
-        if counts[text] > 1:
-            alike.append(text)
-        if alike:
-            what = "two keys of the state look alike here, joined with dots: rename one of them"
-            raise InvalidArgumentError(what, name=alike[0])
+        if entry.text in kinds:
+            raise _alike_error(entry.text)
+        kinds[entry.text] = entry.kind
+        has_dots = has_dots or entry.text.count(".") >= len(entry.keys)
+    # Without a dot in a key no entry lies in another.
+    if not has_dots:
+        return
+    for entry in entries:
+        *above, _ = paths_above(entry.text)
+        for text in above:
+            # A tensor has nothing inside.
+            if kinds.get(text, "tensor") not in ("tensor", "sharded"):
+                raise _alike_error(text)
+
+
+def _alike_error(text: str) -> InvalidArgumentError:
+    what = "two keys of the state look alike here, joined with dots: rename one of them"
+    return InvalidArgumentError(what, name=text)
 
 
 def _add(live: LiveState, value: Leaf, keys: Path, text: str) -> None:
@@ -720,13 +730,12 @@ class ParameterName(NamedTuple):
 
     Attributes:
         in_state: its name in the whole state, which begins with the path of its module; the first of several.
-        in_modules: each module of the state that has it, by its path, with its name there. For one that lies in the
-            state itself, in no module, its path is its name.
-        texts: its names in the whole state with dots between all keys, as sources without a tree have them.
+        in_modules: its names in the modules of the state; one that lies in the state itself has its path as its name.
+        texts: its names in the whole state, as in our saves, and with dots between all keys, as in other sources.
     """
 
     in_state: str
-    in_modules: tuple[tuple[str, str], ...]
+    in_modules: tuple[str, ...]
     texts: tuple[str, ...]
 
 
@@ -736,8 +745,7 @@ def parameter_names(placed: Sequence[Node]) -> dict[int, ParameterName]:
     `placed` are the places of the state, as `places` or `nodes` returns them.
 
     Tensors that lie in the state itself are among them if it has an optimizer. The weight of a layer under "nets", the
-    second of a list, is ``nets[1].weight`` in the state, ``("nets[1]", "weight")`` in its module, and has the text
-    ``nets.1.weight``.
+    second of a list, is ``nets[1].weight`` in the state, ``weight`` in its module, and ``nets.1.weight`` elsewhere.
     """
     names: dict[int, ParameterName] = {}
     for node in placed:
@@ -753,16 +761,15 @@ def parameter_names(placed: Sequence[Node]) -> dict[int, ParameterName]:
             # Buffers, and copies that some modules make of their parameters, are no optimizer's.
             if id(item) not in parameters:
                 continue
-            new = ParameterName(begin + name, ((path, name),), (text_begin + name,))
+            new = ParameterName(begin + name, (name,), (begin + name, text_begin + name))
             first = names.setdefault(id(item), new)
-            # A parameter that is tied inside a module has the first of its names there.
-            if path not in dict(first.in_modules):
+            if first is not new:
                 names[id(item)] = ParameterName(first.in_state, *map(operator.add, first[1:], new[1:]))
     # Without one they would be no parameters, and a mapping of tensors may be large.
     if "optimizer" in [node.kind for node in placed]:
         for path, text, value, *_ in placed:
             if path and is_torch(value):
-                names.setdefault(id(value), ParameterName(path, (("", path),), (text,)))
+                names.setdefault(id(value), ParameterName(path, (path,), (path, text)))
     return names
 
 

@@ -339,10 +339,9 @@ def _check_arguments(module: object, optimizers: object, settings: Mapping[str, 
         raise InvalidArgumentError(f"expected a module, not {type(module).__name__}")
     if not isinstance(optimizers, (list, tuple)) or not optimizers:
         raise InvalidArgumentError(f"expected an optimizer or a list of them, not {optimizers!r}")
-    if others := [one for one in optimizers if not isinstance(one, torch.optim.Optimizer)]:
-        raise InvalidArgumentError(f"expected a torch optimizer, not {type(others[0]).__name__}")
-    if taken := [name for name in _SET_BY_ALGORITHM if name in settings]:
-        raise InvalidArgumentError(f"{taken[0]} is set by the algorithm, and cannot be given")
+    for name in _SET_BY_ALGORITHM:
+        if name in settings:
+            raise InvalidArgumentError(f"{name} is set by the algorithm, and cannot be given")
     check_names(settings, "weight")
     if tune_every is None:
         return

@@ -324,14 +324,11 @@ class _Held:
         """Add to the entries of tensors that share memory how they share it."""
         names, views = [*self.tensors], {}
         for group in overlap_groups(self.tensors.values()):
-            first = same_memory(self.tensors[names[group[0]]])
-            for number in group:
-                view = same_memory(self.tensors[names[number]])
-                assert first is not None  # as tensors of a group have memory
-                assert view is not None
-                # Without the address and the device's index, in which ranks may differ.
-                text = f"shares memory with {names[group[0]]} from byte {view[0] - first[0]} on, as {view[2:]}"
-                views[names[number]] = f" that {text}: clone() it"
+            # None is without memory. The address and the device's index are left out, as ranks may differ in them.
+            keys = [same_memory(self.tensors[names[number]]) or () for number in group]
+            for number, (address, _, *view) in zip(group, keys, strict=True):
+                where = f"{names[group[0]]} from byte {address - keys[0][0]} on, as {view}"
+                views[names[number]] = f" that shares memory with {where}: clone() it"
         for number, entry in enumerate(self.entries):
             if entry.path in views:
                 self.entries[number] = entry._replace(text=entry.text + views[entry.path])
@@ -473,7 +470,7 @@ class _State(NamedTuple):
             leaves[name] = leaf
             return name
 
-        text = values.encode(value, keep, leaves_anywhere=False)
+        text = values.encode(value, keep)
         return cls(path, value, text, leaves, tensors)
 
     def part(self) -> _Part:

@@ -283,14 +283,14 @@ def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
     ("value", "message"),
     [
         (torch.Generator(), r"Generator.*get_state\(\)"),
-        (DataLoader([1, 2]), "DataLoader.*StatefulDataLoader"),
+        (DataLoader([1, 2]), "DataLoader as"),
         (np.random.default_rng(), r"Generator.*bit_generator\.state"),
         (np.random.RandomState(0), r"RandomState.*get_state\(\)"),
         (10**5000, r"16,610 bits.*hex\(\)"),
         (object(), r"object .*at \.a: "),
         (np.longdouble(1), "longdouble"),
         (collections.deque([torch.ones(1)]), r"a Tensor .*\.a\[0\]"),
-        ({torch.ones(1): 1}, "a Tensor cannot be .* a key"),
+        ({torch.ones(1): 1}, "a Tensor cannot be"),
         ([{torch.ones(1)}], r"a Tensor .*\.a\[0\]<item"),
     ],
     ids=[

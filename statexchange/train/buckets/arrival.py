@@ -63,11 +63,9 @@ class Arrival:
                 yet, as filling finds them, too.
             has_weight: a rank without weight reports that nothing arrived.
         """
-        if recheck:
-            self.mark_missing([view for view in self._views if view.param.grad is None])
-        for index in self._unplaced:
-            if self._views[index].param.grad is None:
-                self._states[index] = 0
+        # What is in no bucket was not filled.
+        candidates = self._views if recheck else [self._views[index] for index in self._unplaced]
+        self.mark_missing([view for view in candidates if view.param.grad is None])
         if not has_weight:
             self._states = bytearray(len(self._states))
         states = bytearray(self._states)
