@@ -44,7 +44,7 @@ from statexchange.state.entries import (
     refuse_opaque,
 )
 from statexchange.state.load_plan import PLAIN, LoadPlan, Place, named, other_kind_error
-from statexchange.state.tree import LiveEntry, LiveState, ParameterName, parameter_names, places, with_types_of
+from statexchange.state.tree import LiveEntry, LiveState, ParameterName, parameter_names, with_types_of
 from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
     bare_name,
@@ -292,7 +292,7 @@ class OptimizerMatcher:
     def _matched(self, optimizer: Optimizer, path: str, by_key: Mapping[Leaf, list[Entry]]) -> _OptimizerPlan:
         """Find what the source has for each parameter of an optimizer; the first rank that has it counts."""
         if self._names is None:
-            self._names = parameter_names(places(self._live))
+            self._names = parameter_names(self._live.entries)
         live = _LiveParameters(optimizer, self._names, path)
         has_tree = self._matching.has_tree
         plan = _OptimizerPlan(optimizer, path, live, self._plan)

@@ -21,7 +21,7 @@ from statexchange.state.megatron import MegatronTensor, add_sharded
 from statexchange.state.select import Selection, select
 from statexchange.state.tree import (
     PLAIN_TYPES,
-    Node,
+    LiveEntry,
     children,
     contains_state,
     flatten,
@@ -29,7 +29,6 @@ from statexchange.state.tree import (
     kind_of,
     other_with,
     parameter_names,
-    places,
     sharded_kind,
     too_deep_error,
     walk,
@@ -71,7 +70,7 @@ def _encode(tree: Leaf) -> tuple[str, dict[str, TensorLike]]:
     return values.encode(tree, keep), tensors
 
 
-def _common_text(tree: Leaf, own: Sequence[Node]) -> str:
+def _common_text(tree: Leaf, own: Sequence[LiveEntry]) -> str:
     """Return the text of a tree with a mark in the place of each object whose state belongs to a rank."""
     paths = {node.path for node in own}
 
@@ -84,7 +83,7 @@ def _common_text(tree: Leaf, own: Sequence[Node]) -> str:
 
 
 def owners_of(
-    placed: Sequence[Node], own: Sequence[Node], names: Mapping[int, str], has_rule: Callable[[str], bool]
+    placed: Sequence[LiveEntry], own: Sequence[LiveEntry], names: Mapping[int, str], has_rule: Callable[[str], bool]
 ) -> dict[str, object]:
     """Return, as a JSON value, what of a state belongs to a rank and which optimizers it has. Not collective.
 
@@ -168,8 +167,8 @@ def describe_save(
     """
     with collector_paused():
         # First, as this refuses keys that have no text, and paths that a load could not tell apart.
-        placed = places(flatten(state))
-        own: list[Node] = []
+        placed = flatten(state).entries
+        own: list[LiveEntry] = []
         for node in placed:
             if node.kind == "module":
                 check_module(node.value)
@@ -196,7 +195,7 @@ def describe_save(
         return SavedState(config, common, owners, described, rules, selection, frozen)
 
 
-def _frozen_names(placed: Sequence[Node]) -> dict[str, str]:
+def _frozen_names(placed: Sequence[LiveEntry]) -> dict[str, str]:
     """Return the names of the modules' parameters that need no gradient, with the top-level keys of the state."""
     frozen: dict[str, str] = {}
     for node in placed:

@@ -61,7 +61,6 @@ __all__ = [
     "parameter_names",
     "parts",
     "path_to",
-    "places",
     "refill",
     "replaced",
     "sharded_kind",
@@ -425,12 +424,14 @@ class LiveEntry(NamedTuple):
         keys: the path.
         value: the value.
         kind: how it is loaded. A container without tensors and objects is one "value".
+        path: the path as in Python, see `Node`.
     """
 
     text: str
     keys: Path
     value: Leaf
     kind: Kind
+    path: str
 
 
 @dataclass(slots=True)
@@ -438,7 +439,7 @@ class LiveState:
     """A flattened state.
 
     Attributes:
-        entries: what it has, in its own order.
+        entries: what it has; the entries of a mapping in the order of their keys' texts, as on every rank.
         containers: the containers that were entered, by their paths.
         texts: the texts of the paths of both.
     """
@@ -471,7 +472,7 @@ def flatten(state: Leaf) -> LiveState:
     if not isinstance(state, Mapping) and not contains_state(state):
         raise InvalidArgumentError(f"the state is {type_text(state)}: give modules, optimizers or mappings")
     live = LiveState()
-    _add(live, state, (), "")
+    _add(live, state, (), "", "")
     _check_texts(live.entries)
     return live
 
@@ -504,27 +505,24 @@ def _alike_error(text: str) -> InvalidArgumentError:
     return InvalidArgumentError(what, name=text)
 
 
-def _add(live: LiveState, value: Leaf, keys: Path, text: str) -> None:
+def _add(live: LiveState, value: Leaf, keys: Path, text: str, path: str) -> None:
     """Add what lies at a path, or all that is inside it."""
     live.texts.add(text)
     kind = kind_of(value)
-    items = None
-    if kind == "value":
-        items = children(value)
     # A whole state of plain values is entered, so that each of its entries is loaded or missing by itself.
     is_root = not keys and isinstance(value, Mapping)
-    if not items or not (is_root or contains_state(value)):
-        live.entries.append(LiveEntry(text, keys, value, kind))
+    if kind != "value" or not children(value) or not (is_root or contains_state(value)):
+        live.entries.append(LiveEntry(text, keys, value, kind, path))
         return
     if len(keys) > values.MAX_DEPTH:
         raise too_deep_error(text)
     live.containers[keys] = value
-    for key, item in items.items():
+    for step, key, item in steps(value, path):
         inner = joined(text, key)
         if not inner:
             # The path of its entry would be the whole's.
             raise InvalidArgumentError("the state has an empty text as a key, which leads to the whole: give it a name")
-        _add(live, item, (*keys, key), inner)
+        _add(live, item, (*keys, key), inner, path_to(path, step))
 
 
 def types_in_objects(live: LiveState, options: LoadOptions, objects: ObjectStates) -> dict[str, type]:
@@ -739,10 +737,10 @@ class ParameterName(NamedTuple):
     texts: tuple[str, ...]
 
 
-def parameter_names(placed: Sequence[Node]) -> dict[int, ParameterName]:
+def parameter_names(placed: Sequence[LiveEntry] | Sequence[Node]) -> dict[int, ParameterName]:
     """Return the names of all parameters in a state by `id`; of several in the state, the first. Not collective.
 
-    `placed` are the places of the state, as `places` or `nodes` returns them.
+    `placed` are the places of the state, as `flatten` or `nodes` returns them.
 
     Tensors that lie in the state itself are among them if it has an optimizer. The weight of a layer under "nets", the
     second of a list, is ``nets[1].weight`` in the state, ``weight`` in its module, and ``nets.1.weight`` elsewhere.
@@ -767,35 +765,7 @@ def parameter_names(placed: Sequence[Node]) -> dict[int, ParameterName]:
                 names[id(item)] = ParameterName(first.in_state, *map(operator.add, first[1:], new[1:]))
     # Without one they would be no parameters, and a mapping of tensors may be large.
     if "optimizer" in [node.kind for node in placed]:
-        for path, text, value, *_ in placed:
-            if path and is_torch(value):
-                names.setdefault(id(value), ParameterName(path, (path,), (path, text)))
+        for node in placed:
+            if node.path and is_torch(node.value):
+                names.setdefault(id(node.value), ParameterName(node.path, (node.path,), (node.path, node.text)))
     return names
-
-
-def places(live: LiveState) -> list[Node]:
-    """Return the entries with their paths as `nodes` writes them, and in its order.
-
-    That order is the same for mappings that were filled in another one, as on another rank.
-    """
-    placed = []
-    for entry in live.entries:
-        path = ""
-        order: list[tuple[str, Key | int]] = []
-        for depth, key in enumerate(entry.keys):
-            container = live.containers[entry.keys[:depth]]
-            # At one depth below one path all keys are of one container: either steps are compared, or positions.
-            if isinstance(container, Mapping):
-                step = step_of(key, path)
-                order.append((step, 0))
-            else:
-                step = step_form(container).format(key)
-                # A list may have very many items, in which a search would take long.
-                position = key
-                if not isinstance(key, int):
-                    position = [*(children(container) or {})].index(key)
-                order.append(("", position))
-            path = path_to(path, step)
-        placed.append((order, Node(path, entry.text, entry.value, entry.kind)))
-    placed.sort(key=operator.itemgetter(0))
-    return [node for _, node in placed]

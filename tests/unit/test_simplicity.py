@@ -43,8 +43,8 @@ class Walk(NamedTuple):
 
 
 CEILINGS = {
-    "load": Walk(25, 609, 47, 0),
-    "save": Walk(25, 522, 39, 2),
+    "load": Walk(25, 610, 47, 0),
+    "save": Walk(25, 524, 39, 2),
     "export": Walk(25, 433, 24, 0),
     "merge": Walk(25, 668, 58, 0),
     "synchronize": Walk(12, 232, 33, 1),
