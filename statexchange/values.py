@@ -117,23 +117,20 @@ def _type_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def encode(value: object, leaf: Leaf | None = None, *, leaves_anywhere: bool = True) -> str:
+def encode(value: object, leaf: Leaf | None = None) -> str:
     """Return `value` as JSON text. Not collective.
 
     Args:
         value: the value.
         leaf: `leaf(object, path)` returns the name under which the caller keeps an object, or None to have it encoded.
             It is not asked of None, numbers and texts of Python's own types.
-        leaves_anywhere: allow kept objects in sets, deques and the keys of mappings, too. Readers that put placeholders
-            in their place and replace these later, as in a tree, need False.
 
     Raises:
-        UnsupportedError: a type has no JSON text, or an object is kept where it may not be; names the path.
+        UnsupportedError: a type has no JSON text, or a kept object is in a set, a deque or a key, where a reader could
+            not replace what stands for it; names the path.
         InvalidArgumentError: the value contains itself or is nested too deeply; names the path.
     """
-    return json.dumps(
-        _Encoder(leaf, leaves_anywhere=leaves_anywhere).value(value, ""), allow_nan=False, separators=(",", ":")
-    )
+    return json.dumps(_Encoder(leaf).value(value, ""), allow_nan=False, separators=(",", ":"))
 
 
 class _Encoder:
@@ -142,9 +139,8 @@ class _Encoder:
     A path is written as in Python, and tells the user what cannot be encoded.
     """
 
-    def __init__(self, leaf: Leaf | None, *, leaves_anywhere: bool) -> None:
+    def __init__(self, leaf: Leaf | None) -> None:
         self._leaf = leaf
-        self._leaves_anywhere = leaves_anywhere
         self._kept: dict[str, object] = {}
         self._depth = 0
 
@@ -160,7 +156,7 @@ class _Encoder:
                 # Of two objects under one name one would be lost.
                 if self._kept.setdefault(name, value) is not value:
                     raise InvalidArgumentError(f"two values are called {name!r}; the second lies at {path}")
-                if is_hashed and not self._leaves_anywhere:
+                if is_hashed:
                     raise _hashed_leaf(value, path)
                 return {_TAG: "leaf", "name": name}
         if kind is int and value.bit_length() > _MAX_INT_BITS:
@@ -321,17 +317,9 @@ def _advice(kind: type) -> str:
         return ": its time zone has no text that can be read back: give it in UTC, as astimezone(datetime.timezone.utc)"
     if issubclass(kind, enum.Enum):
         return ": its value does not lead back to it, as that of NaN"
-    if kind.__name__ == "Generator" and kind.__module__.startswith("torch"):
-        return ": give its get_state(), a tensor"
-    if any(base.__module__.startswith("numpy.random") for base in kind.__mro__):
-        return ": give its bit_generator.state, or get_state()"
-    if kind.__name__ == "DataLoader" and kind.__module__.startswith("torch"):
-        return ": use torchdata's StatefulDataLoader, which knows its position"
-    if hasattr(kind, "state_dict"):
-        return ": give its state_dict()"
     if kind.__name__ == "ndarray" or hasattr(kind, "untyped_storage"):
         return ": give its tolist(), or give tensors to a call that takes them, such as all_gather"
-    return ": give plain values, tensors, or a dataclass of them"
+    return ": give plain values, tensors, or what its state_dict(), get_state() or bit_generator.state has of them"
 
 
 def _fields(value: Value, path: str) -> dict[str, Value]:

@@ -94,6 +94,9 @@ class SavedTensor:
         self.cut_dims = cut_dims
         self.problem = problem
 
+    def __repr__(self) -> str:
+        return f"the tensor {self.name!r}"
+
 
 class OpaqueValue:
     """Something in a source that is neither a tensor nor a plain value, with its description."""
@@ -171,22 +174,6 @@ class Entry(NamedTuple):
     leaf: Leaf
     name: str
     is_alias: bool = False
-
-    def keys_below(self, path: str) -> tuple[Key, ...] | None:
-        """Return the keys that lead from the container at `path` here; None if the source does not know them all.
-
-        Below "l" the keys of the entry ``l.0.a`` of a DCP are ``(ListItem(0), "a")``; those of a safetensors file's
-        entry are not known.
-        """
-        # The keys are the last ones of the path, so that their texts are counted from its end.
-        rest = len(self.text) - len(path) - bool(path)
-        count, length = 0, -1
-        while length < rest and count < len(self.keys):
-            count += 1
-            length += len(str(self.keys[-count])) + 1
-        if length != rest:
-            return None
-        return self.keys[len(self.keys) - count :]
 
 
 @dataclass(slots=True)
@@ -351,19 +338,15 @@ class Entries:
             of_each.append((of_rank.rank, Entries([of_rank], keys_are_texts=self.keys_are_texts)))
         return of_each
 
-    def at(self, text: str, keys: tuple[Key, ...] | None = None) -> Entry | None:
-        """Return the entry at a path, for which the live state has these keys.
-
-        Raises:
-            InvalidArgumentError: there are several, and which one is meant is not known.
-        """
+    def at(self, text: str) -> Entry | None:
+        """Return the entry at a path; raise InvalidArgumentError if there are several."""
         if text not in self._alike:
             return self._by_text.get(text)
-        return _only(self._alike[text], text, keys)
+        return _only(self._alike[text], text)
 
-    def tensor(self, text: str, keys: tuple[Key, ...] | None = None) -> Entry | None:
+    def tensor(self, text: str) -> Entry | None:
         """Return the entry at a path as `at` does, if it is a tensor."""
-        entry = self.at(text, keys)
+        entry = self.at(text)
         if entry is not None and isinstance(entry.leaf, SavedTensor):
             return entry
         return None
@@ -393,14 +376,12 @@ class Entries:
             below += self._alike.get(text) or [self._by_text[text]]
         return below
 
-    def value(
-        self, path: str, live: Leaf, is_here: Callable[[Entry], bool] | None = None, *, is_whole: bool = True
-    ) -> Leaf:
+    def value(self, path: str, live: Leaf, *, is_whole: bool = True) -> Leaf:
         """Return what the source has at a path, as one value with a SavedTensor for each tensor; ABSENT for nothing.
 
         It is that of the first rank that has something there. Keys that the source does not know are those of `live`,
-        the value in the state. `is_here` returns whether an entry is meant for this place. If the value `is_whole`, a
-        mapping that `live` has and the source does not may have been empty, which is an error.
+        the value in the state. If the value `is_whole`, a mapping that `live` has and the source does not may have been
+        empty, which is an error.
 
         Raises:
             InvalidArgumentError: the keys or containers of the source are not known, and `live` does not show them.
@@ -410,8 +391,6 @@ class Entries:
             # A rank that gets its own value again takes no items of others into it.
             entries = self.first
         below = entries.below(path)
-        if is_here is not None:
-            below = list(filter(is_here, below))
         if not below:
             return ABSENT
         return entries.built(below, live, path, is_whole=is_whole)
@@ -455,7 +434,6 @@ def first_keys(entries: Iterable[Entry], path: str) -> list[Key]:
     """
     begin = len(path) + bool(path)  # after the dot
     keys: list[Key] = []
-    # Not by `keys_below`: a call for each entry would take longer than all the rest.
     for entry in entries:
         keys.append(ABSENT)
         # Where the text of a key begins, from the last one on; one that begins before `begin` is across the path's end.
@@ -484,22 +462,22 @@ def _are_same_keys(first: tuple[Key, ...], second: tuple[Key, ...]) -> bool:
     return first == second and [*map(type, first)] == [*map(type, second)]
 
 
-def _only(entries: Sequence[Entry], path: str, keys: tuple[Key, ...] | None = None) -> Entry:
-    """Return the one of several entries that is meant at a path: that under `keys`, or any if all are equal.
+def _only(entries: Sequence[Entry], path: str) -> Entry:
+    """Return one of several entries that are at a path, if all are equal.
 
     Raises:
         InvalidArgumentError: they are different values.
     """
-    same = [entry for entry in entries if entry.keys == keys] or entries
     # Entries below the path come, too, where a leaf and the items of a mapping have one text: that is never one value.
-    for entry in same:
-        if entry.text != path or not (entry is same[0] or are_equal(entry.leaf, same[0].leaf)):
+    first = entries[0]
+    for entry in entries:
+        if entry.text != path or not (entry is first or are_equal(entry.leaf, first.leaf)):
             text = (
                 "the source has several values here when keys are joined with dots: save with keys without dots, or "
                 "leave it out by exclude"
             )
             raise InvalidArgumentError(text, name=path)
-    return same[0]
+    return first
 
 
 # Values

@@ -146,17 +146,14 @@ class NameFilter:
         if not self.changes_names:
             return [*entries]
         new_entries = list(map(self._entry, entries))
-        first: dict[str, Entry] = {}
-        moved: list[tuple[Entry, Entry]] = []
+        olds: dict[str, Entry] = {}
         for new, old in zip(new_entries, entries, strict=True):
-            other = first.setdefault(new.text, old)
+            other = olds.setdefault(new.text, old)
             # Tied tensors may get one name: they have the same values.
             if other.text != old.text and not _are_one_tensor(other, old):
                 text = f"rename gives one name to both {other.text!r} and {old.text!r}: change rename"
                 raise UnsafeError(text, name=new.text, path=path)
-            if new.text != old.text:
-                moved.append((new, old))
-        _check_places(new_entries, moved, path)
+        _check_places(new_entries, olds, path)
         return new_entries
 
     def _entry(self, entry: Entry) -> Entry:
@@ -184,32 +181,22 @@ class NameFilter:
         return self.name(text)
 
 
-def _check_places(entries: Sequence[Entry], moved: Sequence[tuple[Entry, Entry]], path: str) -> None:
-    """Raise UnsafeError if an entry was moved to the place of a mapping of others, or into another entry.
+def _check_places(entries: Sequence[Entry], olds: Mapping[str, Entry], path: str) -> None:
+    """Raise UnsafeError if an entry was moved into another one, or to the place of a mapping of others.
 
-    `moved` are those with a new name, each with the entry that it was.
+    `olds` are the entries as they were, by their new texts.
     """
-    if not moved:
-        return
-    above: set[str] = set()
-    for entry in entries:
-        above.update(list(paths_above(entry.text))[:-1])
-    above_moved: dict[str, Entry] = {}
-    for new, old in moved:
-        for place in list(paths_above(new.text))[:-1]:
-            above_moved[place] = old
-    clashes: list[tuple[Entry, Entry]] = []
-    for new, old in moved:
-        if new.text in above:
-            clashes.append((new, old))
-    for entry in entries:
-        if entry.text in above_moved:
-            clashes.append((entry, above_moved[entry.text]))
-    for entry, old in clashes:
-        # An empty mapping takes what others put into it.
-        if entry.leaf != {}:
-            text = f"rename moves {old.text!r} to the place of another entry of the source, or into it: change rename"
-            raise UnsafeError(text, name=entry.text, path=path)
+    leaves = {entry.text: entry.leaf for entry in entries}
+    for text in leaves:
+        *above, _ = paths_above(text)
+        for place in above:
+            # An empty mapping takes what others put into it.
+            if leaves.get(place, {}) == {}:
+                continue
+            for moved in (text, place):
+                if olds[moved].text != moved:
+                    what = f"rename moves {olds[moved].text!r} into another entry of the source, or to its place"
+                    raise UnsafeError(f"{what}: change rename", name=place, path=path)
 
 
 def _are_one_tensor(entry: Entry, other: Entry) -> bool:
@@ -292,7 +279,7 @@ class Matching:
         """Whether a save was asked to leave out what lies at a path: then it is left as it is."""
         return bool(self.left_out) and not self.left_out.isdisjoint(("", *paths_above(path)))
 
-    def stored(self, text: str, keys: Path) -> list[Entry] | None:
+    def stored(self, text: str) -> list[Entry] | None:
         """Return the entries that fill a live tensor, several if a layout splits it; None if the source lacks one."""
         names: Sequence[str] = [text]
         if self.layout.rules:
@@ -303,8 +290,7 @@ class Matching:
         for part in names:
             # Experts and layers have numbers of their own on each rank; those in the source follow from all ranks.
             name = self.renumbered.get(part, part)
-            # A part has a name of the layout's making, of which the live keys say nothing.
-            entry = self.entries.tensor(name, keys if name == text else None)
+            entry = self.entries.tensor(name)
             if entry is None:
                 return None
             entries.append(entry)
@@ -529,11 +515,6 @@ class LoadPlan:
         # The tree of a save is JSON: an OrderedDict of the live state was saved as a mapping like any other.
         with named(path):
             return with_types_of(place.live, self._with_tensors(saved, path, place))
-
-    def in_types_of(self, live: Leaf, new: Leaf, path: str) -> Leaf:
-        """Return a new value in containers of the live one's types: those of JSON are plain dicts and lists."""
-        with named(path):
-            return with_types_of(live, new)
 
     def _with_tensors(self, saved: Leaf, path: str, place: Place) -> Leaf:
         if isinstance(saved, SavedTensor):

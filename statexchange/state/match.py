@@ -11,16 +11,14 @@
 
 from __future__ import annotations
 
-import bisect
 import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, NotFoundError, UnsupportedError, type_text
-from statexchange.sharding.paths import joined, module_prefix, paths_above, text_of
+from statexchange.sharding.paths import joined, module_prefix, text_of
 from statexchange.state.entries import (
     ABSENT,
-    Entries,
     Entry,
     OpaqueValue,
     SavedTensor,
@@ -48,7 +46,6 @@ from statexchange.state.tree import (
     is_dataclass,
     is_leaf,
     is_mutable,
-    other_with,
     refill,
     sharded_kind,
     with_children,
@@ -101,7 +98,6 @@ class _Matcher:
         self._matching = matching
         self._names = matching.names
         self._options = matching.names.options
-        self._paths = _LivePaths(live)
         self._megatron = _MegatronMatcher(self.plan)
         self.values = _ValueMatcher(live, self.plan)
         self.modules = _ModuleMatcher(live, self.plan)
@@ -109,9 +105,8 @@ class _Matcher:
 
     def match(self, entry: LiveEntry) -> None:
         """Match one live entry."""
-        self._paths.check(entry, self._entries)
         if self._matching.left_out and self._matching.leaves_out(entry.text):
-            self._skip(self._below(entry))
+            self._skip(self._entries.below(entry.text))
             return
         if entry.kind == "tensor":
             self._tensor(entry)
@@ -123,22 +118,18 @@ class _Matcher:
         elif entry.kind == "object":
             self._object(entry)
         elif entry.kind == "sharded":
-            self._megatron.match(entry)
+            self._megatron.match(entry.value, entry.text)
         else:
             self._value(entry)
 
     def _tensor(self, entry: LiveEntry) -> None:
         if not self._options.wants(entry.text):
             return
-        stored = self._matching.stored(entry.text, entry.keys)
+        stored = self._matching.stored(entry.text)
         if stored is None:
-            other = self._entries.at(entry.text, entry.keys)
+            other = self._entries.at(entry.text)
             if other is not None or self._entries.has_below(entry.text):
                 raise other_kind_error("a tensor", {} if other is None else other.leaf, entry.text)
-        elif entry.text in self._paths.alike and any(saved.keys != entry.keys for saved in stored):
-            # It is the tensor of another path of this text.
-            stored = None
-        if stored is None:
             self._add_missing(entry)
             return
         self.plan.add_loaded(stored)
@@ -155,12 +146,12 @@ class _Matcher:
                 if self._names.wants_whole((present, path)) and not is_left_out:
                     self._add_missing(entry)
             return
-        below = self._below(entry)
+        below = self._entries.below(path)
         if path and not self._options.may_want(path):
             self._skip(below)
             return
         present = self._matching.objects.of(live, path)
-        saved = self._entries.value(path, present, self._paths.is_here(entry))
+        saved = self._entries.value(path, present)
         if not self._names.wants_whole((saved, path), (present, path)):
             self._skip(below)
             return
@@ -182,11 +173,11 @@ class _Matcher:
         path, live = entry.text, entry.value
         if not path:  # the whole state, into which a load with patterns may put nothing
             self.plan.num_values += 1
-        below = self._below(entry)
+        below = self._entries.below(path)
         if not self._may_want(entry) or self._selects_nothing_in(entry, below):
             self._skip(below)
             return
-        saved = self._entries.value(path, live, self._paths.is_here(entry), is_whole=False)
+        saved = self._entries.value(path, live, is_whole=False)
         if saved is ABSENT:
             may_be_empty = self._entries.keys_are_texts or not path
             if self._names.wants_any(live, path) and not (may_be_empty and has_no_leaves(live)):
@@ -220,14 +211,6 @@ class _Matcher:
 
     # What the source has for a live path
 
-    def _below(self, entry: LiveEntry) -> list[Entry]:
-        """Return the entries that are meant for a live path."""
-        below = self._entries.below(entry.text)
-        is_here = self._paths.is_here(entry)
-        if is_here is None:
-            return below
-        return list(filter(is_here, below))
-
     def _take(self, entries: Iterable[Entry]) -> None:
         """Note that entries are loaded; of an object or value some may not be selected."""
         for entry in entries:
@@ -255,7 +238,7 @@ class _Matcher:
         for keys, container in self._live.containers.items():
             path = text_of(keys)
             # The whole source has no entry of its own.
-            entry = self._entries.at(path, keys) if path else None
+            entry = self._entries.at(path) if path else None
             if entry is None or path in self.plan.matched or not self._wants_entry(entry):
                 continue
             refuse_opaque(entry.leaf, path)
@@ -264,7 +247,7 @@ class _Matcher:
 
     def check_lists(self) -> None:
         """Raise InvalidArgumentError for a list that holds state and has another length than the source's."""
-        if self._megatron.has_tensors:
+        if self._megatron.keys:
             return
         # The keys of a mapping say what they are; an index does not: with another length it may be another item's.
         for keys, live in self._live.containers.items():
@@ -274,9 +257,7 @@ class _Matcher:
             begin = len(path) + 1 if path else 0
             indices: set[str] = set()
             for entry in self._entries.below(path):
-                if entry.text == path or not self._paths.is_inside(entry, path=path, keys=keys):
-                    continue
-                if self._options.wants(entry.text):
+                if entry.text != path and self._options.wants(entry.text):
                     indices.add(entry.text[begin:].partition(".")[0])
             live_indices = list(map(str, range(len(live))))
             problem = ""
@@ -302,15 +283,17 @@ class _Matcher:
                 continue
             if not self._wants_entry(entry):
                 continue
-            if self._megatron.has_tensors and self._megatron.has_key(entry):
-                if self._megatron.is_unexpected(entry):
+            is_tensor = isinstance(entry.leaf, SavedTensor)
+            # Those of Megatron-Core are matched by key, and not by path.
+            if self._megatron.keys and (is_tensor or entry.leaf is None):
+                if is_tensor and entry.name not in self._megatron.keys:
                     unexpected.setdefault(entry.name)
                 continue
             path = entry.text
             if text_of(entry.keys) == entry.text:  # else some of its keys are not known
-                path = _highest(entry, self._paths.texts.__contains__)
+                path = _highest(entry, self._live.texts.__contains__)
             unexpected.setdefault(path)
-            if isinstance(entry.leaf, SavedTensor) or self._matching.has_tree:
+            if is_tensor or self._matching.has_tree:
                 not_plain.add(path)
         for path in unexpected:
             if path not in self.plan.unexpected:
@@ -330,8 +313,7 @@ def _highest(entry: LiveEntry | Entry, has: Callable[[str], bool]) -> str:
 class _ValueMatcher:
     """Selects what is loaded of plain values, and plans how it gets into the live state.
 
-    Entries of mappings, and fields of dataclasses and namedtuples, are loaded or left by themselves; all else is loaded
-    or left whole.
+    Entries of mappings are loaded or left by themselves; all else is loaded or left whole.
     """
 
     def __init__(self, live: LiveState, plan: LoadPlan) -> None:
@@ -367,28 +349,11 @@ class _ValueMatcher:
         # What is selected of an empty mapping is the mapping itself.
         if isinstance(saved, Mapping) and saved and (isinstance(live, Mapping) or live is ABSENT):
             return self._selected_entries(saved, {} if live is ABSENT else live, path)
-        if type(saved) is type(live) and (is_dataclass(saved) or hasattr(saved, "_fields")):
-            return self._selected_fields(saved, live, path)
         inside = [(saved, path)]
         if live is not ABSENT:
             # Where a pattern leaves out a part that only the live value has, replacing it would lose that part.
             inside.append((live, path))
         return saved if self._names.wants_whole(*inside) else ABSENT
-
-    def _selected_fields(self, saved: Leaf, live: Leaf, path: str) -> Leaf:
-        live_items, changed, loads = children(live) or {}, {}, False
-        for key, item in (children(saved) or {}).items():
-            new = item
-            if key in live_items:
-                new = self._selected(item, live_items[key], joined(path, key))
-            if new is ABSENT:
-                changed[key] = live_items[key]
-                continue
-            loads = True
-            # A mapping in a field may be taken in part.
-            if new is not item:
-                changed[key] = new
-        return other_with(saved, changed) if loads else ABSENT
 
     def _selected_entries(self, saved: Mapping[Leaf, Leaf], live: Mapping[Leaf, Leaf], path: str) -> Leaf:
         selected: dict[Leaf, Leaf] = {}
@@ -451,63 +416,6 @@ class _ValueMatcher:
             return with_children(live, changed)
 
 
-class _LivePaths:
-    """The paths of a live state; `alike` are the texts that two of them have, or that begin two of them.
-
-    A text does not show its keys. In ``{"a": {"b": 1}, "a.b": 2}`` the text "a.b" is that of two paths, and in
-    ``{1: x, "1": y}`` "1" is. Where the source knows its keys, they decide; else such a state is refused.
-    """
-
-    def __init__(self, live: LiveState) -> None:
-        self.alike: set[str] = set()
-        first: dict[str, Path] = {}
-        for entry in live.entries:
-            for count in range(1, len(entry.keys) + 1):
-                keys = entry.keys[:count]
-                text = text_of(keys)
-                if first.setdefault(text, keys) != keys:
-                    self.alike.add(text)
-        self.texts = first.keys()
-        self._of_entries = sorted([entry.text for entry in live.entries])
-
-    def check(self, entry: LiveEntry, entries: Entries) -> None:
-        """Raise InvalidArgumentError for a path that looks like another, if it is not known which one is meant."""
-        if not self.alike or self.alike.isdisjoint(paths_above(entry.text)):
-            return
-        below = entries.below(entry.text)
-        is_known = entry.kind in ("tensor", "value", "object") and not entries.keys_are_texts
-        for other in below:
-            is_known = is_known and text_of(other.keys) == other.text
-        if below and not is_known:
-            text = f"two keys of the state look alike in {entry.text!r}: make both text"
-            raise InvalidArgumentError(text, name=entry.text)
-
-    def is_here(self, entry: LiveEntry) -> Callable[[Entry], bool] | None:
-        """Return a function that tells whether an entry is that of a live path; None if its text shows that."""
-        # "/" is the character after ".".
-        begin = bisect.bisect_left(self._of_entries, f"{entry.text}.")
-        end = bisect.bisect_left(self._of_entries, f"{entry.text}/")
-        has_dots = "." in "".join(map(str, entry.keys))
-        if begin == end and not has_dots and entry.text not in self.alike:
-            return None
-        others = self._of_entries[begin:end]
-        return functools.partial(self.is_inside, path=entry.text, keys=entry.keys, others=others)
-
-    def is_inside(self, entry: Entry, *, path: str, keys: Path, others: Sequence[str] = ()) -> bool:
-        """Whether an entry is at or below the live path of these keys; `others` are the live texts below its own."""
-        below = entry.keys_below(path)
-        if below is None:
-            # A name alone is meant for the longest live path that begins it.
-            is_known = len(text_of(entry.keys)) >= len(entry.text) - len(path)
-            return not is_known and not any(entry.text == text or entry.text.startswith(f"{text}.") for text in others)
-        above = entry.keys[: len(entry.keys) - len(below)]
-        # As many keys as the source knows, from the last on. DCP has numbers as texts, unless that would not do.
-        for saved, key in zip(reversed(above), reversed(keys), strict=False):
-            if saved != key if path in self.alike else str(saved) != str(key):
-                return False
-        return True
-
-
 def _has_texts_alone(mapping: Mapping[Leaf, Leaf]) -> bool:
     """Whether all keys are texts."""
     return all(isinstance(key, str) for key in mapping)
@@ -567,8 +475,8 @@ class _ModuleMatcher:
         for index, module in enumerate(modules):
             for name in live_items(module)[0]:
                 has_names = True
-                balance += self._matching.stored(f"{begin}{name}", ()) is not None
-                balance -= self._matching.stored(f"{begin}{index}.{name}", ()) is not None
+                balance += self._matching.stored(f"{begin}{name}") is not None
+                balance -= self._matching.stored(f"{begin}{index}.{name}") is not None
         return has_names and balance >= 0
 
     def match(self, entry: LiveEntry) -> bool:
@@ -586,7 +494,7 @@ class _ModuleMatcher:
         # A module without tensors was saved as an empty mapping, or by others as nothing.
         other = None
         if path:
-            other = self._entries.at(path, entry.keys)
+            other = self._entries.at(path)
         if other is not None:
             if not is_empty_mapping(other.leaf):
                 raise other_kind_error("the tensors of a module", other.leaf, path)
@@ -598,7 +506,7 @@ class _ModuleMatcher:
         if has_own_loader and self._matching.names.options.layout is None:
             buffers = resizable_buffers(module)
         wanted_live = {name: tensor for name, tensor in live.items() if name in wanted}
-        new_items, loaded = self._match_tensors(wanted_live, prefix, entry.keys, buffers)
+        new_items, loaded = self._match_tensors(wanted_live, prefix, buffers)
         for name, value in rest.items():
             if name in wanted:
                 self._match_rest(name, value, prefix, new_items)
@@ -629,7 +537,7 @@ class _ModuleMatcher:
         return wanted
 
     def _match_tensors(
-        self, live: Mapping[str, Leaf], prefix: str, keys: Path, buffers: Mapping[int, tuple[Module, str]]
+        self, live: Mapping[str, Leaf], prefix: str, buffers: Mapping[int, tuple[Module, str]]
     ) -> tuple[dict[str, Leaf], set[int]]:
         """Plan tensors that are filled in place; return new ones of another size, by name, and the `id` of the others.
 
@@ -640,7 +548,7 @@ class _ModuleMatcher:
         lacking: dict[str, Leaf] = {}
         for name, tensor in live.items():
             where = prefix + name
-            stored = self._matching.stored(where, (*keys, name))
+            stored = self._matching.stored(where)
             if stored is None:
                 lacking[where] = tensor
                 continue
@@ -688,13 +596,17 @@ class _ModuleMatcher:
 
 
 class _MegatronMatcher:
-    """Plans the objects of Megatron-Core of a state that has some: tensors by their keys, wherever they lie."""
+    """Plans the objects of Megatron-Core of a state that has some: tensors by their keys, wherever they lie.
+
+    Attributes:
+        keys: the keys of the tensors that were matched.
+    """
 
     def __init__(self, plan: LoadPlan) -> None:
         self._entries = plan.matching.entries
         self._options = plan.matching.names.options
         self._plan = plan
-        self._live: set[str] = set()  # keys of the live state
+        self.keys: set[str] = set()
 
     @functools.cached_property
     def _saved(self) -> dict[str, str]:
@@ -707,16 +619,13 @@ class _MegatronMatcher:
                 saved.setdefault(entry.leaf.name, entry.leaf.name)
         return saved
 
-    def match(self, entry: LiveEntry) -> None:
+    def match(self, live: Leaf, path: str) -> None:
         """Plan an object: a tensor, what a factory builds of its parameter, or an object with data."""
-        for _, part in leaves(entry.value):
-            if sharded_kind(part) == "tensor":
-                self._live.add(part.key)
-        self._match(entry.value, entry.text)
-
-    def _match(self, live: Leaf, path: str) -> None:
         plan, kind = self._plan, sharded_kind(live)
-        if kind == "tensor" and self._options.wants(live.key):
+        if kind == "tensor":
+            self.keys.add(live.key)
+            if not self._options.wants(live.key):
+                return
             if live.key in self._saved:
                 plan.targets.append(LoadTarget(self._saved[live.key], MegatronTensor(live), live.key))
             else:
@@ -727,7 +636,7 @@ class _MegatronMatcher:
             is_whole = True
             for inner, part in leaves(built):
                 if sharded_kind(part) == "tensor":
-                    self._match(part, joined(path, inner))
+                    self.match(part, joined(path, inner))
                     is_whole = is_whole and part.key in self._saved
             # Without a part there is nothing to merge; the error names it.
             if is_whole:
@@ -740,19 +649,6 @@ class _MegatronMatcher:
                 plan.callbacks.append(functools.partial(setattr, live, "data", self._plan.fill(saved, path)))
             elif live.data is not None:  # an object without data needs no saved one
                 plan.add_missing(path)
-
-    @property
-    def has_tensors(self) -> bool:
-        """Whether the state has tensors with keys, after all of its objects were matched."""
-        return bool(self._live)
-
-    def has_key(self, entry: Entry) -> bool:
-        """Whether an entry is a tensor, or nothing: those are matched by key, and not by path."""
-        return entry.leaf is None or entry.name in self._saved or entry.text in self._saved
-
-    def is_unexpected(self, entry: Entry) -> bool:
-        """Whether the state has no tensor of an entry's key."""
-        return entry.leaf is not None and entry.name not in self._live
 
 
 def _merge_built(factory: Leaf, built: Leaf) -> None:

@@ -27,7 +27,6 @@ from statexchange.errors import (
     CorruptError,
     InvalidArgumentError,
     StateExchangeError,
-    UnsupportedError,
     excerpt,
     type_text,
 )
@@ -44,8 +43,8 @@ from statexchange.state.entries import (
     read_optimizer,
     refuse_opaque,
 )
-from statexchange.state.load_plan import PLAIN, LoadPlan, Place, other_kind_error
-from statexchange.state.tree import LiveEntry, LiveState, ParameterName, parameter_names, places
+from statexchange.state.load_plan import PLAIN, LoadPlan, Place, named, other_kind_error
+from statexchange.state.tree import LiveEntry, LiveState, ParameterName, parameter_names, with_types_of
 from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
     bare_name,
@@ -85,9 +84,9 @@ class _LiveParameters:
         self.optimizer = optimizer
         self._path = path
         parameters = parameters_of(optimizer)
-        self._names = [names.get(id(parameter)) for parameter in parameters]
+        names_here = [names.get(id(parameter)) for parameter in parameters]
         labels: list[str] = []
-        for name in self._names:
+        for name in names_here:
             if name is not None:
                 labels.append(name.in_state)
         # A parameter without a name, or two with one: then none goes by name.
@@ -101,15 +100,13 @@ class _LiveParameters:
             self.by_group.append(dict(itertools.islice(items, len(group["params"]))))
         self.in_state: dict[str, str | None] = {}
         self.in_modules: dict[str, str | None] = {}
-        for label, name in zip(self.by_label, self._names, strict=True):
+        for label, name in zip(self.by_label, names_here, strict=True):
             if name is None or not self.are_named:
                 continue
-            texts = [*name.texts]
-            for module_path, inner in name.in_modules:
-                texts.append(f"{module_path}.{inner}" if module_path else inner)
+            for inner in name.in_modules:
                 if self.in_modules.setdefault(inner, label) != label:
                     self.in_modules[inner] = None
-            for text in texts:
+            for text in name.texts:
                 if self.in_state.setdefault(text, label) != label:
                     self.in_state[text] = None
 
@@ -191,52 +188,30 @@ class _LiveParameters:
         Raises:
             InvalidArgumentError: the names are those of other parameters, or of two.
         """
-        in_state = list(filter(None, map(self.in_state.get, names)))
-        if len(in_state) == len(names) and len({*in_state}) == len(self.by_label):
-            return in_state
-        # Parts that wrappers put into names do not count.
-        bare = list(map(bare_name, names))
         # The names that the user gave the groups come before those of modules.
         of_groups = names_of_groups(self.optimizer)
-        lists = self._lists_of_names() if of_groups is None else [of_groups]
-        matches: list[list[str]] = []
-        are_others = of_groups is None
-        for live_names in lists:
-            labels = dict(zip(map(bare_name, live_names), self.by_label, strict=True))
-            are_others = are_others and labels.keys().isdisjoint(bare)
-            # Names that occur twice are those of no parameter.
-            if len(labels) == len(live_names) == len(bare) and {*bare} == labels.keys():
-                match = [labels[name] for name in bare]
-                if match not in matches:
-                    matches.append(match)
-        if len(matches) == 1:
-            return matches[0]
-        if are_others:
+        other_names: dict[str, str | None] = self.in_modules
+        if of_groups is not None:
+            other_names = {}
+            for name, label in zip(map(bare_name, of_groups), self.by_label, strict=True):
+                # Names that occur twice are those of no parameter.
+                other_names[name] = None if name in other_names else label
+        knows_some = of_groups is not None
+        for labels_by_name in (self.in_state, other_names):
+            # Parts that wrappers put into names do not count.
+            labels = [labels_by_name.get(name) or labels_by_name.get(bare_name(name)) for name in names]
+            matched = list(filter(None, labels))
+            if len({*matched}) == len(names) == len(self.by_label):
+                return matched
+            knows_some = knows_some or not labels_by_name.keys().isdisjoint(map(bare_name, names))
+        if not knows_some:
             return None
         raise InvalidArgumentError(
-            f"the state names the parameters of this optimizer {excerpt(sorted(lists[0]), 80)}, and the source "
+            f"the state names the parameters of this optimizer {excerpt(sorted(other_names), 80)}, and the source "
             f"{excerpt(sorted(names), 80)}, or two modules of the state have the source's names for others: give it "
             "the parameters and the names of the job that saved it, or leave it out by exclude",
             name=self._path,
         )
-
-    def _lists_of_names(self) -> list[list[str]]:
-        """Return what the parameters are called in each module that has all, in their own modules, and in the state."""
-        in_modules: dict[str, list[str]] = {}
-        in_first: list[str] = []
-        in_state: list[str] = []
-        for name in self._names:
-            if name is None:
-                return []
-            for path, inner in name.in_modules:
-                in_modules.setdefault(path, []).append(inner)
-            in_first.append(name.in_modules[0][1])
-            in_state.append(name.in_state)
-        lists = []
-        for _, texts in sorted(in_modules.items()):
-            if len(texts) == len(in_state):
-                lists.append(texts)
-        return [*lists, in_first, in_state]
 
 
 # Matching
@@ -317,7 +292,7 @@ class OptimizerMatcher:
     def _matched(self, optimizer: Optimizer, path: str, by_key: Mapping[Leaf, list[Entry]]) -> _OptimizerPlan:
         """Find what the source has for each parameter of an optimizer; the first rank that has it counts."""
         if self._names is None:
-            self._names = parameter_names(places(self._live))
+            self._names = parameter_names(self._live.entries)
         live = _LiveParameters(optimizer, self._names, path)
         has_tree = self._matching.has_tree
         plan = _OptimizerPlan(optimizer, path, live, self._plan)
@@ -713,7 +688,8 @@ class _OptimizerPlan:
             new[key] = self._plan.fill(item, where, at)
         if live is None or type(live) is dict:
             return new
-        return self._plan.in_types_of(live, new, path)
+        with named(path):
+            return with_types_of(live, new)
 
     def _add_other_state(self) -> None:
         """Plan the state that is not of a parameter."""
@@ -773,14 +749,8 @@ def _differing(path: str, first: tuple[str, SavedGroup], second: tuple[str, Save
         value, other = settings.get(key), others.get(key)
         if not are_equal(value, other):
             break
-    if isinstance(value, SavedTensor) and isinstance(other, SavedTensor):
-        text = (
-            f"the source has {key!r} as a tensor for each parameter, and whether those of one group are equal is not "
-            "known: save what the optimizer's state_dict() returns, or a number instead"
-        )
-        return UnsupportedError(text, name=path)
     text = (
         f"this param group of the state joins {first[0]!r} and {second[0]!r}, which were saved with different values "
-        f"of {key!r}: make the param groups of the job that saved them"
+        f"of {key!r}, or with a tensor each: make the param groups of the job that saved them, or save a number"
     )
     return InvalidArgumentError(text, name=path, expected=value, found=other)

@@ -8,7 +8,6 @@ of ranks. Megatron-Core's ShardedTensors are named by their keys, wherever in th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -22,14 +21,12 @@ from statexchange.state.megatron import MegatronTensor, add_sharded
 from statexchange.state.select import Selection, select
 from statexchange.state.tree import (
     PLAIN_TYPES,
-    Node,
+    LiveEntry,
     children,
     contains_state,
-    empty_key_error,
+    flatten,
     is_dataclass,
-    is_leaf,
     kind_of,
-    nodes,
     other_with,
     parameter_names,
     sharded_kind,
@@ -45,7 +42,6 @@ from statexchange.state.units import (
     module_items,
     named_parameters,
     optimizer_tree,
-    parameters_of,
     state_of_object,
 )
 from statexchange.tensors import TensorLike, collector_paused, is_dtensor, is_sharded, is_tensor_type
@@ -71,10 +67,10 @@ def _encode(tree: Leaf) -> tuple[str, dict[str, TensorLike]]:
         tensors[name] = value
         return name
 
-    return values.encode(tree, keep, leaves_anywhere=False), tensors
+    return values.encode(tree, keep), tensors
 
 
-def _common_text(tree: Leaf, own: Sequence[Node]) -> str:
+def _common_text(tree: Leaf, own: Sequence[LiveEntry]) -> str:
     """Return the text of a tree with a mark in the place of each object whose state belongs to a rank."""
     paths = {node.path for node in own}
 
@@ -87,7 +83,7 @@ def _common_text(tree: Leaf, own: Sequence[Node]) -> str:
 
 
 def owners_of(
-    placed: Sequence[Node], own: Sequence[Node], names: Mapping[int, str], has_rule: Callable[[str], bool]
+    placed: Sequence[LiveEntry], own: Sequence[LiveEntry], names: Mapping[int, str], has_rule: Callable[[str], bool]
 ) -> dict[str, object]:
     """Return, as a JSON value, what of a state belongs to a rank and which optimizers it has. Not collective.
 
@@ -136,50 +132,13 @@ def _parts_of_rank(
     return of_rank
 
 
-def note_on_stale_optimizers(placed: Sequence[Node], names: Mapping[int, str]) -> tuple[str, ...]:
-    """Return a note on optimizers that were made before something replaced the parameters of their module.
-
-    Of each such parameter a module has another one of its shape that no optimizer has. This leaves out an optimizer of
-    parameters that lie elsewhere; `names` are those of the state's parameters by `id`. Not collective.
-    """
-    optimized: dict[int, TensorLike] = {}
-    stale: list[str] = []
-    for node in placed:
-        if node.kind == "optimizer":
-            parameters = {id(parameter): parameter for parameter in parameters_of(node.value)}
-            optimized |= parameters
-            if not parameters.keys() <= names.keys():
-                stale.append(node.path)
-    if not stale:
-        return ()
-    # By shape, as nothing else of the parameters that were replaced is left.
-    shapes = Counter(tuple(parameter.shape) for key, parameter in optimized.items() if key not in names)
-    modules = []
-    for node in placed:
-        if node.kind == "module":
-            free: Counter[tuple[int, ...]] = Counter()
-            for parameter in node.value.parameters():
-                if parameter.requires_grad and id(parameter) not in optimized:
-                    free[tuple(parameter.shape)] += 1
-            if shapes == free:
-                modules.append(node.path)
-    if not modules:
-        return ()
-    text = (
-        f"{' or '.join(map(repr, modules))} is not trained by {', '.join(map(repr, stale))}, which got other "
-        "parameters of the same shapes: make an optimizer after fully_shard and to_empty, which replace those of a "
-        "module"
-    )
-    return (text,)
-
-
 @dataclass(frozen=True, slots=True)
 class SavedState:
     """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose.
 
     `common` is the text of the values without the objects whose state belongs to a rank, to tell whether ranks differ.
-    `selection` is what of it is saved, and `notes` are for the report. `frozen` has the names of the parameters that
-    lie in files of their own, with the top-level key of the state, "" if the state is a module.
+    `selection` is what of it is saved. `frozen` has the names of the parameters that lie in files of their own, with
+    the top-level key of the state, "" if the state is a module.
     """
 
     config: str
@@ -189,7 +148,6 @@ class SavedState:
     rules: Layout
     selection: Selection
     frozen: Mapping[str, str]
-    notes: tuple[str, ...]
 
 
 def describe_save(
@@ -207,43 +165,37 @@ def describe_save(
     Raises:
         UnsupportedError: patterns are given with a layout, or for objects of Megatron-Core.
     """
-    if not is_leaf(state) and children(state) is None:
-        what = "a module, an optimizer, or a mapping or list of these and of tensors and values"
-        raise InvalidArgumentError(f"the state is {type_text(state)}: give {what}")
     with collector_paused():
-        # First, as this refuses keys of mappings that have no text, which all that follows makes of them.
-        places = nodes(state)
-        own: list[Node] = []
-        for node in places:
-            if node.path and not node.text:
-                raise empty_key_error()
+        # First, as this refuses keys that have no text, and paths that a load could not tell apart.
+        placed = flatten(state).entries
+        own: list[LiveEntry] = []
+        for node in placed:
             if node.kind == "module":
                 check_module(node.value)
             # Of a module or an optimizer, too, a job may say so.
             if node.kind in _UNITS and is_per_rank(node.value):
                 own.append(node)
-        names = {key: name.in_state for key, name in parameter_names(places).items()}
+        names = {key: name.in_state for key, name in parameter_names(placed).items()}
         selection = Selection(_plain(state, "", _Context(names)))
         if options.include or options.exclude:
-            units = {node.text: node.kind for node in places if node.kind in _UNITS}
-            if layout is not None or any(node.kind == "sharded" for node in places):
+            units = {node.text: node.kind for node in placed if node.kind in _UNITS}
+            if layout is not None or any(node.kind == "sharded" for node in placed):
                 what = "Megatron-Core's sharded state dicts" if layout is None else "a layout"
                 raise UnsupportedError(f"include and exclude of a save are not for {what}: leave one of them out")
             selection = select(selection.tree, units, options)
         config, tensors = _encode(selection.tree)
         rules = _parse_layout(layout, tensors)
         described = describe(tensors, rules, rank)
-        placed = {name for name, local in described.tensors.items() if local.part is not None}
-        owners = owners_of(places, own, names, placed.__contains__)
+        ruled = {name for name, local in described.tensors.items() if local.part is not None}
+        owners = owners_of(placed, own, names, ruled.__contains__)
         if selection.left_out:
             owners["left_out"] = selection.left_out
-        notes = note_on_stale_optimizers(places, names)
-        frozen = _frozen_names(places) if separates_frozen else {}
+        frozen = _frozen_names(placed) if separates_frozen else {}
         common = _common_text(selection.tree, own) if own else config
-        return SavedState(config, common, owners, described, rules, selection, frozen, notes)
+        return SavedState(config, common, owners, described, rules, selection, frozen)
 
 
-def _frozen_names(placed: Sequence[Node]) -> dict[str, str]:
+def _frozen_names(placed: Sequence[LiveEntry]) -> dict[str, str]:
     """Return the names of the modules' parameters that need no gradient, with the top-level keys of the state."""
     frozen: dict[str, str] = {}
     for node in placed:

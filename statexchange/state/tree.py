@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
 from statexchange.sharding.options import LoadOptions
-from statexchange.sharding.paths import Key, Path, joined
+from statexchange.sharding.paths import Key, Path, joined, paths_above
 from statexchange.state.types import Leaf
 from statexchange.state.units import (
     ObjectStates,
@@ -50,7 +50,6 @@ __all__ = [
     "children",
     "contains",
     "contains_state",
-    "empty_key_error",
     "flatten",
     "has_indices",
     "is_dataclass",
@@ -62,7 +61,6 @@ __all__ = [
     "parameter_names",
     "parts",
     "path_to",
-    "places",
     "refill",
     "replaced",
     "sharded_kind",
@@ -426,12 +424,14 @@ class LiveEntry(NamedTuple):
         keys: the path.
         value: the value.
         kind: how it is loaded. A container without tensors and objects is one "value".
+        path: the path as in Python, see `Node`.
     """
 
     text: str
     keys: Path
     value: Leaf
     kind: Kind
+    path: str
 
 
 @dataclass(slots=True)
@@ -439,12 +439,14 @@ class LiveState:
     """A flattened state.
 
     Attributes:
-        entries: what it has, in its own order.
+        entries: what it has; the entries of a mapping in the order of their keys' texts, as on every rank.
         containers: the containers that were entered, by their paths.
+        texts: the texts of the paths of both.
     """
 
     entries: list[LiveEntry] = field(default_factory=list)
     containers: dict[Path, Leaf] = field(default_factory=dict)
+    texts: set[str] = field(default_factory=set)
 
     @property
     def units(self) -> set[str]:
@@ -462,42 +464,65 @@ class LiveState:
 
 
 def flatten(state: Leaf) -> LiveState:
-    """Flatten a live state that is to be filled. Not collective.
+    """Flatten a live state that is to be saved or filled. Not collective.
 
     Raises:
-        InvalidArgumentError: it is no state, contains itself, or is nested deeper than 100.
+        InvalidArgumentError: it is no state, contains itself, is nested too deep, or two of its paths look alike.
     """
     if not isinstance(state, Mapping) and not contains_state(state):
         raise InvalidArgumentError(f"the state is {type_text(state)}: give modules, optimizers or mappings")
     live = LiveState()
-    _add(live, state, (), "")
+    _add(live, state, (), "", "")
+    _check_texts(live.entries)
     return live
 
 
-def _add(live: LiveState, value: Leaf, keys: Path, text: str) -> None:
+def _check_texts(entries: Sequence[LiveEntry]) -> None:
+    """Raise InvalidArgumentError if two entries have one text, or one that has something inside begins another's.
+
+    As of ``{1: 5, "1": 6}`` and ``{"a": {"b": 1}, "a.b": 2}``: most sources know texts alone.
+    """
+    kinds: dict[str, Kind] = {}
+    has_dots = False
+    for entry in entries:
+        if entry.text in kinds:
+            raise _alike_error(entry.text)
+        kinds[entry.text] = entry.kind
+        has_dots = has_dots or entry.text.count(".") >= len(entry.keys)
+    # Without a dot in a key no entry lies in another.
+    if not has_dots:
+        return
+    for entry in entries:
+        *above, _ = paths_above(entry.text)
+        for text in above:
+            # A tensor has nothing inside.
+            if kinds.get(text, "tensor") not in ("tensor", "sharded"):
+                raise _alike_error(text)
+
+
+def _alike_error(text: str) -> InvalidArgumentError:
+    what = "two keys of the state look alike here, joined with dots: rename one of them"
+    return InvalidArgumentError(what, name=text)
+
+
+def _add(live: LiveState, value: Leaf, keys: Path, text: str, path: str) -> None:
     """Add what lies at a path, or all that is inside it."""
+    live.texts.add(text)
     kind = kind_of(value)
-    items = None
-    if kind == "value":
-        items = children(value)
     # A whole state of plain values is entered, so that each of its entries is loaded or missing by itself.
     is_root = not keys and isinstance(value, Mapping)
-    if not items or not (is_root or contains_state(value)):
-        live.entries.append(LiveEntry(text, keys, value, kind))
+    if kind != "value" or not children(value) or not (is_root or contains_state(value)):
+        live.entries.append(LiveEntry(text, keys, value, kind, path))
         return
     if len(keys) > values.MAX_DEPTH:
         raise too_deep_error(text)
     live.containers[keys] = value
-    for key, item in items.items():
+    for step, key, item in steps(value, path):
         inner = joined(text, key)
         if not inner:
-            raise empty_key_error()
-        _add(live, item, (*keys, key), inner)
-
-
-def empty_key_error() -> InvalidArgumentError:
-    """Return the error for an empty text as a key of the whole state: the path of its entry would be the whole's."""
-    return InvalidArgumentError("the state has an empty text as a key, which leads to the whole: give it a name")
+            # The path of its entry would be the whole's.
+            raise InvalidArgumentError("the state has an empty text as a key, which leads to the whole: give it a name")
+        _add(live, item, (*keys, key), inner, path_to(path, step))
 
 
 def types_in_objects(live: LiveState, options: LoadOptions, objects: ObjectStates) -> dict[str, type]:
@@ -703,24 +728,22 @@ class ParameterName(NamedTuple):
 
     Attributes:
         in_state: its name in the whole state, which begins with the path of its module; the first of several.
-        in_modules: each module of the state that has it, by its path, with its name there. For one that lies in the
-            state itself, in no module, its path is its name.
-        texts: its names in the whole state with dots between all keys, as sources without a tree have them.
+        in_modules: its names in the modules of the state; one that lies in the state itself has its path as its name.
+        texts: its names in the whole state, as in our saves, and with dots between all keys, as in other sources.
     """
 
     in_state: str
-    in_modules: tuple[tuple[str, str], ...]
+    in_modules: tuple[str, ...]
     texts: tuple[str, ...]
 
 
-def parameter_names(placed: Sequence[Node]) -> dict[int, ParameterName]:
+def parameter_names(placed: Sequence[LiveEntry] | Sequence[Node]) -> dict[int, ParameterName]:
     """Return the names of all parameters in a state by `id`; of several in the state, the first. Not collective.
 
-    `placed` are the places of the state, as `places` or `nodes` returns them.
+    `placed` are the places of the state, as `flatten` or `nodes` returns them.
 
     Tensors that lie in the state itself are among them if it has an optimizer. The weight of a layer under "nets", the
-    second of a list, is ``nets[1].weight`` in the state, ``("nets[1]", "weight")`` in its module, and has the text
-    ``nets.1.weight``.
+    second of a list, is ``nets[1].weight`` in the state, ``weight`` in its module, and ``nets.1.weight`` elsewhere.
     """
     names: dict[int, ParameterName] = {}
     for node in placed:
@@ -736,42 +759,13 @@ def parameter_names(placed: Sequence[Node]) -> dict[int, ParameterName]:
             # Buffers, and copies that some modules make of their parameters, are no optimizer's.
             if id(item) not in parameters:
                 continue
-            new = ParameterName(begin + name, ((path, name),), (text_begin + name,))
+            new = ParameterName(begin + name, (name,), (begin + name, text_begin + name))
             first = names.setdefault(id(item), new)
-            # A parameter that is tied inside a module has the first of its names there.
-            if path not in dict(first.in_modules):
+            if first is not new:
                 names[id(item)] = ParameterName(first.in_state, *map(operator.add, first[1:], new[1:]))
     # Without one they would be no parameters, and a mapping of tensors may be large.
     if "optimizer" in [node.kind for node in placed]:
-        for path, text, value, *_ in placed:
-            if path and is_torch(value):
-                names.setdefault(id(value), ParameterName(path, (("", path),), (text,)))
+        for node in placed:
+            if node.path and is_torch(node.value):
+                names.setdefault(id(node.value), ParameterName(node.path, (node.path,), (node.path, node.text)))
     return names
-
-
-def places(live: LiveState) -> list[Node]:
-    """Return the entries with their paths as `nodes` writes them, and in its order.
-
-    That order is the same for mappings that were filled in another one, as on another rank.
-    """
-    placed = []
-    for entry in live.entries:
-        path = ""
-        order: list[tuple[str, Key | int]] = []
-        for depth, key in enumerate(entry.keys):
-            container = live.containers[entry.keys[:depth]]
-            # At one depth below one path all keys are of one container: either steps are compared, or positions.
-            if isinstance(container, Mapping):
-                step = step_of(key, path)
-                order.append((step, 0))
-            else:
-                step = step_form(container).format(key)
-                # A list may have very many items, in which a search would take long.
-                position = key
-                if not isinstance(key, int):
-                    position = [*(children(container) or {})].index(key)
-                order.append(("", position))
-            path = path_to(path, step)
-        placed.append((order, Node(path, entry.text, entry.value, entry.kind)))
-    placed.sort(key=operator.itemgetter(0))
-    return [node for _, node in placed]

@@ -53,7 +53,8 @@ class AlgorithmOptimizer(DistributedOptimizer):
     ) -> None:
         self._is_alone = is_alone
         self._after_step = after_step
-        self._algorithm = algorithm
+        self.algorithm = algorithm
+        """The present algorithm; `switch_to` of the module takes another one."""
         self._whole_comm = comm
         self._run = Run(algorithm.over(comm))
         super().__init__(
@@ -72,11 +73,6 @@ class AlgorithmOptimizer(DistributedOptimizer):
         return {name: parameter for name, parameter in super()._named().items() if name not in ignored}
 
     @property
-    def algorithm(self) -> Algorithm:
-        """The present algorithm."""
-        return self._algorithm
-
-    @property
     def setting(self) -> Setting:
         """The bucket size and hierarchy, which the tuner may change. Not collective."""
         return Setting(self.reducer.bucket_bytes, hierarchical=self._run.comm is not self._whole_comm.flat)
@@ -89,12 +85,12 @@ class AlgorithmOptimizer(DistributedOptimizer):
         Collective. See `DistributedOptimizer.finalize`.
         """
         self.reducer.raise_if_closed()
-        if self._no_sync_depth or self._algorithm.is_due(self._steps):
+        if self._no_sync_depth or self.algorithm.is_due(self._steps):
             super().finalize()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401 (the closure's loss)
         """Synchronise, then let the inner optimizer step. Collective."""
-        if self._algorithm.bucket_type == "weight":
+        if self.algorithm.bucket_type == "weight":
             self.finalize()
             result = self.inner.step(closure)
             self._steps += 1
@@ -137,14 +133,14 @@ class AlgorithmOptimizer(DistributedOptimizer):
         self.reducer.reset(comm=run.comm, bucket_type=algorithm.bucket_type, communicate=algorithm.collective(run))
         run.reducer = self.reducer
         self._run = run
-        self._algorithm = algorithm
+        self.algorithm = algorithm
         self._steps = 0
         self._is_averaged = False
 
     def new_tuner(self) -> Tuner:
         """Return a tuner that begins with the present setting. Not collective."""
         has_hierarchy = self._whole_comm.flat is not self._whole_comm
-        return Tuner(self.setting, both=self._algorithm.hierarchical is None and has_hierarchy)
+        return Tuner(self.setting, both=self.algorithm.hierarchical is None and has_hierarchy)
 
     def use(self, setting: Setting) -> None:
         """Apply the bucket size and the hierarchy of a setting. Collective, between steps."""

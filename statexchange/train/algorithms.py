@@ -127,8 +127,8 @@ class GradientAllReduce(Algorithm):
 class ScatterGatherAllReduce(Algorithm):
     """Average gradients by a reduce-scatter and an all-gather of each bucket.
 
-    Not collective to construct. Sparse gradients are gathered whole. Between hosts: 3 (H - 1) B bytes: 2 (H - 1) B to
-    reduce, (H - 1) B to gather. The algorithm is Bagua's ScatterGatherAllReduce.
+    Not collective to construct. Between hosts: 3 (H - 1) B bytes: 2 (H - 1) B to reduce,
+    (H - 1) B to gather. The algorithm is Bagua's ScatterGatherAllReduce.
 
     Example:
         >>> import statexchange as sx
@@ -165,8 +165,7 @@ class QuantizedAllReduce(Algorithm):
     bucket of N elements.
 
     NaN, inf, or a value beyond 2**126 on any rank is a NumericOverflowError on all ranks that names rank and parameter;
-    it does not spread. So a GradScaler, which relies on inf, cannot be used with it. Sparse gradients are gathered
-    without quantisation.
+    it does not spread. So a GradScaler, which relies on inf, cannot be used with it.
 
     Args:
         error_feedback: add the quantisation error of one step to the next step's gradient.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from statexchange.comm.communicator import Communicator, from_root
 from statexchange.errors import MismatchError
 
-__all__ = ["Entry", "compare", "raise_difference", "shortened"]
+__all__ = ["Entry", "compare", "shortened"]
 
 _MOST_SHOWN = 4
 
@@ -26,36 +26,30 @@ def compare(comm: Communicator, options: str, entries: Iterable[Entry] = ()) -> 
     """Return the digest of `options`, such as ``init_sync=True``, and `entries`. Collective.
 
     Raises:
-        MismatchError: they are not equal on all ranks.
+        MismatchError: they are not equal on all ranks. It names the lowest rank that differs from rank 0, and shows
+            both sides at the first path where it does.
     """
     entries = [*entries, Entry("(options)", options)]
     digest = hashlib.blake2b("\n".join(map("\t".join, entries)).encode(), digest_size=16).digest()
     digests = comm.all_gather_bytes(digest, operation="comparing what ranks have")
     different = [rank for rank, theirs in enumerate(digests) if theirs != digests[0]]
+    # Nearly always none: only then are whole descriptions sent.
     if different:
-        raise_difference(comm, entries, different, 0)
+        first_entries = from_root(comm, entries, list[Entry], "what it holds")
+        failure = None
+        if comm.rank in different:
+            failure = _difference(entries, first_entries, comm.rank, different)
+        comm.agree(failure, phase="comparing what ranks hold")
     return digest
 
 
-def raise_difference(comm: Communicator, entries: Sequence[Entry], different: Sequence[int], root: int) -> None:
-    """Raise a MismatchError on all ranks: the entries of the ranks `different` are not those of root. Collective.
-
-    It names the lowest of these ranks, and shows both sides at the first path where that differs.
-    """
-    root_entries = from_root(comm, entries, list[Entry], "what it holds", root)
-    failure = None
-    if comm.rank in different:
-        failure = _difference(entries, root_entries, comm.rank, root, different)
-    comm.agree(failure, phase="comparing what ranks hold")
-
-
 def _difference(
-    entries: Sequence[Entry], root_entries: Sequence[Entry], rank: int, root: int, different: Sequence[int]
+    entries: Sequence[Entry], first_entries: Sequence[Entry], rank: int, different: Sequence[int]
 ) -> MismatchError:
-    """Return the error that shows root's entry and this rank's at the first path where they differ."""
+    """Return the error that shows rank 0's entry and this rank's at the first path where they differ."""
     nothing = Entry("(nothing)", "nothing")
     live = expected = nothing
-    for live, expected in itertools.zip_longest(entries, root_entries, fillvalue=nothing):
+    for live, expected in itertools.zip_longest(entries, first_entries, fillvalue=nothing):
         if live != expected:
             break
     path = expected.path
@@ -65,10 +59,10 @@ def _difference(
         else:
             live = nothing
     return MismatchError(
-        f"not all ranks hold what root, rank {root}, holds (different on: {shortened(different)})",
+        f"not all ranks hold what rank 0 holds (different on: {shortened(different)})",
         rank=rank,
         name=path or "(the whole)",
-        expected=f"{expected.text} (rank {root})",
+        expected=f"{expected.text} (rank 0)",
         found=f"{live.text} (rank {rank})",
     )
 

@@ -19,7 +19,6 @@ import torch
 from statexchange.comm.calls import site_detail
 from statexchange.comm.communicator import CommLike
 from statexchange.comm.defaults import as_communicator
-from statexchange.train.comparison import shortened
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket  # torch.distributed exports it, but not for type checkers
@@ -53,7 +52,7 @@ def as_comm_hook(comm: CommLike | None = None) -> Hook:
 
     def hook(_: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         flat = bucket.buffer()
-        with site_detail(lambda: _label(bucket)):
+        with site_detail(lambda: f"bucket {bucket.index()} of DDP"):
             work = communicator.all_reduce(flat, "avg", async_op=True)
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
@@ -69,12 +68,6 @@ def as_comm_hook(comm: CommLike | None = None) -> Hook:
     # DDP compares annotations with types, and here they are text.
     hook.__annotations__ = {}
     return hook
-
-
-def _label(bucket: GradBucket) -> str:
-    """Name a bucket by the shapes of its parameters: DDP's buckets do not have their names."""
-    shapes = shortened([str(list(parameter.shape)) for parameter in bucket.parameters()])
-    return f"bucket {bucket.index()} of DDP: parameters of shapes {shapes}"
 
 
 def _raise_after_backward(completed: ConcurrentFuture[None]) -> None:

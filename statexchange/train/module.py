@@ -6,7 +6,7 @@ import copy
 import statistics
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -19,7 +19,7 @@ from statexchange.train.algorithm_optimizer import AlgorithmOptimizer, check_wei
 from statexchange.train.algorithms import Algorithm, GradientAllReduce, as_algorithm
 from statexchange.train.buckets.options import TrainingOptions, check_names
 from statexchange.train.comparison import compare
-from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters, module_tensors
+from statexchange.train.synchronize import allreduce_parameters, broadcast_parameters
 from statexchange.train.tuner import Setting, Trial, Tuner
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ __all__ = ["DistributedModule", "data_parallel"]
 _PHASE = "switching the algorithm"
 _SET_BY_ALGORITHM = ("bucket_type", "communicate", "scale")
 _MAX_STEP_TIMES = 1 << 12
-_IGNORED_NAMES = ("statexchange_ignore", "_ddp_params_and_buffers_to_ignore")
 
 
 class DistributedModule(nn.Module):
@@ -38,16 +37,12 @@ class DistributedModule(nn.Module):
 
     Not collective, unless a communicator has to be made. Names, `state_dict` and other attributes are `module`'s.
 
-    The attribute `statexchange_ignore` of `module`, a collection of names of its parameters and buffers, keeps these
-    this rank's own: they are not broadcast, averaged or reduced. It replaces both lists of Bagua. torch's
-    `_ddp_params_and_buffers_to_ignore` has the same effect.
+    Parameters and buffers whose names `module` has in torch's `_ddp_params_and_buffers_to_ignore` stay this rank's own:
+    they are not broadcast, averaged or reduced.
 
     Args:
         module: the module.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
-
-    Raises:
-        InvalidArgumentError: `statexchange_ignore` has a name that the module does not have.
 
     Example:
         >>> import torch
@@ -63,7 +58,6 @@ class DistributedModule(nn.Module):
         super().__init__()
         with public_call("DistributedModule"):
             self._comm = as_communicator(comm)
-        _check_ignored(module)
         self.module = module
         self.training = module.training
         self.tuning_history: list[Trial] = []
@@ -127,11 +121,6 @@ class DistributedModule(nn.Module):
             if name == "module":
                 raise
             return getattr(self.module, name)
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> set[str]:
-        """The names of tensors that stay this rank's own; torch and `synchronize` read this attribute."""
-        return set().union(*(getattr(self.module, name, ()) for name in _IGNORED_NAMES))
 
     # The algorithm
 
@@ -254,15 +243,6 @@ class DistributedModule(nn.Module):
             self.ask_and_update_hyperparameters()
 
 
-def _check_ignored(module: nn.Module) -> None:
-    ignored: Collection[str] = getattr(module, "statexchange_ignore", ())
-    unknown = {ignored} if isinstance(ignored, str) else set(ignored) - module_tensors(module).keys()
-    if unknown:
-        raise InvalidArgumentError(
-            f"statexchange_ignore is a collection of names of parameters and buffers, not {min(unknown)!r}"
-        )
-
-
 @overload
 def data_parallel(
     module: nn.Module,
@@ -359,10 +339,9 @@ def _check_arguments(module: object, optimizers: object, settings: Mapping[str, 
         raise InvalidArgumentError(f"expected a module, not {type(module).__name__}")
     if not isinstance(optimizers, (list, tuple)) or not optimizers:
         raise InvalidArgumentError(f"expected an optimizer or a list of them, not {optimizers!r}")
-    if others := [one for one in optimizers if not isinstance(one, torch.optim.Optimizer)]:
-        raise InvalidArgumentError(f"expected a torch optimizer, not {type(others[0]).__name__}")
-    if taken := [name for name in _SET_BY_ALGORITHM if name in settings]:
-        raise InvalidArgumentError(f"{taken[0]} is set by the algorithm, and cannot be given")
+    for name in _SET_BY_ALGORITHM:
+        if name in settings:
+            raise InvalidArgumentError(f"{name} is set by the algorithm, and cannot be given")
     check_names(settings, "weight")
     if tune_every is None:
         return

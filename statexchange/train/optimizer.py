@@ -107,7 +107,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             named = self._named()
         if weight is not None:
             settings["overlap"] = False
-        self._reducer = BucketReducer(named, self._comm, **settings)
+        self.reducer = BucketReducer(named, self._comm, **settings)
+        """The reducer that averages the gradients."""
         compare(self._comm, f"init_sync={init_sync}")
         if init_sync:
             with public_call("DistributedOptimizer"):
@@ -115,7 +116,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
                     synchronize(named if module is None else module, comm=self._comm)
                 except (InvalidArgumentError, UnsupportedError) as error:
                     raise error.located(advice="init_sync=False leaves parameters and buffers as they are") from error
-        self._reducer.watch(self._backward_ended)
+        self.reducer.watch(self._backward_ended)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 (any attribute of the inner optimizer)
         if name == "_optimizer":
@@ -143,11 +144,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # The inner optimizer
 
     @property
-    def reducer(self) -> BucketReducer:
-        """The reducer that averages the gradients."""
-        return self._reducer
-
-    @property
     def inner(self) -> torch.optim.Optimizer:
         """The wrapped optimizer."""
         return self._optimizer
@@ -165,15 +161,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         with self._comm.checking("add_param_group"):
             self._optimizer.add_param_group(param_group)
             named = self._named()
-        present = self._reducer.parameters
+        present = self.reducer.parameters
         ids = {id(parameter) for parameter in present.values()}
         new = {name: parameter for name, parameter in named.items() if id(parameter) not in ids}
         if new:
-            self._reducer.reset({**present, **new})
+            self.reducer.reset({**present, **new})
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients, also those not averaged yet. Not collective, but all ranks must call it."""
-        self._reducer.discard()
+        self.reducer.discard()
         self._optimizer.zero_grad(set_to_none)
         self._is_averaged = False
 
@@ -183,7 +179,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Not collective. Closing the communicator does it, too. Later calls of `finalize` and `step` raise. May be called
         more than once.
         """
-        self._reducer.close()
+        self.reducer.close()
 
     # Averaging
 
@@ -196,13 +192,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
             InvalidArgumentError: inside `no_sync`.
             MismatchError: ranks are in different steps.
         """
-        self._reducer.raise_if_closed()
+        self.reducer.raise_if_closed()
         if self._no_sync_depth:
             raise InvalidArgumentError("gradients are not averaged inside no_sync(): leave the block first")
         if self._is_averaged:
             return
         weight = None if self._weight is None else self._weight()
-        active = self._reducer.reduce(weight=weight, step=self._steps)
+        active = self.reducer.reduce(weight=weight, step=self._steps)
         self._note_active(active)
         self._is_averaged = True
 
@@ -229,7 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         else:
             result = self._optimizer.step(lambda: self._evaluate(closure))
         self._steps += 1
-        self._reducer.end_step()
+        self.reducer.end_step()
         self._is_averaged = False
         return result
 
@@ -248,12 +244,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def no_sync(self) -> Iterator[None]:
         """Enter a block whose backwards add to this rank's gradients without averaging. Not collective."""
         self._no_sync_depth += 1
-        self._reducer.eager = False
+        self.reducer.eager = False
         try:
             yield
         finally:
             self._no_sync_depth -= 1
-            self._reducer.eager = not self._no_sync_depth
+            self.reducer.eager = not self._no_sync_depth
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
@@ -266,7 +262,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         self._catch_up_root = None
         yield
-        while active := self._reducer.reduce(done=True):
+        while active := self.reducer.reduce(done=True):
             self._note_active(active)
         self.zero_grad()
         if self._catch_up_root is not None:

@@ -2,16 +2,16 @@
 
 The protocol of a call:
 
-1. Every rank describes what it holds (`_Held`): paths, kinds, shapes and dtypes. All ranks exchange a digest of that;
-   root adds its plain values and the states of its objects, as JSON (`_Part`). Nothing has changed.
-2. If a rank's digest differs from root's, it receives root's description, and all ranks raise one MismatchError that
-   shows both sides at the first path that differs.
+1. Every rank describes what it holds (`_Held`): paths, kinds, shapes and dtypes. All ranks compare that, and raise one
+   MismatchError if two differ. Nothing has changed.
+2. Root sends its plain values and the states of its objects, as JSON (`_Part`).
 3. Each rank reads root's parts (`_read`), and prepares the tensors that are to be filled, existing or new ones,
    and callbacks that install states and values. An error here is raised on all ranks, and still nothing has changed.
 4. Root sends the tensors as bytes: many small ones together, large ones in windows.
-5. Tensors of a rank that share memory are filled one after the other, which is right only if root has equal values
-   where they overlap. So if any rank has such tensors, their digests are compared with root's.
-6. The callbacks run.
+5. The callbacks run.
+
+Tensors that share memory are filled one after the other, which is right if root's share it alike. So how they share it
+is a part of the description. The state of an object gets new tensors in the place of those that share memory.
 """
 
 from __future__ import annotations
@@ -19,18 +19,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import hashlib
 import itertools
 from collections.abc import Callable, Generator, Mapping, MappingView, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from statexchange import values
-from statexchange.comm.communicator import CommLike, Communicator, agree
+from statexchange.comm.communicator import CommLike, Communicator, from_root
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, MismatchError, UnsupportedError, excerpt, type_text
 from statexchange.sharding.paths import joined
@@ -43,17 +42,16 @@ from statexchange.state.tree import (
     replaced,
     with_types_of,
 )
-from statexchange.state.types import Leaf, Module, Optimizer
+from statexchange.state.types import Leaf, Optimizer
 from statexchange.state.units import (
     bare_name,
-    check_module,
     check_optimizer,
     install_optimizer,
     is_extra_state,
     is_optimizer,
     is_stateful,
+    live_items,
     load_object,
-    model_items,
     names_of_groups,
     parameters_of,
     state_of_optimizer,
@@ -71,10 +69,10 @@ from statexchange.tensors import (
     replicated_part,
     same_memory,
 )
-from statexchange.train.comparison import Entry, raise_difference
-from statexchange.train.windows import broadcast_tensors, check_shared_memory, windows
+from statexchange.train.comparison import Entry, compare
+from statexchange.train.windows import broadcast_tensors, windows
 
-__all__ = ["allreduce_parameters", "broadcast_parameters", "module_tensors", "synchronize"]
+__all__ = ["allreduce_parameters", "broadcast_parameters", "synchronize"]
 
 T = TypeVar("T")
 Describe = Callable[["_Held"], None]
@@ -109,8 +107,7 @@ def synchronize(tree: T, *, root: int = 0, comm: CommLike | None = None) -> T:
 
     Raises:
         MismatchError: trees differ in paths, kinds, shapes or dtypes, or ranks passed different roots. It shows both
-            sides at the first path that differs; nothing has changed. Or tensors of a rank share memory, for which root
-            has different values; tensors are filled then, and values and states are as before.
+            sides at the first path that differs; nothing has changed. Tensors that share memory must share it alike.
         UnsupportedError: something cannot be synchronised, such as a sharded DTensor (replicated ones are filled), a
             sparse, quantised or meta tensor, or an array of objects; it names the path.
         InvalidArgumentError: a lazy parameter, a generator or a cycle; it names the path.
@@ -144,8 +141,7 @@ def broadcast_parameters(
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
-        MismatchError: modules differ between ranks; nothing has changed. Or tensors of a rank share memory, for which
-            root has different values; tensors are filled then.
+        MismatchError: modules differ between ranks, or how their tensors share memory; nothing has changed.
         InvalidArgumentError: `module` is no module.
 
     Example:
@@ -170,8 +166,7 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current one.
 
     Raises:
-        MismatchError: modules differ between ranks; nothing has changed. Or tensors that share memory do not share it
-            alike on all ranks; tensors are changed then.
+        MismatchError: modules differ between ranks, or how their tensors share memory; nothing has changed.
         UnsupportedError: a tensor is float8, shares memory with one of integers, or cannot be synchronised.
         InvalidArgumentError: `module` is no module.
 
@@ -191,13 +186,11 @@ def allreduce_parameters(module: nn.Module, *, comm: CommLike | None = None) -> 
 
     with communicator.phase("averaging the parameters"):
         # The mean is written on all ranks.
-        held, _, shares_memory = _compare(communicator, 0, describe, is_written=True)
+        held, _, _ = _compare(communicator, 0, describe, is_written=True)
         tensors = list(held.tensors.values())
         broadcast_tensors(communicator, list(itertools.filterfalse(_is_averaged, tensors)), 0)
         for window in windows(list(filter(_is_averaged, tensors))):
             communicator.all_reduce_multiple(window, "avg")
-        if shares_memory:
-            check_shared_memory(communicator, list(held.tensors.items()), 0)
 
 
 def _is_averaged(tensor: TensorLike) -> bool:
@@ -207,12 +200,13 @@ def _is_averaged(tensor: TensorLike) -> bool:
 
 def _check_integer_views(tensors: dict[str, TensorLike]) -> None:
     """Raise UnsupportedError if a tensor to average shares memory with one that becomes rank 0's."""
-    named = list(tensors.items())
+    names = [*tensors]
     for group in overlap_groups(tensors.values()):
-        for (name, tensor), (view_name, view) in itertools.permutations([named[number] for number in group], 2):
-            if _is_averaged(tensor) and not _is_averaged(view) and overlap_groups([tensor, view]):
-                text = f"this tensor cannot be averaged: it shares memory with {view_name}, which would become rank 0's"
-                raise UnsupportedError(f"{text}; clone() one of the two", name=name)
+        averaged = [names[number] for number in group if _is_averaged(tensors[names[number]])]
+        views = {names[number] for number in group}.difference(averaged)
+        if averaged and views:
+            text = f"this tensor cannot be averaged: it shares memory with {min(views)}, which would become rank 0's"
+            raise UnsupportedError(f"{text}; clone() one of the two", name=averaged[0])
 
 
 # Step 1: what this rank holds
@@ -226,7 +220,6 @@ class _Held:
         tensors: the dense tensors by path; tied ones once.
         values: the plain values by path.
         objects: the optimizers and other objects with a state, by path.
-        state_tensors: on root, the tensors in the states of the objects, with their paths.
     """
 
     def __init__(self, *, written: bool) -> None:
@@ -235,7 +228,6 @@ class _Held:
         self.tensors: dict[str, TensorLike] = {}
         self.values: dict[str, Leaf] = {}
         self.objects: dict[str, Leaf] = {}
-        self.state_tensors: list[tuple[str, TensorLike]] = []
         self._written = written
         self._first_paths: dict[Leaf, str] = {}  # of tensors by their memory
 
@@ -279,11 +271,18 @@ class _Held:
         """Add the parameters of a module and, if asked, its buffers; raise InvalidArgumentError if it is none."""
         if not isinstance(module, nn.Module):
             raise InvalidArgumentError(f"expected a module, not {type(module).__name__}")
-        check_module(module)
         self.entries.append(Entry(path, "a module"))
-        named = module_tensors(module, buffers=buffers)
+        named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        if buffers:
+            named.update(module.named_buffers(remove_duplicate=False))
         ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        _check_entries(module, path)
+        for name, value in live_items(module)[1].items():
+            if not is_extra_state(name) and (is_tensor(value) or not values.has_text(value)):
+                raise UnsupportedError(
+                    f"the module's state dict has {type_text(value)} here that is no parameter or buffer, as those "
+                    "of quantized modules: it cannot be changed in place",
+                    name=joined(path, name),
+                )
         for name in sorted(named.keys() - ignored):
             self._add_tensor(joined(path, name), named[name])
 
@@ -306,7 +305,6 @@ class _Held:
         self.entries.append(Entry(f"{path}.param_groups", f"list of {len(groups)}"))
         for number, group in enumerate(groups):
             params_path = f"{path}.param_groups[{number}].params"
-            self.entries.append(Entry(params_path, f"list of {len(group['params'])}"))
             for index, parameter in enumerate(group["params"]):
                 if is_dtensor(parameter):
                     raise UnsupportedError("the state of a DTensor lies on many ranks", name=f"{params_path}[{index}]")
@@ -322,27 +320,18 @@ class _Held:
                 self.entries.append(Entry(f"{params_path}[{index}]", text))
         self.objects[path] = optimizer
 
-
-def _check_entries(module: Module, path: str) -> None:
-    """Raise UnsupportedError if a module's state dict has tensors that are no parameters or buffers of it."""
-    tensors = {*map(id, module.parameters()), *map(id, module.buffers())}
-    for name, value in model_items(module, keep_vars=True).items():
-        if id(value) in tensors or is_extra_state(name):
-            continue
-        if is_tensor(value) or not values.has_text(value):
-            raise UnsupportedError(
-                f"the module's state dict has {type_text(value)} here that is no parameter or buffer, as those "
-                "of quantized modules: it cannot be changed in place",
-                name=joined(path, name),
-            )
-
-
-def module_tensors(module: Module, *, buffers: bool = True) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and, if asked, its buffers, under each of their names. Not collective."""
-    named: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
-    if buffers:
-        named.update(module.named_buffers(remove_duplicate=False))
-    return named
+    def note_shared_memory(self) -> None:
+        """Add to the entries of tensors that share memory how they share it."""
+        names, views = [*self.tensors], {}
+        for group in overlap_groups(self.tensors.values()):
+            # None is without memory. The address and the device's index are left out, as ranks may differ in them.
+            keys = [same_memory(self.tensors[names[number]]) or () for number in group]
+            for number, (address, _, *view) in zip(group, keys, strict=True):
+                where = f"{names[group[0]]} from byte {address - keys[0][0]} on, as {view}"
+                views[names[number]] = f" that shares memory with {where}: clone() it"
+        for number, entry in enumerate(self.entries):
+            if entry.path in views:
+                self.entries[number] = entry._replace(text=entry.text + views[entry.path])
 
 
 def _is_value(value: Leaf) -> bool:
@@ -395,17 +384,19 @@ class _LeafSpec:
     device_type: str = "cpu"
 
     @classmethod
-    def of(cls, tensor: TensorLike, path: str) -> _LeafSpec:
-        """Return the spec of a tensor or array; raise UnsupportedError if numpy has no text for an array's dtype."""
-        if isinstance(tensor, torch.Tensor):
-            dtype_name = str(tensor.dtype).removeprefix("torch.")
-            return cls("tensor", path, dtype_name, tuple(tensor.shape), tensor.device.type)
-        dtype = tensor.dtype
+    def of(cls, leaf: Leaf, path: str) -> _LeafSpec:
+        """Return the spec of a leaf; raise UnsupportedError if numpy has no text for an array's dtype."""
+        if isinstance(leaf, torch.Tensor):
+            dtype_name = str(leaf.dtype).removeprefix("torch.")
+            return cls("tensor", path, dtype_name, tuple(leaf.shape), leaf.device.type)
+        if not isinstance(leaf, np.ndarray):
+            return cls("object", path)
+        dtype = leaf.dtype
         if np.dtype(dtype.str) == dtype:
-            return cls("array", path, dtype.str, tensor.shape)
+            return cls("array", path, dtype.str, leaf.shape)
         # One of ml_dtypes, which numpy writes as bytes.
         if dtype.name in DTYPE_NAMES and dtype.isnative:
-            return cls("array", path, DTYPE_NAMES[dtype.name], tensor.shape)
+            return cls("array", path, DTYPE_NAMES[dtype.name], leaf.shape)
         raise UnsupportedError(f"arrays of {dtype} cannot be sent in the state of an object", name=path)
 
     def tensor_for(self, live: Leaf, like: torch.Tensor | None, device: torch.device) -> TensorLike:
@@ -434,10 +425,10 @@ class _LeafSpec:
 class _Part:
     """A value of root: its JSON text, the specs of the leaves that have none, and the names of the types in it.
 
-    In the text the number of its spec stands for a leaf. The bytes of tensors are sent by themselves, in the order of
-    their specs. Of an object that cannot be sent each rank keeps its own. Types are those of dataclasses, namedtuples
-    and enums, which a rank must have to decode the text. ``{"step": 3, "exp_avg": <a tensor>}`` becomes
-    ``{"step":3,"exp_avg":{"$":"leaf","name":"0"}}``.
+    In the text the path stands for a leaf. The bytes of tensors are sent by themselves, in the order of their specs. Of
+    an object that cannot be sent each rank keeps its own. Types are those of dataclasses, namedtuples and enums, which
+    a rank must have to decode the text. ``{"step": 3, "exp_avg": <a tensor>}`` at ``opt`` becomes
+    ``{"step":3,"exp_avg":{"$":"leaf","name":"opt.exp_avg"}}``.
     """
 
     text: str
@@ -445,32 +436,47 @@ class _Part:
     types: Sequence[str]
 
 
-def _encode(value: Leaf, path: str, tensors: list[tuple[str, TensorLike]]) -> _Part:
-    """Encode root's value at a path, and add the tensors in it with their paths to `tensors`."""
-    leaves: list[_LeafSpec] = []
-    # By identity: a leaf that occurs twice is sent once. The leaf is kept, so that no other one gets its identity.
-    names: dict[int, tuple[str, Leaf]] = {}
+class _State(NamedTuple):
+    """The plain values of this rank at the path "", or the state of its object at a path, and its JSON text.
 
-    def keep(leaf: Leaf, inner: str) -> str | None:
-        if type(leaf) in PLAIN_TYPES:
-            return None
-        is_tensor = isinstance(leaf, torch.Tensor | np.ndarray)
-        if not is_tensor and _has_text(leaf):
-            return None
-        if id(leaf) not in names:
-            names[id(leaf)] = str(len(names)), leaf
-            place = (path + inner).removeprefix(".")
-            if is_tensor:
-                tensor = _dense(leaf, place, written=False)
-                tensors.append((place, tensor))
-                leaves.append(_LeafSpec.of(tensor, place))
-            else:
-                check_no_state_in(leaf, place)
-                leaves.append(_LeafSpec("object", place))
-        return names[id(leaf)][0]
+    `leaves` are what has no text, by path, and `tensors` the memory of those that are tensors or arrays.
+    """
 
-    text = values.encode(value, keep, leaves_anywhere=False)
-    return _Part(text, leaves, list(values.types_of(value)))
+    path: str
+    value: Leaf
+    text: str
+    leaves: dict[str, Leaf]
+    tensors: dict[str, TensorLike]
+
+    @classmethod
+    def of(cls, value: Leaf, path: str) -> _State:
+        """Encode a value; raise StateExchangeError, naming the path, for what cannot be sent."""
+        leaves: dict[str, Leaf] = {}
+        tensors: dict[str, TensorLike] = {}
+        # By identity: a leaf that occurs twice is sent once. The leaf is kept, so that no other one gets its identity.
+        names: dict[int, tuple[str, Leaf]] = {}
+
+        def keep(leaf: Leaf, inner: str) -> str | None:
+            if type(leaf) in PLAIN_TYPES:
+                return None
+            is_tensor = isinstance(leaf, torch.Tensor | np.ndarray)
+            if not is_tensor and _has_text(leaf):
+                return None
+            name, _ = names.setdefault(id(leaf), ((path + inner).removeprefix("."), leaf))
+            if is_tensor and name not in tensors:
+                tensors[name] = _dense(leaf, name, written=False)
+            elif not is_tensor:
+                check_no_state_in(leaf, name)
+            leaves[name] = leaf
+            return name
+
+        text = values.encode(value, keep)
+        return cls(path, value, text, leaves, tensors)
+
+    def part(self) -> _Part:
+        """Return what root sends of it."""
+        specs = [_LeafSpec.of(leaf, place) for place, leaf in self.leaves.items()]
+        return _Part(self.text, specs, list(values.types_of(self.value)))
 
 
 def _has_text(value: Leaf) -> bool:
@@ -487,90 +493,78 @@ def _state_of(value: Leaf, path: str) -> Leaf:
     return value.state_dict()
 
 
-# Steps 1 and 2: compare
-
-
-@dataclass(frozen=True, slots=True)
-class _Note:
-    """A rank's message in step 1: its `root` argument, what it holds, and from root its values and states.
-
-    `shares_memory`: whether tensors share memory.
-    """
-
-    root: int
-    digest: bytes
-    shares_memory: bool
-    parts: Sequence[_Part] = ()
+# Steps 1 and 2: compare, and send what has text
 
 
 def _compare(
     comm: Communicator, root: int, describe: Describe, *, is_written: bool = False
-) -> tuple[_Held, Sequence[_Part], bool]:
-    """Return what this rank holds, root's parts, and whether tensors of any rank share memory. Collective.
+) -> tuple[_Held, list[_State], Sequence[_Part]]:
+    """Return what this rank holds, its values and the states of its objects, and root's. Collective.
 
     `describe` adds to what this rank holds. `is_written`: also root's tensors will be filled.
 
     Raises:
         MismatchError: not all ranks hold the same.
     """
-    held, note = _Held(written=is_written or comm.rank != root), None
-    failure: Exception | None = None
-    try:
+    held = _Held(written=is_written or comm.rank != root)
+    states: list[_State] = []
+    parts: list[_Part] = []
+    with comm.checking("describing what it holds"):
         comm.check_root(root)
         describe(held)
-        parts = []
+        held.note_shared_memory()
+        states.append(_State.of(held.values, ""))
+        for path, value in held.objects.items():
+            states.append(_State.of(_state_of(value, path), path))
         if comm.rank == root:
-            parts.append(_encode(held.values, "", held.state_tensors))
-            for path, value in held.objects.items():
-                parts.append(_encode(_state_of(value, path), path, held.state_tensors))
-        text = "\n".join(map("\t".join, held.entries))
-        digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
-        note = _Note(root, digest, bool(overlap_groups(held.tensors.values())), parts)
-    except Exception as error:  # noqa: BLE001 (agree raises it on all ranks)
-        failure = error
-    notes = agree(comm, failure, "describing what it holds", note, _Note)
-    roots = [theirs.root for theirs in notes]
-    if len(set(roots)) > 1:
-        raise MismatchError(f"ranks passed different roots: {', '.join(map(str, roots))}")
-    different = [rank for rank, theirs in enumerate(notes) if theirs.digest != notes[root].digest]
-    # Nearly always none: only then are whole descriptions sent.
-    if different:
-        raise_difference(comm, held.entries, different, root)
-    return held, notes[root].parts, True in [theirs.shares_memory for theirs in notes]
+            parts = [state.part() for state in states]
+    compare(comm, f"root={root}", held.entries)
+    return held, states, from_root(comm, parts, list[_Part], "what root holds", root)
 
 
-# Steps 3 to 6: read root's parts, move tensors, and install
+# Steps 3 to 5: read root's parts, move tensors, and install
 
 
 def _fill(comm: Communicator, root: int, describe: Describe, tree: Leaf) -> Leaf:
     """Give this rank root's tensors, states and values; return what replaces `tree`. Collective."""
-    held, parts, shares_memory = _compare(comm, root, describe)
-    tensors = list(held.tensors.items())
+    held, states, parts = _compare(comm, root, describe)
+    tensors = list(held.tensors.values())
     callbacks: list[Callable[[], object]] = []
     with comm.phase("reading what root sent"):
         if comm.rank == root:
-            tensors += held.state_tensors
+            for state in states:
+                tensors += state.tensors.values()
         else:
+            _keep_apart(tensors, states)
             new_values = {}
-            root_values, _ = _read(parts[0], held.values, "", comm.device, {})
+            root_values, _ = _read(parts[0], states[0], comm.device, {})
             for path, value in root_values.items():
                 # By type and text: -0.0 is another number than 0.0.
                 if not values.is_same(value, held.values[path]):
                     _check_types(value, held.values[path], path, comm.rank, root)
                     new_values[path] = value
-            for (path, value), part in zip(held.objects.items(), parts[1:], strict=True):
-                callback, state_tensors = _installation(value, path, part, comm.device)
+            for value, part, state in zip(held.objects.values(), parts[1:], states[1:], strict=True):
+                callback, state_tensors = _installation(value, state, part, comm.device)
                 callbacks.append(callback)
                 tensors += state_tensors
             tree = replaced(tree, new_values, callbacks)
     if comm.world_size > 1:
-        broadcast_tensors(comm, [tensor for _, tensor in tensors], root)
-        if shares_memory or len(tensors) > len(held.tensors):  # the same on all ranks
-            check_shared_memory(comm, tensors, root)
+        broadcast_tensors(comm, tensors, root)
     # Last, as reading and sending may fail: until here an error leaves states and values as they were.
     for callback in callbacks:
         callback()
     return tree
+
+
+def _keep_apart(tensors: Sequence[TensorLike], states: Sequence[_State]) -> None:
+    """Remove from the states the leaves that share memory: filled at one path, they would change at another, too."""
+    places = [(state.leaves, path) for state in states for path in state.tensors]
+    in_states = itertools.chain.from_iterable(state.tensors.values() for state in states)
+    for group in overlap_groups([*tensors, *in_states]):
+        for number in group:
+            if number >= len(tensors):
+                leaves, path = places[number - len(tensors)]
+                del leaves[path]
 
 
 def _check_types(value: Leaf, live: Leaf, path: str, rank: int, root: int) -> None:
@@ -588,82 +582,51 @@ def _check_types(value: Leaf, live: Leaf, path: str, rank: int, root: int) -> No
 
 
 def _installation(
-    value: Leaf, path: str, part: _Part, device: torch.device
-) -> tuple[Callable[[], object], list[tuple[str, TensorLike]]]:
+    value: Leaf, state: _State, part: _Part, device: torch.device
+) -> tuple[Callable[[], object], list[TensorLike]]:
     """Return a callback that installs root's state in an object, and the tensors in it, which are filled before."""
-    live = _state_of(value, path)
     if not is_optimizer(value):
-        new, tensors = _read(part, live, path, device, {})
-        return functools.partial(load_object, value, value.load_state_dict, new, path, " on root"), tensors
+        new, tensors = _read(part, state, device, {})
+        return functools.partial(load_object, value, value.load_state_dict, new, state.path, " on root"), tensors
+    parameters = parameters_of(value)
     # The parameters that new tensors are like, by the first steps of the paths of their state.
-    likes: dict[str, torch.Tensor] = {}
-    for number, parameter in enumerate(parameters_of(value)):
-        likes[f"state[{number}]"] = parameter
-    for number, group in enumerate(value.param_groups):
-        for parameter in group["params"][:1]:
-            likes[f"param_groups[{number}]"] = parameter
-    new, tensors = _read(part, live, path, device, likes)
-    return _optimizer_callback(value, live, new, path), tensors
+    likes = {f"state[{number}]": parameter for number, parameter in enumerate(parameters)}
+    new, tensors = _read(part, state, device, likes)
+    differing = new["more"].keys() ^ state.value["more"].keys()
+    if differing:
+        text = f"only one of root's state dict and this rank's has the entry {min(map(str, differing))!r}"
+        raise UnsupportedError(text, name=state.path)
+    new_state: dict[Leaf, Leaf] = dict(new["shared"])
+    for number, entries in new["state"].items():
+        new_state[parameters[number]] = entries
+    dropped = [key for key in value.state if key not in new_state]
+    return functools.partial(install_optimizer, value, new["param_groups"], new_state, dropped, new["more"]), tensors
 
 
 def _read(
-    part: _Part, live: Leaf, path: str, device: torch.device, likes: Mapping[str, torch.Tensor]
-) -> tuple[Leaf, list[tuple[str, TensorLike]]]:
-    """Return root's value where this rank has `live`, and its tensors with their paths, in root's order.
+    part: _Part, state: _State, device: torch.device, likes: Mapping[str, torch.Tensor]
+) -> tuple[Leaf, list[TensorLike]]:
+    """Return root's value where this rank has `state`, and its tensors in root's order.
 
-    Root's bytes are to be copied into the tensors. They are those that `live` has at the same paths if they fit, else
+    Root's bytes are to be copied into the tensors. They are those that `state` has at the same paths if they fit, else
     new ones.
     """
-    live_leaves: dict[str, Leaf] = {}
-
-    def collect(leaf: Leaf, inner: str) -> str | None:
-        if not isinstance(leaf, torch.Tensor | np.ndarray) and (type(leaf) in PLAIN_TYPES or _has_text(leaf)):
-            return None
-        live_leaves[(path + inner).removeprefix(".")] = leaf
-        return str(id(leaf))
-
-    values.encode(live, collect)  # the text is not needed: paths are written as on root
     leaves: dict[str, Leaf] = {}
-    tensors: list[tuple[str, TensorLike]] = []
-    # The memory of live tensors that are filled already; None stands for memory that cannot be identified.
-    used: set[Leaf] = {None}
-    for number, spec in enumerate(part.leaves):
-        leaf = live_leaves.get(spec.path)
+    tensors: list[TensorLike] = []
+    for spec in part.leaves:
+        leaf = state.leaves.get(spec.path)
         if spec.kind != "object":
-            first_steps, bracket, _ = spec.path[len(path) :].removeprefix(".").partition("]")
-            like = likes.get(first_steps + bracket)
-            tensor = spec.tensor_for(leaf, like, device)
-            # Filled twice, it would have the second one's values at both places.
-            if tensor is leaf and same_memory(tensor) in used:
-                tensor = spec.tensor_for(None, like, device)
-            used.add(same_memory(tensor))
-            tensors.append((spec.path, _dense(tensor, spec.path, written=True)))
-            leaf = tensor
+            first_steps, bracket, _ = spec.path[len(state.path) :].removeprefix(".").partition("]")
+            leaf = spec.tensor_for(leaf, likes.get(first_steps + bracket), device)
+            tensors.append(_dense(leaf, spec.path, written=True))
         elif leaf is None:
             raise UnsupportedError(
                 "root has an object here that cannot be sent, and this rank has none", name=spec.path
             )
-        leaves[str(number)] = leaf
-    new = values.decode(part.text, types=values.types_of(live), leaves=leaves)
+        leaves[spec.path] = leaf
+    new = values.decode(part.text, types=values.types_of(state.value), leaves=leaves)
     unknown = set(part.types) - values.types_of(new).keys()
     if unknown:
-        raise UnsupportedError(
-            f"root holds a {min(unknown)}, which this rank does not know: give it to register_config", name=path
-        )
-    return with_types_of(live, new), tensors
-
-
-def _optimizer_callback(
-    optimizer: Optimizer, live: Mapping[str, Leaf], new: Mapping[str, Leaf], path: str
-) -> Callable[[], None]:
-    """Return a callback that replaces the state `live` of an optimizer by `new`, once its tensors are filled."""
-    differing = new["more"].keys() ^ live["more"].keys()
-    if differing:
-        text = f"only one of root's state dict and this rank's has the entry {min(map(str, differing))!r}"
-        raise UnsupportedError(text, name=path)
-    parameters = parameters_of(optimizer)
-    state: dict[Leaf, Leaf] = dict(new["shared"])
-    for number, entries in new["state"].items():
-        state[parameters[number]] = entries
-    dropped = [key for key in optimizer.state if key not in state]
-    return functools.partial(install_optimizer, optimizer, new["param_groups"], state, dropped, new["more"])
+        text = f"root holds a {min(unknown)}, which this rank does not know: give it to register_config"
+        raise UnsupportedError(text, name=state.path)
+    return with_types_of(state.value, new), tensors

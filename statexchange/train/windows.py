@@ -1,20 +1,17 @@
-"""Copy root's bytes into the tensors of all ranks, in windows of a bounded size, and check those that share memory."""
+"""Copy root's bytes into the tensors of all ranks, in windows of a bounded size."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-import xxhash
 
-from statexchange.comm.communicator import Communicator, from_all
-from statexchange.errors import MismatchError
-from statexchange.tensors import TensorLike, overlap_groups
-from statexchange.train.comparison import shortened
+from statexchange.comm.communicator import Communicator
+from statexchange.tensors import TensorLike
 
-__all__ = ["broadcast_tensors", "check_shared_memory", "windows"]
+__all__ = ["broadcast_tensors", "windows"]
 
 _WINDOW_BYTES = 64 << 20  # the largest message, and so the largest copy
 _ALONE_BYTES = 1 << 20  # a tensor of this size or more is sent by itself, without a copy
@@ -127,54 +124,3 @@ def _copy(sources: Sequence[TensorLike], targets: Sequence[TensorLike]) -> None:
             target.copy_(source)
         else:
             np.copyto(np.asarray(target), np.asarray(source))
-
-
-# Tensors that share memory
-
-
-def check_shared_memory(comm: Communicator, named: Sequence[tuple[str, TensorLike]], root: int) -> None:
-    """Raise MismatchError if tensors that share memory, on any rank, do not have root's values. Collective."""
-    names, tensors = zip(*named, strict=True)
-    groups_by_rank = from_all(comm, overlap_groups(tensors), list[list[int]], "which tensors share memory")
-    groups = itertools.chain.from_iterable(groups_by_rank)
-    numbers = sorted({*itertools.chain.from_iterable(groups)})
-    if not numbers:
-        return
-    what = "digests of tensors that share memory"
-    digests = from_all(comm, [_digest(tensors[number]) for number in numbers], list[bytes], what)
-    for place, number in enumerate(numbers):
-        wrong = [rank for rank, theirs in enumerate(digests) if theirs[place] != digests[root][place]]
-        if wrong:
-            # Root last: it is the one that shares the tensor's memory if none of the others does.
-            sharing = {rank: groups_by_rank[rank] for rank in (*wrong, root)}
-            raise _sharing_error(names, number, sharing)
-
-
-def _sharing_error(names: Sequence[str], number: int, sharing: Mapping[int, Sequence[Sequence[int]]]) -> MismatchError:
-    """Return the error for tensor `number`, from the numbers of the tensors that share memory on some ranks."""
-    name = names[number] or "(the whole)"
-    for rank, groups in sharing.items():
-        for group in groups:
-            if number not in group:
-                continue
-            others = [names[i] for i in group if i != number]
-            shown = shortened(others)
-            if len(others) > 1:
-                shown = f"one of {shown}"
-            text = (
-                f"on rank {rank} this tensor shares memory with {shown}, but other ranks have different values for the "
-                f"two: clone() one of them on rank {rank}, or let them share memory on all ranks"
-            )
-            return MismatchError(text, rank=rank, name=name)
-    return MismatchError("ranks have different values for this tensor: it was changed during the call", name=name)
-
-
-def _digest(tensor: TensorLike) -> bytes:
-    """Return the digest of a tensor's values."""
-    hasher = xxhash.xxh3_128()
-    for piece in _pieces(tensor):
-        flat, pieces, parts = _staged([piece])
-        flat.zero_()  # the padding of numpy's structured dtypes is not copied
-        _copy(pieces, parts)
-        hasher.update(flat.cpu().numpy().data)
-    return hasher.digest()

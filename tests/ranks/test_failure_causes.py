@@ -154,7 +154,7 @@ def mismatches_under_ddp() -> list[Any]:
 def test_ddp_gives_right_gradients_after_a_mismatch_in_its_backward() -> None:
     for message, same in run_ranks(mismatches_under_ddp, 2, backend="gloo", timeout_s=120):
         where = marked_line(mismatches_under_ddp)
-        assert f"at {where} (bucket 0 of DDP: parameters of shapes [3], [3, 8], [8], [8, 4])" in message
+        assert f"at {where} (bucket 0 of DDP)" in message
         assert same == [True] * 4
 
 

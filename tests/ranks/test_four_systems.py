@@ -478,7 +478,7 @@ def test_bagua_allreduce_broadcast_and_their_coalesced(comm: Communicator, direc
 @on_ranks(1, 2)
 def test_bagua_distributed_module(comm: Communicator, directory: Path) -> None:
     inner = bagua_net(comm.rank)
-    inner.statexchange_ignore = ["0.weight"]
+    inner._ddp_params_and_buffers_to_ignore = ["0.weight"]
     wrapped = sx.train.DistributedModule(inner)
     data = torch.randn(3, 2)
     assert wrapped.module is wrapped.unwrap() is inner

@@ -406,13 +406,25 @@ def test_a_list_of_a_dcp_does_not_become_shorter(live: Any, tmp_path: Path) -> N
     assert state["v"] == saved
 
 
-def test_two_keys_of_one_text_are_told_apart_if_the_source_knows_them(tmp_path: Path) -> None:
-    def state(value: float) -> Job:
-        return {"k": {0: {"step": int(value)}, "0": torch.full((1,), value)}}
-
-    live = state(0)
-    sx.load_checkpoint(live, write_save(state(5), tmp_path))
-    assert repr(live) == repr(state(5))
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        ({"k": {0: {"step": 1}, "0": torch.ones(1)}}, "k.0"),
+        ({"a": {"b": {}}, "a.b": 0}, "a"),
+        ({"a": {"b": torch.ones(1)}, "a.b": 0}, "a.b"),
+        ({"a": {"b": {"w": torch.ones(1)}}, "a.b": [0]}, "a.b"),
+    ],
+)
+def test_keys_that_look_alike_are_refused_by_a_save_and_a_load(state: Job, name: str, tmp_path: Path) -> None:
+    before = repr(state)
+    for call in (
+        lambda: sx.save_checkpoint(state, tmp_path / "save"),
+        lambda: sx.load_checkpoint(state, write_torch({"w": torch.ones(1)}, tmp_path), strict=False),
+    ):
+        with pytest.raises(errors.InvalidArgumentError, match="look alike") as caught:
+            call()
+        assert caught.value.name == name
+    assert repr(state) == before
 
 
 class Kept:

@@ -880,7 +880,7 @@ def test_average_gradients_averages_each_kind_of_gradient() -> None:
 
     expected = {"both": [1.5, 1.5], "half": [1.5, 1.5], "one": [0.5, 0.5], "none": None}
     expected |= {"table": [0.0, 1.0, 0.0], "mixed": [0.5, 0.5, 0.0]}
-    assert run_ranks(work, 2) == [[expected, True]] * 2
+    assert run_ranks(work, 2) == [[expected, False]] * 2
 
 
 def test_average_gradients_names_a_parameter_that_differs_and_accepts_no_parameters() -> None:

@@ -341,7 +341,13 @@ def test_a_module_of_a_model_may_be_in_the_state_too(write: Write, named: bool, 
 
     saved, live = job(True), job(named)
     expected = changed(saved)
-    sx.load_checkpoint(live, write(saved, tmp_path))
+    path = write(saved, tmp_path)
+    # Numbers with names that two modules of the state have for different parameters
+    if write is write_states and not named:
+        with pytest.raises(errors.InvalidArgumentError, match="two modules"):
+            sx.load_checkpoint(live, path)
+        return
+    sx.load_checkpoint(live, path)
     assert by_parameter(live) == expected
 
 

@@ -172,17 +172,22 @@ def check_own_format(seed: int, path: Path) -> str:
     maker = Maker(seed)
     state = maker.state()
     live = maker.others(state)
-    before = copy.deepcopy(without_objects(live))
-    sx.save_checkpoint(state, path)
-    result = "same"
+    if not was_saved(state, path):
+        return "alike"
+    sx.load_checkpoint(live, path)
+    assert is_same(without_objects(live), without_objects(state)), (seed, state)
+    return "same"
+
+
+def was_saved(state: Any, path: Path) -> bool:
+    """Whether a state was saved: one with something under the key 1, and something else under "1", is refused."""
     try:
-        sx.load_checkpoint(live, path)
+        sx.save_checkpoint(state, path)
     except sx.errors.InvalidArgumentError as error:
-        result = str(error)
-    # An optimizer or module under the key 1, and something else under "1", are refused.
-    assert result == "same" or "alike" in result, (seed, result, state)
-    assert is_same(without_objects(live), without_objects(state) if result == "same" else before), (seed, state)
-    return result
+        if "look alike" not in str(error):
+            raise
+        return False
+    return True
 
 
 def check_rename(seed: int, path: Path) -> str:
@@ -195,7 +200,8 @@ def check_rename(seed: int, path: Path) -> str:
     others = maker.others(state)
     live = {"in": others} if inside else {f"m{key[1:]}": value for key, value in others.items()}
     before = copy.deepcopy(without_objects(live))
-    sx.save_checkpoint(state, path / "own")
+    if not was_saved(state, path / "own"):
+        return "alike"
     for source in (path / "own", saved_by_torch(state, seed, path)):
         if source is None:
             return "not saved"
@@ -223,7 +229,8 @@ def check_patterns(seed: int, path: Path) -> str:
     source = saved_by_torch(state, seed, path)
     if source is None:
         return "not saved"
-    sx.save_checkpoint(state, path / "own")
+    if not was_saved(state, path / "own"):
+        return "alike"
     options = {
         option: maker.rng.sample(PATTERNS, maker.rng.randint(1, 2))
         for option in maker.rng.choice([["include"], ["exclude"], ["include", "exclude"]])
@@ -255,4 +262,5 @@ def test_random_states_come_back(check: Any, first: int, tmp_path: Path) -> None
     count = 100 if first == 0 else 1000
     results = Counter(check(seed, tmp_path / str(seed)) for seed in range(first, first + count))
     least = {check_round_trip: 0.85, check_own_format: 0.99, check_rename: 0.85, check_patterns: 0.4}[check]
-    assert results["same"] >= count * least, results
+    assert results["alike"] <= count * 0.1, results
+    assert results["same"] >= (count - results["alike"]) * least, results

@@ -108,9 +108,9 @@ def test_tensors_without_plain_memory_are_refused_by_name(
 def test_a_list_that_contains_itself_and_two_tensors_of_one_name_are_refused(tmp_path: Path) -> None:
     loop: list[Any] = [1]
     loop.append(loop)
-    with pytest.raises(ValueError, match=r"itself: loop\[1\]"):
+    with pytest.raises(ValueError, match=r"\.loop\.1\.1.* contains itself"):
         sx.save_checkpoint({"loop": loop}, tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"called 'a\.b'"):
+    with pytest.raises(ValueError, match="look alike"):
         sx.save_checkpoint({"a": {"b": torch.ones(1)}, "a.b": torch.zeros(1)}, tmp_path / "saved")
 
 
@@ -283,14 +283,14 @@ def test_plain_values_come_back_with_their_types(tmp_path: Path) -> None:
     ("value", "message"),
     [
         (torch.Generator(), r"Generator.*get_state\(\)"),
-        (DataLoader([1, 2]), "DataLoader.*StatefulDataLoader"),
+        (DataLoader([1, 2]), "DataLoader as"),
         (np.random.default_rng(), r"Generator.*bit_generator\.state"),
         (np.random.RandomState(0), r"RandomState.*get_state\(\)"),
         (10**5000, r"16,610 bits.*hex\(\)"),
         (object(), r"object .*at \.a: "),
         (np.longdouble(1), "longdouble"),
         (collections.deque([torch.ones(1)]), r"a Tensor .*\.a\[0\]"),
-        ({torch.ones(1): 1}, "a Tensor as"),
+        ({torch.ones(1): 1}, "a Tensor cannot be"),
         ([{torch.ones(1)}], r"a Tensor .*\.a\[0\]<item"),
     ],
     ids=[

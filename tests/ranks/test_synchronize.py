@@ -2,7 +2,6 @@
 
 import enum
 import functools
-import re
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
@@ -426,27 +425,22 @@ def not_conjugated(value: float) -> list[Any]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("on_root", "elsewhere"),
+    "make",
     [
-        (overlapping, overlapping),
-        (overlapping, apart),
-        (clones, overlapping),
-        (array_and_tensor, array_and_tensor),
-        (columns, columns),
-        (apart, columns),
-        (columns, apart),
-        (transposed, transposed_view),
-        (rows_first, columns_first),
-        (columns_first, rows_first),
-        (conjugated, conjugated),
-        (padded, padded),
+        overlapping,
+        array_and_tensor,
+        columns,
+        transposed,
+        rows_first,
+        conjugated,
+        padded,
     ],
 )
-def test_tensors_that_share_memory_are_filled_if_root_has_equal_values_for_them(on_root: Any, elsewhere: Any) -> None:
+def test_tensors_that_share_memory_alike_on_all_ranks_are_filled(make: Any) -> None:
     rank, _ = rank_and_size()
-    tree = (elsewhere, on_root)[rank](rank * 10.0)
+    tree = make(rank * 10.0)
     synchronize(tree, root=1)
-    for found, wanted in zip(tree, on_root(10.0), strict=True):
+    for found, wanted in zip(tree, make(10.0), strict=True):
         if isinstance(found, np.ndarray):
             assert np.array_equal(found, wanted)
         else:
@@ -458,23 +452,28 @@ def test_tensors_that_share_memory_are_filled_if_root_has_equal_values_for_them(
     ("on_root", "elsewhere"),
     [
         (apart, overlapping),
+        (overlapping, apart),
+        (clones, overlapping),
+        (apart, columns),
+        (transposed, transposed_view),
+        (rows_first, columns_first),
         (lambda value: [torch.full((6,), value), torch.full((6,), value + 1)], overlapping),
         (lambda value: [torch.arange(36.0).view(6, 6), torch.full((6, 6), value)], transposed),
         (conjugated, not_conjugated),
         (not_conjugated, conjugated),
     ],
 )
-def test_tensors_that_share_memory_are_refused_if_root_has_different_values(on_root: Any, elsewhere: Any) -> None:
+def test_tensors_that_share_memory_otherwise_than_roots_are_refused(on_root: Any, elsewhere: Any) -> None:
     rank, _ = rank_and_size()
-    tree = (elsewhere if rank == 1 else on_root)(rank + 7.0)
-    with pytest.raises(
-        sx.errors.MismatchError,
-        match=r"with pair\[.\]",
-    ) as caught:
+    make = elsewhere if rank == 1 else on_root
+    tree = make(rank + 7.0)
+    with pytest.raises(sx.errors.MismatchError, match=r"shares memory with pair\[.\]") as caught:
         synchronize({"pair": tree})
     assert "clone()" in str(caught.value)
     assert caught.value.rank == 1
-    assert {caught.value.name, re.findall(r"pair\[.\]", str(caught.value))[0]} == {"pair[0]", "pair[1]"}
+    assert caught.value.name in ("pair[0]", "pair[1]")
+    for found, before in zip(tree, make(rank + 7.0), strict=True):  # nothing has changed
+        assert equal_bits(found, before)
 
 
 @pytest.mark.ranks(2)
@@ -482,9 +481,8 @@ def test_tensors_that_share_memory_are_refused_if_root_has_different_values(on_r
 def test_parameters_that_share_memory_on_one_rank_alone_are_not_averaged(sharing_rank: int) -> None:
     rank, _ = rank_and_size()
     tensors = (overlapping if rank == sharing_rank else apart)(float(rank))
-    with pytest.raises(sx.errors.MismatchError, match=r"with [01],") as caught:
+    with pytest.raises(sx.errors.MismatchError, match=rf"with [01] .*\(rank {sharing_rank}\)"):
         allreduce_parameters(nn.ParameterList(tensors))
-    assert caught.value.rank == sharing_rank
 
 
 @pytest.mark.ranks(2)
@@ -497,18 +495,15 @@ def test_parameters_that_share_memory_on_all_ranks_are_averaged() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_an_optimizers_state_that_shares_memory_with_a_tensor_is_refused_if_root_has_different_values() -> None:
+def test_an_optimizers_state_that_shares_memory_with_a_tensor_is_made_anew() -> None:
     rank, _ = rank_and_size()
     _, optimizer = trained("adam", rank, 1)
     moment = next(iter(optimizer.state.values()))["exp_avg"]
     mean = moment if rank == 1 else torch.full_like(moment, 7.0)
-    with pytest.raises(sx.errors.MismatchError, match=r"shares memory with") as caught:
-        synchronize({"mean": mean, "optimizer": optimizer})
-    assert caught.value.rank == 1
-    assert {caught.value.name, re.findall(r"memory with (\S*),", str(caught.value))[0]} == {
-        "mean",
-        "optimizer.state[0].exp_avg",
-    }
+    synchronize({"mean": mean, "optimizer": optimizer})
+    _, wanted = trained("adam", 0, 1)
+    assert (mean == 7.0).all()
+    assert_equal_state(optimizer, wanted)
 
 
 @pytest.mark.ranks(2)
@@ -932,7 +927,8 @@ def test_a_different_key_is_shown_with_that_of_root() -> None:
 def test_different_roots_are_one_error_on_all_ranks() -> None:
     outcomes = run_ranks(lambda: synchronize(1, root=rank_and_size()[0]), 2, allow_failure=True)
     assert outcomes.errors == {0: "MismatchError", 1: "MismatchError"}
-    assert "roots: 0, 1" in outcomes.messages[1]
+    assert "root=0" in outcomes.messages[1]
+    assert "root=1" in outcomes.messages[1]
 
 
 def test_a_root_that_does_not_exist_is_an_error_on_all_ranks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,17 +19,14 @@ from statexchange.train.buckets.hooks import GradientHooks  # noqa: E402
 from statexchange.train.buckets.options import BucketOptions  # noqa: E402
 from statexchange.train.buckets.plan import BucketPlan  # noqa: E402
 from statexchange.train.buckets.rounds import (  # noqa: E402
-    DENSE,
+    ARRIVED,
     FROZEN,
     LATE,
-    SPARSE,
-    ArrivalReport,
-    RoundHeader,
+    RoundReport,
     RoundSummary,
 )
 from statexchange.train.buckets.views import BucketView, copy_gradients, publish_gradients  # noqa: E402
 from statexchange.train.parameter_specs import specs_of  # noqa: E402
-from statexchange.train.sparse import SparseShape  # noqa: E402
 
 
 def views_of(*shapes: tuple[int, ...]) -> list[BucketView]:
@@ -50,8 +48,10 @@ def plan_of(views: list[BucketView], bucket_bytes: int = 16, world_size: int = 1
     return BucketPlan(comm, options, views, b"digest")
 
 
-def header(step: int = 0, digest: bytes = b"the plan", *, is_done: bool = False) -> RoundHeader:
-    return RoundHeader(digest, step, 0.0 if is_done else 1.0, is_done)
+def report(
+    step: int = 0, digest: bytes = b"the plan", states: bytes = b"", order: Sequence[int] = (), *, is_done: bool = False
+) -> bytes:
+    return RoundReport(digest, step, 0.0 if is_done else 1.0, is_done, states, order).to_bytes()
 
 
 # The plan
@@ -148,46 +148,45 @@ def test_a_report_has_what_arrived_late_frozen_or_without_a_bucket() -> None:
     arrival = Arrival(views)
     for index in (2, 0):
         arrival.record(views[index], counts=True)
-    report = arrival.report(plan.buckets, recheck=False, has_weight=True)
-    assert list(report.states) == [DENSE | LATE, 0, SPARSE, FROZEN]
-    assert (report.order, report.sparse) == ([2], {2: SparseShape(1, 1)})
+    states, order = arrival.report(plan.buckets, recheck=False, has_weight=True)
+    assert list(states) == [ARRIVED | LATE, 0, ARRIVED, FROZEN]
+    assert order == [2]
     arrival.end_step()
-    assert list(arrival.report([], recheck=False, has_weight=True).states) == [0, 0, 0, FROZEN]
+    assert list(arrival.report([], recheck=False, has_weight=True)[0]) == [0, 0, 0, FROZEN]
 
 
 def test_a_gradient_that_was_dropped_or_has_no_weight_has_not_arrived() -> None:
     views = views_of((1,))
     arrival = Arrival(views)
     arrival.record(views[0], counts=True)
-    assert list(arrival.report([], recheck=True, has_weight=True).states) == [0]
+    assert list(arrival.report([], recheck=True, has_weight=True)[0]) == [0]
     views[0].param.grad = torch.ones(1)
     arrival.record(views[0], counts=True)
-    assert list(arrival.report([], recheck=True, has_weight=False).states) == [0]
+    assert list(arrival.report([], recheck=True, has_weight=False)[0]) == [0]
 
 
 # Rounds
 
 
 def test_a_summary_combines_the_reports_of_all_ranks() -> None:
-    reports = [ArrivalReport(b"\x01\x00\x02", [2], {2: SparseShape(5, 1)}), ArrivalReport(b"\x01\x04\x00")]
-    messages = [header().to_bytes() + report.to_bytes() for report in reports]
+    messages = [report(states=b"\x01\x00\x01", order=[2]), report(states=b"\x01\x04\x00")]
     summary = RoundSummary.of(messages, 3, b"the plan")
     assert summary.active == [0, 1]
-    assert (summary.any_rank, summary.all_ranks) == (b"\x01\x04\x02", b"\x01\x00\x00")
-    assert (summary.order(), summary.sparse_shapes(2)) == ([2], [SparseShape(5, 1), None])
+    assert (summary.any_rank, summary.all_ranks) == (b"\x01\x04\x01", b"\x01\x00\x00")
+    assert summary.order() == [2]
     assert (summary.is_plain, summary.has_arrived, summary.total_weight) == (False, True, 2.0)
 
 
 def test_ranks_that_are_done_are_not_compared() -> None:
-    messages = [header(3).to_bytes(), header(0, is_done=True).to_bytes(), header(3).to_bytes()]
+    messages = [report(3), report(0, is_done=True), report(3)]
     assert RoundSummary.of(messages, 0, b"the plan").active == [0, 2]
 
 
 def test_steps_and_plans_that_differ_are_refused() -> None:
     with pytest.raises(MismatchError, match=r"\b0 .*step 1, .*\b2 .*step 2"):
-        RoundSummary.of([header(1).to_bytes(), header(1).to_bytes(), header(2).to_bytes()], 0, b"the plan")
+        RoundSummary.of([report(1), report(1), report(2)], 0, b"the plan")
     with pytest.raises(MismatchError, match="different plans"):
-        RoundSummary.of([header().to_bytes(), header(0, b"another!").to_bytes()], 0, b"the plan")
+        RoundSummary.of([report(), report(0, b"another!")], 0, b"the plan")
 
 
 # Hooks

@@ -43,11 +43,11 @@ class Walk(NamedTuple):
 
 
 CEILINGS = {
-    "load": Walk(25, 619, 47, 0),
-    "save": Walk(25, 532, 39, 2),
-    "export": Walk(25, 433, 24, 0),
-    "merge": Walk(25, 649, 58, 0),
-    "synchronize": Walk(10, 215, 33, 1),
+    "load": Walk(25, 607, 47, 0),
+    "save": Walk(25, 521, 39, 2),
+    "export": Walk(25, 424, 24, 0),
+    "merge": Walk(25, 645, 58, 0),
+    "synchronize": Walk(12, 232, 33, 1),
 }
 
 # Run by a fresh interpreter, so that neither pytest's plugins nor plans that are remembered count.

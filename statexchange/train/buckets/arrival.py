@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from statexchange.train.buckets.rounds import DENSE, FROZEN, LATE, SPARSE, ArrivalReport
+from statexchange.train.buckets.rounds import ARRIVED, FROZEN, LATE
 from statexchange.train.buckets.views import Bucket, BucketView
-from statexchange.train.sparse import SparseShape
 
 __all__ = ["Arrival"]
 
@@ -41,7 +38,7 @@ class Arrival:
 
         With `counts` False the gradient has arrived, but the bucket goes on waiting: another backward will add to it.
         """
-        self._states[view.index] = DENSE
+        self._states[view.index] = ARRIVED
         bucket = view.bucket
         if bucket is None:
             self._unplaced[view.index] = None
@@ -57,10 +54,8 @@ class Arrival:
         for view in views:
             self._states[view.index] = 0
 
-    def report(self, buckets: Sequence[Bucket], *, recheck: bool, has_weight: bool) -> ArrivalReport:
-        """Return this rank's report to the other ranks.
-
-        Sparse gradients in no bucket are coalesced, so that the number of their entries is final.
+    def report(self, buckets: Sequence[Bucket], *, recheck: bool, has_weight: bool) -> tuple[bytes, list[int]]:
+        """Return the flags of all parameters, and those without a bucket in the order of arrival, for a RoundReport.
 
         Args:
             buckets: the buckets of the plan.
@@ -68,9 +63,9 @@ class Arrival:
                 yet, as filling finds them, too.
             has_weight: a rank without weight reports that nothing arrived.
         """
-        if recheck:
-            self.mark_missing([view for view in self._views if view.param.grad is None])
-        sparse = self._coalesce_unplaced()
+        # What is in no bucket was not filled.
+        candidates = self._views if recheck else [self._views[index] for index in self._unplaced]
+        self.mark_missing([view for view in candidates if view.param.grad is None])
         if not has_weight:
             self._states = bytearray(len(self._states))
         states = bytearray(self._states)
@@ -83,17 +78,4 @@ class Arrival:
             if not view.param.requires_grad:
                 states[view.index] |= FROZEN
         order = [i for i in self._unplaced if self._states[i] and self._views[i].bucket is None]
-        return ArrivalReport(bytes(states), order, sparse if order else {})
-
-    def _coalesce_unplaced(self) -> dict[int, SparseShape]:
-        """Classify the gradients that are in no bucket; return the shapes of the sparse ones, by parameter."""
-        sparse: dict[int, SparseShape] = {}
-        for index in self._unplaced:
-            view = self._views[index]
-            if view.param.grad is None:
-                self._states[index] = 0
-            elif view.bucket is None and view.param.grad.layout is torch.sparse_coo:
-                grad = view.param.grad = view.param.grad.coalesce()
-                self._states[index] = SPARSE
-                sparse[index] = SparseShape.of(grad)
-        return sparse
+        return bytes(states), order

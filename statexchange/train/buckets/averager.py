@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -15,12 +16,10 @@ from statexchange.train.buckets.options import BucketOptions
 from statexchange.train.buckets.plan import BucketPlan
 from statexchange.train.buckets.rounds import (
     ARRIVED,
-    DENSE,
     FROZEN,
     LATE,
     PHASE,
-    ArrivalReport,
-    RoundHeader,
+    RoundReport,
     RoundSummary,
     exchange_reports,
 )
@@ -28,7 +27,6 @@ from statexchange.train.buckets.views import Bucket, BucketView, copy_gradients,
 from statexchange.train.malloc_tuning import trim_malloc
 from statexchange.train.parameter_specs import local_part
 from statexchange.train.reducers import operation
-from statexchange.train.sparse import average_sparse, same_sparse_dims
 
 __all__ = ["BucketAverager"]
 
@@ -129,10 +127,10 @@ class BucketAverager:
 
     def average(self, step: int, weight: float, *, is_done: bool) -> list[int]:
         """Average what the reducer averages; return the ranks that are not done. Collective."""
-        header = RoundHeader(self._plan.digest, step, weight, is_done)
+        report = RoundReport(self._plan.digest, step, weight, is_done)
         if self._options.averages_gradients:
-            return self._average_gradients(header)
-        summary = exchange_reports(self._comm, header, ArrivalReport(b""))
+            return self._average_gradients(report)
+        summary = exchange_reports(self._comm, report)
         for bucket in self._plan.buckets:
             self._average_parameters(bucket)
         return summary.active
@@ -147,21 +145,21 @@ class BucketAverager:
         # Not into `.data`, whose changes autograd does not see: backward through a graph of old values must raise.
         torch._foreach_copy_(parameters, views)
 
-    def _average_gradients(self, header: RoundHeader) -> list[int]:
+    def _average_gradients(self, report: RoundReport) -> list[int]:
         """Average the gradients that arrived on any rank; return the ranks that are not done. Collective."""
         delayed = self._options.is_delayed
         if not delayed:
             for bucket in self._plan.buckets[self._num_sent :]:
-                self._send(bucket, header.weight)
-        report = self._arrival.report(self._plan.buckets, recheck=delayed, has_weight=header.weight > 0)
-        summary = exchange_reports(self._comm, header, report)
+                self._send(bucket, report.weight)
+        states, order = self._arrival.report(self._plan.buckets, recheck=delayed, has_weight=report.weight > 0)
+        summary = exchange_reports(self._comm, replace(report, states=states, order=order))
         if not summary.has_arrived:
-            if any(not summary.headers[rank].weight for rank in summary.active):
+            if any(not summary.reports[rank].weight for rank in summary.active):
                 for view in self._views:
                     view.param.grad = None  # all gradients have weight 0
             return summary.active
         is_plain = summary.is_plain
-        share = header.weight * self._comm.world_size / summary.total_weight
+        share = report.weight * self._comm.world_size / summary.total_weight
         if delayed:
             for bucket in self._plan.buckets:
                 self._send(bucket, share)
@@ -171,7 +169,7 @@ class BucketAverager:
             self._add_late(summary)
         if not delayed:
             self._leave_out_done_ranks(summary)
-        self._reduce_unplaced(summary, header.weight, share)
+        self._reduce_unplaced(summary, share)
         has_gradient = None if is_plain else [bool(state & ARRIVED) for state in summary.any_rank]
         publish_gradients(self._views, has_gradient)
         if not is_plain:
@@ -199,25 +197,15 @@ class BucketAverager:
             for bucket in self._plan.buckets:
                 bucket.flat.mul_(self._comm.world_size / len(summary.active))
 
-    def _reduce_unplaced(self, summary: RoundSummary, weight: float, share: float) -> None:
-        """Make buckets for dense gradients that have none, and reduce them; gather sparse gradients. Collective."""
-        dense, sparse = [], []
-        for index in summary.order():
-            view = self._views[index]
-            if summary.any_rank[index] & DENSE or not same_sparse_dims(summary.sparse_shapes(index)):
-                dense.append(view)
-            else:
-                sparse.append(view)
-        for batch in self._plan.extend_in_batches(self._plan.split(dense)):
+    def _reduce_unplaced(self, summary: RoundSummary, share: float) -> None:
+        """Make buckets for gradients that have none, and reduce them. Collective."""
+        unplaced = [self._views[index] for index in summary.order()]
+        for batch in self._plan.extend_in_batches(self._plan.split(unplaced)):
             for bucket in batch:
                 self._send(bucket, share)
                 bucket.wait()
-        if dense:
+        if unplaced:
             trim_malloc()
-        for view in sparse:
-            grad = view.param.grad if weight else None
-            shapes = summary.sparse_shapes(view.index)
-            view.param.grad = average_sparse(self._comm, view.param, grad, shapes, share, self._options.scale)
 
     def _replan_if_frozen(self, summary: RoundSummary) -> None:
         """Empty the plan if a parameter in it is frozen on all ranks: its bucket would never be full."""

@@ -16,10 +16,10 @@ A round, on every rank:
    parameters take part in the same collectives. Steps 2 to 6 are in `averager`.
 5. All ranks exchange one message (`rounds`): the plan's digest, the step, the weight, and what arrived. Different plans
    or steps are a MismatchError on all.
-6. Gradients that arrived late, for a bucket in flight, are reduced and added. Dense gradients without a bucket get one,
-   in rank 0's order of arrival; in the first round, unless `buckets` is given, these are all. Sparse gradients get none
-   and are gathered. Gradients that arrived on no rank become None. If a parameter in the plan is frozen on all ranks,
-   so that its bucket would never be full, the plan is emptied and the next round makes a new one.
+6. Gradients that arrived late, for a bucket in flight, are reduced and added. Gradients without a bucket get one, in
+   rank 0's order of arrival; in the first round, unless `buckets` is given, these are all. Gradients that arrived on no
+   rank become None. If a parameter in the plan is frozen on all ranks, so that its bucket would never be full, the plan
+   is emptied and the next round makes a new one.
 
 With ``overlap=False`` step 3 does not happen and step 5 comes before step 4: the sum of weights has to be known before
 gradients are multiplied by their share of it. So ranks must agree in this option.
@@ -79,9 +79,8 @@ class BucketReducer(Reducer):
 
     A gradient that arrived on some ranks counts as zeros on the others. One that arrived on no rank becomes None, so
     that optimizers skip the parameter. If nothing arrived on any rank, everything stays as it is. NaN on one rank is
-    NaN on all. Sparse gradients are gathered, and become coalesced ones. Parameters may be frozen and unfrozen at any
-    time. With `create_graph` the averages carry no graph. While the attribute `eager` is False, nothing is sent during
-    backward.
+    NaN on all. Sparse gradients become dense ones. Parameters may be frozen and unfrozen at any time. With
+    `create_graph` the averages carry no graph. While the attribute `eager` is False, nothing is sent during backward.
 
     Gradients become views of their bucket. So one that the caller keeps is overwritten in the next step: clone it.
 
@@ -135,8 +134,9 @@ class BucketReducer(Reducer):
         communicate: Communicate | None = None,
     ) -> None:
         with public_call("BucketReducer"):
-            self._comm = as_communicator(comm)
-        self._number = next(_numbers.setdefault(self._comm.flat, itertools.count()))
+            self.comm = as_communicator(comm)
+        """The communicator."""
+        self._number = next(_numbers.setdefault(self.comm.flat, itertools.count()))
         self._source = module_or_params
         self._options = BucketOptions(
             bucket_bytes=bucket_bytes,
@@ -171,7 +171,7 @@ class BucketReducer(Reducer):
         Raises:
             InvalidArgumentError: buckets are in flight, or an option is unknown or invalid.
         """
-        with self._comm.checking("reset"):
+        with self.comm.checking("reset"):
             if any(bucket.in_flight for bucket in self._plan.buckets):
                 raise InvalidArgumentError("gradients are being reduced: call finalize() before reset()")
             check_names(changes)
@@ -181,14 +181,14 @@ class BucketReducer(Reducer):
         self._hooks.forget_backward()
         self._options = options
         if comm is not None:
-            self._comm = as_communicator(comm)
+            self.comm = as_communicator(comm)
         if module_or_params is not None:
             self._source = module_or_params
         self._build()
 
     def _build(self) -> None:
         """Compare parameters and options between ranks, and create all parts. Collective."""
-        with self._comm.checking("BucketReducer"):
+        with self.comm.checking("BucketReducer"):
             options = self._options
             options.check()
             named = named_parameters(self._source)
@@ -199,25 +199,25 @@ class BucketReducer(Reducer):
             if options.averages_gradients:
                 GradientHooks.check_free(self._views)
         about = f"reducer {self._number}, {options}, its own communicate: {options.communicate is not None}"
-        digest = compare(self._comm, about, (spec.entry for spec in specs))
+        digest = compare(self.comm, about, (spec.entry for spec in specs))
         raise_malloc_thresholds()
         is_on_host = all(spec.device.startswith("cpu") for spec in specs)
         overlaps = self._may_overlap(is_on_host=is_on_host) if options.overlap is None else options.overlap
-        self._plan = BucketPlan(self._comm, options, self._views, digest)
+        self._plan = BucketPlan(self.comm, options, self._views, digest)
         self._arrival = Arrival(self._views)
-        self._averager = BucketAverager(self._comm, options, self._views, self._plan, self._arrival, overlaps=overlaps)
+        self._averager = BucketAverager(self.comm, options, self._views, self._plan, self._arrival, overlaps=overlaps)
         self._rounds = 0
         self._plan.extend(groups)
         self._closed = False
-        self._comm.dependents.add(self)
+        self.comm.dependents.add(self)
         if options.averages_gradients:
             self._hooks.attach(self._views)
         else:
             self._plan.extend(self._plan.split([view for view in self._views if view.bucket is None]))
 
     def _may_overlap(self, *, is_on_host: bool) -> bool:
-        uses_cores = self._comm.backend in ("shm", "threads") and is_on_host
-        return not uses_cores or usable_cores() >= 2 * self._comm.world_size
+        uses_cores = self.comm.backend in ("shm", "threads") and is_on_host
+        return not uses_cores or usable_cores() >= 2 * self.comm.world_size
 
     def close(self) -> None:
         """Remove the hooks from the parameters: backward is as before.
@@ -225,21 +225,16 @@ class BucketReducer(Reducer):
         Not collective. Closing the communicator does it, too. May be called more than once.
         """
         self._closed = True
-        self._comm.dependents.discard(self)
+        self.comm.dependents.discard(self)
         self._hooks.remove()
 
     def raise_if_closed(self) -> None:
         """Raise if this reducer or its communicator has been closed. Not collective."""
         if self._closed:
-            self._comm.raise_if_closed()
+            self.comm.raise_if_closed()
             raise InvalidArgumentError("this reducer has been closed: it averages no gradients any more")
 
     # Properties
-
-    @property
-    def comm(self) -> Communicator:
-        """The communicator."""
-        return self._comm
 
     @property
     def bucket_bytes(self) -> int:
@@ -364,7 +359,7 @@ class BucketReducer(Reducer):
     def _checked_weight(self, weight: float | None) -> float:
         if weight is None:
             return 1.0
-        with self._comm.checking("finalize"):
+        with self.comm.checking("finalize"):
             if not 0 <= weight < math.inf:
                 raise InvalidArgumentError("a weight is a finite number, 0 or more", found=weight)
             if self._options.scale is not None or not self._options.averages_gradients:

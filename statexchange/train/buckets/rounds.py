@@ -1,7 +1,7 @@
 """The messages that ranks exchange in a round of averaging, as records.
 
-A message is a header of fixed size, one byte of flags for each parameter, and a JSON text about gradients that are in
-no bucket. In most rounds all parameters have a bucket and the text is empty.
+A message is a head of fixed size, one byte of flags for each parameter, and the numbers of the parameters whose
+gradients are in no bucket. In most rounds all parameters have a bucket, and there are none.
 """
 
 from __future__ import annotations
@@ -9,26 +9,20 @@ from __future__ import annotations
 import itertools
 import math
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import MismatchError
-from statexchange.messages import decode, encoded
-from statexchange.train.sparse import SparseShape
 
 __all__ = [
     "ARRIVED",
-    "DENSE",
     "FROZEN",
     "LATE",
     "PHASE",
-    "SPARSE",
-    "ArrivalReport",
-    "RoundHeader",
+    "RoundReport",
     "RoundSummary",
     "exchange_reports",
 ]
@@ -36,75 +30,52 @@ __all__ = [
 PHASE = "averaging gradients"
 
 # Flags of a parameter on one rank
-DENSE = 1  # a dense gradient arrived
-SPARSE = 2  # a sparse gradient arrived, and the parameter is in no bucket
-LATE = 4  # another gradient arrived after the bucket had been sent
-FROZEN = 8  # the parameter does not require a gradient
-ARRIVED = DENSE | SPARSE
+ARRIVED = 1  # a gradient arrived
+LATE = 2  # another gradient arrived after the bucket had been sent
+FROZEN = 4  # the parameter does not require a gradient
 
-_HEADER = struct.Struct("<8sQd?")
+_HEAD = struct.Struct("<8sQd?")
 
 
 @dataclass(frozen=True, slots=True)
-class RoundHeader:
-    """The plan and the step, which ranks compare, and the weight of this rank's gradients.
+class RoundReport:
+    """What one rank says in a round.
 
-    `step` is the number of the caller's step, or of the round if the caller counts no steps. A rank that `is_done`
-    takes part with weight 0 and has no step of its own.
+    Attributes:
+        plan_digest: the digest of its plan, which ranks compare.
+        step: the number of the caller's step, or of the round if the caller counts no steps; ranks compare it, too.
+        weight: the weight of this rank's gradients.
+        is_done: whether the rank takes part with weight 0, and has no step of its own.
+        states: the flags of each parameter.
+        order: the numbers of the parameters whose gradients are in no bucket, in the order of arrival.
     """
 
     plan_digest: bytes
     step: int
     weight: float
     is_done: bool
-
-    def to_bytes(self) -> bytes:
-        """Return the header as the first bytes of a message."""
-        return _HEADER.pack(self.plan_digest, self.step, self.weight, self.is_done)
-
-    @classmethod
-    def from_bytes(cls, message: bytes) -> RoundHeader:
-        """Return the header at the beginning of a message."""
-        return cls(*_HEADER.unpack_from(message))
-
-
-class _Unplaced(NamedTuple):
-    """The part of a report about the gradients that are in no bucket."""
-
-    order: Sequence[int]
-    sparse: Mapping[int, SparseShape]
-
-
-@dataclass(frozen=True, slots=True)
-class ArrivalReport:
-    """The gradients that arrived on one rank: flags by parameter, and details of gradients that are in no bucket.
-
-    `order` lists the parameters without a bucket in the order of arrival; `sparse` has the sizes of the sparse ones.
-    """
-
-    states: bytes
+    states: bytes = b""
     order: Sequence[int] = ()
-    sparse: Mapping[int, SparseShape] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """Return the bytes that follow the header in a message."""
-        return self.states + (encoded(_Unplaced(self.order, self.sparse), _Unplaced) if self.order else b"")
+        """Return the report as a message."""
+        head = _HEAD.pack(self.plan_digest, self.step, self.weight, self.is_done)
+        return head + self.states + np.array(self.order, np.int64).tobytes()
 
     @classmethod
-    def from_bytes(cls, body: bytes, num_parameters: int, rank: int) -> ArrivalReport:
-        """Return the report in the bytes that follow the header of a rank."""
-        states, text = body[:num_parameters], body[num_parameters:]
-        if not text:
-            return cls(states)
-        return cls(states, *decode(text, _Unplaced, "the gradients in no bucket", rank))
+    def from_bytes(cls, message: bytes, num_parameters: int) -> RoundReport:
+        """Return the report in a message."""
+        plan_digest, step, weight, is_done = _HEAD.unpack_from(message)
+        body = message[_HEAD.size :]
+        order = np.frombuffer(body[num_parameters:], np.int64).tolist()
+        return cls(plan_digest, step, weight, is_done, body[:num_parameters], order)
 
 
 @dataclass(frozen=True, slots=True)
 class RoundSummary:
-    """The reports of all ranks: headers and reports by rank, and by parameter the flags of any and of all ranks."""
+    """The reports of all ranks, and by parameter the flags of any and of all ranks."""
 
-    headers: Sequence[RoundHeader]
-    reports: Sequence[ArrivalReport]
+    reports: Sequence[RoundReport]
     any_rank: bytes
     all_ranks: bytes
 
@@ -115,16 +86,13 @@ class RoundSummary:
         Raises:
             MismatchError: ranks have different plans, or ranks that are not done are in different steps.
         """
-        headers = [RoundHeader.from_bytes(message) for message in messages]
-        if any(header.plan_digest != plan_digest for header in headers):
+        reports = [RoundReport.from_bytes(message, num_parameters) for message in messages]
+        if any(report.plan_digest != plan_digest for report in reports):
             raise MismatchError("ranks average the gradients of different reducers, or by different plans")
-        reports = []
-        for rank, message in enumerate(messages):
-            reports.append(ArrivalReport.from_bytes(message[_HEADER.size :], num_parameters, rank))
         distinct = {report.states for report in reports}  # in most rounds only one
         states = np.array([np.frombuffer(flags, np.uint8) for flags in distinct])
         any_rank, all_ranks = np.bitwise_or.reduce(states).tobytes(), np.bitwise_and.reduce(states).tobytes()
-        summary = cls(headers, reports, any_rank, all_ranks)
+        summary = cls(reports, any_rank, all_ranks)
         summary.check_steps()
         return summary
 
@@ -132,7 +100,7 @@ class RoundSummary:
         """Raise MismatchError, naming the first rank of each of two steps, unless all active ranks are in one step."""
         first_ranks: dict[int, int] = {}
         for rank in self.active:
-            first_ranks.setdefault(self.headers[rank].step, rank)
+            first_ranks.setdefault(self.reports[rank].step, rank)
         if len(first_ranks) > 1:
             (step, rank), (other_step, other_rank) = list(first_ranks.items())[:2]
             raise MismatchError(
@@ -143,17 +111,17 @@ class RoundSummary:
     @property
     def active(self) -> list[int]:
         """The ranks that are not done."""
-        return [rank for rank, header in enumerate(self.headers) if not header.is_done]
+        return [rank for rank, report in enumerate(self.reports) if not report.is_done]
 
     @property
     def total_weight(self) -> float:
         """The sum of all ranks' weights."""
-        return math.fsum(header.weight for header in self.headers)
+        return math.fsum(report.weight for report in self.reports)
 
     @property
     def is_plain(self) -> bool:
-        """Whether every parameter has a dense gradient on some rank, and none is sparse, late or frozen."""
-        return self.any_rank.count(DENSE) == len(self.any_rank)
+        """Whether every parameter has a gradient on some rank, and none is late or frozen."""
+        return self.any_rank.count(ARRIVED) == len(self.any_rank)
 
     @property
     def has_arrived(self) -> bool:
@@ -164,16 +132,12 @@ class RoundSummary:
         """Return the parameters without a bucket in rank 0's order of arrival, then those missing there."""
         return list(dict.fromkeys(itertools.chain.from_iterable(report.order for report in self.reports)))
 
-    def sparse_shapes(self, index: int) -> list[SparseShape | None]:
-        """Return the sizes of a parameter's sparse gradient on each rank; None where it has none."""
-        return [report.sparse.get(index) for report in self.reports]
 
-
-def exchange_reports(comm: Communicator, header: RoundHeader, report: ArrivalReport) -> RoundSummary:
+def exchange_reports(comm: Communicator, report: RoundReport) -> RoundSummary:
     """Compare plans and steps with all ranks; return the reports of all. Collective.
 
     Raises:
         MismatchError: plans or steps differ.
     """
-    messages = comm.all_gather_bytes(header.to_bytes() + report.to_bytes(), operation=PHASE)
-    return RoundSummary.of(messages, len(report.states), header.plan_digest)
+    messages = comm.all_gather_bytes(report.to_bytes(), operation=PHASE)
+    return RoundSummary.of(messages, len(report.states), report.plan_digest)

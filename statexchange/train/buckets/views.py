@@ -11,7 +11,6 @@ from statexchange.comm.work import Work
 from statexchange.errors import InvalidArgumentError
 from statexchange.tensors import is_dtensor
 from statexchange.train.parameter_specs import ParameterSpec, local_part
-from statexchange.train.sparse import densified
 
 __all__ = ["Bucket", "BucketView", "copy_gradients", "publish_gradients"]
 
@@ -61,7 +60,12 @@ class BucketView:
                 expected=f"{self.dtype}{list(self.shape)}",
                 found=f"{local.dtype}{list(local.shape)}",
             )
-        return local if local.layout is torch.strided else densified(local)
+        if local.layout is torch.strided:
+            return local
+        # Not to_dense(), which loses the only entry of a matrix of one column where autograd made it (torch 2.13).
+        entries = local.coalesce()
+        dense = torch.zeros(local.shape, dtype=local.dtype, device=local.device)
+        return dense.index_put_(tuple(entries.indices()), entries.values())
 
 
 class Bucket:
@@ -122,7 +126,7 @@ def copy_gradients(views: Iterable[BucketView]) -> list[BucketView]:
 def publish_gradients(views: Sequence[BucketView], has_gradient: Sequence[bool] | None) -> None:
     """Set every parameter's `.grad` to its average, or to None where `has_gradient` is False.
 
-    `has_gradient` None means that all have one. Parameters in no bucket keep their (sparse) gradient.
+    `has_gradient` None means that all have one. A parameter whose bucket was dissolved keeps its gradient.
     """
     for i, view in enumerate(views):
         if has_gradient is not None and not has_gradient[i]:
