@@ -72,7 +72,9 @@ def _is_hidden(pid: int) -> bool:
 
 def usable_cores() -> int:
     """Return how many cores this process may run on. Not collective."""
-    return len(os.sched_getaffinity(0))
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS binds no process to cores
 
 
 def _host_name() -> str:
