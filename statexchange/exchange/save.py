@@ -194,7 +194,9 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
             with comm.phase("saving parameters that do not train", timeout_s=request.call.stall_timeout_s):
                 target = Target(request.path, starts[0].key, starts[0].save, described.aliases)
                 frozen_files = request.frozen.write(frozen, shares.digests, target, comm)
-        notes = notes_on_selection(starts) if request.selection.exclude else ()
+        notes = saved.notes
+        if request.selection.exclude:
+            notes += notes_on_selection(starts)
         # Before the commit, as a copy that differs must not appear as one; after the write, which has made the digests.
         if any(start.has_copies for start in starts):
             digests = {**shares.digests, **file.content.digests}

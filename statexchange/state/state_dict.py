@@ -8,6 +8,7 @@ of ranks. Megatron-Core's ShardedTensors are named by their keys, wherever in th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -42,6 +43,7 @@ from statexchange.state.units import (
     module_items,
     named_parameters,
     optimizer_tree,
+    parameters_of,
     state_of_object,
 )
 from statexchange.tensors import TensorLike, collector_paused, is_dtensor, is_sharded, is_tensor_type
@@ -132,13 +134,50 @@ def _parts_of_rank(
     return of_rank
 
 
+def _note_on_stale_optimizers(placed: Sequence[LiveEntry], names: Mapping[int, str]) -> tuple[str, ...]:
+    """Return a note on optimizers that were made before something replaced the parameters of their module.
+
+    Of each such parameter a module has another one of its shape that no optimizer has. This leaves out an optimizer of
+    parameters that lie elsewhere; `names` are those of the state's parameters by `id`. Not collective.
+    """
+    optimized: dict[int, TensorLike] = {}
+    stale: list[str] = []
+    for node in placed:
+        if node.kind == "optimizer":
+            parameters = {id(parameter): parameter for parameter in parameters_of(node.value)}
+            optimized |= parameters
+            if not parameters.keys() <= names.keys():
+                stale.append(node.path)
+    if not stale:
+        return ()
+    # By shape, as nothing else of the parameters that were replaced is left.
+    shapes = Counter(tuple(parameter.shape) for key, parameter in optimized.items() if key not in names)
+    modules = []
+    for node in placed:
+        if node.kind == "module":
+            free: Counter[tuple[int, ...]] = Counter()
+            for parameter in node.value.parameters():
+                if parameter.requires_grad and id(parameter) not in optimized:
+                    free[tuple(parameter.shape)] += 1
+            if shapes == free:
+                modules.append(node.path)
+    if not modules:
+        return ()
+    text = (
+        f"{' or '.join(map(repr, modules))} is not trained by {', '.join(map(repr, stale))}, which got other "
+        "parameters of the same shapes: make an optimizer after fully_shard and to_empty, which replace those of a "
+        "module"
+    )
+    return (text,)
+
+
 @dataclass(frozen=True, slots=True)
 class SavedState:
     """A rank's state as it is written: the tensors, described, all other values as JSON text, and what is whose.
 
     `common` is the text of the values without the objects whose state belongs to a rank, to tell whether ranks differ.
-    `selection` is what of it is saved. `frozen` has the names of the parameters that lie in files of their own, with
-    the top-level key of the state, "" if the state is a module.
+    `selection` is what of it is saved, and `notes` are for the report. `frozen` has the names of the parameters that
+    lie in files of their own, with the top-level key of the state, "" if the state is a module.
     """
 
     config: str
@@ -148,6 +187,7 @@ class SavedState:
     rules: Layout
     selection: Selection
     frozen: Mapping[str, str]
+    notes: tuple[str, ...]
 
 
 def describe_save(
@@ -192,7 +232,8 @@ def describe_save(
             owners["left_out"] = selection.left_out
         frozen = _frozen_names(placed) if separates_frozen else {}
         common = _common_text(selection.tree, own) if own else config
-        return SavedState(config, common, owners, described, rules, selection, frozen)
+        notes = _note_on_stale_optimizers(placed, names)
+        return SavedState(config, common, owners, described, rules, selection, frozen, notes)
 
 
 def _frozen_names(placed: Sequence[LiveEntry]) -> dict[str, str]:
