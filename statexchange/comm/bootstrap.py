@@ -107,11 +107,17 @@ def _form_session(
     return session, run
 
 
+def _lacking_for_memory() -> str:
+    """Return what this machine lacks to share memory between ranks; "" if it can."""
+    if platform.machine() not in ("x86_64", "AMD64"):  # what the control page needs: see the top of its file
+        return f"a processor of {platform.machine()} may reorder stores"
+    return "" if hasattr(os, "memfd_create") else "this system has no memfd"
+
+
 def _info(bootstrap: Backend) -> RankInfo:
-    keeps_order = platform.machine() in ("x86_64", "AMD64") and hasattr(os, "memfd_create")
     return RankInfo(
         host_identity(),
-        f"{host_identity()} {pid_namespace()}" if keeps_order else None,
+        None if _lacking_for_memory() else f"{host_identity()} {pid_namespace()}",
         platform.node(),
         secrets.token_hex(8),
         launchers_local_rank(bootstrap.rank, bootstrap.world_size),
@@ -183,13 +189,16 @@ def _hierarchical_backend(
 def _report_no_shared_memory(topology: Topology, prefer: str) -> None:
     """Raise if shared memory is required; else warn if the ranks share a host. All ranks call this, or none."""
     hosts = sorted(set(topology.hosts))
+    lacking = _lacking_for_memory()
     if prefer == "shm":
-        raise UnsupportedError(
-            f"the ranks, on {', '.join(hosts)}, cannot share memory: they must run on one host, see each other's "
-            "processes and open files in /proc, and have room for a few MiB of each rank"
+        needs = (
+            "they must run on one host, see each other's processes and open files in /proc, and have room for a few "
+            "MiB of each rank"
         )
+        raise UnsupportedError(f"the ranks, on {', '.join(hosts)}, cannot share memory: {lacking or needs}")
     if len(topology.leaders) == 1 and topology.rank == 0:
         _log.warning(
-            "the ranks on %s cannot share memory (containers?): messages go over sockets, slower",
+            "the ranks on %s cannot share memory (%s): messages go over sockets, slower",
             hosts[0],
+            lacking or "containers?",
         )

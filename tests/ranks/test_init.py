@@ -665,6 +665,22 @@ def test_ranks_that_cannot_see_each_other_all_fall_back_with_one_warning(kind: s
     assert found == [["gloo", 1, 2.0, 1], ["gloo", 0, 2.0, 0]]
 
 
+def reduces_on_arm(url: str) -> list[Any]:
+    """Reduce on ranks whose processor is said to be another."""
+    logged = log_messages()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    platform.machine = lambda: "aarch64"  # type: ignore[assignment]
+    comm = init_by_hand(url)
+    return [comm.backend, float(comm.all_reduce(torch.ones(3))[0]), logged]
+
+
+def test_ranks_on_a_processor_that_may_reorder_stores_use_sockets(tmp_path: Path) -> None:
+    first, second = run_ranks(reduces_on_arm, 2, backend="processes", args=(f"file://{tmp_path}/meeting",))
+    assert (first[:2], second) == (["gloo", 2.0], ["gloo", 2.0, []])
+    (warning,) = first[2]
+    assert "aarch64 may reorder stores" in warning
+
+
 IN_A_PID_NAMESPACE = """
 import ctypes, os, subprocess, sys
 import torch
