@@ -593,6 +593,7 @@ _NETWORK = frozenset(
         "fuse.ceph",
     }
 )
+_KERNEL = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs", "devpts"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -612,6 +613,12 @@ class Mount:
     def is_network(self) -> bool:
         """Whether other hosts may change files here, and this host may see them late because of its caches."""
         return self.kind in _NETWORK
+
+    def check_takes_files(self, path: str) -> None:
+        """Raise StorageError if this is a kernel interface such as /proc, in which no files can be made."""
+        if self.kind in _KERNEL:
+            text = f"cannot make files here: {self.kind} is an interface of the kernel"
+            raise StorageError(text, errno=errno.ENOENT, path=path)
 
 
 def _mounts() -> tuple[Mount, ...]:

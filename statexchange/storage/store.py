@@ -27,6 +27,7 @@ import contextlib
 import copy
 import errno
 import io
+import logging
 import os
 import re
 import stat
@@ -92,6 +93,8 @@ __all__ = [
     "replacement_of",
     "strip_file_scheme",
 ]
+
+_log = logging.getLogger(__name__)
 
 EntryKind = Literal["file", "directory", "other"]
 _STEPS_PER_BYTE, _RESERVED_STEPS = 8, 1 << 16  # a real file needs less than 2 steps a byte
@@ -308,6 +311,7 @@ class Store(ABC):
         """Raise UnsafeError unless `name` is that of a file in this directory, and no path."""
         if name in ("", ".", "..") or "/" in name or os.sep in name:
             raise UnsafeError(f"refused: {excerpt(name)} is not the name of a file in this directory", path=self.path)
+        _log.debug("opening %s in %s", name, self.path)
 
     @abstractmethod
     def below(self, name: str, *, private: bool = False) -> Store:

@@ -529,7 +529,7 @@ def test_files_of_a_directory_that_differ_are_refused(names: tuple[str, str], tm
                 checkpoint["w"].read()
             assert caught.value.name == "w"
             assert checkpoint["same"].read().tolist() == [1, 1]
-    with pytest.raises(sx.errors.UnsupportedError, match=r"int 0 .*int 1\b") as caught:
+    with pytest.raises(sx.errors.UnsupportedError, match="differs between the files") as caught:
         sx.load_checkpoint({"step": 5}, tmp_path, include="step")
     assert caught.value.name == "step"
     live: dict[str, Any] = {"w": torch.ones(3, dtype=torch.int64), "same": torch.zeros(2), "n": 0}

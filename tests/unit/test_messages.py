@@ -74,7 +74,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     (metadata(), RankMetadata, RankMetadata.check),
     (PLAN, WritePlan, partial(WritePlan.check, world_size=2)),
     (_RankMessage(TENSORS_METADATA, {"id": "a"}, ["x"]), _RankMessage, _RankMessage.check),
-    (_ArenaAddress("a", 1, 2, 3, 4096, None), _ArenaAddress, None),
+    (_ArenaAddress("a", 1, 2, 3, 4096), _ArenaAddress, None),
     (_Place("gather-0123456789abcdef", "key"), _Place, None),
     (_FileAddress(80, "etag"), _FileAddress, None),
     ([WantedBox("w", Box((0,), (2,)), "F32", "0f")], list[WantedBox], None),

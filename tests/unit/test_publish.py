@@ -531,9 +531,9 @@ def test_paths_that_cannot_be_targets_are_refused(place: Path) -> None:
 
 
 def test_a_target_where_no_files_can_be_made_is_a_storage_error_with_the_reason() -> None:
-    with pytest.raises(StorageError, match="No such file") as caught:
+    with pytest.raises(StorageError, match="proc is") as caught:
         begin("/proc/nothing", 1)
-    assert (caught.value.path, caught.value.errno) == ("/proc/nothing", errno.ENOENT)
+    assert (caught.value.path, caught.value.errno) == ("/proc", errno.ENOENT)
 
 
 @pytest.mark.parametrize("name", ["x" * 196, "ü" * 98])

@@ -44,7 +44,7 @@ class Walk(NamedTuple):
 
 CEILINGS = {
     "load": Walk(25, 607, 47, 0),
-    "save": Walk(25, 521, 39, 2),
+    "save": Walk(25, 524, 39, 2),
     "export": Walk(25, 424, 24, 0),
     "merge": Walk(25, 645, 58, 0),
     "synchronize": Walk(12, 232, 33, 1),

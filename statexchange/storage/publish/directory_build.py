@@ -284,6 +284,8 @@ class DirectoryBuild(Build):
         self._parent, self._name = files.split_target(path)
         self._stem = f".{self._name}"
         files.make_path(self._parent, 0o777)
+        mount = mount_of(self._parent)
+        mount.check_takes_files(self._parent)
         self._parent_fd = files.open_directory(self._parent)
         self.path = path
         self.finished = {}
@@ -302,7 +304,7 @@ class DirectoryBuild(Build):
         self._is_published = self._has_ended = False
         open_builds.add((self._pid, self._nonce))
         warn_of_options(self._parent)
-        self._emptying_s = _EMPTYING_S if mount_of(self._parent).is_network else 0.0
+        self._emptying_s = _EMPTYING_S if mount.is_network else 0.0
         try:
             self._begin(plan_digest if reuse else None, resume=resume)
         except BaseException:
@@ -634,7 +636,9 @@ class DirectoryBuild(Build):
             if not self._is_published:
                 self._put_back()  # if that fails, the record stays: the next publisher completes the replacement
             self._discard_own()
-            self._remove_record(self._nonce)
+            # Where nothing can be written there is no record, and even its removal would be an error.
+            if files.stat_of(self._record, self._parent_fd, self.path) is not None:
+                self._remove_record(self._nonce)
         except StateExchangeError as error:
             _log.warning("hidden names beside %s stay until the next publication: %s", self.path, error)
 

@@ -58,6 +58,7 @@ def check_directory(path: str, check: ReplaceCheck | None, nbytes: int) -> None:
     parent, name = files.split_target(path)
     dir_fd, nearest = files.open_nearest(parent)
     try:
+        files.mount_of(nearest).check_takes_files(nearest)
         leftovers: list[Leftover] = []
         if nearest == parent:
             leftovers = find_leftovers(name, dir_fd, parent)
