@@ -108,11 +108,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     ([KnownConfig("config.json", {"layers": 2, "names": ["a"]})], list[KnownConfig], None),
     ((b"\0header", b""), tuple[bytes, ...], None),
     (None, tuple[bytes, int, int] | None, None),
-    (
-        synchronize._Note(0, b"digest", shares_memory=False, parts=ROOT_PARTS),
-        synchronize._Note,
-        None,
-    ),
+    (list(ROOT_PARTS), list[synchronize._Part], None),
 ]
 IDS = [getattr(kind, "__name__", str(kind)) for _, kind, _ in CASES]
 WRONG: list[Any] = [None, True, -1, 1.5, 1 << 70, 10**400, "", "x", [], [1], [[1, 2]], {}, {"a": 1}]

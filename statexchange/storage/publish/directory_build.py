@@ -633,10 +633,10 @@ class DirectoryBuild(Build):
         try:
             if self._dir_fd >= 0:
                 os.close(self._dir_fd)
-            if not self._is_published:
+            # Where nothing can be written nothing was made, and even the removal of an absent name would be an error.
+            if not self._is_published and files.stat_of(self._replaced, self._parent_fd, self.path) is not None:
                 self._put_back()  # if that fails, the record stays: the next publisher completes the replacement
             self._discard_own()
-            # Where nothing can be written there is no record, and even its removal would be an error.
             if files.stat_of(self._record, self._parent_fd, self.path) is not None:
                 self._remove_record(self._nonce)
         except StateExchangeError as error:
