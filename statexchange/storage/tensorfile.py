@@ -592,8 +592,8 @@ class SaveManifest:
             frozen = []
             for fields in raw.get("frozen", ()):
                 frozen.append(SavedFile(*fields))
-            others = raw.get("index", ""), tuple(raw.get("superseded", ()))
-            of_all = tuple(sizes), raw["step"], metrics, tuple(frozen), *others
+            index, superseded = raw.get("index", ""), tuple(raw.get("superseded", ()))
+            of_all = tuple(sizes), raw["step"], metrics, tuple(frozen), index, superseded
             manifest = cls(raw["save"], raw["job"], created, *of_all)
             manifest._check(names)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
