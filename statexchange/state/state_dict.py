@@ -102,7 +102,9 @@ def owners_of(
         names: the names of parameters by `id`.
         has_rule: `has_rule(name)` returns whether a layout has a rule for a tensor.
     """
-    per_rank = [entry.text for entry in of_rank]
+    per_rank: list[str] = []
+    for entry in of_rank:
+        per_rank.append(entry.text)
     optimizers: dict[str, str] = {}
     for entry in entries:
         if entry.kind == "optimizer":
@@ -147,9 +149,10 @@ def _note_on_stale_optimizers(entries: Sequence[LiveEntry], names: Mapping[int, 
     stale: list[str] = []
     for entry in entries:
         if entry.kind == "optimizer":
-            parameters = {id(parameter): parameter for parameter in parameters_of(entry.value)}
-            optimized |= parameters
-            if not parameters.keys() <= names.keys():
+            parameters = parameters_of(entry.value)
+            keys = [*map(id, parameters)]
+            optimized.update(zip(keys, parameters, strict=True))
+            if not names.keys() >= {*keys}:
                 stale.append(entry.path)
     if not stale:
         return ()
@@ -218,7 +221,9 @@ def describe_save(
             # Of a module or an optimizer, too, a job may say so.
             if entry.kind in _UNITS and is_per_rank(entry.value):
                 of_rank.append(entry)
-        names = {key: name.in_state for key, name in parameter_names(entries).items()}
+        names: dict[int, str] = {}
+        for key, name in parameter_names(entries).items():
+            names[key] = name.in_state
         selection = Selection(_plain(state, "", _Context(names)))
         if options.include or options.exclude:
             units = {entry.text: entry.kind for entry in entries if entry.kind in _UNITS}

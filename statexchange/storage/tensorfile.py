@@ -378,7 +378,9 @@ class RankFile:
         if size is not None and file.size < size:
             raise TruncatedError("file is truncated", path=path, rank=rank, expected=size, found=file.size)
         if size is not None and file.size > size:
-            raise CorruptError("size differs from its receipt", path=path, rank=rank, expected=size, found=file.size)
+            raise CorruptError(
+                "size differs from the recorded one", path=path, rank=rank, expected=size, found=file.size
+            )
         header = read_header(file)
         metadata = header.workspace_metadata(path, file.budget)
         if metadata is None:
