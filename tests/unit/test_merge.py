@@ -38,6 +38,7 @@ from statexchange.errors import (
 from statexchange.formats.registry import open_source
 from statexchange.report.verify import verify
 from statexchange.sharding.shards import Box, full_box
+from statexchange.storage.publish.directory_build import _receipt
 from statexchange.storage.tensorfile import ShardData
 from statexchange.tensors import DTYPE_NAMES
 
@@ -769,7 +770,7 @@ def test_a_file_without_a_receipt_or_changed_since_is_written_again(tmp_path: Pa
     one, two = (f"model-0000{n}-of-00004.safetensors" for n in (1, 2))
     assert reused_after(lambda left: None, "before") == ()
     assert reused_after(lambda left: (left / one).write_bytes((left / two).read_bytes())) == (two,)
-    assert reused_after(lambda left: (left / f".{one}.finished").write_text("[1, 2")) == (two,)
+    assert reused_after(lambda left: (left / _receipt(one)).write_text("[1, 2")) == (two,)
     assert reused_after(lambda left: (left / one).unlink()) == (two,)
     assert reused_after(lambda left: (left / "notes.txt").write_text("x")) == (one, two)
 
