@@ -385,7 +385,6 @@ def decode(
     *,
     types: Types | None = None,
     leaves: Mapping[str, object] | None = None,
-    unknown: list[UnknownValue] | None = None,
 ) -> Value:
     """Return the value that `encode` wrote. Not collective.
 
@@ -398,8 +397,6 @@ def decode(
         text: the text.
         types: types that may be built, by qualified name.
         leaves: the objects that `encode`'s leaf kept, or what stands for them here, by name.
-        unknown: a list, if a value whose type is unknown, or cannot have it, is to become an UnknownValue instead: each
-            is added to the list, too.
 
     Raises:
         ValueError: `encode` cannot have written the text, or it names a leaf that is not in `leaves`.
@@ -412,7 +409,7 @@ def decode(
         parsed = json.loads(text)
     except RecursionError as error:
         raise ValueError(f"malformed value: {error!r}") from error
-    return decode_parsed(parsed, types=types, leaves=leaves, unknown=unknown)
+    return decode_parsed(parsed, types=types, leaves=leaves)
 
 
 def decode_parsed(
@@ -422,7 +419,11 @@ def decode_parsed(
     leaves: Mapping[str, object] | None = None,
     unknown: list[UnknownValue] | None = None,
 ) -> Value:
-    """Return what `decode` returns, from text that is parsed: text from a file needs location.py's strict parser."""
+    """Return what `decode` returns, from text that is parsed: text from a file needs location.py's strict parser.
+
+    With a list as `unknown`, a value whose type is unknown, or cannot have it, becomes an UnknownValue instead, and is
+    added to the list.
+    """
     return _decoded(_Decoder({**_registered, **(types or {})}, leaves, unknown), parsed)
 
 

@@ -24,8 +24,6 @@ Checksum = Literal["adler32", "xxh3-128"]
 
 INDEX = "model.safetensors.index.json"
 DELTA_KEYS = frozenset(("version", "base_version", "delta_encoding", "compression_format", "checksum_format"))
-
-
 ITEM_BYTES = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
     **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),

@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from statexchange.storage.store import Store, StoredFile
 
 __all__ = [
-    "GivenFiles",
+    "CallerFiles",
     "extra_files",
-    "given_files",
-    "own_files",
+    "read_caller_files",
+    "source_files",
 ]
 
 _MAX_BYTES = 64 << 20  # of a file, and of all files in subdirectories
@@ -96,7 +96,7 @@ def extra_files(
     return {**files, **caller_files}
 
 
-class GivenFiles(NamedTuple):
+class CallerFiles(NamedTuple):
     """The files of the option `files_from`: contents by name, and a note on each directory with nothing to take."""
 
     contents: Mapping[str, bytes]
@@ -107,7 +107,7 @@ class GivenFiles(NamedTuple):
         return self.contents.get(CONFIG, model_files.get(CONFIG))
 
 
-def given_files(files_from: FilesFrom) -> GivenFiles:
+def read_caller_files(files_from: FilesFrom) -> CallerFiles:
     """Read the files of the option `files_from`.
 
     Args:
@@ -118,9 +118,9 @@ def given_files(files_from: FilesFrom) -> GivenFiles:
         InvalidArgumentError: it is anything else, or gives a name twice.
     """
     if files_from is None:
-        return GivenFiles({})
+        return CallerFiles({})
     if isinstance(files_from, Mapping):
-        return GivenFiles(_checked_files(files_from))
+        return CallerFiles(_checked_files(files_from))
     paths = [files_from] if isinstance(files_from, str | os.PathLike) else files_from
     if not isinstance(paths, Sequence) or not all(isinstance(path, str | os.PathLike) for path in paths):
         raise InvalidArgumentError(
@@ -146,7 +146,7 @@ def given_files(files_from: FilesFrom) -> GivenFiles:
                 notes.append(
                     f"files_from: nothing is taken from {shown}: it has no config, tokenizer or other such file"
                 )
-    return GivenFiles(contents, tuple(notes))
+    return CallerFiles(contents, tuple(notes))
 
 
 def _checked_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
@@ -161,7 +161,7 @@ def _checked_files(files: Mapping[str, str | bytes]) -> dict[str, bytes]:
     return contents
 
 
-def own_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
+def source_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
     """Return the extra files of a source that is a directory of a model, and a note about those that are not taken.
 
     A directory is one if it is of Hugging Face, or has a config of transformers or PEFT. So is the subdirectory of

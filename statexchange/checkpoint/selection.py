@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from statexchange.checkpoint.extra_files import GivenFiles, given_files, own_files
+from statexchange.checkpoint.extra_files import CallerFiles, read_caller_files, source_files
 from statexchange.formats import rank_files
 from statexchange.formats.config_check import unties_heads, without_heads
 from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG
@@ -47,7 +47,7 @@ class Selection:
     source: Source
     options: ExportOptions
     reductions: Mapping[str, str]
-    caller_files: GivenFiles
+    caller_files: CallerFiles
     files: Mapping[str, bytes]
     compared_files: Mapping[str, bytes]
     converted: Converted | None
@@ -93,8 +93,8 @@ def _read_plain(opened: OpenedPath, *, section: str | None) -> Source:
 
 def select(opened: Source, reductions: Mapping[str, str], options: ExportOptions) -> Selection:
     """Select the tensors, convert them if that was asked for, and find the files that belong to them."""
-    files, file_notes = ({}, ()) if options.files_from == () else own_files(opened)
-    caller_files = given_files(options.files_from)
+    files, file_notes = ({}, ()) if options.files_from == () else source_files(opened)
+    caller_files = read_caller_files(options.files_from)
     source, converted = opened, None
     if options.converts:
         from statexchange.checkpoint.converting import converted_selection  # late: most merges convert nothing

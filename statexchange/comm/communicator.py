@@ -1224,10 +1224,8 @@ def to_root(comm: Communicator, data: bytes, what: str) -> list[bytes]:
 # Those of typed records: every rank checks what it reads
 
 
-def from_all(
-    comm: Communicator, value: T, kind: type[T] | UnionType, what: str, check: Callable[[T], object] | None = None
-) -> list[T]:
-    """Return the values of all ranks in rank order; `kind`, `what` and `check` are as for `decode`. Collective.
+def from_all(comm: Communicator, value: T, kind: type[T] | UnionType, what: str) -> list[T]:
+    """Return the values of all ranks in rank order; `kind` and `what` are as for `decode`. Collective.
 
     Equal values are one object, since thousands of ranks most often have the same.
     """
@@ -1238,7 +1236,7 @@ def from_all(
     # A rank decodes its own value, too: what cannot be read is an error on all ranks, and none goes on alone.
     for rank, data in enumerate(comm.all_gather_bytes(messages.encoded(value, kind), operation=what)):
         if data not in decoded:
-            decoded[data] = messages.decode(data, kind, what, rank, check)
+            decoded[data] = messages.decode(data, kind, what, rank)
         by_rank.append(decoded[data])
     return by_rank
 

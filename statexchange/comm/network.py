@@ -17,8 +17,8 @@ _IFF_UP = 1
 def addresses() -> list[str]:
     """Return the addresses at which other hosts may reach this one: those of its interfaces, and its name.
 
-    Loopback addresses, at which only this host reaches itself, come last. Who uses the name resolves it, since that may
-    take long, and it is rarely needed: on a host without IPv4.
+    Loopback addresses, at which only this host reaches itself, come last. The name is not resolved here: that may take
+    long, and it is needed only on a host without IPv4.
     """
     of_interfaces: list[str] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asker:

@@ -121,7 +121,6 @@ class Session:
         *,
         check: bool = True,
         device_backend: Backend | None = None,
-        device: str = "cpu",
     ) -> None:
         self.backend = backend
         self.transport = transport
@@ -130,7 +129,7 @@ class Session:
         self.topology = topology
         self.timeout_s = timeout_s
         self.device_backend = device_backend
-        self.device = device
+        self.device = "cpu"
         self.rank = topology.rank
         self.world_size = len(topology.nodes)
         self.dead: StateExchangeError | None = None

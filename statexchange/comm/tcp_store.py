@@ -46,7 +46,6 @@ from statexchange.errors import (
 from statexchange.processes import Owner
 
 __all__ = [
-    "PHASE",
     "Joining",
     "LostServerError",
     "Place",
@@ -62,7 +61,7 @@ _HANDSHAKE_S = 10.0  # for torch's client to be served
 _NOTICE_S = 1.0  # for the other ranks to read an error
 _ANSWER_S = 3.0  # for rank 0 to decide after a deadline, and to answer
 _COMPLETE = b"complete"
-PHASE = "the rendezvous"
+_PHASE = "the rendezvous"
 
 
 class LostServerError(Exception):
@@ -175,7 +174,7 @@ class Joining:
                 self._decide(store, _COMPLETE)
             except BaseException as error:
                 with contextlib.suppress(RuntimeError):  # if the server itself has failed
-                    store.compare_set("decision", "", json.dumps(to_record(error, 0, PHASE)))
+                    store.compare_set("decision", "", json.dumps(to_record(error, 0, _PHASE)))
                     time.sleep(_NOTICE_S)  # the others read it
                 raise
 
@@ -184,16 +183,16 @@ class Joining:
             self._introduce(store)
             self.wait_until_complete(store)
 
-        joined = begun(PHASE, join)
+        joined = begun(_PHASE, join)
         try:
             joined.wait(max(self.deadline - time.monotonic(), 0.0) + _ANSWER_S)
         except StallError:
             if joined.is_completed():  # what `join` has raised
                 raise
-            raise self.unanswered_error() from None
+            raise self._unanswered_error() from None
 
     def _introduce(self, store: Any) -> None:
-        """Tell the others of this rank; fail the rendezvous if it contradicts one of them."""
+        """Write the keys of this rank; fail the rendezvous if they contradict those of another one."""
         world_size = int(store.compare_set("world_size", "", str(self.world_size)))
         error: StateExchangeError
         if world_size != self.world_size:
@@ -204,7 +203,7 @@ class Joining:
             error = NotInitializedError(text, rank=self.rank)
         else:
             return
-        store.compare_set("decision", "", json.dumps(to_record(error, self.rank, PHASE)))
+        store.compare_set("decision", "", json.dumps(to_record(error, self.rank, _PHASE)))
         raise error
 
     def _takes_its_place(self, store: Any) -> bool:
@@ -247,7 +246,7 @@ class Joining:
                 if missing := self._missing(store):
                     raise self.absent_error(missing)
                 if time.monotonic() > self.deadline + _NOTICE_S:
-                    raise self.unanswered_error()
+                    raise self._unanswered_error()
             time.sleep(_POLL_S)
         self._decide(store, _COMPLETE)
 
@@ -257,7 +256,7 @@ class Joining:
         text += f": {reason}" if reason else ""
         return StallError(f"{text}; init must be called on all ranks", missing=tuple(ranks), rank=ranks[0])
 
-    def unanswered_error(self) -> StallError:
+    def _unanswered_error(self) -> StallError:
         """Return the error for a rank 0 that does not decide."""
         text = f"rank 0 does not answer at {self.where}: its process is stopped, or its host is cut off"
         return StallError(text, missing=(0,), rank=0)

@@ -1,4 +1,4 @@
-"""The topology: the host of each rank, and its number there, from what the ranks tell each other of themselves."""
+"""The topology: the host of each rank, and its number there, from the records that the ranks exchange."""
 
 from __future__ import annotations
 

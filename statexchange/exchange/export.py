@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
-from statexchange.checkpoint.extra_files import given_files
+from statexchange.checkpoint.extra_files import read_caller_files
 from statexchange.comm.communicator import CommLike, Communicator
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.exchange.background import run_in_background
@@ -216,7 +216,7 @@ def model_of(state: State, options: ExportOptions, comm: Communicator) -> tuple[
     if comm.rank == 0:
         files = model_files(state)
         if options.convert is not None:
-            config = given_files(options.files_from).config()
+            config = read_caller_files(options.files_from).config()
     return files, chosen_conversion(options, state, config)
 
 

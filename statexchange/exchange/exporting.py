@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from statexchange.checkpoint.extra_files import extra_files, given_files
+from statexchange.checkpoint.extra_files import extra_files, read_caller_files
 from statexchange.checkpoint.notes import note_on_extra_state, notes_on_tensors, notes_on_written
 from statexchange.checkpoint.publication import Provenance, Publication, VersionMarks
 from statexchange.comm.communicator import Communicator, from_root
@@ -240,9 +240,9 @@ def _planned(
 ) -> RootExport:
     """Plan, claim the target, and create the files. Root only."""
     has_files = request.options.files_from is not None or bool(request.model_files)
-    given = given_files(request.options.files_from) if has_files else None
+    caller_files = read_caller_files(request.options.files_from) if has_files else None
     # transformers would give a head that its config does not tie, and that no file has, random values.
-    is_untied = given is not None and unties_heads(given.config(request.model_files))
+    is_untied = caller_files is not None and unties_heads(caller_files.config(request.model_files))
     # A function that renames may answer otherwise than at the last export. The rules of a layout are not compared, and
     # many different ranks would be kept for nothing.
     is_kept = not callable(options.rename) and options.layout is None and len(set(map(id, metadata))) <= _MOST_KEPT
@@ -256,8 +256,8 @@ def _planned(
     if extra_state:
         notes += note_on_extra_state(extra_state, request.options)
     extra: dict[str, bytes] = {}
-    if given is not None:
-        extra = extra_files(given.contents, plan, request.model_files, updates_dtype=True)
+    if caller_files is not None:
+        extra = extra_files(caller_files.contents, plan, request.model_files, updates_dtype=True)
     if request.marks is not None and request.marks.checksums is not None:
         plan = _numbered_from_zero(plan)
     # Last: from here on there is something to clean up. Two exports to one path meet here, and one is refused.

@@ -49,7 +49,7 @@ class FrozenFile:
     Attributes:
         listed: the entry of the manifest.
         identity: what `StoredFile.local_identity` has of it.
-        version: what an object store calls the version that this save has put; "" in a directory, and before a save.
+        version: the version that an object store gave to what this process put; "" in a directory.
         shards: its shards by name.
         digests: the digests of their boxes.
     """

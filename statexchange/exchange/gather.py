@@ -12,7 +12,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ParamSpec, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 
@@ -36,7 +36,6 @@ from statexchange.tensors import TensorLike, is_tensor, itemsize_of, wait_tensor
 
 __all__ = ["GatheredState", "gather_state", "get_configs_parallel", "get_tensors_parallel"]
 
-P = ParamSpec("P")
 T = TypeVar("T")
 _NO_LIMIT_S = float("inf")
 

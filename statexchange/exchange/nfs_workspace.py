@@ -197,8 +197,8 @@ class NFSWorkspace:
         """
         if name is None or self._written is None or not self._is_run_given:
             return False
-        own, age_s = self._written
-        here, there = view.stored(own), view.stored(name)
+        written, age_s = self._written
+        here, there = view.stored(written), view.stored(name)
         if here is None or there is None or here.modified is None or there.modified is None:
             return False
         return there.modified < here.modified - age_s - _CLOCK_TICK_S

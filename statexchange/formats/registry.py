@@ -360,9 +360,9 @@ def open_checkpoint(path: str | os.PathLike[str]) -> OpenCheckpoint:
     """Open a checkpoint of any format as a lazy mapping of tensor names to tensors.
 
     Not collective. Reads headers only; a tensor's bytes are read by its `read`. A tensor that is stored as shards, even
-    in several files, is read as one. The files stay open until the mapping is closed, so that the old
-    content stays readable if the checkpoint is replaced later. Of a training framework's directory, whose parts are
-    model, optimizer and others, the model is opened.
+    in several files, is read as one. The files stay open until the mapping is closed, so that the old content stays
+    readable if the checkpoint is replaced later. The mapping belongs to this process and cannot be pickled. Of a
+    training framework's directory, whose parts are model, optimizer and others, the model is opened.
 
     Args:
         path: a Hugging Face directory or file, a save, a workspace, a torch DCP directory, a Megatron or DeepSpeed

@@ -148,10 +148,10 @@ class NameFilter:
         new_entries = list(map(self._entry, entries))
         olds: dict[str, Entry] = {}
         for new, old in zip(new_entries, entries, strict=True):
-            other = olds.setdefault(new.text, old)
+            first = olds.setdefault(new.text, old)
             # Tied tensors may get one name: they have the same values.
-            if other.text != old.text and not _are_one_tensor(other, old):
-                text = f"rename gives one name to both {other.text!r} and {old.text!r}: change rename"
+            if first.text != old.text and not _are_one_tensor(first, old):
+                text = f"rename gives one name to both {first.text!r} and {old.text!r}: change rename"
                 raise UnsafeError(text, name=new.text, path=path)
         _check_places(new_entries, olds, path)
         return new_entries

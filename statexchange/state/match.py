@@ -127,9 +127,9 @@ class _Matcher:
             return
         stored = self._matching.stored(entry.text)
         if stored is None:
-            other = self._entries.at(entry.text)
-            if other is not None or self._entries.has_below(entry.text):
-                raise other_kind_error("a tensor", {} if other is None else other.leaf, entry.text)
+            saved = self._entries.at(entry.text)
+            if saved is not None or self._entries.has_below(entry.text):
+                raise other_kind_error("a tensor", {} if saved is None else saved.leaf, entry.text)
             self._add_missing(entry)
             return
         self.plan.add_loaded(stored)
@@ -264,9 +264,9 @@ class _Matcher:
             for index in live_indices:
                 if not problem and joined(path, index) in self.plan.missing:
                     problem = f"lacks {joined(path, index)!r}"
-            others = indices.difference(live_indices)
-            if others:
-                problem = f"has {joined(path, min(others))!r} besides"
+            surplus = indices.difference(live_indices)
+            if surplus:
+                problem = f"has {joined(path, min(surplus))!r} besides"
             if indices and problem:
                 raise InvalidArgumentError(
                     f"the state has {format_number(len(live), 'item')} here, and the source {problem}: make the list "
@@ -492,12 +492,12 @@ class _ModuleMatcher:
             options = self._matching.names.options
             return not any(options.wants(joined(path, name)) for name in names)
         # A module without tensors was saved as an empty mapping, or by others as nothing.
-        other = None
+        saved = None
         if path:
-            other = self._entries.at(path)
-        if other is not None:
-            if not is_empty_mapping(other.leaf):
-                raise other_kind_error("the tensors of a module", other.leaf, path)
+            saved = self._entries.at(path)
+        if saved is not None:
+            if not is_empty_mapping(saved.leaf):
+                raise other_kind_error("the tensors of a module", saved.leaf, path)
             self._plan.matched.add(path)
         wanted = self._wanted(names, prefix, path)
         has_own_loader = has_loader(module, path)
@@ -562,9 +562,9 @@ class _ModuleMatcher:
             self._plan.targets.append(LoadTarget(name_of(stored), target, where))
         # Only now it is known which tensors are loaded under another of their names.
         for where, tensor in lacking.items():
-            other = self._entries.at(where)
-            if other is not None:
-                raise other_kind_error("a tensor", other.leaf, where)
+            saved = self._entries.at(where)
+            if saved is not None:
+                raise other_kind_error("a tensor", saved.leaf, where)
             if id(tensor) not in loaded:
                 self._plan.add_missing(where)
         return new_items, loaded

@@ -744,13 +744,13 @@ class _OptimizerPlan:
 
 def _differing(path: str, first: tuple[str, SavedGroup], second: tuple[str, SavedGroup]) -> StateExchangeError:
     """Return the error for a live group whose parameters have different hyperparameters in the source."""
-    settings, others = first[1].settings, second[1].settings
-    for key in (*settings, *others):
-        value, other = settings.get(key), others.get(key)
-        if not are_equal(value, other):
+    settings, second_settings = first[1].settings, second[1].settings
+    for key in (*settings, *second_settings):
+        value, second_value = settings.get(key), second_settings.get(key)
+        if not are_equal(value, second_value):
             break
     text = (
         f"this param group of the state joins {first[0]!r} and {second[0]!r}, which were saved with different values "
         f"of {key!r}, or with a tensor each: make the param groups of the job that saved them, or save a number"
     )
-    return InvalidArgumentError(text, name=path, expected=value, found=other)
+    return InvalidArgumentError(text, name=path, expected=value, found=second_value)

@@ -50,7 +50,7 @@ from statexchange.tensors import TensorLike, collector_paused, is_dtensor, is_sh
 
 __all__ = ["SavedState", "describe_save"]
 
-_UNITS = ("object", "module", "optimizer")  # kinds of nodes that have a state of their own
+_UNITS = ("object", "module", "optimizer")  # kinds of entries that have a state of their own
 
 
 def _encode(tree: Leaf) -> tuple[str, dict[str, TensorLike]]:
@@ -72,9 +72,9 @@ def _encode(tree: Leaf) -> tuple[str, dict[str, TensorLike]]:
     return values.encode(tree, keep), tensors
 
 
-def _common_text(tree: Leaf, own: Sequence[LiveEntry]) -> str:
+def _common_text(tree: Leaf, of_rank: Sequence[LiveEntry]) -> str:
     """Return the text of a tree with a mark in the place of each object whose state belongs to a rank."""
-    paths = {node.path for node in own}
+    paths = {entry.path for entry in of_rank}
 
     def mark(value: Leaf, path: str) -> str | None:
         if path.removeprefix(".") in paths or is_tensor_type(type(value)):
@@ -85,7 +85,10 @@ def _common_text(tree: Leaf, own: Sequence[LiveEntry]) -> str:
 
 
 def owners_of(
-    placed: Sequence[LiveEntry], own: Sequence[LiveEntry], names: Mapping[int, str], has_rule: Callable[[str], bool]
+    entries: Sequence[LiveEntry],
+    of_rank: Sequence[LiveEntry],
+    names: Mapping[int, str],
+    has_rule: Callable[[str], bool],
 ) -> dict[str, object]:
     """Return, as a JSON value, what of a state belongs to a rank and which optimizers it has. Not collective.
 
@@ -94,17 +97,19 @@ def owners_of(
     optimizer by its path. Empty entries are left out.
 
     Args:
-        placed: the places of the state.
-        own: those of objects that say that their state belongs to a rank.
+        entries: the places of the state.
+        of_rank: those of objects that say that their state belongs to a rank.
         names: the names of parameters by `id`.
         has_rule: `has_rule(name)` returns whether a layout has a rule for a tensor.
     """
-    per_rank = [node.text for node in own]
+    per_rank: list[str] = []
+    for entry in of_rank:
+        per_rank.append(entry.text)
     optimizers: dict[str, str] = {}
-    for node in placed:
-        if node.kind == "optimizer":
-            optimizers[node.text] = class_name(node.value)
-            per_rank += _parts_of_rank(node.value, names, node.text, has_rule)
+    for entry in entries:
+        if entry.kind == "optimizer":
+            optimizers[entry.text] = class_name(entry.value)
+            per_rank += _parts_of_rank(entry.value, names, entry.text, has_rule)
     owners: dict[str, object] = {}
     if per_rank:
         owners["per_rank"] = per_rank
@@ -134,7 +139,7 @@ def _parts_of_rank(
     return of_rank
 
 
-def _note_on_stale_optimizers(placed: Sequence[LiveEntry], names: Mapping[int, str]) -> tuple[str, ...]:
+def _note_on_stale_optimizers(entries: Sequence[LiveEntry], names: Mapping[int, str]) -> tuple[str, ...]:
     """Return a note on optimizers that were made before something replaced the parameters of their module.
 
     Of each such parameter a module has another one of its shape that no optimizer has. This leaves out an optimizer of
@@ -142,25 +147,26 @@ def _note_on_stale_optimizers(placed: Sequence[LiveEntry], names: Mapping[int, s
     """
     optimized: dict[int, TensorLike] = {}
     stale: list[str] = []
-    for node in placed:
-        if node.kind == "optimizer":
-            parameters = {id(parameter): parameter for parameter in parameters_of(node.value)}
-            optimized |= parameters
-            if not parameters.keys() <= names.keys():
-                stale.append(node.path)
+    for entry in entries:
+        if entry.kind == "optimizer":
+            parameters = parameters_of(entry.value)
+            keys = [*map(id, parameters)]
+            optimized.update(zip(keys, parameters, strict=True))
+            if not names.keys() >= {*keys}:
+                stale.append(entry.path)
     if not stale:
         return ()
     # By shape, as nothing else of the parameters that were replaced is left.
     shapes = Counter(tuple(parameter.shape) for key, parameter in optimized.items() if key not in names)
     modules = []
-    for node in placed:
-        if node.kind == "module":
+    for entry in entries:
+        if entry.kind == "module":
             free: Counter[tuple[int, ...]] = Counter()
-            for parameter in node.value.parameters():
+            for parameter in entry.value.parameters():
                 if parameter.requires_grad and id(parameter) not in optimized:
                     free[tuple(parameter.shape)] += 1
             if shapes == free:
-                modules.append(node.path)
+                modules.append(entry.path)
     if not modules:
         return ()
     text = (
@@ -207,19 +213,21 @@ def describe_save(
     """
     with collector_paused():
         # First, as this refuses keys that have no text, and paths that a load could not tell apart.
-        placed = flatten(state).entries
-        own: list[LiveEntry] = []
-        for node in placed:
-            if node.kind == "module":
-                check_module(node.value)
+        entries = flatten(state).entries
+        of_rank: list[LiveEntry] = []
+        for entry in entries:
+            if entry.kind == "module":
+                check_module(entry.value)
             # Of a module or an optimizer, too, a job may say so.
-            if node.kind in _UNITS and is_per_rank(node.value):
-                own.append(node)
-        names = {key: name.in_state for key, name in parameter_names(placed).items()}
+            if entry.kind in _UNITS and is_per_rank(entry.value):
+                of_rank.append(entry)
+        names: dict[int, str] = {}
+        for key, name in parameter_names(entries).items():
+            names[key] = name.in_state
         selection = Selection(_plain(state, "", _Context(names)))
         if options.include or options.exclude:
-            units = {node.text: node.kind for node in placed if node.kind in _UNITS}
-            if layout is not None or any(node.kind == "sharded" for node in placed):
+            units = {entry.text: entry.kind for entry in entries if entry.kind in _UNITS}
+            if layout is not None or any(entry.kind == "sharded" for entry in entries):
                 what = "Megatron-Core's sharded state dicts" if layout is None else "a layout"
                 raise UnsupportedError(f"include and exclude of a save are not for {what}: leave one of them out")
             selection = select(selection.tree, units, options)
@@ -227,24 +235,24 @@ def describe_save(
         rules = _parse_layout(layout, tensors)
         described = describe(tensors, rules, rank)
         ruled = {name for name, local in described.tensors.items() if local.part is not None}
-        owners = owners_of(placed, own, names, ruled.__contains__)
+        owners = owners_of(entries, of_rank, names, ruled.__contains__)
         if selection.left_out:
             owners["left_out"] = selection.left_out
-        frozen = _frozen_names(placed) if separates_frozen else {}
-        common = _common_text(selection.tree, own) if own else config
-        notes = _note_on_stale_optimizers(placed, names)
+        frozen = _frozen_names(entries) if separates_frozen else {}
+        common = _common_text(selection.tree, of_rank) if of_rank else config
+        notes = _note_on_stale_optimizers(entries, names)
         return SavedState(config, common, owners, described, rules, selection, frozen, notes)
 
 
-def _frozen_names(placed: Sequence[LiveEntry]) -> dict[str, str]:
+def _frozen_names(entries: Sequence[LiveEntry]) -> dict[str, str]:
     """Return the names of the modules' parameters that need no gradient, with the top-level keys of the state."""
     frozen: dict[str, str] = {}
-    for node in placed:
-        if node.kind == "module" and not all(parameter.requires_grad for parameter in node.value.parameters()):
-            parameters = {*map(id, node.value.parameters())}
-            for name, item in module_items(node.value, keep_vars=True).items():
+    for entry in entries:
+        if entry.kind == "module" and not all(parameter.requires_grad for parameter in entry.value.parameters()):
+            parameters = {*map(id, entry.value.parameters())}
+            for name, item in module_items(entry.value, keep_vars=True).items():
                 if id(item) in parameters and not item.requires_grad:
-                    frozen[joined(node.text, name)] = node.text.partition(".")[0]
+                    frozen[joined(entry.text, name)] = entry.text.partition(".")[0]
     return frozen
 
 

@@ -118,12 +118,12 @@ def live_items(module: Module) -> tuple[dict[str, Leaf], dict[str, Leaf]]:
     return live, rest
 
 
-def model_items(module: Module, *, keep_vars: bool = False) -> dict[str, Leaf]:
+def model_items(module: Module) -> dict[str, Leaf]:
     """Return `module_items` without the count of an AveragedModel."""
-    return _items(layers(module)[-1], keep_vars=keep_vars)
+    return _items(layers(module)[-1])
 
 
-def _items(model: Module, *, keep_vars: bool) -> dict[str, Leaf]:
+def _items(model: Module, *, keep_vars: bool = False) -> dict[str, Leaf]:
     state = model.state_dict(keep_vars=keep_vars)
     if find_wrapper("\n".join(state)) is None:  # nearly always
         return dict(state)

@@ -378,7 +378,9 @@ class RankFile:
         if size is not None and file.size < size:
             raise TruncatedError("file is truncated", path=path, rank=rank, expected=size, found=file.size)
         if size is not None and file.size > size:
-            raise CorruptError("size differs from its receipt", path=path, rank=rank, expected=size, found=file.size)
+            raise CorruptError(
+                "size differs from the recorded one", path=path, rank=rank, expected=size, found=file.size
+            )
         header = read_header(file)
         metadata = header.workspace_metadata(path, file.budget)
         if metadata is None:
@@ -592,8 +594,8 @@ class SaveManifest:
             frozen = []
             for fields in raw.get("frozen", ()):
                 frozen.append(SavedFile(*fields))
-            others = raw.get("index", ""), tuple(raw.get("superseded", ()))
-            of_all = tuple(sizes), raw["step"], metrics, tuple(frozen), *others
+            index, superseded = raw.get("index", ""), tuple(raw.get("superseded", ()))
+            of_all = tuple(sizes), raw["step"], metrics, tuple(frozen), index, superseded
             manifest = cls(raw["save"], raw["job"], created, *of_all)
             manifest._check(names)
         except (AttributeError, KeyError, TypeError, ValueError) as error:

@@ -127,8 +127,8 @@ class GradientAllReduce(Algorithm):
 class ScatterGatherAllReduce(Algorithm):
     """Average gradients by a reduce-scatter and an all-gather of each bucket.
 
-    Not collective to construct. Between hosts: 3 (H - 1) B bytes: 2 (H - 1) B to reduce,
-    (H - 1) B to gather. The algorithm is Bagua's ScatterGatherAllReduce.
+    Not collective to construct. Between hosts: 3 (H - 1) B bytes: 2 (H - 1) B to reduce, (H - 1) B to gather. The
+    algorithm is Bagua's ScatterGatherAllReduce.
 
     Example:
         >>> import statexchange as sx

@@ -14,8 +14,8 @@ __all__ = ["average_gradients"]
 def average_gradients(module: Source, comm: CommLike | None = None) -> None:
     """Replace the gradients of `module` by their averages over ranks.
 
-    Collective. Blocks until all ranks have called. It is one round of a BucketReducer, which says what becomes of
-    gradients that are missing on some ranks or sparse.
+    Collective. Blocks until all ranks have called. It is one round of a BucketReducer: see there for gradients
+    that are sparse, or missing on some ranks.
 
     Args:
         module: a module, or parameters with or without names, or a list of modules.

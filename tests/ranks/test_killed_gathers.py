@@ -91,9 +91,9 @@ def fill_with_files_of_others(path: Path) -> Build:
     workspace = Workspace(path)
     for run in ("committed", "pending"):
         content = [filled(shard, b"abcd")]
-        receipt = workspace.write(content, run=run, round=1, rank=0, world_size=1)
+        name = workspace.write(content, run=run, round=1, rank=0, world_size=1)
         if run == "committed":
-            commit(path, receipt)
+            commit(path, name)
     other = open_build(str(path / f"gather-{'3' * 16}"), NO_PLAN, ["x"], check=None)
     other.put("x", b"being gathered")
     return other

@@ -216,7 +216,7 @@ def test_a_truncated_or_missing_file_is_named(tmp_path: Path) -> None:
     files = write_round(tmp_path / "ws", *lay_out({"w": torch.ones(8, 8)}, 2, 0))
     path = files[1]
     os.truncate(path, path.stat().st_size - 1)
-    assert refuse(CorruptError, tmp_path, r"truncated|receipt").path == str(path)
+    assert refuse(CorruptError, tmp_path, "truncated").path == str(path)
     path.unlink()
     error = refuse(IncompleteError, tmp_path, "missing")
     assert (error.rank, error.path) == (1, str(path.parent))

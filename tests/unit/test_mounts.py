@@ -77,8 +77,8 @@ def test_a_writer_changes_its_directories_once_more_after_a_tick_of_the_servers_
     mount(tmp_path, "nfs", "rw,vers=3", monkeypatch)
     tick_ns = 20_000_000
     workspace = Workspace(tmp_path / "ws")
-    receipt = workspace.write([], run="job", round=1, rank=0, world_size=1)
-    file = tmp_path / "ws" / receipt.relative
+    written = workspace.write([], run="job", round=1, rank=0, world_size=1)
+    file = tmp_path / "ws" / written.relative
     for directory in (file.parent, file.parent.parent):
         assert directory.stat().st_mtime_ns - file.stat().st_ctime_ns > tick_ns
     for value in (1, 2):

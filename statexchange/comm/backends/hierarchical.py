@@ -28,7 +28,8 @@ EnterOnNode: TypeAlias = Callable[[int | None, Wait], Sequence[int]]
 class _Steps(OuterMonitor):
     """Runs the steps of one collective, and translates the ranks in their errors into ranks of the world.
 
-    It is the monitor of the steps' waits, and forwards the world's, whose errors have ranks of the world already.
+    It is the monitor of the steps' waits, and forwards to that of the world, whose errors have ranks of the world
+    already.
     """
 
     def __init__(self, backend: HierarchicalBackend, wait: Wait) -> None:

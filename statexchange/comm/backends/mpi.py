@@ -87,7 +87,9 @@ class MPIBackend(Backend):
         self._mpi = _mpi()
         if self._mpi.Query_thread() != self._mpi.THREAD_MULTIPLE:
             # Work that was begun with `async_op` runs in a thread of its own.
-            raise UnsupportedError("MPI was initialised without MPI_THREAD_MULTIPLE, which mpi4py asks for by default")
+            raise UnsupportedError(
+                "MPI was initialised without MPI_THREAD_MULTIPLE: let mpi4py do it, which asks for that by default"
+            )
         self._unfinished: list[Any] = []  # requests that were given up: MPI may still write to their buffers
         self._datatypes: dict[Any, Any] = {}  # of MPI, by those of torch
         self.rank = int(comm.Get_rank())

@@ -344,20 +344,20 @@ class SharedMemoryBackend(Backend):
         self._move(data, max(map(sum, sizes_by_rank)), reads, wait)
 
     def _move(
-        self, ours: torch.Tensor | None, longest: int, reads: Sequence[tuple[int, int, torch.Tensor]], wait: Wait
+        self, sent: torch.Tensor | None, longest: int, reads: Sequence[tuple[int, int, torch.Tensor]], wait: Wait
     ) -> None:
         """Send every rank's bytes through its own windows.
 
         Args:
-            ours: the bytes that this rank sends, if any.
+            sent: the bytes that this rank sends, if any.
             longest: the largest number of bytes that any rank sends, equal on all ranks.
             reads: what this rank receives: the rank that sends, where in its bytes to begin, and the target.
             wait: the wait of the collective.
         """
         for at in range(0, longest, _WINDOW_BYTES):
             staging = self._next_window(torch.uint8, _WINDOW_BYTES)
-            if ours is not None:
-                shown = ours[at : at + _WINDOW_BYTES]
+            if sent is not None:
+                shown = sent[at : at + _WINDOW_BYTES]
                 staging[self.rank][: shown.numel()].copy_(shown)
             self._page.sync(wait)
             for rank, begin, into in reads:

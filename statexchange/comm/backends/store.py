@@ -130,8 +130,8 @@ class StoreBootstrap(Backend):
 def over_group(group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> StoreBootstrap:
     """Return a bootstrap backend of these ranks of `group`, in that order, by default of all. Not collective.
 
-    It is a part of the store at which the ranks of `group` have met. The group itself is left to its owner, since the
-    ranks agree on the order of its collectives only with those of its owner.
+    It has keys of its own in the store at which the ranks of `group` have met. The group itself is left to its owner,
+    whose collectives the ranks would else match with ours in different orders.
 
     `torch.distributed.new_group` names groups by a counter of each process. So it works for a part of the ranks only if
     all of them have made equally many groups before; else they would wait for different names. Here the ranks

@@ -219,9 +219,9 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def torch_timeout(wait: Wait, more_s: float = GRACE_S) -> timedelta:
+def torch_timeout(wait: Wait) -> timedelta:
     """Return torch's own timeout: longer than `wait`, whose deadline comes first, but finite, so that threads end."""
-    return as_timedelta(wait.timeout_s + more_s)
+    return as_timedelta(wait.timeout_s + GRACE_S)
 
 
 def as_timedelta(timeout_s: float) -> timedelta:

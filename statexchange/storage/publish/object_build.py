@@ -98,7 +98,7 @@ __all__ = [
 _log = logging.getLogger(__name__)
 REMOVAL = "removal"
 _Stage: TypeAlias = Literal["unclaimed", "claimed", "clearing", "building"]
-"""What the end of a build removes: nothing, the claim, nothing as the claim lists what is left, or all objects."""
+"""How far a build is. Its end removes nothing; the claim; nothing, as the claim lists what is left; or all objects."""
 _MOST_ABSENT = 100  # times that a claim could not be created and was not there
 _ATTEMPTS = 5  # to remove an object whose name a publisher without the claim keeps creating
 

@@ -223,18 +223,17 @@ class Objects:
             return None
         return Claim.parse(bytes(data), path)
 
-    def replace_claim(self, claim: Claim, present: Claim) -> bool:
-        """Replace the claim `present`; return False if it has changed or was removed."""
+    def replace_claim(self, claim: Claim, present: Claim) -> None:
+        """Replace the claim `present`, unless it has changed or was removed."""
         path = self.path_of(CLAIM_NAME)
         audit("renew" if claim.nonce == present.nonce else "take over", path)
         # The version before the content: if the claim changes between the two, S3 refuses the put.
         version = self.version(CLAIM_NAME)
         if self.read_claim() != present:
-            return False
+            return
         condition = {"IfMatch": version} if self._has_conditions else {}
         try:
             with conditional("put", path):
                 self._system.pipe_file(f"{self._base}/{CLAIM_NAME}", claim.to_bytes(), mode="overwrite", **condition)
         except (TargetExistsError, NotFoundError):  # another publisher has replaced the claim, or it was removed
-            return False
-        return True
+            return

@@ -39,7 +39,7 @@ _HEAD = struct.Struct("<8sQd?")
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What one rank says in a round.
+    """What one rank reports in a round.
 
     Attributes:
         plan_digest: the digest of its plan, which ranks compare.
