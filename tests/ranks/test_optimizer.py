@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -887,6 +889,22 @@ def test_average_gradients_names_a_parameter_that_differs_and_accepts_no_paramet
     average_gradients(nn.ReLU())
     error = raised_on_both(lambda: average_gradients(nn.Linear(2 + sx.get_rank(), 2)), MismatchError)
     assert error.name == "weight"
+
+
+def test_average_gradients_leaves_no_memory_to_the_garbage_collector() -> None:
+    def work() -> list[bool]:
+        module = nn.Linear(2, 2)
+        module(torch.ones(1, 2)).sum().backward()
+        average_gradients(module)
+        averages = [weakref.ref(parameter.grad) for parameter in module.parameters()]
+        module.zero_grad()
+        return [average() is None for average in averages]
+
+    gc.disable()
+    try:
+        assert run_ranks(work, 2) == [[True, True]] * 2
+    finally:
+        gc.enable()
 
 
 def small_net() -> nn.Sequential:

@@ -220,13 +220,14 @@ class BucketReducer(Reducer):
         return not uses_cores or usable_cores() >= 2 * self.comm.world_size
 
     def close(self) -> None:
-        """Remove the hooks from the parameters: backward is as before.
+        """Remove the hooks from the parameters: backward is as before. Buckets live as long as gradients in them.
 
         Not collective. Closing the communicator does it, too. May be called more than once.
         """
         self._closed = True
         self.comm.dependents.discard(self)
         self._hooks.remove()
+        self._plan.clear()
 
     def raise_if_closed(self) -> None:
         """Raise if this reducer or its communicator has been closed. Not collective."""
