@@ -45,8 +45,8 @@ class Walk(NamedTuple):
 CEILINGS = {
     "load": Walk(25, 607, 47, 0),
     "save": Walk(25, 524, 39, 2),
-    "export": Walk(25, 424, 24, 0),
-    "merge": Walk(25, 645, 58, 0),
+    "export": Walk(25, 426, 24, 0),
+    "merge": Walk(25, 647, 58, 0),
     "synchronize": Walk(12, 232, 33, 1),
 }
 
