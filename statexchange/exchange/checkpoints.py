@@ -75,9 +75,9 @@ class Checkpoints:
             warning is given. It stays in /dev/shm after the end of the job, until the next save or `delete`, or until a
             job with `memory` saves and finds that its save is gone (if that is at no URL), or that it needs the room.
         link: parameters that do not train (``requires_grad=False``) lie in files of their own, and a save makes a hard
-            link of those of the last save of this process if they have the bytes that it would write: saves then share
-            these files, and a damaged one is damaged in each. S3 copies such files itself. At other URLs, and with
-            `memory`, each save is written whole. The same on all ranks.
+            link of those of the last save if they have the bytes that it would write: saves then share these files, and
+            a damaged one is damaged in each. S3 copies such files itself. At other URLs, and with `memory`, each
+            save is written whole. The same on all ranks.
         comm: a Communicator, ProcessGroup, DeviceMesh or MPI communicator; by default the current communicator.
         layout: rules for plain tensors that are parts of whole ones, as in `save_checkpoint`, for saves and loads.
         include: patterns of what each save has of the state, as in `save_checkpoint`.
@@ -244,6 +244,7 @@ class Checkpoints:
                     step=number,
                     metrics=self._saves.checked_metrics(metrics, number, comm.rank),
                     frozen=self._frozen,
+                    newest=self._saves.newest,
                     superseded=functools.partial(self._saves.superseded, number),
                     before=functools.partial(self._saves.prepare, number, comm.run, overwrite=overwrite),
                     after=self._note_saved,

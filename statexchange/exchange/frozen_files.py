@@ -5,13 +5,13 @@ file for each top-level key of the state, beside the file of all else. The next 
 hard link, if
 
 1. it has the boxes and digests that this rank would write, by the bytes of the live tensors;
-2. its device, inode, size and modification time are those of the file that this process wrote, and nothing was loaded
-   since.
+2. its device, inode, size and modification time are those of the file that this process wrote, or has read and compared
+   with its digests, as it does once after a restart with the files of the newest save.
 
 So a tensor that was changed after all is written, whatever `requires_grad` says. Saves that share a file share its
 bytes: if these are damaged, they are damaged in each of them. An object store has no links: there the store copies the
-object itself, if it has the size and version that this process wrote. Where there is neither a link nor such a copy the
-file is written, and so is that of the first save after a start or a load.
+object itself, if it has the size and version that this process wrote or has read. Where there is neither a link nor
+such a copy the file is written.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from statexchange.comm.communicator import Communicator
 from statexchange.errors import StateExchangeError, TargetExistsError, without_secrets
 from statexchange.exchange.staging import Staging, shard_data
+from statexchange.formats.source import ShardFile
 from statexchange.sharding.shards import Shard
 from statexchange.state.describe import LocalTensor
 from statexchange.storage.location import open_path
@@ -33,13 +34,16 @@ from statexchange.storage.tensorfile import (
     MANIFEST,
     SavedFile,
     frozen_file_name,
+    open_rank_file,
     rank_metadata,
+    read_manifest,
 )
 from statexchange.tensors import collector_paused
 
 __all__ = ["FrozenFile", "FrozenFiles", "Target", "frozen_parameters"]
 
 _log = logging.getLogger(__name__)
+_KEY = "key"  # of a file's metadata: the top-level key of the state
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +53,10 @@ class FrozenFile:
     Attributes:
         listed: the entry of the manifest.
         identity: what `StoredFile.local_identity` has of it.
-        version: the version that an object store gave to what this process put; "" in a directory.
+        version: what an object store calls the version that this save has put; "" in a directory, and before a save.
         shards: its shards by name.
         digests: the digests of their boxes.
+        is_checked: whether this process wrote it, or has compared its bytes with its digests.
     """
 
     listed: SavedFile
@@ -59,11 +64,12 @@ class FrozenFile:
     version: str
     shards: Mapping[str, Shard]
     digests: Mapping[str, Sequence[str]]
+    is_checked: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The save that is being written: its path, the key of its build, and its id.
+    """The save that is being written: its path, the key of its build, its id, and the newest save beside it.
 
     `aliases` has the kept name of each other name of a tied tensor.
     """
@@ -71,6 +77,7 @@ class Target:
     path: str
     key: str
     save: str
+    newest: str
     aliases: Mapping[str, str]
 
 
@@ -97,7 +104,7 @@ class FrozenFiles:
     """The files of this rank in the last save of a job, by the top-level key of the state. Not collective."""
 
     def __init__(self) -> None:
-        self._last: Mapping[str, FrozenFile] = {}
+        self._last: Mapping[str, FrozenFile] | None = None  # None before the first save
         self._folder = ""
         self._ranks = 0, 0  # the rank and the number of ranks in the last save
 
@@ -117,8 +124,9 @@ class FrozenFiles:
             comm: the communicator.
         """
         # A rank's file is of no use for another rank, nor where there are more or fewer ranks than before.
-        if self._ranks != (comm.rank, comm.world_size):
-            self._last, self._ranks = {}, (comm.rank, comm.world_size)
+        if self._last is None or self._ranks != (comm.rank, comm.world_size):
+            self._last = _files_of(target.newest, comm) if frozen and target.newest else {}
+            self._folder, self._ranks = target.newest, (comm.rank, comm.world_size)
         files: dict[str, FrozenFile] = {}
         for key, tensors in sorted(frozen.items()):
             name = frozen_file_name(comm.rank, comm.world_size, len(files))
@@ -128,12 +136,12 @@ class FrozenFiles:
                 digests = {**digests, **_missing_digests(tensors, digests, comm)}
                 if all(list(last.digests[name]) == list(digests[name]) for name in last.shards):
                     file = self._linked(last, name, target, comm)
-            files[key] = file or _written(name, tensors, digests, target, comm)
+            files[key] = file or _written(name, key, tensors, digests, target, comm)
         return files
 
     def forget(self) -> None:
-        """Have the next save write its files, as after a restart: a load may have found damage."""
-        self._last = {}
+        """Have the next save read what it links, as after a restart: a load may have found damage."""
+        self._last = None
 
     def note_published(self, path: str, files: Mapping[str, FrozenFile]) -> None:
         """Record the files of a save that is whole now: the next one links them."""
@@ -143,6 +151,8 @@ class FrozenFiles:
         """Link a file of the last save under a name into a build; return None if it cannot be linked."""
         path = os.path.join(self._folder, last.listed.name)
         try:
+            if not last.is_checked:
+                _check(self._folder, last, comm)
             member = join_build(target.path, target.key, MANIFEST)
             version = member.link(name, path, last.identity, comm.progress)
         except TargetExistsError:  # another publisher has taken over
@@ -156,7 +166,7 @@ class FrozenFiles:
         if version:
             identity = [last.listed.nbytes, version]
         listed = replace(last.listed, name=name)
-        return replace(last, listed=listed, identity=identity, version=version)
+        return replace(last, listed=listed, identity=identity, version=version, is_checked=True)
 
 
 def _shards_of(tensors: Sequence[LocalTensor]) -> dict[str, Shard]:
@@ -174,15 +184,17 @@ def _missing_digests(
 
 def _written(
     name: str,
+    key: str,
     tensors: Sequence[LocalTensor],
     digests: Mapping[str, Sequence[str]],
     target: Target,
     comm: Communicator,
 ) -> FrozenFile:
-    """Write a file of frozen parameters into a build."""
+    """Write a file of the parameters below a key of the state into a build."""
     shards_here = _shards_of(tensors)
     aliases = {alias: kept for alias, kept in target.aliases.items() if kept in shards_here}
-    metadata = rank_metadata(target.save, comm.rank, comm.world_size, "null", {"aliases": aliases})
+    extra = {_KEY: key, "aliases": aliases}
+    metadata = rank_metadata(target.save, comm.rank, comm.world_size, "null", extra)
     with collector_paused():
         shards = shard_data(tensors, Staging())
     file = join_build(target.path, target.key, MANIFEST).write_tensors(name, shards, metadata, comm.progress)
@@ -193,3 +205,33 @@ def _written(
             identity = opened.store.open(name).local_identity
     listed = SavedFile(name, file.content.nbytes, comm.rank, target.save)
     return FrozenFile(listed, identity, file.version, shards_here, file.content.digests)
+
+
+def _files_of(folder: str, comm: Communicator) -> dict[str, FrozenFile]:
+    """Return this rank's files in a save that an earlier process wrote; none that cannot be read."""
+    files: dict[str, FrozenFile] = {}
+    try:
+        with open_path(folder) as opened:
+            manifest = read_manifest(opened.store)
+            for listed in manifest.frozen if manifest.world_size == comm.world_size else ():
+                if listed.rank == comm.rank:
+                    file = open_rank_file(opened.store, manifest, listed)
+                    digests = {}
+                    for name, byte_ranges in file.byte_ranges.items():
+                        digests[name] = [str(byte_range.digest) for byte_range in byte_ranges]
+                    key, identity = str(file.metadata.get(_KEY)), file.file.local_identity
+                    files[key] = FrozenFile(listed, identity, "", file.shards, digests, is_checked=False)
+    except StateExchangeError as error:
+        shown = without_secrets(folder)
+        _log.warning("files of frozen parameters of %s are not linked, but written again: %s", shown, error)
+    return files
+
+
+def _check(folder: str, file: FrozenFile, comm: Communicator) -> None:
+    """Read a file of an earlier process and compare its bytes with its digests; raise CorruptError if they differ."""
+    with open_path(folder) as opened:
+        manifest = read_manifest(opened.store)
+        stored = ShardFile.of_rank(open_rank_file(opened.store, manifest, file.listed))
+        for tensor in stored.tensors.values():
+            for index in range(len(tensor.byte_ranges)):
+                tensor.read_digest(index, comm.progress)

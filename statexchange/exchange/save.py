@@ -17,7 +17,7 @@ from statexchange.errors import without_secrets
 from statexchange.exchange.background import run_in_background
 from statexchange.exchange.box_writers import Shares, share_writing
 from statexchange.exchange.declared_copies import compare_copies
-from statexchange.exchange.frozen_files import FrozenFile, Target, frozen_parameters
+from statexchange.exchange.frozen_files import FrozenFile, frozen_parameters
 from statexchange.exchange.placing import place_parts
 from statexchange.exchange.save_index import gather_index
 from statexchange.exchange.saving import (
@@ -25,6 +25,7 @@ from statexchange.exchange.saving import (
     SaveRequest,
     exchange_starts,
     expect_frozen_files,
+    frozen_target,
     notes_on_selection,
     open_target,
     publish,
@@ -192,7 +193,7 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
         file = write_rank_file(Shares(others, shares.digests), saved, request, starts[0], comm)
         if request.frozen is not None:
             with comm.phase("saving parameters that do not train", timeout_s=request.call.stall_timeout_s):
-                target = Target(request.path, starts[0].key, starts[0].save, described.aliases)
+                target = frozen_target(request, starts[0], described.aliases)
                 frozen_files = request.frozen.write(frozen, shares.digests, target, comm)
         notes = saved.notes
         if request.selection.exclude:

@@ -115,6 +115,10 @@ class SavesDirectory:
                 raise TargetExistsError(text, path=self.path_of(step))
         self._begun[step] = job
 
+    def newest(self) -> str:
+        """Return the path of the highest step that was there at first, or that this job saved; "" without one."""
+        return self.path_of(max(self._known)) if self._known else ""
+
     def _goes_back(self, step: int) -> bool:
         """Whether a save of this step means that the job has gone back.
 

@@ -27,7 +27,7 @@ from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import InvalidArgumentError, NotFoundError, without_secrets
 from statexchange.exchange.box_writers import Shares
 from statexchange.exchange.declared_copies import may_have_copies
-from statexchange.exchange.frozen_files import FrozenFile, FrozenFiles
+from statexchange.exchange.frozen_files import FrozenFile, FrozenFiles, Target
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.sharding.options import CallOptions, LoadOptions, check_equal_options
 from statexchange.state.state_dict import SavedState
@@ -51,6 +51,7 @@ __all__ = [
     "SaveRequest",
     "exchange_starts",
     "expect_frozen_files",
+    "frozen_target",
     "notes_on_selection",
     "open_target",
     "publish",
@@ -90,10 +91,10 @@ class SaveRequest:
     """The checked arguments of a save other than the state and the communicator.
 
     The manifest records `job`, the run of the caller's communicator; that of a background thread has another run. If
-    `frozen` is given, parameters that do not train lie in files of their own; `superseded` returns on root the ids of
-    the saves that this one supersedes. Before it opens the target, root calls `before`; once the save is published,
-    each rank calls `after` with the report, and `keep_in_memory`, which is collective, with the path and id of the
-    save, the sizes of all ranks' files and this rank's file.
+    `frozen` is given, parameters that do not train lie in files of their own; `newest` returns the path of the
+    newest save on root, and `superseded` the ids of the saves that this one supersedes. Before it opens the target,
+    root calls `before`; once the save is published, each rank calls `after` with the report, and `keep_in_memory`,
+    which is collective, with the path and id of the save, the sizes of all ranks' files and this rank's file.
     """
 
     path: str
@@ -104,6 +105,7 @@ class SaveRequest:
     step: int | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     frozen: FrozenFiles | None = None
+    newest: Callable[[], str] = str
     superseded: Callable[[], Sequence[str]] = tuple
     before: Callable[[], None] | None = None
     after: Callable[[SaveReport, Communicator], None] | None = None
@@ -117,6 +119,7 @@ class _Start:
     Attributes:
         save: a random id; root's identifies the save.
         key: on root the key of the build, else "".
+        newest: on root the name of the newest save in the same directory; "" without one.
         num_frozen: the most files of frozen parameters that the rank may write.
         has_layout: whether the rank was given a layout.
         has_copies: whether a layout or a mesh may say that other ranks have copies of its boxes.
@@ -128,6 +131,7 @@ class _Start:
 
     save: str
     key: str
+    newest: str
     num_frozen: int
     has_layout: bool
     has_copies: bool
@@ -187,6 +191,7 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
     start = _Start(
         save=secrets.token_hex(8),
         key="" if build is None else build.share(),
+        newest="" if build is None or request.frozen is None else os.path.basename(request.newest()),
         num_frozen=len(set(saved.frozen.values())) if request.frozen is not None else 0,
         has_layout=request.layout is not None,
         has_copies=comm.world_size > 1 and any(may_have_copies(local, comm.world_size) for local in tensors),
@@ -254,6 +259,12 @@ def write_rank_file(
         if shares.digests:
             file.content.check_unchanged(shares.digests)
         return file
+
+
+def frozen_target(request: SaveRequest, start: _Start, aliases: Mapping[str, str]) -> Target:
+    """Return the save as its files of frozen parameters need it; the newest one lies in the same directory."""
+    newest = os.path.join(os.path.dirname(request.path), start.newest) if start.newest else ""
+    return Target(request.path, start.key, start.save, newest, aliases)
 
 
 def publish(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import shutil
 import sys
@@ -97,13 +98,11 @@ def test_a_frozen_tensor_that_changes_is_written_and_comes_back_to_its_rank(back
     assert run_ranks(load_adapters, 2, args=(str(tmp_path / "saves"),)) == [30, 30]
 
 
-def test_the_first_save_after_a_start_or_a_load_links_nothing(tmp_path: Path) -> None:
+def test_a_restarted_job_links_files_of_the_newest_save_that_it_has_read(tmp_path: Path) -> None:
     save_adapters(str(tmp_path), 10)
-    saves = sx.Checkpoints(tmp_path, keep=None)
-    assert [saves.save(adapter_of(step), step).linked_nbytes > 0 for step in (20, 30)] == [False, True]
-    saves.load(adapter_of(0), 20)
-    saves.delete(30)
-    assert [saves.save(adapter_of(step), step).linked_nbytes > 0 for step in (30, 40)] == [False, True]
+    assert sx.Checkpoints(tmp_path).save(adapter_of(20), 20).linked_nbytes > 0
+    ((first, second),) = frozen_files(tmp_path).values()
+    assert first == second
 
 
 def save_alone_and_together(path: str) -> list[Any]:
@@ -132,10 +131,13 @@ def flip_last_byte(path: Path) -> None:
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
-def test_a_damaged_file_is_not_linked_by_a_restarted_job(tmp_path: Path) -> None:
+def test_a_damaged_file_is_not_linked_by_a_restarted_job(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_adapters(str(tmp_path), 10)
     flip_last_byte(tmp_path / "step-000000010" / FROZEN)
-    assert sx.Checkpoints(tmp_path).save(adapter_of(20), 20).linked_nbytes == 0
+    with caplog.at_level(logging.WARNING, "statexchange"):
+        assert sx.Checkpoints(tmp_path).save(adapter_of(20), 20).linked_nbytes == 0
+    assert "step-000000010" in caplog.text
+    assert "written again" in caplog.text
     assert verify(tmp_path / "step-000000020").findings == ()
     assert load_adapters(str(tmp_path)) == 20
 
@@ -229,6 +231,18 @@ def test_after_a_load_damage_is_found_and_the_file_written_again(tmp_path: Path)
         saves.load(adapter_of(0))
     saves.save(adapter_of(20), 20)
     assert load_adapters(str(tmp_path)) == 20
+
+
+def test_a_job_that_goes_back_to_an_older_step_links_its_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_adapters(str(tmp_path), 10, 20)
+    saves = sx.Checkpoints(tmp_path)
+    saves.load(adapter_of(0), 10)
+    saves.delete(20)
+    with caplog.at_level(logging.WARNING, "statexchange"):
+        assert saves.save(adapter_of(11), 11).linked_nbytes > 0
+    assert caplog.text == ""
 
 
 def test_a_module_with_an_attribute_called_module_is_linked_too(tmp_path: Path) -> None:
@@ -325,7 +339,8 @@ def test_a_module_as_the_state_has_one_file(tmp_path: Path) -> None:
     model[2].requires_grad_()
     saves = sx.Checkpoints(tmp_path)
     saves.save(model, 10)
-    assert saves.save(model, 20).linked_nbytes > 0
+    again = sx.Checkpoints(tmp_path)
+    assert again.save(model, 20).linked_nbytes > 0
     assert list(frozen_files(tmp_path)) == [FROZEN]
 
 
@@ -427,6 +442,21 @@ def test_s3_copies_what_does_not_train(s3: str) -> None:
     assert all(report.findings == () for _, report in verify_saves(url))
     sx.Checkpoints(url).delete(30)  # a copy shares nothing with its original
     assert run_ranks(load_large, 1, args=(url,)) == [40]
+
+
+def test_a_restarted_job_copies_objects_of_the_newest_save_that_it_has_read(
+    s3: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    system = fsspec.filesystem("s3")
+    save_large(s3, 10)
+    assert sx.Checkpoints(s3).save(adapter_of(20, LARGE), 20).linked_nbytes > 0
+    path = f"{s3}/step-000000020/{FROZEN}"
+    damaged = bytearray(system.cat_file(path))
+    damaged[-1] ^= 1
+    system.pipe_file(path, bytes(damaged))
+    assert sx.Checkpoints(s3).save(adapter_of(30, LARGE), 30).linked_nbytes == 0
+    assert "is not linked, but written again" in caplog.text
+    assert load_large(s3) == 30
 
 
 def test_an_object_that_was_replaced_is_not_copied(s3: str) -> None:

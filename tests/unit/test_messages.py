@@ -88,6 +88,7 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
         _Start(
             "0123456789abcdef",
             "hidden",
+            "step-000000006",
             2,
             has_layout=False,
             has_copies=True,
