@@ -202,7 +202,7 @@ def _configs(config: _Config, where: str) -> Iterator[tuple[str, _Config]]:
 
 
 def _ties_heads(config: _Config) -> bool | None:
-    """Whether heads are tied, by the outermost config that says so, as in transformers; None if none does."""
+    """Return the `tie_word_embeddings` of the outermost config that has it, as transformers does; None without one."""
     for _, inner in _configs(config, ""):
         is_tied = inner.get(_TIED)
         if isinstance(is_tied, bool):

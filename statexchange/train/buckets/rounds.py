@@ -39,7 +39,7 @@ _HEAD = struct.Struct("<8sQd?")
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What one rank reports in a round.
+    """The report of one rank in a round.
 
     Attributes:
         plan_digest: the digest of its plan, which ranks compare.
