@@ -235,6 +235,8 @@ def draw(seed: int) -> Case:
     able = [place.number for place in tree.walk() if place.kind in PLACES.get(change, [place.kind])]
     if change == "length" or change == "key less":
         able = [place.number for place in tree.walk() if place.number in able and place.items]
+    if change == "strides":  # of a tensor with views they must be equal on all ranks
+        able = [number for number in able if number not in [p.detail for p in tree.walk() if p.kind == "view"]]
     if change == "moved":
         able = [p.number for p in tree.walk() if p.number in able and len(p.items) > 0]
     if change == "shape":

@@ -184,11 +184,13 @@ def _make(options: InitOptions, timeout_s: float) -> Communicator:
 def _bootstrap_backend(options: InitOptions, running: ProcessGroup | None, timeout_s: float) -> Backend:
     """Return a backend over which the ranks can exchange bytes. Collective."""
     launch = detect_launch()
+    if options.backend == "single":
+        return SingleBackend()
     if options.backend == "mpi" or (options.rendezvous is None and launch.launcher in ("openmpi", "mpich")):
         from statexchange.comm.backends import mpi
 
         return mpi.MPIBackend(mpi.world(launch), timeout_s=timeout_s)
-    if options.backend == "single" or (options.rendezvous is None and launch.world_size == 1):
+    if options.rendezvous is None and launch.world_size == 1:
         return SingleBackend()
     return _bootstrap_at_store(options, running, timeout_s)
 

@@ -25,7 +25,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from statexchange import values
 from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt, type_text
 from statexchange.sharding.options import LoadOptions
-from statexchange.sharding.paths import Key, Path, joined, paths_above
+from statexchange.sharding.paths import Key, Path, joined, paths_above, text_of
 from statexchange.state.types import Leaf
 from statexchange.state.units import (
     ObjectStates,
@@ -473,30 +473,40 @@ def flatten(state: Leaf) -> LiveState:
         raise InvalidArgumentError(f"the state is {type_text(state)}: give modules, optimizers or mappings")
     live = LiveState()
     _add(live, state, (), "", "")
-    _check_texts(live.entries)
+    _check_texts(live)
     return live
 
 
-def _check_texts(entries: Sequence[LiveEntry]) -> None:
-    """Raise InvalidArgumentError if two entries have one text, or one that has something inside begins another's.
+def _check_texts(live: LiveState) -> None:
+    """Raise InvalidArgumentError if two entries have one text, or one of them lies by its text in another or in a list.
 
-    As of ``{1: 5, "1": 6}`` and ``{"a": {"b": 1}, "a.b": 2}``: most sources know texts alone.
+    As of ``{1: 5, "1": 6}``, ``{1: optimizer, "1": [module]}`` and ``{"a": [module], "a.b": 2}``: most sources know
+    texts alone.
     """
     kinds: dict[str, Kind] = {}
     has_dots = False
-    for entry in entries:
+    for entry in live.entries:
         if entry.text in kinds:
             raise _alike_error(entry.text)
         kinds[entry.text] = entry.kind
         has_dots = has_dots or entry.text.count(".") >= len(entry.keys)
-    # Without a dot in a key no entry lies in another.
-    if not has_dots:
+    lists: dict[str, Path] = {}
+    has_texts_alone = True
+    for keys, container in live.containers.items():
+        if isinstance(container, Mapping):
+            has_texts_alone = has_texts_alone and all(type(key) is str for key in container)
+        else:
+            lists[text_of(keys)] = keys
+    # With keys of text alone in mappings, and without a dot in one, a text belongs to one path.
+    if has_texts_alone and not has_dots:
         return
-    for entry in entries:
+    for entry in live.entries:
         *above, _ = paths_above(entry.text)
         for text in above:
             # A tensor has nothing inside.
-            if kinds.get(text, "tensor") not in ("tensor", "sharded"):
+            is_in_entry = kinds.get(text, "tensor") not in ("tensor", "sharded")
+            list_keys = lists.get(text, ())
+            if is_in_entry or entry.keys[: len(list_keys)] != list_keys:
                 raise _alike_error(text)
 
 

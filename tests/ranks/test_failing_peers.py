@@ -18,6 +18,7 @@ from starting import KINDS, LAUNCHED_AS, launched_backend, start, wait
 from sweeps import slow
 
 import statexchange as sx
+from statexchange.comm.backends import gloo
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.reduction import Finish
 from statexchange.comm.failure.control_page import _ARRIVED
@@ -42,7 +43,7 @@ def peer_dies(kind: str, path: str, verb: str) -> str:
         else:
             b.all_reduce(torch.ones(4_000_000), "sum", Finish(), wait())
     assert caught.value.phase == "a test"
-    assert b._unfinished  # type: ignore[attr-defined]
+    assert gloo._failed_groups
     return "abandoned"
 
 
@@ -118,7 +119,7 @@ def waits_beside_a_failure() -> None:
     with pytest.raises(sx.errors.PeerError) as caught:
         b.all_gather_bytes(b"", Wait(10, "a test", _FailedMonitor()))
     assert (caught.value.rank, caught.value.phase) == (7, "its own work")
-    assert b._unfinished  # type: ignore[attr-defined]
+    assert gloo._failed_groups
 
 
 def test_a_failure_in_the_monitor_ends_a_wait() -> None:

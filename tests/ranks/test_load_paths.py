@@ -410,6 +410,8 @@ def test_a_list_of_a_dcp_does_not_become_shorter(live: Any, tmp_path: Path) -> N
     ("state", "name"),
     [
         ({"k": {0: {"step": 1}, "0": torch.ones(1)}}, "k.0"),
+        ({"k": {"0": torch.optim.SGD([torch.ones(1)]), 0: [torch.ones(1)]}}, "k.0"),
+        ({"a": [torch.ones(1)], "a.b": 0}, "a"),
         ({"a": {"b": {}}, "a.b": 0}, "a"),
         ({"a": {"b": torch.ones(1)}, "a.b": 0}, "a.b"),
         ({"a": {"b": {"w": torch.ones(1)}}, "a.b": [0]}, "a.b"),

@@ -420,7 +420,7 @@ def repeat_a_key(kind: Kind, path: Path) -> Verdict | None:
 
 @mutation
 def be_of_a_later_version(kind: Kind, path: Path) -> Verdict | None:
-    if not kind.has_digests:
+    if not kind.has_digests or not kind.listing:
         return None
     listing = path / kind.listing
     record = json.loads(listing.read_text())
@@ -547,7 +547,12 @@ EXCEPTIONS: dict[tuple[str, str], Verdict] = {
         INCOMPLETE,
     ),
     # Only the names of the other ranks' files say how many there are.
-    **_all(["lose_the_first_file", "lose_a_middle_file", "lose_the_last_file"], ["workspace"], INCOMPLETE),
+    **_all(
+        ["lose_the_first_file", "lose_a_middle_file", "lose_the_last_file", "interrupt_the_download_of_a_file",
+         "make_a_directory_of_a_file", "make_a_fifo"],
+        ["workspace"],
+        INCOMPLETE,
+    ),
     # The one file of the model: which others there should be, only its kind says.
     **_all(["lose_the_first_file"], ["Trainer", "accelerate"], INCOMPLETE),
     **_all(["lose_the_last_file"], ["FSDP1", "torch_checkpointing"], INCOMPLETE),  # by the boxes of the others

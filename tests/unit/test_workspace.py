@@ -147,7 +147,7 @@ def test_a_failing_write_is_an_error_with_path_and_errno_and_leaves_nothing(
         assert done.returncode == 0, (case, done.stderr)
         if (call, code) in TOLERATED:
             assert (done.stdout, value_of(path)) == ("", 3), case
-            is_left = call == "unlinkat" and len(rounds_of(Workspace(path))) > 2
+            is_left = call == "unlinkat" and len(list(path.glob("job/*/rank-*"))) > 2
             assert ("cannot remove an old round" in done.stderr) == is_left, (case, done.stderr)
         else:
             kind, number, where = json.loads(done.stdout)

@@ -53,6 +53,7 @@ _BLOCK_BYTES = 8 << 20
 _NEVER_SENT_TAG = 3  # messages have tags 0 to 2
 _WIDE = (torch.float32, torch.float64)
 _waiting_threads: dict[threading.Thread, GlooBackend] = {}  # threads that wait inside Gloo, see `_wait_in_thread`
+_failed_groups: list[tuple[Any, list[Any]]] = []  # with the works of which one has failed, see `_free_failed_groups`
 
 
 class GlooBackend(Backend):
@@ -71,9 +72,9 @@ class GlooBackend(Backend):
         `store` must not have been used for this before. `bootstrap`, of the same ranks, makes groups of some of them,
         and is closed with this backend.
         """
-        self._group = make_gloo_group(store, rank, names, timeout_s)
+        _free_failed_groups()
+        self._group: Any = make_gloo_group(store, rank, names, timeout_s)
         self._bootstrap = bootstrap
-        self._unfinished: list[Any] = []  # works that were given up: Gloo may still write to the tensors that they hold
         self._is_broken_off = False
         self._break_off_lock = threading.RLock()  # a signal handler may call `_break_off` while this thread is in it
         self._has_abandoned_message = False
@@ -97,7 +98,7 @@ class GlooBackend(Backend):
                     wait.until(work.is_completed)
                     work.wait()  # completed: this only raises what went wrong
         except BaseException as error:
-            self._unfinished.append(works)
+            _failed_groups.append((self._group, works))
             if isinstance(error, AbandonedError):
                 self._has_abandoned_message = True  # until `leave`, see the top of this file
             elif not isinstance(error, StallError):  # after which Gloo's own timeout comes soon
@@ -114,8 +115,13 @@ class GlooBackend(Backend):
         return self._bootstrap.new_group(ranks, timeout_s)
 
     def close(self) -> None:
-        """Close the bootstrap backend. Not collective."""
+        """Close the bootstrap backend and the group. Not collective."""
         self._bootstrap.close()
+        _free_failed_groups()
+        # Free it now: it takes 10 ms for each peer, which the garbage collector would take at any time. A message that
+        # is still under way is broken off at exit, which needs the group.
+        if self not in _waiting_threads.values():
+            self._group = None
 
     def _break_off(self) -> None:
         """Close the group's connections, once; see the top of this file. While another thread does so, wait for it.
@@ -275,6 +281,19 @@ class GlooBackend(Backend):
 
 
 @functools.cache
+def _free_failed_groups() -> None:
+    """Free groups that have failed, once their works have ended; they are kept until then.
+
+    Not collective. Gloo may still write to the tensors of such works, and to free a group with a work under way blocks
+    until the work's own timeout.
+    """
+    for failed in tuple(_failed_groups):
+        _, works = failed
+        if all(work.is_completed() for work in works):
+            with contextlib.suppress(ValueError):  # another thread has removed it
+                _failed_groups.remove(failed)
+
+
 def _end_threads_at_exit() -> None:
     """End the threads inside Gloo at exit: one that still runs when the interpreter ends would abort the process."""
     atexit.register(_end_threads)
