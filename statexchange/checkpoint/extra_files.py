@@ -21,8 +21,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats.box_digests import DIGESTS
-from statexchange.formats.huggingface import MANIFEST
-from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG
+from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG, MANIFEST
 from statexchange.formats.source import KINDS_BESIDE_CONFIGS, WEIGHT_SUFFIXES, abbreviated_list
 from statexchange.sharding.options import FLOATS, FilesFrom
 from statexchange.storage.location import open_path, parse_json, resolve_path

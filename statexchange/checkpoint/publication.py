@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from statexchange.errors import CorruptError, NotFoundError, UnsafeError, UnsupportedError
 from statexchange.formats.box_digests import DIGEST_BYTES, DIGESTS, PLACED_SCHEMA, is_readable, placed_record
-from statexchange.formats.huggingface import MANIFEST
-from statexchange.formats.model_files import INDEX
+from statexchange.formats.model_files import INDEX, MANIFEST
 from statexchange.formats.sealed_files import DIGESTS_KEY, SealedFile
 from statexchange.formats.sealed_files import KEY as SEALED
 from statexchange.formats.version import VERSION_INDEX

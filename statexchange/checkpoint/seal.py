@@ -24,7 +24,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import huggingface
-from statexchange.formats.huggingface import MANIFEST
+from statexchange.formats.model_files import MANIFEST
 from statexchange.formats.registry import holds_saves, open_source
 from statexchange.formats.sealed_files import SealedFile, seal_file
 from statexchange.sharding.options import CallOptions

@@ -9,7 +9,8 @@ from typing import Literal
 
 from statexchange.checkpoint.publication import ReplaceableFiles
 from statexchange.errors import NotFoundError, ReplacedError, without_secrets
-from statexchange.formats.version import MANIFEST, delta_facts, is_unfinished
+from statexchange.formats.model_files import MANIFEST
+from statexchange.formats.version import delta_facts, is_unfinished
 from statexchange.storage import publish, versions
 from statexchange.storage.location import directory_of, open_path
 from statexchange.storage.versions import GRACE_S

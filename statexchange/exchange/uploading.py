@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from statexchange.comm.communicator import Communicator, from_all, from_root, to_root
 from statexchange.errors import IncompleteError, StorageError, UnsupportedError
 from statexchange.exchange.exporting import RootExport
-from statexchange.formats.huggingface import MANIFEST
+from statexchange.formats.model_files import MANIFEST
 from statexchange.messages import decode, encoded
 from statexchange.sharding.options import CallOptions
 from statexchange.sharding.write_plan import WriteFile, WritePlan, assign_hosts

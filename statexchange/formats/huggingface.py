@@ -31,6 +31,7 @@ from statexchange.errors import (
 from statexchange.formats.box_digests import PLACED_SCHEMA, BoxDigests, PlacedBoxes
 from statexchange.formats.model_files import (
     INDEX,
+    MANIFEST,
     OF_TOTAL,
     ModelFiles,
     has_safetensors_model,
@@ -68,7 +69,6 @@ from statexchange.storage.workspace import is_rank_file
 from statexchange.tensors import itemsize_of
 
 __all__ = [
-    "MANIFEST",
     "RANK",
     "check_file_names",
     "check_numbers",
@@ -84,7 +84,6 @@ __all__ = [
     "shard_file_of",
 ]
 
-MANIFEST = "statexchange.json"
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = f"{_SUFFIX}{INDEX}"
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")

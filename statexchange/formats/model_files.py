@@ -24,6 +24,7 @@ __all__ = [
     "ADAPTER_CONFIG",
     "CONFIG",
     "INDEX",
+    "MANIFEST",
     "OF_TOTAL",
     "SAFETENSORS",
     "TORCH",
@@ -38,7 +39,7 @@ __all__ = [
     "unread_weights",
 ]
 
-CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
+CONFIG, ADAPTER_CONFIG, MANIFEST = "config.json", "adapter_config.json", "statexchange.json"
 SAFETENSORS, TORCH, INDEX = (".safetensors",), (".pt", ".pth", ".bin"), ".index.json"
 _PREFERRED = (
     "model.safetensors",

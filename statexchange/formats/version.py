@@ -35,7 +35,7 @@ from typing import Any
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError, excerpt
 from statexchange.formats import huggingface
-from statexchange.formats.model_files import INDEX
+from statexchange.formats.model_files import INDEX, MANIFEST
 from statexchange.formats.source import ShardFile, Source, SourceTensor, open_listed, parsing
 from statexchange.formats.version_frames import (
     Change,
@@ -54,7 +54,6 @@ from statexchange.storage.versions import version_name, version_number
 
 __all__ = [
     "DELTA_SCHEMA",
-    "MANIFEST",
     "VERSION_INDEX",
     "VERSION_KEY",
     "delta_facts",
@@ -65,7 +64,6 @@ __all__ = [
     "read",
 ]
 
-MANIFEST = huggingface.MANIFEST
 DELTA_SCHEMA = 3  # of a manifest whose directory is a delta
 VERSION_KEY = "version"
 VERSION_INDEX = f"model.safetensors{INDEX}"
