@@ -490,16 +490,18 @@ def _check_texts(live: LiveState) -> None:
             raise _alike_error(entry.text)
         kinds[entry.text] = entry.kind
         has_dots = has_dots or entry.text.count(".") >= len(entry.keys)
-    lists: dict[str, Path] = {}
     has_texts_alone = True
-    for keys, container in live.containers.items():
+    for container in live.containers.values():
         if isinstance(container, Mapping):
-            has_texts_alone = has_texts_alone and all(type(key) is str for key in container)
-        else:
-            lists[text_of(keys)] = keys
+            for key in container:
+                has_texts_alone = has_texts_alone and type(key) is str
     # With keys of text alone in mappings, and without a dot in one, a text belongs to one path.
     if has_texts_alone and not has_dots:
         return
+    lists: dict[str, Path] = {}
+    for keys, container in live.containers.items():
+        if not isinstance(container, Mapping):
+            lists[text_of(keys)] = keys
     for entry in live.entries:
         *above, _ = paths_above(entry.text)
         for text in above:
