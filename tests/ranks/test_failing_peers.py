@@ -44,6 +44,12 @@ def peer_dies(kind: str, path: str, verb: str) -> str:
             b.all_reduce(torch.ones(4_000_000), "sum", Finish(), wait())
     assert caught.value.phase == "a test"
     assert gloo._failed_groups
+    b.close()
+    deadline = time.monotonic() + 10
+    while gloo._failed_groups:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+        gloo._free_failed_groups()
     return "abandoned"
 
 

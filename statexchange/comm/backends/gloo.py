@@ -280,7 +280,6 @@ class GlooBackend(Backend):
             part.copy_(self._reduced_part(block.contiguous().view(-1), sizes, op, finish, wait))
 
 
-@functools.cache
 def _free_failed_groups() -> None:
     """Free groups that have failed, once their works have ended; they are kept until then.
 
@@ -294,6 +293,7 @@ def _free_failed_groups() -> None:
                 _failed_groups.remove(failed)
 
 
+@functools.cache
 def _end_threads_at_exit() -> None:
     """End the threads inside Gloo at exit: one that still runs when the interpreter ends would abort the process."""
     atexit.register(_end_threads)
