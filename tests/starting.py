@@ -62,7 +62,7 @@ def launched_backend(kind: str, path: str) -> Backend:
     if kind == "gloo":
         group = dist.group.WORLD
         assert group is not None
-        return over_group(group).transport(10.0)
+        return over_group(group, 10.0).transport(10.0)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = StoreBootstrap(dist.FileStore(path, size), rank, range(size))
     return store if kind == "store" else store.transport(10.0)

@@ -186,7 +186,7 @@ def adopted(group: ProcessGroup, timeout_s: float | None = None, *, check: bool 
         from statexchange.comm.backends.nccl import NCCLBackend
         from statexchange.comm.backends.store import over_group
 
-        bootstrap = over_group(group)
+        bootstrap = over_group(group, wait_s)
         devices = NCCLBackend(group, bootstrap) if "nccl" in str(dist.get_backend_config(group)) else None
         return form_communicator(bootstrap, wait_s, check=check, start_devices=lambda: devices)
 
@@ -242,7 +242,7 @@ def _of_world_ranks(torch_group: ProcessGroup, ranks: Sequence[int]) -> Communic
     from statexchange.comm.backends.store import over_group
 
     def make(wait_s: float) -> Communicator:
-        return form_communicator(over_group(torch_group, ranks), wait_s)
+        return form_communicator(over_group(torch_group, wait_s, ranks), wait_s)
 
     return _registry.adopt(torch_group, make, None, *ranks)
 

@@ -202,7 +202,7 @@ def _bootstrap_at_store(options: InitOptions, running: ProcessGroup | None, time
 
     if running is not None:
         refuse_inherited(running)
-        return store.over_group(running)
+        return store.over_group(running, timeout_s)
     launch = detect_launch()
     if options.rendezvous is None:
         return rendezvous.by_launcher(launch, timeout_s)

@@ -292,7 +292,7 @@ def test_a_world_of_one_can_be_made_again_and_again() -> None:
 def starts_gloo(path: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     group = torch_groups.start("gloo", dist.FileStore(path, size), rank, size, 10.0)
-    b = over_group(group).transport(10.0)
+    b = over_group(group, 10.0).transport(10.0)
     assert b.all_gather_bytes(bytes([rank]), wait()) == [b"\0", b"\1"]
     dist.destroy_process_group()
 
@@ -310,7 +310,7 @@ def test_nccl_without_a_gpu_names_what_is_missing() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_nccl_is_correct_on_one_gpu() -> None:
     group = torch_groups.start("nccl", dist.HashStore(), 0, 1, 30.0)
-    b = NCCLBackend(group, over_group(group))
+    b = NCCLBackend(group, over_group(group, 10.0))
     try:
         assert b.all_gather_bytes(b"x", wait()) == [b"x"]
         for op, dtype in cells(b):

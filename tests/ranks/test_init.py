@@ -811,6 +811,28 @@ def test_torch_may_use_the_same_master_port() -> None:
     assert found == [[["shm", 2.0, 2.0]] * 2] * 2
 
 
+def adopts_after_a_group_of_its_own(directory: str) -> list[Any]:
+    """Rank 0 has had a default group by itself before, as a process that goes on when others are restarted."""
+    rank, size = rank_and_size()
+    if rank == 0:
+        dist.init_process_group("gloo", init_method=f"file://{directory}/alone", rank=0, world_size=1)
+        sx.init()
+        sx.shutdown()
+        dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{directory}/all", rank=rank, world_size=size)
+    sums = []
+    for backend in ("auto",):
+        sums.append(sx.init(backend, timeout_s=20).all_reduce(1))
+        sx.shutdown()
+    dist.destroy_process_group()
+    return sums
+
+
+def test_the_running_group_is_adopted_whatever_groups_a_rank_had_before(tmp_path: Path) -> None:
+    found = run_ranks(adopts_after_a_group_of_its_own, 2, backend="processes", args=(str(tmp_path),), timeout_s=120)
+    assert found == [[2]] * 2
+
+
 # Local ranks
 
 

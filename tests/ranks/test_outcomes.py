@@ -30,7 +30,7 @@ def make_communicator(where: str, timeout_s: float = 20.0) -> Communicator:
     if where == "one host":
         return sx.init(timeout_s=timeout_s)
     assert dist.group.WORLD is not None
-    bootstrap = over_group(dist.group.WORLD)
+    bootstrap = over_group(dist.group.WORLD, 10.0)
     topology = Topology(bootstrap.rank, tuple(range(RANKS)), ("anna", "bert", "carl"))
     detector = start_failure_detector(bootstrap, topology, timeout_s)
     assert detector is not None

@@ -23,7 +23,6 @@ from statexchange.comm.backends.torch_groups import (
     begun,
     ranks_key,
     store_of_group,
-    unused_prefix,
 )
 from statexchange.comm.wait import Wait
 from statexchange.errors import StallError
@@ -127,7 +126,7 @@ class StoreBootstrap(Backend):
         return GlooBackend(store, self.rank, self._names, timeout_s, self)
 
 
-def over_group(group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> StoreBootstrap:
+def over_group(group: dist.ProcessGroup, timeout_s: float, ranks: Sequence[int] | None = None) -> StoreBootstrap:
     """Return a bootstrap backend of these ranks of `group`, in that order, by default of all. Not collective.
 
     It has keys of its own in the store at which the ranks of `group` have met. The group itself is left to its owner,
@@ -144,4 +143,9 @@ def over_group(group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> 
     else:
         check_ranks(ranks, group.rank(), group.size())
         use = f"{group.group_name}/{ranks_key(ranks)}"
-    return StoreBootstrap(store, list(ranks).index(group.rank()), ranks, unused_prefix(use))
+    # Counted at this store: in the process, which may have had other groups than its peers, numbers would differ.
+    count = ask_store(
+        lambda: store.add(f"statexchange/{use}/uses/{group.rank()}", 1),
+        Wait(timeout_s, "the formation of the communicator"),
+    )
+    return StoreBootstrap(store, list(ranks).index(group.rank()), ranks, f"statexchange/{use}/{count}")
