@@ -190,7 +190,7 @@ def _bootstrap_backend(options: InitOptions, running: ProcessGroup | None, timeo
         from statexchange.comm.backends import mpi
 
         return mpi.MPIBackend(mpi.world(launch), timeout_s=timeout_s)
-    if options.rendezvous is None and launch.world_size == 1:
+    if options.rendezvous is None and running is None and launch.world_size == 1:
         return SingleBackend()
     return _bootstrap_at_store(options, running, timeout_s)
 
