@@ -264,7 +264,7 @@ class _Reader:
         self.others[name] = describe(value)
         if is_plain(value, len(data), budget):
             self.texts[name] = values.encode(value)
-        elif holds_tensor(value, budget):
+        elif holds_tensor(value, budget, set()):
             if type(value) is OpaqueObject:
                 del self.others[name]
                 refusal = UnsupportedError(refusal_of(value), rank=rank, name=name, path=path)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import io
 import pickletools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -208,15 +208,18 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown
         raise CorruptError(text, path=path) from None
 
 
-def contents(values: Iterable[Any], budget: Budget) -> Iterator[Any]:
-    """Yield values of a pickle and everything in them, each container once."""
-    seen: set[int] = set()  # ids, which stay valid because the pickle's root keeps all values alive
+def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Container[int] = ()) -> Iterator[Any]:
+    """Yield values of a pickle and everything in them, each container once.
+
+    Ids of visited containers are added to `seen`; containers with ids in `without` are left out. Ids stay valid because
+    the pickle's root keeps all values alive.
+    """
     waiting = list(values)
     while waiting:
         item = waiting.pop()
         kind = type(item)
         if kind in _CONTAINER_TYPES:
-            if id(item) in seen:
+            if id(item) in seen or id(item) in without:
                 continue
             seen.add(id(item))
             if kind is OpaqueObject:
@@ -258,7 +261,7 @@ class _Machine:
         if self.outer_stacks:
             raise ValueError("a mark is left on the stack")
         if self.functions:
-            for item in contents(self.call_arguments, self.budget):
+            for item in contents(self.call_arguments, self.budget, set()):
                 if type(item) is GlobalRef and item.name in self.functions:
                     raise self.unsafe(item.name)
         return value

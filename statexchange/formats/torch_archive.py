@@ -238,11 +238,17 @@ def is_tensor(value: Any) -> bool:
     return type(value) is OpaqueObject and value.name.startswith("_rebuild_") and not value.is_unknown
 
 
-def holds_tensor(value: Any, budget: Budget) -> bool:
-    """Whether a value of a pickle contains a tensor or a storage."""
-    for item in contents([value], budget):
+def holds_tensor(value: Any, budget: Budget, without: set[int]) -> bool:
+    """Whether a value of a pickle contains a tensor or a storage.
+
+    `without` has the ids of containers known to contain none, and is extended for further calls: many values may refer
+    to one large object.
+    """
+    seen: set[int] = set()
+    for item in contents([value], budget, seen, without):
         if is_tensor(item) or (type(item) is OpaqueObject and item.name == "persistent"):
             return True
+    without |= seen
     return False
 
 

@@ -202,6 +202,7 @@ class TorchFile:
         self.unsupported: list[UnreadableTensor] = []
         self.paths: dict[str, Path | None] = {}
         self._first_names: dict[Any, str] = {}  # by what two names of one tensor have in common
+        self._without_tensors: set[int] = set()
         self._archive = open_archive(file)
         data = self._archive.pickle()
         self._nbytes = len(data)
@@ -234,7 +235,7 @@ class TorchFile:
                 continue
             self.budget.spend(_STEPS_PER_LEAF)
             description = describe(value)
-            if holds_tensor(value, self.budget):
+            if holds_tensor(value, self.budget, self._without_tensors):
                 self._refuse(name, UnsupportedError(refusal_of(value)))
             else:
                 self.others[name] = description

@@ -414,6 +414,14 @@ def test_tensors_that_have_no_plain_bytes_are_refused_by_name(tmp_path: Path, va
             checkpoint["odd"].read()
 
 
+def test_many_objects_may_refer_to_one_large_object(tmp_path: Path) -> None:
+    settings = argparse.Namespace(**{f"option{number}": number for number in range(2_000)})
+    objects = {f"{number}": argparse.Namespace(settings=settings) for number in range(400)}
+    torch.save({"w": torch.ones(1), "objects": objects}, tmp_path / "x.pt")
+    with open_checkpoint(tmp_path / "x.pt") as checkpoint:
+        assert list(checkpoint) == ["w"]
+
+
 def test_the_format_before_torch_1_6_is_refused_with_advice(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     shutil.copy(tmp_path / "old.pt", tmp_path / "old")
