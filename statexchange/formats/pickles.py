@@ -347,6 +347,7 @@ class _Machine:
             raise UnsafeError("refused: the pickle calls getattr on something that is not a class", path=self.path)
         owner, name = args
         ref = GlobalRef(f"{owner.name}.{name}")
+        self.budget.spend(len(ref.name))  # a few bytes repeat the call, and each has a name of its own
         if not (self.unknown_classes and _is_class_name(owner.name.rpartition(".")[2]) and _is_class_name(name)):
             self.functions.add(ref.name)
         return ref

@@ -291,6 +291,14 @@ def test_broken_pickles_are_corrupt(data: bytes) -> None:
     assert caught.value.path == "x"
 
 
+def test_names_of_attributes_take_memory_in_proportion_to_the_pickle() -> None:
+    name = "A" * 190
+    get = b"\x8c\x08builtins\x8c\x07getattr\x93q\x00" + (b"\x8c\xbe" + name.encode()) * 2 + b"\x93"
+    data = b"\x80\x04](" + get + b"\x8c\xc8" + b"B" * 200 + b"\x86q\x01" + b"h\x00h\x01R" * 30_000 + b"e."
+    with pytest.raises(CorruptError, match="so often"):
+        read_pickle(data, "x", unknown_classes=True)
+
+
 def peak_kib() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
