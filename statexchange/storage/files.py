@@ -94,6 +94,7 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 _MAX_NAME = 255 - len(f".{'0' * 32}.{'0' * 16}.partial") - 1
 _ENDING = r"(?:\.(?P<plan>[0-9a-f]{32}))?\.(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|partial|replaced|discarded)"
 _HIDDEN = re.compile(r"\.(.+?)" + _ENDING)
+_NFS_REMOVED = re.compile(r"\.nfs[0-9a-f.]+")  # not all of ".nfs": hidden names of a target "nfs" begin so, too
 _MAX_CHUNK = 1 << 30  # Linux moves at most 2 GiB in one call
 
 
@@ -489,7 +490,7 @@ def remove_file(name: str, path: str, dir_fd: int) -> None:
 
 def remove_entry(name: str, path: str, dir_fd: int) -> None:
     """Remove a file, or a directory with all that is in it; links are not followed."""
-    if name.startswith(".nfs"):  # a removed file that is still open: NFS removes it when closed
+    if _NFS_REMOVED.fullmatch(name):  # a removed file that is still open: NFS removes it when closed
         return
     try:
         # No look at what it is: on NFS that fails for a file that another host removes at the same time.

@@ -103,6 +103,13 @@ def test_publishing_and_overwriting_leave_only_the_target(place: Path) -> None:
     assert os.listdir(place / "deep" / "er") == ["out"]
 
 
+def test_nothing_is_left_beside_a_target_whose_hidden_names_look_like_files_that_nfs_removes(place: Path) -> None:
+    for value in (1, 2, 3):
+        publish(place / "nfs-run", value)
+    assert value_of(place / "nfs-run") == 3
+    assert os.listdir(place) == ["nfs-run"]
+
+
 def test_a_publisher_that_fails_leaves_directories_to_others(place: Path) -> None:
     with begin(place / "saves/first", 1) as first, begin(place / "saves/out", 2) as second:
         build(second, 2)
