@@ -25,6 +25,7 @@ from publishing import (
     publish,
     run_sweep,
     state_of,
+    value_at,
 )
 from safetensors.torch import save_file
 from stored import flip_bit
@@ -32,7 +33,7 @@ from sweeps import slow, steps
 from warm_python import warm_python
 
 import statexchange as sx
-from statexchange.errors import TargetExistsError, UnsafeError, UnsupportedError
+from statexchange.errors import StorageError, TargetExistsError, UnsafeError, UnsupportedError
 from statexchange.processes import Owner
 from statexchange.storage.location import open_path
 from statexchange.storage.publish.claim import CLAIM_NAME, Claim, claim_of
@@ -81,6 +82,23 @@ def test_a_checkpoint_in_a_store_is_replaced_only_with_overwrite(store: Any, tmp
         with pytest.raises(UnsafeError, match=r"notes\.txt"):
             sx.merge_checkpoint(tmp_path / "model.safetensors", "memory://out", overwrite=True, dry_run=dry_run)
     assert sorted(objects(store, "out")) == ["model.safetensors", "notes.txt", "statexchange.json"]
+
+
+def test_a_directory_that_cannot_be_listed_is_not_taken_for_an_empty_one(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish("memory://out", 1)
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError("on fire")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "find", fsspec.AbstractFileSystem.find)  # that of most file systems: it calls `ls`
+        patch.setattr(type(store), "ls", fail)
+        for overwrite in (False, True):
+            with pytest.raises(StorageError, match="on fire"):
+                begin("memory://out", 2, overwrite=overwrite)
+    assert value_at("memory://out") == 1
 
 
 def test_foreign_objects_are_never_mixed_with_a_checkpoint(store: Any) -> None:

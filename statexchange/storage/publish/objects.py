@@ -81,22 +81,34 @@ class Objects:
     def list_infos(self) -> dict[str, Mapping[str, Any]]:
         """List all objects below the directory: fsspec's info of each by its path in the directory."""
         audit("list", self.path)
+        infos: dict[str, Mapping[str, Any]] = {}
+        base = self._base.strip("/")
+        folders = [self._base]
+        while folders:
+            folder = folders.pop()
+            for info in self._list(folder):
+                path = str(info["name"]).rstrip("/")
+                name = path.strip("/")
+                if info["type"] == "directory":
+                    folders += [path] if name != folder.strip("/") else []
+                elif name == base:  # `ls` of an object lists the object itself
+                    raise TargetExistsError("the target is an object, not a directory", path=self.path)
+                else:
+                    infos[name.removeprefix(f"{base}/")] = info
+        return infos
+
+    def _list(self, path: str) -> list[Mapping[str, Any]]:
+        """Return fsspec's info of each entry of a directory; [] if it does not exist."""
         try:
             with storage_errors("list", self.url):
                 self._system.invalidate_cache()
-                entries = self._system.find(self._base, detail=True)
+                # Not `find`: that of most file systems takes a directory that cannot be listed for an empty one.
+                entries: list[Mapping[str, Any]] = self._system.ls(path, detail=True)
         except NotFoundError as error:
             if is_missing_bucket(error):
                 raise
-            return {}
-        base = self._base.strip("/")
-        infos = {}
-        for path, info in entries.items():
-            name = path.strip("/")
-            if name == base:  # `find` gives an object itself
-                raise TargetExistsError("the target is an object, not a directory", path=self.path)
-            infos[name.removeprefix(f"{base}/")] = info
-        return infos
+            return []
+        return entries
 
     def version(self, name: str) -> str | None:
         """Return an object's version; None if it does not exist."""
