@@ -100,11 +100,13 @@ def load_checkpoint(
             missing nor unexpected.
             Of an optimizer the state of each parameter, ``"optimizer.state.NAME"``, and its hyperparameters,
             ``"optimizer.param_groups.NAME"``, are selected by themselves. Another object with a state of its own, or a
-            list of plain values, is loaded whole if anything in it matches, as it was saved or as it is now. It is an
-            error if nothing at all is selected on any rank; one of several patterns may match nothing.
+            list, dataclass or namedtuple of plain values, is loaded whole if anything in it matches, as it was saved
+            or as it is now. It is an error if nothing at all is selected on any rank; one of several patterns may
+            match nothing.
         exclude: shell patterns, in the form of `include`, of the names in `state` to leave as they are: ``"random.*"``.
-            Another object than an optimizer, or a list of plain values, is left whole if anything in it matches, as it
-            was saved or as it is now; of an optimizer the state of one parameter, or its hyperparameters.
+            Another object than an optimizer, or a list, dataclass or namedtuple of plain values, is left whole if
+            anything in it matches, as it was saved or as it is now; of an optimizer the state of one parameter, or its
+            hyperparameters.
         rename: from the source's names to those in `state`: a function, or (regex, replacement) pairs, which are
             applied in order. Names are dotted paths; the parameters of optimizers are renamed too. What moves with its
             mapping keeps its keys. What is inside a list, or in the state of another object, is not renamed. Where a
