@@ -197,6 +197,7 @@ class _Directory:
             # The parts of one section may have equal names.
             source = self._joined([source.renamed(f"{part.stem}.".__add__) for part, source in read])
         note = section_note(section, rest, f" of this {self.framework.kind} directory")
+        has_files_below = self.framework.kind == "verl" and VERL_FILES in self.store.directories
         return replace(
             source,
             opened=self.opened,
@@ -204,7 +205,7 @@ class _Directory:
             notes=(*source.notes, note, *self._notes()),
             sections=(),
             # verl keeps config and tokenizer in a directory of their own.
-            small_files=self.store.below(VERL_FILES) if VERL_FILES in self.store.directories else self.store,
+            small_files=self.store.below(VERL_FILES) if has_files_below else self.store,
         )
 
     def _read(self, part: _StoredPart) -> Source:

@@ -352,6 +352,15 @@ def test_small_files_of_the_model_are_taken(tmp_path: Path) -> None:
     }
 
 
+def test_a_directory_of_trainer_takes_no_config_from_below(tmp_path: Path) -> None:
+    path = copied("trainer/plain/checkpoint-2", tmp_path)
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    (path / "huggingface").mkdir()
+    (path / "huggingface/config.json").write_text('{"model_type": "bert"}')
+    merge_checkpoint(path, tmp_path / "out")
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "llama"
+
+
 def test_a_published_checkpoint_with_trainer_state_json_is_no_trainer_directory(tmp_path: Path) -> None:
     merge_checkpoint(DATA / "trainer/plain/checkpoint-2", tmp_path / "out", files_from={"trainer_state.json": "{}"})
     with open_source(tmp_path / "out") as source:
