@@ -52,9 +52,10 @@ def converted_selection(
     # A caller's number is right where configs differ, but the model is loaded with the one that is written.
     in_written = Numbers(conversion.numbers, configs=written)
     for name, number in numbers.items():
-        if in_written.get(name) not in (None, number):
-            text = f"convert: {name} is {in_written.get(name)} in {written[0].where} and {number} by convert_with"
-            raise InvalidArgumentError(f"{text} (--convert-with): give the config of this model (files_from)")
+        for value, where in in_written.in_configs(name):
+            if value != number:
+                text = f"convert: {name} is {value} in {where} and {number} by convert_with (--convert-with)"
+                raise InvalidArgumentError(f"{text}: give the config of this model (files_from)")
     converted = convert_source(selected, conversion, numbers, configs)
     # The source's own notes come with the others of the report.
     notes = [*selected.notes[len(source.notes) :], *options.notes_on_exclude({*names, *source.unsupported})]

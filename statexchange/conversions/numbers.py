@@ -98,7 +98,7 @@ class Numbers:
         """
         for name, rule in self._rules.items():
             about = f" ({rule.about})" if rule.about else ""
-            values = self._in_configs(name)
+            values = self.in_configs(name)
             for value, where in values[1:]:
                 first, first_where = values[0]
                 if value != first:
@@ -111,7 +111,7 @@ class Numbers:
                 text = f"convert: this conversion is for models in which {name} is {rule.must_be}{about}"
                 raise UnsupportedError(f"{text}, and it is {number}{self._origin(name)}")
 
-    def _in_configs(self, name: str) -> list[tuple[int, str]]:
+    def in_configs(self, name: str) -> list[tuple[int, str]]:
         """Return the number's value in each config that has one, and where that is; [] if the caller gave it."""
         values = []
         for config in () if name in self._given else self._configs:
@@ -133,7 +133,7 @@ class Numbers:
         value = self._values.get(name)
         if value is not None:
             return value
-        values = self._in_configs(name)
+        values = self.in_configs(name)
         if values:
             return values[0][0]
         return self._solved.get(name)
@@ -207,7 +207,7 @@ class Numbers:
         return f" ({', '.join(texts)})" if texts else ""
 
     def _origin(self, name: str) -> str:
-        values = self._in_configs(name)
+        values = self.in_configs(name)
         return f" in {values[0][1]}" if values else ""
 
     def _unknown(self, expression: str) -> UnknownNumberError:

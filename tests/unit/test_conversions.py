@@ -607,6 +607,17 @@ def test_a_config_that_contradicts_the_arguments_of_the_run_is_refused(tmp_path:
     assert same(merged(tmp_path / "beside", tmp_path / "given", convert=GPT, convert_with=numbers), right)
 
 
+@pytest.mark.parametrize("files", [None, {"config.json": "{}"}])
+def test_a_number_of_the_caller_replaces_that_of_the_conversion(tmp_path: Path, files: dict[str, str] | None) -> None:
+    save_file({"a": np.arange(6)}, tmp_path / "model.safetensors")
+    values = [{"permute": {"dim": 0, "shape": ["n", "rest"], "order": [1, 0]}}]
+    conversion = {"numbers": {"n": {"value": "2"}, "rest": {}}, "rules": [{"from": "a", "to": "b", "values": values}]}
+    (tmp_path / "conversion.json").write_text(json.dumps(conversion))
+    options = {"convert": str(tmp_path / "conversion.json"), "convert_with": {"n": 3}, "files_from": files}
+    written = merged(tmp_path / "model.safetensors", tmp_path / "out", **options)
+    assert written["b"].tolist() == [0, 2, 4, 1, 3, 5]
+
+
 LLAMA = {
     "model_type": "llama",
     "num_hidden_layers": 2,
