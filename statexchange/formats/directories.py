@@ -197,15 +197,13 @@ class _Directory:
             # The parts of one section may have equal names.
             source = self._joined([source.renamed(f"{part.stem}.".__add__) for part, source in read])
         note = section_note(section, rest, f" of this {self.framework.kind} directory")
-        has_files_below = self.framework.kind == "verl" and VERL_FILES in self.store.directories
         return replace(
             source,
             opened=self.opened,
             problems=(*self._missing_ranks(section), *source.problems),
             notes=(*source.notes, note, *self._notes()),
             sections=(),
-            # verl keeps config and tokenizer in a directory of their own.
-            small_files=self.store.below(VERL_FILES) if has_files_below else self.store,
+            small_files=self._small_files(),
         )
 
     def _read(self, part: _StoredPart) -> Source:
@@ -262,6 +260,12 @@ class _Directory:
                 name = f"{match.string[: match.start('rank')]}{missing}{match.string[match.end('rank') :]}"
                 path = self.store.path_of(name)
                 yield IncompleteError("the file of this rank is missing", rank=missing, path=path)
+
+    def _small_files(self) -> Store | None:
+        """Return the directory in which the framework keeps config and tokenizer; None without one."""
+        if self.framework.kind == "verl":
+            return self.store.below(VERL_FILES) if VERL_FILES in self.store.directories else None
+        return self.store if self.framework.kind in ("trainer", "accelerate") else None
 
     def _adapters(self) -> list[str]:
         """Return the subdirectories in which PEFT keeps adapters that have names."""

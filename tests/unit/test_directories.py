@@ -467,6 +467,17 @@ def test_verl_takes_the_small_files_of_its_hugging_face_directory(tmp_path: Path
     assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "bfloat16")
 
 
+@pytest.mark.parametrize(
+    "name", ["verl/lora/run/global_step_1/actor", "lightning/sharded/last.ckpt", "torch_checkpointing/state"]
+)
+def test_nothing_is_copied_from_a_directory_without_a_config(tmp_path: Path, name: str) -> None:
+    path = copied(name, tmp_path)
+    shutil.rmtree(path / "huggingface", ignore_errors=True)
+    (path / "notes.txt").write_text("of the run")
+    merge_checkpoint(path, tmp_path / "out")
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"model.safetensors", "statexchange.json"}
+
+
 def test_the_options_on_the_page_merge_the_base_model_of_a_lora_model(tmp_path: Path, call: CommandLine) -> None:
     path = DATA / "verl/lora/run/global_step_1/actor"
     (line,) = [line for line in (DATA.parents[1] / "docs/formats.md").read_text().splitlines() if "LoRA" in line]
