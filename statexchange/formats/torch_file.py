@@ -18,6 +18,7 @@ from statexchange import values
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
+    InvalidArgumentError,
     StateExchangeError,
     UnsupportedError,
     excerpt,
@@ -146,12 +147,21 @@ def _values_of(files: Iterable[TorchFile]) -> tuple[dict[str, str], dict[str, st
 
 
 def _sections(names: Iterable[str], files: Iterable[TorchFile]) -> tuple[Section, ...]:
-    """Return the sections, if names of files show some; then all entries of other files are the model's."""
+    """Return the sections, if names of files show some; then all entries of other files are the model's.
+
+    Raises:
+        InvalidArgumentError: a tensor's name is in files of two sections.
+    """
     sections: dict[str, SectionName] = {}
-    for file in files:
-        section = state_file(file.path.rpartition("/")[2])
+    of_files = [(file, state_file(file.path.rpartition("/")[2])) for file in files]
+    for file, section in of_files:
         if section is not None:
             sections |= dict.fromkeys(file.paths, section)
+    for file, section in of_files:
+        for name in filter(sections.__contains__, file.tensors):
+            if sections[name] != section:
+                text = f"the section {sections[name]!r} has this name, too, in another file: give the path of one file"
+                raise InvalidArgumentError(text, name=name, path=file.path)
     return sections_from(names if sections else (), lambda name: sections.get(name, "model"))
 
 

@@ -26,7 +26,14 @@ from sweeps import slow
 
 import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
-from statexchange.errors import CorruptError, IncompleteError, ReplicaError, UnsafeError, UnsupportedError
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    ReplicaError,
+    UnsafeError,
+    UnsupportedError,
+)
 from statexchange.formats.pickles import OpaqueObject
 from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.formats.torch_file import _mesh_shape
@@ -412,6 +419,14 @@ def test_tensors_that_have_no_plain_bytes_are_refused_by_name(tmp_path: Path, va
         assert (list(checkpoint), checkpoint["ok"].read().tolist()) == (["ok", "odd"], [1])
         with pytest.raises(UnsupportedError, match=match):
             checkpoint["odd"].read()
+
+
+def test_a_tensor_in_files_of_two_sections_is_refused_by_name(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1), "w": torch.ones(2)}, tmp_path / "model.pt")
+    torch.save({"w": torch.zeros(2), "step": 1}, tmp_path / "optimizer.pt")
+    with pytest.raises(InvalidArgumentError, match="'optimizer' has this name") as caught:
+        merged(tmp_path)
+    assert (caught.value.name, caught.value.path) == ("w", str(tmp_path / "model.pt"))
 
 
 def test_many_objects_may_refer_to_one_large_object(tmp_path: Path) -> None:
