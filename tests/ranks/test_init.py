@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ from warm_python import warm_python
 
 import statexchange as sx
 from statexchange.comm import defaults, tcp_store
+from statexchange.comm.backends.gloo import GlooBackend
 from statexchange.comm.rendezvous_directory import _Announcement
 from statexchange.errors import to_record
 from statexchange.messages import encoded
@@ -831,6 +833,22 @@ def adopts_after_a_group_of_its_own(directory: str) -> list[Any]:
 def test_the_running_group_is_adopted_whatever_groups_a_rank_had_before(tmp_path: Path) -> None:
     found = run_ranks(adopts_after_a_group_of_its_own, 2, backend="processes", args=(str(tmp_path),), timeout_s=120)
     assert found == [[2, 2]] * 2
+
+
+def closes_hierarchical_groups(directory: str) -> int:
+    comm = start("hierarchical", directory)
+    groups = [thing for thing in gc.get_objects() if type(thing) is GlooBackend]
+    comm.all_reduce(torch.ones(1))
+    comm.barrier()
+    comm.close()
+    assert all(group._group is None for group in groups)
+    return len(groups)
+
+
+def test_closing_a_hierarchical_communicator_frees_all_its_groups(tmp_path: Path) -> None:
+    """Later the garbage collector would free them, at any time, which blocks the rank."""
+    found = run_ranks(closes_hierarchical_groups, 3, backend="processes", args=(str(tmp_path),), timeout_s=120)
+    assert found == [2, 2, 1]  # that of all ranks, and on the leader of each of the two hosts that of the leaders
 
 
 # Local ranks

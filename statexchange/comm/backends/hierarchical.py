@@ -125,8 +125,10 @@ class HierarchicalBackend(Backend):
         self._transport.leave(error)
 
     def close(self) -> None:
-        """Release the host's memory; the other groups hold nothing. Not collective."""
+        """Close the groups of this host and of the leaders. Not collective."""
         self.node.close()
+        if self.leaders is not None:
+            self.leaders.close()
 
     def empty(self, nbytes: int, wait: Wait) -> torch.Tensor:
         """Return memory in which the ranks of this host reduce fastest. Collective."""
