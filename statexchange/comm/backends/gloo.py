@@ -121,7 +121,7 @@ class GlooBackend(Backend):
         # Free it now: it takes 10 ms for each peer, which the garbage collector would take at any time. A message that
         # is still under way is broken off at exit, which needs the group.
         if self not in _waiting_threads.values():
-            self._group = None
+            self._group, self._is_broken_off = None, True
 
     def _break_off(self) -> None:
         """Close the group's connections, once; see the top of this file. While another thread does so, wait for it.
