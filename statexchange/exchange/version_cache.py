@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from statexchange.checkpoint.merge import copy_source
 from statexchange.checkpoint.publication import ReplaceableFiles
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, StateExchangeError, StorageError
+from statexchange.formats.model_files import MANIFEST
 from statexchange.storage import files, publish
 from statexchange.storage.store import local_path
 from statexchange.storage.versions import VERSION_PREFIX
@@ -28,8 +29,7 @@ from statexchange.storage.versions import VERSION_PREFIX
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from statexchange.formats.model_files import MANIFEST
-from statexchange.formats.source import Source
+    from statexchange.formats.source import Source
 
 __all__ = ["VersionCache"]
 
