@@ -43,13 +43,13 @@ def peer_dies(kind: str, path: str, verb: str) -> str:
         else:
             b.all_reduce(torch.ones(4_000_000), "sum", Finish(), wait())
     assert caught.value.phase == "a test"
-    assert gloo._failed_groups
+    assert gloo._ended_groups
     b.close()
     deadline = time.monotonic() + 10
-    while gloo._failed_groups:
+    while gloo._ended_groups:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-        gloo._free_failed_groups()
+        gloo._free_ended_groups()
     return "abandoned"
 
 
@@ -125,7 +125,7 @@ def waits_beside_a_failure() -> None:
     with pytest.raises(sx.errors.PeerError) as caught:
         b.all_gather_bytes(b"", Wait(10, "a test", _FailedMonitor()))
     assert (caught.value.rank, caught.value.phase) == (7, "its own work")
-    assert gloo._failed_groups
+    assert gloo._ended_groups
 
 
 def test_a_failure_in_the_monitor_ends_a_wait() -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -53,7 +54,7 @@ _BLOCK_BYTES = 8 << 20
 _NEVER_SENT_TAG = 3  # messages have tags 0 to 2
 _WIDE = (torch.float32, torch.float64)
 _waiting_threads: dict[threading.Thread, GlooBackend] = {}  # threads that wait inside Gloo, see `_wait_in_thread`
-_failed_groups: list[tuple[Any, list[Any]]] = []  # with the works of which one has failed, see `_free_failed_groups`
+_ended_groups: list[tuple[int, Any, list[Any]]] = []  # process, group, works under way: see `_free_ended_groups`
 
 
 class GlooBackend(Backend):
@@ -72,7 +73,7 @@ class GlooBackend(Backend):
         `store` must not have been used for this before. `bootstrap`, of the same ranks, makes groups of some of them,
         and is closed with this backend.
         """
-        _free_failed_groups()
+        _free_ended_groups()
         self._group: Any = make_gloo_group(store, rank, names, timeout_s)
         self._bootstrap = bootstrap
         self._is_broken_off = False
@@ -98,7 +99,7 @@ class GlooBackend(Backend):
                     wait.until(work.is_completed)
                     work.wait()  # completed: this only raises what went wrong
         except BaseException as error:
-            _failed_groups.append((self._group, works))
+            _ended_groups.append((os.getpid(), self._group, works))
             if isinstance(error, AbandonedError):
                 self._has_abandoned_message = True  # until `leave`, see the top of this file
             elif not isinstance(error, StallError):  # after which Gloo's own timeout comes soon
@@ -115,12 +116,11 @@ class GlooBackend(Backend):
         return self._bootstrap.new_group(ranks, timeout_s)
 
     def close(self) -> None:
-        """Close the bootstrap backend and the group. Not collective."""
+        """Close the bootstrap backend, and leave the group to be freed. Not collective."""
         self._bootstrap.close()
-        _free_failed_groups()
-        # Free it now: it takes 10 ms for each peer, which the garbage collector would take at any time. A message that
-        # is still under way is broken off at exit, which needs the group.
+        # A message that is still under way is broken off at exit, which needs the group.
         if self not in _waiting_threads.values():
+            _ended_groups.append((os.getpid(), self._group, []))
             self._group, self._is_broken_off = None, True
 
     def _break_off(self) -> None:
@@ -280,17 +280,18 @@ class GlooBackend(Backend):
             part.copy_(self._reduced_part(block.contiguous().view(-1), sizes, op, finish, wait))
 
 
-def _free_failed_groups() -> None:
-    """Free groups that have failed, once their works have ended; they are kept until then.
+def _free_ended_groups() -> None:
+    """Free closed groups, and failed ones once their works have ended; called before the next group is made.
 
-    Not collective. Gloo may still write to the tensors of such works, and to free a group with a work under way blocks
-    until the work's own timeout.
+    Not collective. Not earlier: peers would see connections end before they know why. Not by the garbage collector: it
+    takes 10 ms for each peer, and with a work under way until the work's own timeout. Gloo may still write to the
+    tensors of such works. In a forked child the group's threads do not run, and freeing it would wait for them.
     """
-    for failed in tuple(_failed_groups):
-        _, works = failed
-        if all(work.is_completed() for work in works):
+    for ended in tuple(_ended_groups):
+        pid, _, works = ended
+        if pid == os.getpid() and all(work.is_completed() for work in works):
             with contextlib.suppress(ValueError):  # another thread has removed it
-                _failed_groups.remove(failed)
+                _ended_groups.remove(ended)
 
 
 @functools.cache
