@@ -21,6 +21,7 @@ until their deadline, since another server may follow; without torchrun's they r
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import socket
 import time
@@ -34,7 +35,7 @@ import torch.distributed as dist
 from statexchange.comm import rendezvous_directory, tcp_store
 from statexchange.comm.backends.backend import Backend
 from statexchange.comm.backends.store import StoreBootstrap
-from statexchange.comm.backends.torch_groups import as_timedelta, torch_errors, unused_prefix
+from statexchange.comm.backends.torch_groups import as_timedelta, torch_errors
 from statexchange.comm.tcp_store import Joining, LostServerError, Place, Server
 from statexchange.comm.wait import Wait
 from statexchange.errors import InvalidArgumentError, NotInitializedError, StateExchangeError
@@ -43,6 +44,7 @@ from statexchange.settings import Launch, has_agent_store
 __all__ = ["at_url", "by_launcher"]
 
 _stores: Any = dist  # torch exports its stores there, but not for type checkers
+_uses_of_torchruns_store = itertools.count(1)
 _POLL_S = 0.02
 _MANY_RANKS = 64  # with more ranks each looks less often, so that the load of a file server does not grow
 
@@ -77,7 +79,8 @@ def by_launcher(launch: Launch, timeout_s: float) -> StoreBootstrap:
 def _at_torchruns_store(joining: Joining) -> StoreBootstrap:
     with torch_errors(Wait(joining.timeout_s, joining.where)):
         store, _, _ = next(iter(_stores.rendezvous("env://", timeout=as_timedelta(joining.timeout_s))))
-    store = _stores.PrefixStore(unused_prefix("rendezvous"), store)
+    # torchrun's store lives on while a process forms and closes communicators: each has keys of its own.
+    store = _stores.PrefixStore(f"statexchange/rendezvous/{next(_uses_of_torchruns_store)}", store)
     try:
         joining.join(store)
     except LostServerError as error:

@@ -7,7 +7,6 @@ import contextvars
 import functools
 import secrets
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -46,14 +45,12 @@ __all__ = [
     "store_of_group",
     "torch_errors",
     "torch_timeout",
-    "unused_prefix",
 ]
 
 T = TypeVar("T")
 LONGEST_S = 86_400.0  # in place of no deadline, so that threads inside torch end
 GRACE_S = 1.0  # torch's deadlines are this much later than ours; also the longest wait for others in `close`
 _stores: Any = dist  # torch exports its stores and rendezvous there, but not for type checkers
-_uses: Counter[str] = Counter()  # how often a store has been used for a purpose, with different keys each time
 
 
 def known_groups() -> Mapping[Any, tuple[str, Any]]:
@@ -108,12 +105,6 @@ def start(backend: str, store: Any, rank: int, world_size: int, timeout_s: float
         wait,
     )
     return dist.group.WORLD
-
-
-def unused_prefix(use: str) -> str:
-    """Return a prefix that no earlier use has had; it is the same on all ranks that make the same calls."""
-    _uses[use] += 1
-    return f"statexchange/{use}/{_uses[use]}"
 
 
 def ranks_key(ranks: Sequence[int]) -> str:

@@ -81,6 +81,7 @@ class Objects:
     def list_infos(self) -> dict[str, Mapping[str, Any]]:
         """List all objects below the directory: fsspec's info of each by its path in the directory."""
         audit("list", self.path)
+        self._system.invalidate_cache()
         infos: dict[str, Mapping[str, Any]] = {}
         base = self._base.strip("/")
         folders = [self._base]
@@ -101,7 +102,6 @@ class Objects:
         """Return fsspec's info of each entry of a directory; [] if it does not exist."""
         try:
             with storage_errors("list", self.url):
-                self._system.invalidate_cache()
                 # Not `find`: that of most file systems takes a directory that cannot be listed for an empty one.
                 entries: list[Mapping[str, Any]] = self._system.ls(path, detail=True)
         except NotFoundError as error:
