@@ -12,7 +12,7 @@ A person who reads a finding should have a reason to look.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -25,7 +25,7 @@ from statexchange.units import format_shape
 if TYPE_CHECKING:
     from statexchange.storage.store import ByteRange
 
-__all__ = ["CHECKS", "Check", "StoredBox", "TensorChecks", "ValueFindingError", "joint_tails"]
+__all__ = ["CHECKS", "Check", "StoredBox", "TensorChecks", "ValueFindingError"]
 
 Check = Literal["nan", "inf", "all-zero", "zero-tail", "zero-pages", "all-equal"]
 CHECKS: tuple[Check, ...] = get_args(Check)
@@ -157,10 +157,6 @@ class TensorChecks:
         self._is_equal = True
         self._is_zero = True
 
-    def looks_for(self, check: Check) -> bool:
-        """Whether this check is made."""
-        return check in self._checks
-
     def begin(self, stored: ByteRange, box: Box, rank: int | None) -> StoredBox | None:
         """Return a box that is read next; None if it need not be read for these checks."""
         if not self._checks or box in self._boxes or not box.numel:
@@ -216,7 +212,7 @@ class TensorChecks:
         for stored_box in self._boxes.values():
             is_long = stored_box.tail >= _PAGE_BYTES
             if is_long and not self._is_usual(stored_box, stored_box.tail_begin, stored_box.end):
-                yield self.tail(stored_box)
+                yield self._tail(stored_box)
             runs = [run for run in stored_box.runs if self._is_lost(*run) and not self._is_usual(stored_box, *run)]
             if runs:
                 nbytes = sum(end - begin for begin, end in runs)
@@ -228,14 +224,13 @@ class TensorChecks:
         where = min(self._boxes.values(), key=lambda stored_box: stored_box.box.offsets)
         return self._finding(check, f"all {whole.numel:,} elements are {value}", where, whole.offsets, whole.numel)
 
-    def tail(self, stored_box: StoredBox, following: int = 0) -> ValueFindingError:
-        """Return the finding of the zero bytes at the end of a box, and of `following` in the boxes after it."""
+    def _tail(self, stored_box: StoredBox) -> ValueFindingError:
+        """Return the finding of the zero bytes at the end of a box."""
         nbytes, begin = stored_box.tail, stored_box.tail_begin
         is_whole = stored_box.box == full_box(self._shape)
         part = "" if is_whole else f" of region {element_box(self._dtype, stored_box.box)}"
-        page = ", from a page of the file on" if self.begins_page(begin) else ""
-        more = f", and the {following:,} bytes of the tensors that follow in the file" if following else ""
-        text = f"the last {nbytes:,} bytes{part}{more} are zero{page}"
+        page = ", from a page of the file on" if self._begins_page(begin) else ""
+        text = f"the last {nbytes:,} bytes{part} are zero{page}"
         return self._lost("zero-tail", text, stored_box, begin, nbytes)
 
     def _lost(self, check: Check, text: str, stored_box: StoredBox, begin: int, nbytes: int) -> ValueFindingError:
@@ -249,7 +244,7 @@ class TensorChecks:
 
     def _is_usual(self, stored_box: StoredBox, begin: int, end: int) -> bool:
         """Whether a run of zeros is to be expected in this tensor."""
-        if self._dtype[0] in "IU" and not self.begins_page(begin):  # counters, and rows of tokens that are padded
+        if self._dtype[0] in "IU" and not self._begins_page(begin):  # counters, and rows of tokens that are padded
             return True
         is_moment = _OPTIMIZER.search(self._name) is not None
         if stored_box.is_zero or not (is_moment or _VOCABULARY.search(self._name)):
@@ -258,13 +253,13 @@ class TensorChecks:
         offsets = (begin - stored_box.stored.begin, end - stored_box.stored.begin)
         return len(stored_box.box.shape) > 1 and not any(offset % row for offset in offsets)
 
-    def begins_page(self, begin: int) -> bool:
+    def _begins_page(self, begin: int) -> bool:
         """Whether the first zero element of a run begins a page; the bytes before it may be zero, as of an int 1."""
         return -begin % _PAGE_BYTES < ITEMSIZE[self._dtype]
 
     def _is_lost(self, begin: int, end: int) -> bool:
         """Whether a run of zeros begins and ends at pages; the element after it may begin with zeros, as 1.0 does."""
-        return self.begins_page(begin) and end % _PAGE_BYTES < ITEMSIZE[self._dtype]
+        return self._begins_page(begin) and end % _PAGE_BYTES < ITEMSIZE[self._dtype]
 
     def _says_nothing(self) -> bool:
         """Whether equal elements say nothing: those of integers, or a few."""
@@ -276,9 +271,10 @@ class TensorChecks:
         return self._is_vector() and _MAY_BE_ZERO.search(self._last_name) is not None
 
     def _may_be_equal(self) -> bool:
-        if self._says_nothing() or self._dtype == "F8_E8M0" or _MAY_BE_EQUAL.search(self._last_name):
+        # The bytes of a packed dtype may be equal where its elements are not.
+        if self._says_nothing() or self._dtype == "F8_E8M0" or self._dtype in PACKED:
             return True
-        if not _has_equal_elements(self._value or b"", self._dtype):
+        if _MAY_BE_EQUAL.search(self._last_name):
             return True
         return self._is_vector() and self._value_text() == "1"
 
@@ -286,8 +282,6 @@ class TensorChecks:
         return sum(size > 1 for size in self._shape) <= 1
 
     def _value_text(self) -> str:
-        if self._dtype in PACKED:
-            return "equal"
         value = array_over(self._value, self._dtype, (1,))[0]
         return f"{complex(value):.6g}" if self._dtype.startswith("C") else f"{float(value):.6g}"
 
@@ -304,33 +298,3 @@ class TensorChecks:
         shown = element_box(self._dtype, full_box(self._shape) if region is None else region)
         about = {"name": self._name, "path": where.stored.path, "rank": where.rank}
         return ValueFindingError(text, check=check, region=shown, first=first, count=count, **about)
-
-
-def joint_tails(boxes: Iterable[StoredBox]) -> Iterator[ValueFindingError]:
-    """Yield the zero tails that begin with less than a page in one tensor and go on through the next ones of a file.
-
-    Not collective.
-
-    Args:
-        boxes: all boxes of one file that were read.
-    """
-    with_tails = sorted((box for box in boxes if box.tail), key=lambda box: box.stored.begin)
-    for number, stored_box in enumerate(with_tails):
-        checks = stored_box.checks
-        if stored_box.is_zero or stored_box.tail >= _PAGE_BYTES or not checks.begins_page(stored_box.tail_begin):
-            continue
-        end, following = stored_box.end, 0
-        for after in with_tails[number + 1 :]:
-            if after.stored.begin - end > _PAGE_BYTES or not after.is_zero:
-                break
-            end, following = after.end, following + after.stored.nbytes
-        if stored_box.tail + following >= _PAGE_BYTES and checks.looks_for("zero-tail"):
-            yield checks.tail(stored_box, following)
-
-
-def _has_equal_elements(group: bytes, dtype: str) -> bool:
-    """Whether all elements of a packed group are equal; True for other dtypes."""
-    num = PACKED.get(dtype, 1)
-    bits = 8 * len(group) // num
-    value = int.from_bytes(group, "little")
-    return len({value >> bits * number & ((1 << bits) - 1) for number in range(num)}) == 1

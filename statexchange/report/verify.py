@@ -22,7 +22,7 @@ from statexchange.formats.sealed_files import check_sealed_file, sealed_files
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.report.hub_metadata import HubComparison, compare_with_cache, compare_with_hub
 from statexchange.report.tensor_facts import cover_problems, known_digest
-from statexchange.report.value_checks import Check, StoredBox, TensorChecks, ValueFindingError, joint_tails
+from statexchange.report.value_checks import Check, TensorChecks, ValueFindingError
 from statexchange.sharding.plan import prove_cover
 from statexchange.storage.regions import BoxDigest, blocks, to_global
 from statexchange.storage.save_check import check_saves
@@ -140,7 +140,6 @@ class _Check:
     ) -> None:
         self._source = source
         self._checks = frozenset(checks)
-        self._checked: list[StoredBox] = []  # the boxes of the current file, whose values were looked at
         self._tensor_checks: dict[tuple[str, str, tuple[int, ...]], TensorChecks] = {}
         self._on_progress = on_progress
         hub = hub or HubComparison((), (), (), (), 0)
@@ -160,12 +159,10 @@ class _Check:
         values: list[ValueFindingError] = []
         by_name: dict[str, list[int]] = {}  # the numbers of the files that have a tensor
         for number, shard_file in enumerate(self._source.files):
-            self._checked.clear()
             for name, tensor in shard_file.tensors.items():
                 by_name.setdefault(name, []).append(number)
                 for index in range(len(tensor.byte_ranges)):
                     self._guard(self._read_box, number, tensor, index)
-            values += joint_tails(self._checked)
         for tensor_checks in self._tensor_checks.values():
             values += tensor_checks.findings()
         for name, numbers in by_name.items():  # each separately, so that every problem is found
@@ -205,7 +202,6 @@ class _Check:
             self._count(len(data))
         if checked is not None:
             checked.checks.end(checked)
-            self._checked.append(checked)
         if stored.parts:
             prove_cover(shard.name, shard.global_shape, {part: [0] for part, _ in stored.parts})
         elif stored.digest is None:

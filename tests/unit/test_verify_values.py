@@ -190,13 +190,13 @@ def test_zeros_are_found_in_every_float_dtype(dtype: Any, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("F4", 32), ("F6_E2M3", 48), ("F6_E3M2", 48)])
-def test_packed_dtypes_have_zeros_and_constants_and_no_nan(dtype: str, size: int, tmp_path: Path) -> None:
+def test_packed_dtypes_have_zeros_and_no_nan(dtype: str, size: int, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     shape = [4, 16]
     write_raw(path, {"w": (dtype, shape, bytes(range(200, 200 + size)))})
     assert findings_of(path) == []
     write_raw(path, {"w": (dtype, shape, b"\xff" * size)})
-    assert findings_of(path) == [("all-equal", "w")]
+    assert findings_of(path) == []
     write_raw(path, {"w": (dtype, shape, bytes(size))})
     finding = the_finding(path)
     assert (finding.check, finding.count, finding.region) == ("all-zero", 64, Box((0, 0), (4, 16)))
@@ -314,19 +314,6 @@ class TestZeroRuns:
         values[5, 3:] = 0
         values[6, :900] = 0
         assert findings_in_tensors(tmp_path, w=values) == []
-
-    def test_a_tail_goes_on_in_the_next_tensors_if_it_begins_a_page(self, tmp_path: Path) -> None:
-        path = tmp_path / "model.safetensors"
-        tensors = {"a": ("F32", [1536], noise(1536).tobytes()), "b.bias": ("F32", [768], noise(768).tobytes())}
-        begin = write_raw(path, tensors, align_bytes=PAGE)
-        os.truncate(path, begin + PAGE + 4)
-        os.truncate(path, begin + 6144 + 3072)
-        assert findings_of(path) == []
-        os.truncate(path, begin + PAGE)
-        os.truncate(path, begin + 6144 + 3072)
-        finding = the_finding(path)
-        assert (finding.check, finding.name, finding.first, finding.count) == ("zero-tail", "a", (1024,), 512)
-        assert "3,072 bytes of the tensors that follow" in finding.message
 
     def test_a_tail_of_zero_integers_is_a_finding_only_if_it_begins_a_page(self, tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
