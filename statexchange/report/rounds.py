@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
@@ -89,64 +90,17 @@ class RoundsReport:
     Attributes:
         path: its path.
         rows: a row for each rank and round, by run, round and rank.
-        problems: the errors of all rows.
         notes: what is not listed.
     """
 
     path: str
     rows: tuple[RankRow, ...]
-    problems: tuple[StateExchangeError, ...] = ()
     notes: tuple[str, ...] = ()
 
-
-@dataclass(slots=True)
-class _Listing:
-    """Collects the rows."""
-
-    view: WorkspaceView
-    rows: list[RankRow] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def add_round(self, run: str, number: int) -> None:
-        """Add the rows of a round; nothing for one that is removed meanwhile."""
-        try:
-            names = self.view.rank_names(run, number)
-            temporary = self.view.temporary_files(run, number)
-        except NotFoundError:
-            return
-        for name in names:
-            row = self._row(name)
-            if row is not None:
-                self.rows.append(row)
-        folder = os.path.join(self.view.path, run, f"{number:06d}")
-        if names:
-            ranks, world_size = {name.rank for name in names}, names[0].world_size
-            absent = (rank for rank in range(world_size) if rank not in ranks)
-            for rank in islice(absent, _MAX_MISSING):
-                self.rows.append(RankRow(run, number, rank, world_size, "missing", folder))
-            hidden = world_size - len(ranks) - _MAX_MISSING
-            if hidden > 0:
-                self.notes.append(f"{hidden:,} more ranks have no file in round {number} of run {run}")
-        for file_name, nbytes in temporary:
-            state: State = "abandoned" if atomic.is_abandoned(file_name) else "unfinished"
-            self.rows.append(RankRow(run, number, None, None, state, os.path.join(folder, file_name), nbytes))
-
-    def _row(self, name: RankName) -> RankRow | None:
-        """Return the row of a file; None if it was removed meanwhile."""
-        path = os.path.join(self.view.path, name.relative)
-        where = (name.run, name.round, name.rank, name.world_size)
-        try:
-            file = self.view.open(name)
-            facts = config_facts(file.config, file.path, file.file.budget)
-        except NotFoundError:
-            return None
-        except ReplacedError:
-            raise
-        except StateExchangeError as error:
-            broken = self.view.stored(name)
-            return RankRow(*where, "broken", path, None if broken is None else broken.size, problem=error)
-        stored = file.file
-        return RankRow(*where, "whole", path, stored.size, stored.modified, facts)
+    @property
+    def problems(self) -> tuple[StateExchangeError, ...]:
+        """The errors of all rows."""
+        return tuple(row.problem for row in self.rows if row.problem is not None)
 
 
 def list_rounds(path: str | os.PathLike[str]) -> RoundsReport:
@@ -169,23 +123,62 @@ def list_rounds(path: str | os.PathLike[str]) -> RoundsReport:
         ...     row.run, row.round, row.rank, row.state, row.config.num_keys
         ('job', 1, 0, 'whole', 1)
     """
-    shown = without_secrets(os.fspath(path))
 
     def read(opened: OpenedPath) -> RoundsReport:
+        rows: list[RankRow] = []
+        notes: list[str] = []
         with opened:
             if not workspace.matches(opened):
                 raise InvalidArgumentError("not a workspace: only workspaces have rounds", path=opened.path)
             root, run, number = workspace.position(opened)
             with root:
-                listing = _Listing(WorkspaceView(root.store))
-                for name, candidate in listing.view.all_rounds(run):
+                view = WorkspaceView(root.store)
+                for name, candidate in view.all_rounds(run):
                     if number is None or candidate == number:
-                        listing.add_round(name, candidate)
-        rows = tuple(_sorted(listing.rows))
-        problems = tuple(row.problem for row in rows if row.problem is not None)
-        return RoundsReport(shown, rows, problems, tuple(listing.notes))
+                        rows += _rows_of_round(view, name, candidate, notes)
+        return RoundsReport(without_secrets(os.fspath(path)), tuple(_sorted(rows)), tuple(notes))
 
     return read_with_retry(resolve_path(path, "a workspace"), read)
+
+
+def _rows_of_round(view: WorkspaceView, run: str, number: int, notes: list[str]) -> Iterator[RankRow]:
+    """Yield the rows of a round, none if it is removed meanwhile; add to `notes` what is not listed."""
+    try:
+        names = view.rank_names(run, number)
+        temporary = view.temporary_files(run, number)
+    except NotFoundError:
+        return
+    for name in names:
+        # The file may be removed meanwhile.
+        with contextlib.suppress(NotFoundError):
+            yield _row(view, name)
+    folder = os.path.join(view.path, run, f"{number:06d}")
+    if names:
+        ranks, world_size = {name.rank for name in names}, names[0].world_size
+        absent = (rank for rank in range(world_size) if rank not in ranks)
+        for rank in islice(absent, _MAX_MISSING):
+            yield RankRow(run, number, rank, world_size, "missing", folder)
+        hidden = world_size - len(ranks) - _MAX_MISSING
+        if hidden > 0:
+            notes.append(f"{hidden:,} more ranks have no file in round {number} of run {run}")
+    for file_name, nbytes in temporary:
+        state: State = "abandoned" if atomic.is_abandoned(file_name) else "unfinished"
+        yield RankRow(run, number, None, None, state, os.path.join(folder, file_name), nbytes)
+
+
+def _row(view: WorkspaceView, name: RankName) -> RankRow:
+    """Return the row of a file; raise NotFoundError or ReplacedError if it was removed or replaced meanwhile."""
+    path = os.path.join(view.path, name.relative)
+    where = (name.run, name.round, name.rank, name.world_size)
+    try:
+        file = view.open(name)
+        facts = config_facts(file.config, file.path, file.file.budget)
+    except (NotFoundError, ReplacedError):
+        raise
+    except StateExchangeError as error:
+        broken = view.stored(name)
+        return RankRow(*where, "broken", path, None if broken is None else broken.size, problem=error)
+    return RankRow(*where, "whole", path, file.file.size, file.file.modified, facts)
 
 
 def _sorted(rows: list[RankRow]) -> Iterator[RankRow]:
@@ -203,13 +196,18 @@ def _sorted(rows: list[RankRow]) -> Iterator[RankRow]:
 
 def newest_of_ranks(report: RoundsReport, run: str) -> list[RankStatus]:
     """Return how far each rank of a run is, by its newest whole round. Not collective."""
-    rows = {(row.rank, row.round): row for row in report.rows if row.run == run and row.rank is not None}
-    world_size = next((row.world_size for row in reversed(rows.values())), None) or 0
-    newest = {rank: row for (rank, _), row in rows.items() if row.state == "whole"}
-    last = max((row.round for row in newest.values()), default=0)
+    newest: dict[int, RankRow | None] = {}
+    world_size = 0  # of the newest round, which comes last
+    for row in report.rows:
+        if row.run == run and row.rank is not None and row.world_size is not None:
+            world_size = row.world_size
+            whole = row if row.state == "whole" else newest.get(row.rank)
+            newest[row.rank] = whole
+    last = max((row.round for row in newest.values() if row is not None), default=0)
     statuses = []
-    for rank in sorted({rank for rank, _ in rows if rank < world_size}):
-        row = newest.get(rank)
+    for rank, row in sorted(newest.items()):
+        if rank >= world_size:
+            continue
         if row is None or row.config is None:
             statuses.append(RankStatus(rank, "missing"))
             continue

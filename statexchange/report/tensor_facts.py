@@ -31,6 +31,7 @@ __all__ = [
     "aliases_of",
     "cover_problems",
     "element_box",
+    "file_numbers",
     "group_box",
     "known_bytes",
     "known_digest",
@@ -218,6 +219,15 @@ def known_digest(source: Source, computed: Computed, name: str, number: int, ind
     return stored if stored is not None else computed.get((number, name, index))
 
 
+def file_numbers(source: Source) -> dict[str, list[int]]:
+    """Return the numbers of the files that have each tensor. Not collective."""
+    numbers: dict[str, list[int]] = {}
+    for number, shard_file in enumerate(source.files):
+        for name in shard_file.tensors:
+            numbers.setdefault(name, []).append(number)
+    return numbers
+
+
 def cover_problems(
     source: Source, name: str, numbers: Sequence[int], computed: Computed
 ) -> Iterator[StateExchangeError]:
@@ -261,17 +271,15 @@ def uncovered(source: Source) -> tuple[StateExchangeError, ...]:
     """
     if source.problems or source.world_size is not None or source.manifest is not None:
         return ()
-    parts = {tensor.shard.name for _, tensor in source.shards() if not tensor.shard.is_whole}
-    numbers: dict[str, list[int]] = {}
-    for number, shard_file in enumerate(source.files if parts else ()):
-        for name in filter(parts.__contains__, shard_file.tensors):
-            numbers.setdefault(name, []).append(number)
-    for name, of_name in numbers.items():
+    if all(tensor.shard.is_whole for _, tensor in source.shards()):
+        return ()
+    for name, numbers in file_numbers(source).items():
         try:
-            for problem in cover_problems(source, name, of_name, {}):
-                return (problem.located(path=source.path),)
+            problem = next(cover_problems(source, name, numbers, {}), None)
         except StateExchangeError as error:  # the files disagree on it
-            return (error.located(path=source.path),)
+            problem = error
+        if problem is not None:
+            return (problem.located(path=source.path),)
     return ()
 
 

@@ -98,27 +98,22 @@ def read_slice(facts: TensorFacts, box: Box) -> Any:
             "open_checkpoint(path)[name].read(box) in Python"
         )
         raise InvalidArgumentError(text, name=facts.name)
-    target = group_box(facts.dtype, box)
-    data = bytearray(target.numel * ITEMSIZE[facts.dtype])
-    is_known = np.zeros(box.shape, np.bool_)
+    shown = np.full(box.shape, None, object)
     for region in facts.regions:
-        stored_box = group_box(facts.dtype, region.box)
-        part = intersect(stored_box, target)
-        if part is None:
+        seen = intersect(region.box, box)
+        if seen is None:
             continue
-        regions.read_part(region.stored, stored_box, part, facts.dtype, memoryview(data), target)
+        part = group_box(facts.dtype, seen)
+        data = bytearray(part.numel * ITEMSIZE[facts.dtype])
+        stored_box = group_box(facts.dtype, region.box)
+        regions.read_part(region.stored, stored_box, part, facts.dtype, memoryview(data), part)
         region.stored.file.check_unchanged()
-        seen = intersect(element_box(facts.dtype, part), box)
-        if seen is not None:
-            is_known[regions.slices_within(seen, box)] = True
-    whole = element_box(facts.dtype, target)
-    values = _values_over(data, facts.dtype, target.shape)[regions.slices_within(box, whole)]
-    if values.dtype.kind not in "iubc":
-        with np.errstate(invalid="ignore"):  # of NaN that signal
-            values = values.astype(np.float64)
-    shown = np.empty(box.shape, object)
-    shown[...] = values.astype(object)  # a numpy scalar would stay one
-    shown[~is_known] = None
+        values = _values_over(data, facts.dtype, part.shape)
+        if values.dtype.kind not in "iubc":
+            with np.errstate(invalid="ignore"):  # of NaN that signal
+                values = values.astype(np.float64)
+        within = regions.slices_within(seen, element_box(facts.dtype, part))
+        shown[regions.slices_within(seen, box)] = values[within].astype(object)
     return shown
 
 

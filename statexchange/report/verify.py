@@ -21,7 +21,7 @@ from statexchange.formats.registry import open_source
 from statexchange.formats.sealed_files import check_sealed_file, sealed_files
 from statexchange.formats.source import Source, SourceTensor
 from statexchange.report.hub_metadata import HubComparison, compare_with_cache, compare_with_hub
-from statexchange.report.tensor_facts import cover_problems, known_digest
+from statexchange.report.tensor_facts import cover_problems, file_numbers, known_digest
 from statexchange.report.value_checks import Check, TensorChecks, ValueFindingError
 from statexchange.sharding.plan import prove_cover
 from statexchange.storage.regions import BoxDigest, blocks, to_global
@@ -82,7 +82,7 @@ def verify(
         checks: the checks of values to make.
         against: a directory with the metadata of a download from the Hub, with which files are compared. Without it,
             files of a snapshot in the Hub's cache are compared with the names of their blobs, which are hashes.
-        on_progress: called with (bytes done, bytes in total).
+        on_progress: called with (bytes done, bytes in total), first of the hashes of a download, then of the tensors.
 
     Returns:
         The report.
@@ -145,8 +145,7 @@ class _Check:
         hub = hub or HubComparison((), (), (), (), 0)
         self._equal_files = {source.opened.store.path_of(name) for name in hub.equal}  # every byte of them is known
         self._sealed = sealed_files(source)
-        self._before = hub.nbytes  # that were hashed
-        self._total = self._before + sum(sealed.digest_nbytes for sealed in self._sealed)
+        self._total = sum(sealed.digest_nbytes for sealed in self._sealed)
         for _, tensor in source.shards():
             self._total += sum(stored.nbytes for stored in tensor.byte_ranges)
         self.done = self.num_boxes = self.num_unproven = 0
@@ -157,15 +156,13 @@ class _Check:
     def run(self) -> None:
         """Check everything; raise ReplacedError if a file was replaced or changed while it was read."""
         values: list[ValueFindingError] = []
-        by_name: dict[str, list[int]] = {}  # the numbers of the files that have a tensor
         for number, shard_file in enumerate(self._source.files):
-            for name, tensor in shard_file.tensors.items():
-                by_name.setdefault(name, []).append(number)
+            for tensor in shard_file.tensors.values():
                 for index in range(len(tensor.byte_ranges)):
                     self._guard(self._read_box, number, tensor, index)
         for tensor_checks in self._tensor_checks.values():
             values += tensor_checks.findings()
-        for name, numbers in by_name.items():  # each separately, so that every problem is found
+        for name, numbers in file_numbers(self._source).items():  # each separately, so that every problem is found
             self._guard(self.findings.extend, cover_problems(self._source, name, numbers, self._computed))
         for sealed in self._sealed:
             self._guard(check_sealed_file, self._source.opened.store, sealed)
@@ -223,7 +220,7 @@ class _Check:
     def _count(self, nbytes: int) -> None:
         self.done += nbytes
         if self._on_progress is not None:
-            self._on_progress(self._before + self.done, self._total)
+            self._on_progress(self.done, self._total)
 
 
 def verify_saves(
