@@ -86,9 +86,11 @@ class _DemoProgress:
             self._output.message(text)
 
     def _draw(self, path: str) -> None:
+        from statexchange.formats.registry import open_source
         from statexchange.report.supply import nbytes_by_rank, supply_of, supply_picture
 
-        supply = supply_of(path)
+        with open_source(path, strict=False) as source:
+            supply = supply_of(source)
         for rank, nbytes in sorted(nbytes_by_rank(supply.tensors).items()):
             self.supplied.append(f"{supply.label(rank)}  {format_bytes(nbytes)}  {nbytes / supply.nbytes:.1%}")
         if self._picture is not None:

@@ -23,7 +23,6 @@ from statexchange.errors import (
     InvalidArgumentError,
     NotFoundError,
     StateExchangeError,
-    excerpt,
 )
 from statexchange.storage.location import open_path, resolve_path
 from statexchange.storage.store import ByteRange
@@ -40,6 +39,7 @@ _MAX_DEPTH = 20
 _MAX_BYTES = 4096  # of one metadata file
 _ETAG = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _BLOB = re.compile(rf"(?:.*/)?blobs/({_ETAG.pattern})")
+_RECORD = re.compile(rb"([0-9a-f]{40})\s*\n\s*([!-~]+)\s*\n\s*[0-9.e+-]+\s*")
 _SNAPSHOT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
 
@@ -213,15 +213,8 @@ def _compared(
 
 def _read_record(file: StoredFile) -> tuple[str, str]:
     """Return the commit and the ETag of a metadata file; raise CorruptError for anything else."""
-    try:
-        lines = file.read_all(_MAX_BYTES).decode("utf-8").splitlines()
-        commit, etag = lines[0].strip(), lines[1].strip()
-        float(lines[2])
-    except (IndexError, ValueError) as error:
-        if isinstance(error, StateExchangeError):
-            raise
-        text = f"broken metadata of a download: {excerpt(error, 100)}"
-        raise CorruptError(text, path=file.path) from None
-    if not re.fullmatch(r"[0-9a-f]{40}", commit) or not etag:
-        raise CorruptError("broken metadata of a download: no commit and ETag", path=file.path)
-    return commit, etag
+    match = _RECORD.fullmatch(file.read_all(_MAX_BYTES))
+    if match is None:
+        text = "broken metadata of a download: a commit, an ETag and a time are expected, a line each"
+        raise CorruptError(text, path=file.path)
+    return match[1].decode(), match[2].decode()

@@ -249,14 +249,15 @@ def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
     shares: list[str] = []
     reasons: dict[str, None] = {}
     for problem in problems:
+        path = problem.path or folder
+        name = _name_below(path, folder)
+        file = f" {abbreviated_names([name])}" if name else ""
         if isinstance(problem, TruncatedError):
-            shares.append(f"{_share(problem)}{_file_of(problem, folder)}")
-        elif (
-            isinstance(problem, IncompleteError | NotFoundError) and problem.path and not _exists(problem.path, folder)
-        ):
-            missing[_shown(problem.path, folder)] = None
+            shares.append(f"{_share(problem)}{file}")
+        elif name and isinstance(problem, IncompleteError | NotFoundError) and not _exists(path):
+            missing[name] = None
         else:
-            reasons[f"{_word(problem)}{_file_of(problem, folder)}: {_reason(problem)}"] = None
+            reasons[f"{_word(problem)}{file}: {_reason(problem)}"] = None
     parts = []
     if missing:
         is_listing = all(os.path.basename(name).startswith(".") or name.endswith(".json") for name in missing)
@@ -267,9 +268,9 @@ def _verdict(problems: Iterable[StateExchangeError], folder: str) -> str:
     return "; ".join([*parts, *list(reasons)[:1]])
 
 
-def _exists(path: str, folder: str) -> bool:
+def _exists(path: str) -> bool:
     """Whether a path that a problem names exists: it lacks something then, and is not missing."""
-    return path.rstrip("/") == folder.rstrip("/") or (not is_remote(path) and os.path.exists(local_path(path)))
+    return not is_remote(path) and os.path.exists(local_path(path))
 
 
 def _reason(problem: StateExchangeError) -> str:
@@ -278,17 +279,12 @@ def _reason(problem: StateExchangeError) -> str:
     return textwrap.shorten(message, _MAX_REASON, placeholder=" ...")
 
 
-def _file_of(problem: StateExchangeError, folder: str) -> str:
-    """Return a space and the name of the file with the problem, "" if it is of the whole folder."""
-    if problem.path is None or problem.path.rstrip("/") == folder.rstrip("/"):
+def _name_below(path: str, folder: str) -> str:
+    """Return a path below a folder from there on, the last name of any other path, "" for the folder itself."""
+    folder = folder.rstrip("/")
+    if path.rstrip("/") == folder:
         return ""
-    return f" {abbreviated_names([_shown(problem.path, folder)])}"
-
-
-def _shown(path: str, folder: str) -> str:
-    """Return a path below a folder from there on; the last name of any other path."""
-    prefix = f"{folder.rstrip('/')}/"
-    return path.removeprefix(prefix) if path.startswith(prefix) else os.path.basename(path)
+    return path.removeprefix(f"{folder}/") if path.startswith(f"{folder}/") else os.path.basename(path)
 
 
 def _share(error: TruncatedError) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -10,15 +9,17 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from statexchange.errors import NotFoundError
 from statexchange.formats import sealed_files
 from statexchange.formats.box_digests import PlacedBoxes
-from statexchange.formats.registry import open_source
-from statexchange.formats.source import KINDS_WITH_RANKS, Source, SourceKind
+from statexchange.formats.source import KINDS_WITH_RANKS, SourceKind
 from statexchange.report.svg import BORDER, MARGIN, NOT_THERE, WIDTH, Drawing, palette, text_colour, title_of
+from statexchange.report.tensor_facts import tensor_rows
 from statexchange.sharding.shards import Box, full_box
 from statexchange.tensors import ITEMSIZE, element_shape
 from statexchange.units import format_bytes, format_number, format_shape, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from statexchange.formats.source import Source
 
 __all__ = [
     "Supplied",
@@ -83,7 +84,7 @@ class Supply:
         return replace(self, tensors=tensors, unknown=tuple(name for name in self.unknown if name in names))
 
 
-def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
+def supply_of(source: Source) -> Supply:
     """Return which rank supplied which bytes.
 
     Not collective. Reads headers only. The rank comes from the manifest of an export or a merge, which has the numbers
@@ -91,37 +92,28 @@ def supply_of(source: Source | str | os.PathLike[str]) -> Supply:
     first file that has it.
 
     Args:
-        source: a path or URL of any format that `open_checkpoint` reads, or a source opened without `strict`.
-
-    Raises:
-        NotFoundError: there is no checkpoint at the path.
-        UnsupportedError: the format is one that is not read.
+        source: a source, opened without `strict`.
     """
-    if not isinstance(source, Source):
-        with open_source(source, strict=False) as opened:
-            return supply_of(opened)
-    unknown = []
     manifest = source.manifest
-    if manifest is not None and sealed_files.KEY in manifest:  # a seal is added later, when the ranks are not known
-        manifest = None
-    if manifest is not None:
+    files: dict[int, str] = {}
+    unknown: list[str] = []
+    if manifest is None or sealed_files.KEY in manifest:  # a seal is added later, when the ranks are not known
+        has_ranks = source.has_ranks
+        tensors = list(_stored_tensors(source))
+        for row in tensor_rows(source):
+            if row.holders:
+                continue
+            if row.shape is None or row.dtype not in ITEMSIZE:
+                unknown.append(row.name)
+            else:
+                tensors.append(Supplied(row.name, row.dtype, row.shape, ()))
+        if not has_ranks:
+            # Several files may have one `rank`, as those of the parts of a directory such as verl's.
+            files = {number: source.path_below(shard_file) for number, shard_file in enumerate(source.files)}
+    else:
         tensors = list(_published_tensors(source, manifest))
         merged = manifest.get("source")
         has_ranks = merged in KINDS_WITH_RANKS or merged not in get_args(SourceKind)
-    else:
-        tensors = list(_stored_tensors(source))
-        has_ranks = source.has_ranks
-        present = {tensor.name for tensor in tensors}
-        missing = {tensor.name: tensor for tensor in source.unreadable if tensor.name not in present}
-        for name, tensor in missing.items():
-            if tensor.shape is None or tensor.dtype not in ITEMSIZE:
-                unknown.append(name)
-            else:
-                tensors.append(Supplied(name, tensor.dtype, tensor.shape, ()))
-    files = {}
-    if manifest is None and not has_ranks:
-        # Several files may have one `rank`, as those of the parts of a directory such as verl's.
-        files = {number: source.path_below(shard_file) for number, shard_file in enumerate(source.files)}
     return Supply(
         source.path,
         "rank" if has_ranks else "file",
@@ -230,8 +222,10 @@ def supply_picture(supply: Supply) -> str:
     Example:
         >>> import numpy
         >>> from safetensors.numpy import save_file
+        >>> from statexchange.formats.registry import open_source
         >>> save_file({"w": numpy.zeros((2, 3), "float32")}, "model.safetensors")
-        >>> supply_picture(supply_of("model.safetensors"))[:4]
+        >>> with open_source("model.safetensors", strict=False) as source:
+        ...     supply_picture(supply_of(source))[:4]
         '<svg'
     """
     if not supply.tensors:

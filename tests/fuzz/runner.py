@@ -283,7 +283,8 @@ class _Steps:
         return worst
 
     def _report(self) -> str:
-        supply_picture(supply_of(self._path))
+        with open_source(self._path, strict=False) as source:
+            supply_picture(supply_of(source))
         return "OK"
 
     def _diff(self) -> str:

@@ -15,8 +15,7 @@ from workspaces import held, write_round
 from statexchange.checkpoint.merge import merge_checkpoint
 from statexchange.errors import NotFoundError
 from statexchange.formats.registry import open_source
-from statexchange.formats.source import Source
-from statexchange.report.supply import Supplied, cells_of, nbytes_by_rank, supply_of, supply_picture
+from statexchange.report.supply import Supplied, Supply, cells_of, nbytes_by_rank, supply_of, supply_picture
 from statexchange.sharding.shards import Box
 from statexchange.storage.tensorfile import ShardData
 from statexchange.units import format_bytes, format_shape
@@ -48,12 +47,17 @@ def quarters(tmp_path: Path) -> Path:
     return write_workspace(tmp_path / "ws", ranks)
 
 
-def picture(source: Source | str | os.PathLike[str]) -> str:
-    return supply_picture(supply_of(source))
+def supply_at(path: str | os.PathLike[str]) -> Supply:
+    with open_source(path, strict=False) as source:
+        return supply_of(source)
 
 
-def tensors_of(source: Source | str | os.PathLike[str]) -> list[Supplied]:
-    return list(supply_of(source).tensors)
+def picture(path: str | os.PathLike[str]) -> str:
+    return supply_picture(supply_at(path))
+
+
+def tensors_of(path: str | os.PathLike[str]) -> list[Supplied]:
+    return list(supply_at(path).tensors)
 
 
 def drawn(svg: str) -> dict[str, list[dict[str, str]]]:
@@ -88,7 +92,6 @@ def test_ranks_are_listed_by_what_they_supplied_largest_first(quarters: Path) ->
         ("same", 3, {2: 3}),
         ("scalar", 1, {0: 1}),
     ]
-    assert tensors_of(open_source(quarters)) == tensors
 
 
 def test_a_published_directory_shows_the_same_ranks(quarters: Path, tmp_path: Path) -> None:
@@ -231,10 +234,10 @@ def test_boxes_that_make_too_many_cells_are_summed_by_rank(tmp_path: Path) -> No
 def test_one_tensor_of_many_ranks_has_a_legend_of_the_first(tmp_path: Path) -> None:
     ranks = [[("w", (50, 2), (rank, 0), (1, 2)), ("other", (50, 2), (rank, 0), (1, 2))] for rank in range(40)]
     root = write_workspace(tmp_path / "ws", ranks)
-    svg = supply_picture(supply_of(root).select({"w"}))
+    svg = supply_picture(supply_at(root).select({"w"}))
     assert "24 more · 48 B · 48.0%" in svg
     assert "not supplied · 20 B · 20.0%" in svg
     assert drawn(svg)["w"][0]["fill"] == "url(#not-there)"
     assert list(drawn(svg)) == ["w"]
     with pytest.raises(NotFoundError, match="no tensor to draw"):
-        supply_picture(supply_of(root).select({"v"}))
+        supply_picture(supply_at(root).select({"v"}))
