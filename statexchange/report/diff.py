@@ -243,17 +243,21 @@ class _Comparison:
         selected.check_include(names)
         self.notes = selected.notes_on_exclude(names)
         self._call = call
-        self._total = sum(map(self._nbytes, self._names))
-        self._settled = 0  # bytes of tensors that need not be read
         self._lock = threading.Lock()
         self._memory = threading.local()
         self.done = 0
 
     def run(self) -> tuple[TensorDiff, ...]:
         """Compare all tensors."""
+        tensors: list[TensorDiff] = []
+        total, compared = sum(map(self._nbytes, self._names)), 0
         with ThreadPoolExecutor(self._call.threads or os.cpu_count() or 1) as pool:
             # After an error `map` cancels what has not begun.
-            tensors = [tensor for part in pool.map(self._compare_all, self._parts()) for tensor in part]
+            for part in pool.map(self._compare_all, self._parts()):
+                tensors += part
+                compared += sum(self._nbytes(tensor.name) for tensor in part)
+                if self._call.on_progress is not None:
+                    self._call.on_progress(compared, total)
         return tuple(sorted(tensors, key=attrgetter("name")))
 
     def _parts(self) -> Iterator[list[str]]:
@@ -298,16 +302,16 @@ class _Comparison:
     def _compare(self, name: str) -> TensorDiff:
         a, b = self._a.tensors.get(name), self._b.tensors.get(name)
         if a is None or b is None:
-            return self._unread(name, "only in a" if b is None else "only in b")
+            return self._result(name, "only in a" if b is None else "only in b")
         # Only one of several copies is compared with the other side.
         check_tensor_copies(self._a.source, a, TAKE_LOWEST)
         check_tensor_copies(self._b.source, b, TAKE_LOWEST)
         if a.shape != b.shape:
-            return self._unread(name, "shape")
+            return self._result(name, "shape")
         if a.dtype == b.dtype:
             digests = self._a.digests(name)
             if None not in digests.values() and digests == self._b.digests(name):
-                return self._unread(name, "equal", "digests")
+                return self._result(name, "equal", "digests")
             if all(same_bytes(data_a, data_b) for _, data_a, data_b in self._pairs(a, b)):
                 return self._result(name, "equal", "bytes")
         values = None  # those of packed dtypes are not computed
@@ -320,13 +324,7 @@ class _Comparison:
         shape = element_shape(a.dtype, a.shape)
         return TensorDiff.of_values(name, (a.dtype, b.dtype), shape, values, self._call.tolerance)
 
-    def _unread(self, name: str, status: Status, by: By | None = None) -> TensorDiff:
-        """Return the result of a tensor that is not read."""
-        with self._lock:
-            self._settled += self._nbytes(name)
-        return self._result(name, status, by)
-
-    def _result(self, name: str, status: Status, by: By | None) -> TensorDiff:
+    def _result(self, name: str, status: Status, by: By | None = None) -> TensorDiff:
         """Return the result of two tensors whose values are equal, or were not compared."""
         a, b = self._a.tensors.get(name), self._b.tensors.get(name)
         dtype_a, shape_a = (None, None) if a is None else (a.dtype, element_shape(a.dtype, a.shape))
@@ -362,5 +360,3 @@ class _Comparison:
         """Count bytes that were read."""
         with self._lock:
             self.done += nbytes
-            if self._call.on_progress is not None:
-                self._call.on_progress(min(self.done + self._settled, self._total), self._total)

@@ -78,7 +78,7 @@ class StoredBox:
     stored: ByteRange
     box: Box
     rank: int | None
-    runs: list[tuple[int, int]] = field(default_factory=list)  # of at least a page, but for the one at its end
+    runs: list[tuple[int, int]] = field(default_factory=list)  # of at least a page
     tail: int = 0  # zero bytes up to the last one seen
     num_seen: int = 0  # bytes
 
@@ -86,16 +86,6 @@ class StoredBox:
     def end(self) -> int:
         """The offset of its end in the file, in bytes."""
         return self.stored.begin + self.stored.nbytes
-
-    @property
-    def tail_begin(self) -> int:
-        """The offset of its zero tail in the file, in bytes."""
-        return self.end - self.tail
-
-    @property
-    def is_zero(self) -> bool:
-        """Whether all its bytes are zero."""
-        return self.tail == self.stored.nbytes
 
     def find_runs(self, data: memoryview) -> None:
         """Find the runs of zero bytes in the next bytes of the file."""
@@ -185,6 +175,8 @@ class TensorChecks:
 
     def end(self, stored_box: StoredBox) -> None:
         """End a box: all its windows were added."""
+        if stored_box.tail >= _PAGE_BYTES:
+            stored_box.runs.append((stored_box.end - stored_box.tail, stored_box.end))
         self._boxes[stored_box.box] = stored_box
 
     def findings(self) -> Iterator[ValueFindingError]:
@@ -210,10 +202,14 @@ class TensorChecks:
         if self._is_equal and not self._may_be_equal():
             yield self._whole("all-equal", self._value_text(), whole)
         for stored_box in self._boxes.values():
-            is_long = stored_box.tail >= _PAGE_BYTES
-            if is_long and not self._is_usual(stored_box, stored_box.tail_begin, stored_box.end):
-                yield self._tail(stored_box)
-            runs = [run for run in stored_box.runs if self._is_lost(*run) and not self._is_usual(stored_box, *run)]
+            runs = []
+            for begin, end in stored_box.runs:
+                if self._is_usual(stored_box, begin, end):
+                    continue
+                if end == stored_box.end:
+                    yield self._tail(stored_box, begin)
+                elif self._is_lost(begin, end):
+                    runs.append((begin, end))
             if runs:
                 nbytes = sum(end - begin for begin, end in runs)
                 parts = "" if len(runs) == 1 else f" in {len(runs):,} parts"
@@ -224,9 +220,9 @@ class TensorChecks:
         where = min(self._boxes.values(), key=lambda stored_box: stored_box.box.offsets)
         return self._finding(check, f"all {whole.numel:,} elements are {value}", where, whole.offsets, whole.numel)
 
-    def _tail(self, stored_box: StoredBox) -> ValueFindingError:
-        """Return the finding of the zero bytes at the end of a box."""
-        nbytes, begin = stored_box.tail, stored_box.tail_begin
+    def _tail(self, stored_box: StoredBox, begin: int) -> ValueFindingError:
+        """Return the finding of the zero bytes from byte `begin` of the file to the end of a box."""
+        nbytes = stored_box.end - begin
         is_whole = stored_box.box == full_box(self._shape)
         part = "" if is_whole else f" of region {element_box(self._dtype, stored_box.box)}"
         page = ", from a page of the file on" if self._begins_page(begin) else ""
@@ -247,8 +243,9 @@ class TensorChecks:
         if self._dtype[0] in "IU" and not self._begins_page(begin):  # counters, and rows of tokens that are padded
             return True
         is_moment = _OPTIMIZER.search(self._name) is not None
-        if stored_box.is_zero or not (is_moment or _VOCABULARY.search(self._name)):
-            return is_moment and stored_box.is_zero
+        is_whole = end - begin == stored_box.stored.nbytes
+        if is_whole or not (is_moment or _VOCABULARY.search(self._name)):
+            return is_moment and is_whole
         row = full_box(stored_box.box.shape[1:]).numel * ITEMSIZE[self._dtype]
         offsets = (begin - stored_box.stored.begin, end - stored_box.stored.begin)
         return len(stored_box.box.shape) > 1 and not any(offset % row for offset in offsets)
