@@ -316,7 +316,7 @@ def _show_tensor(
         "picture": picture and picture.path,
     }
     regions = [
-        {**region.box._asdict(), "holders": region.holders, "files": region.files, "nbytes": region.nbytes}
+        {**region.box._asdict(), "holders": region.holders, "files": region.files, "nbytes": region.stored.nbytes}
         for region in facts.regions
     ]
     return output.finish(data, rows=("regions", regions), problems=problems)
@@ -362,7 +362,7 @@ def _write_tensor(output: Output, facts: TensorFacts, *, has_ranks: bool) -> Non
     for region in facts.regions:
         more = f" and {len(region.files) - 1} more" if len(region.files) > 1 else ""
         ranks = (format_ranks(region.holders),) if has_ranks else ()
-        cells.append((str(region.box), output.size(region.nbytes), *ranks, f"{region.files[0]}{more}"))
+        cells.append((str(region.box), output.size(region.stored.nbytes), *ranks, f"{region.files[0]}{more}"))
     output.table(
         ("REGION", "BYTES", *(("RANKS",) if has_ranks else ()), "FILE"), cells, right=("BYTES",), drop=("BYTES",)
     )

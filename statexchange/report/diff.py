@@ -20,6 +20,7 @@ from statexchange.formats.converted import configs_beside, convert_source, read_
 from statexchange.formats.registry import open_source
 from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies, check_tied
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
+from statexchange.report.tensor_facts import aliases_of
 from statexchange.report.value_statistics import ValueDiff, ValueSums, same_bytes
 from statexchange.sharding.options import CallOptions, ExportOptions, Rename, renamed
 from statexchange.sharding.paths import without_wrappers
@@ -216,8 +217,7 @@ def _side(source: Source, options: ExportOptions, selected: ExportOptions) -> _S
         for alias, name in shard_file.aliases.items():
             if selected.wants(options.renamed(alias)):
                 check_tied(shard_file, alias, name)
-    published = source.manifest.get("aliases", {}) if source.manifest is not None else {}
-    published = {options.renamed(alias): options.renamed(name) for alias, name in published.items()}
+    published = {options.renamed(alias): options.renamed(name) for alias, name in aliases_of(source).items()}
     return _Side(source, {tensor.name: tensor for tensor in tensors}, {**published, **aliases})
 
 
@@ -230,13 +230,22 @@ def _untied(side: _Side, against: _Side) -> _Side:
     return replace(side, tensors=tensors)
 
 
+class _Memory(threading.local):
+    """Memory of each thread for the bytes of both sides."""
+
+    def __init__(self) -> None:
+        self.sides = memoryview(bytearray(MEMORY_BYTES)), memoryview(bytearray(MEMORY_BYTES))
+
+
 class _Comparison:
     """Compares the tensors of two sides."""
 
     def __init__(self, a: _Side, b: _Side, selected: ExportOptions, call: CallOptions) -> None:
         self._a, self._b = a, b
         names = list(dict.fromkeys((*a.tensors, *b.tensors)))
-        self._names = [name for name in names if selected.wants(name)]
+        self._sizes: dict[str, int] = {}  # of the tensors that are compared: bytes on both sides
+        for name in filter(selected.wants, names):
+            self._sizes[name] = sum(side.tensors[name].nbytes for side in (a, b) if name in side.tensors)
         if not names:
             text = "there is nothing to compare: neither has a tensor"
             raise InvalidArgumentError(text, path=f"{a.source.path} and {b.source.path}")
@@ -244,18 +253,18 @@ class _Comparison:
         self.notes = selected.notes_on_exclude(names)
         self._call = call
         self._lock = threading.Lock()
-        self._memory = threading.local()
+        self._memory = _Memory()
         self.done = 0
 
     def run(self) -> tuple[TensorDiff, ...]:
         """Compare all tensors."""
         tensors: list[TensorDiff] = []
-        total, compared = sum(map(self._nbytes, self._names)), 0
+        total, compared = sum(self._sizes.values()), 0
         with ThreadPoolExecutor(self._call.threads or os.cpu_count() or 1) as pool:
             # After an error `map` cancels what has not begun.
             for part in pool.map(self._compare_all, self._parts()):
                 tensors += part
-                compared += sum(self._nbytes(tensor.name) for tensor in part)
+                compared += sum(self._sizes[tensor.name] for tensor in part)
                 if self._call.on_progress is not None:
                     self._call.on_progress(compared, total)
         return tuple(sorted(tensors, key=attrgetter("name")))
@@ -267,9 +276,9 @@ class _Comparison:
         """
         names: list[str] = []
         nbytes = 0
-        for name in self._names:
+        for name, size in self._sizes.items():
             names.append(name)
-            nbytes += self._nbytes(name)
+            nbytes += size
             if nbytes >= _PART_BYTES or len(names) == _PART_NAMES:
                 yield names
                 names, nbytes = [], 0
@@ -293,7 +302,7 @@ class _Comparison:
         run_a, run_b = self._a.run(names), self._b.run(names)
         if run_a is None or run_b is None or run_a.nbytes > MEMORY_BYTES:
             return False
-        data_a, data_b = (memory[: run_a.nbytes] for memory in self._memories())
+        data_a, data_b = (memory[: run_a.nbytes] for memory in self._memory.sides)
         run_a.file.read_into(data_a, run_a.begin)
         run_b.file.read_into(data_b, run_b.begin)
         self._count(2 * run_a.nbytes)
@@ -331,13 +340,9 @@ class _Comparison:
         dtype_b, shape_b = (None, None) if b is None else (b.dtype, element_shape(b.dtype, b.shape))
         return TensorDiff(name, status, dtype_a, dtype_b, shape_a, shape_b, by)
 
-    def _nbytes(self, name: str) -> int:
-        """Return the bytes of a tensor on both sides."""
-        return sum(side.tensors[name].nbytes for side in (self._a, self._b) if name in side.tensors)
-
     def _pairs(self, a: TensorPlan, b: TensorPlan) -> Iterator[tuple[Box, memoryview, memoryview]]:
         """Yield the windows of two tensors of one shape with the bytes of both; check digests at the end."""
-        memory_a, memory_b = self._memories()
+        memory_a, memory_b = self._memory.sides
         sides = (self._a.source, a), (self._b.source, b)
         reader_a, reader_b = readers = [TensorReader(*side, always_digest=False) for side in sides]
         itemsize = max(reader.itemsize for reader in readers)
@@ -348,13 +353,6 @@ class _Comparison:
             yield window, data_a, data_b
         for reader in readers:
             reader.check()
-
-    def _memories(self) -> tuple[memoryview, memoryview]:
-        """Return this thread's memory for the bytes of both sides."""
-        if not hasattr(self._memory, "sides"):
-            self._memory.sides = memoryview(bytearray(MEMORY_BYTES)), memoryview(bytearray(MEMORY_BYTES))
-        sides: tuple[memoryview, memoryview] = self._memory.sides
-        return sides
 
     def _count(self, nbytes: int) -> None:
         """Count bytes that were read."""

@@ -31,7 +31,7 @@ from statexchange.formats.model_files import unread_weights
 from statexchange.formats.registry import UNFINISHED_DOWNLOAD, Probe, probe
 from statexchange.formats.source import abbreviated_names
 from statexchange.report.hub_metadata import metadata_store
-from statexchange.report.summary import count_parameters, model_of
+from statexchange.report.summary import model_of, model_rows
 from statexchange.report.tensor_facts import tensor_rows, uncovered
 from statexchange.storage.files import hidden_target
 from statexchange.storage.location import is_remote, resolve_path
@@ -174,7 +174,7 @@ def _row(folder: str, probed: Probe) -> ScanRow | None:
         model=model_of(source),
         step=_step_of(folder, probed),
         num_tensors=len(rows),
-        num_parameters=count_parameters(source, rows),
+        num_parameters=sum(row.num_parameters for row in model_rows(source, rows)),
         nbytes=source.nbytes,
         problems=problems,
     )

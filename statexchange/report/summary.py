@@ -29,7 +29,6 @@ from statexchange.storage.store import Store
 __all__ = [
     "SectionSummary",
     "Summary",
-    "count_parameters",
     "model_config",
     "model_of",
     "model_rows",
@@ -141,7 +140,7 @@ def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) ->
             kind=source.kind,
             path=without_secrets(os.fspath(path)),
             num_tensors=len(rows),
-            num_parameters=count_parameters(source, rows),
+            num_parameters=sum(row.num_parameters for row in model_rows(source, rows)),
             nbytes=known_bytes(rows),
             dtypes=dict(sorted(Counter(row.dtype for row in rows).items())),
             num_files=len(source.files),
@@ -164,14 +163,6 @@ def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) ->
             notes=_notes(source),
             tree=None if tree_depth is None else module_tree(rows, tree_depth),
         )
-
-
-def count_parameters(source: Source, rows: Iterable[TensorRow]) -> int:
-    """Return the number of elements of the model's tensors; of all tensors if it is not known which are the model's.
-
-    Not collective. Optimizers and random states are not counted.
-    """
-    return sum(row.num_parameters for row in model_rows(source, rows))
 
 
 def model_rows(source: Source, rows: Iterable[TensorRow]) -> list[TensorRow]:

@@ -127,14 +127,12 @@ class Region:
         box: the region, in elements.
         holders: the ranks (or numbers of files) that have a copy.
         files: their files, below the checkpoint's directory.
-        nbytes: bytes of one copy.
         stored: the byte range of the first copy.
     """
 
     box: Box
     holders: tuple[int, ...]
     files: tuple[str, ...]
-    nbytes: int
     stored: ByteRange
 
 
@@ -199,8 +197,7 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
     for box, of_box in copies.items():
         files = tuple(dict.fromkeys(source.path_below(file) for file, _ in of_box))
         holders = tuple(dict.fromkeys(file.rank for file, _ in of_box))
-        nbytes = box.numel * ITEMSIZE[shard.dtype]
-        regions.append(Region(element_box(shard.dtype, box), holders, files, nbytes, of_box[0][1]))
+        regions.append(Region(element_box(shard.dtype, box), holders, files, of_box[0][1]))
     return TensorFacts(
         name=name,
         tied_to=kept if kept != name else None,

@@ -130,14 +130,13 @@ def read_statistics(facts: TensorFacts, on_progress: Callable[[int, int], None] 
     """
     sums = _Sums(is_integer=facts.dtype[0] in "IU" or facts.dtype == "BOOL")
     problems: list[CorruptError] = []
-    total, done = sum(region.nbytes for region in facts.regions), 0
+    total, done = sum(region.stored.nbytes for region in facts.regions), 0
     ahead = regions.READ_AHEAD_BYTES // (16 if facts.dtype in PACKED else 1)  # values take up to 16 times the bytes
     for region in facts.regions:
         stored_box = group_box(facts.dtype, region.box)
         digest = regions.BoxDigest(region.stored, stored_box, facts.dtype)
         for window, data in regions.blocks(region.stored, stored_box.shape, facts.dtype, ahead):
-            if digest:
-                digest.update(regions.to_global(window, stored_box), data)
+            digest.update(regions.to_global(window, stored_box), data)
             sums.add(_values_over(data, facts.dtype, window.shape))
             done += len(data)
             if on_progress is not None:
