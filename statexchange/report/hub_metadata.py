@@ -90,20 +90,19 @@ def compare_with_hub(
         if opened_metadata.file is not None:
             raise InvalidArgumentError("a directory with the metadata of a download is expected", path=metadata)
         store = metadata_store(opened_metadata.store) or opened_metadata.store
-        records = {
-            name.removesuffix(_SUFFIX): folder
-            for name, folder in _files_below(store)
-            if name.endswith(_SUFFIX) and os.path.basename(name) != _SUFFIX  # .metadata is a file of torch DCP
-        }
+        records = {}
+        for name, folder in _files_below(store):
+            if name.endswith(_SUFFIX) and os.path.basename(name) != _SUFFIX:  # .metadata is a file of torch DCP
+                records[name.removesuffix(_SUFFIX)] = folder
         if not records:
             text = f"no metadata of a download: there is no {'/'.join(_FOLDERS)}/NAME{_SUFFIX}"
             raise NotFoundError(text, path=metadata)
         files = _files_at(opened)
-        if opened.file is not None:
-            records = {name: folder for name, folder in records.items() if name == opened.file}
         findings: list[StateExchangeError] = []
         commits, expected = set(), {}
         for name, folder in records.items():
+            if opened.file not in (None, name):
+                continue
             try:
                 commit, etag = _read_record(folder.open(os.path.basename(name) + _SUFFIX))
             except StateExchangeError as error:

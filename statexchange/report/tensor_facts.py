@@ -376,20 +376,20 @@ def module_tree(rows: Iterable[TensorRow], depth: int) -> ModuleNode:
     """Return the tree of the tensors' names, down to `depth` parts of a name.
 
     Successive numbered modules, such as layers.0 to layers.31, are one node if all below them has the same names,
-    dtypes and shapes.
+    dtypes, shapes and bytes.
     """
     branches = module_branches(rows, depth)
     forms: dict[Hashable, int] = {}  # numbers, so that a form does not hold all forms below
     for branch in reversed(branches):  # children come after their parents
-        tensors = sorted((row.name.split(".", depth)[depth:], row.dtype, row.shape) for row in branch.tensors)
+        tensors = sorted((row.name.split(".", depth)[depth:], *row[1:4]) for row in branch.tensors)
         below = tuple(sorted((name, child.form) for name, child in branch.below.items()))
         branch.form = forms.setdefault((repr(tensors), below), len(forms))
-    return _node("", "", branches[:1])
+    return _node("", "", branches[0], 1)
 
 
-def _node(name: str, path: str, alike: list[Branch]) -> ModuleNode:
-    """Return the node of branches that are alike. The work is bounded by their number and the depth."""
-    modules = alike[0].below
+def _node(name: str, path: str, branch: Branch, num_alike: int) -> ModuleNode:
+    """Return the node of so many branches that are alike, of which `branch` is one."""
+    modules = branch.below
     runs: list[list[str]] = []  # the names in order of their numbers, successive ones that are alike together
     for part in sorted(modules, key=lambda part: (0, int(part), "") if is_index(part) else (1, 0, "")):
         last = runs[-1][-1] if runs else ""
@@ -401,14 +401,14 @@ def _node(name: str, path: str, alike: list[Branch]) -> ModuleNode:
     children = []
     for run in runs:
         shown = run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}"
-        below = [branch.below[part] for branch in alike for part in run]
-        children.append(_node(shown, f"{path}.{shown}".removeprefix("."), below))
+        below = f"{path}.{shown}".removeprefix(".")
+        children.append(_node(shown, below, modules[run[0]], num_alike * len(run)))
     return ModuleNode(
         name,
         path,
-        len(alike),
-        sum(branch.num_tensors for branch in alike),
-        sum(branch.num_parameters for branch in alike),
-        sum(branch.nbytes for branch in alike),
+        num_alike,
+        num_alike * branch.num_tensors,
+        num_alike * branch.num_parameters,
+        num_alike * branch.nbytes,
         tuple(children),
     )

@@ -81,20 +81,17 @@ def parameters_picture(source: Source) -> str:
     drawn = model_rows(source, rows) or rows
     section = "section model" if len(drawn) < len(rows) else None
     kind = ", ".join(filter(None, (source.kind, model_of(source), section)))
-    try:
-        return treemap(drawn, name=title_of(source.path), kind=kind)
-    except NotFoundError as error:
-        raise error.located(path=source.path) from None
+    return treemap(drawn, path=source.path, kind=kind)
 
 
-def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
+def treemap(rows: Sequence[TensorRow], *, path: str, kind: str) -> str:
     """Return an SVG in which each tensor has an area in proportion to its number of parameters.
 
     Not collective.
 
     Args:
         rows: the tensors, as `tensor_rows` returns them.
-        name: the checkpoint's name, for the title.
+        path: the checkpoint's path, whose last component is in the title.
         kind: its format.
 
     Raises:
@@ -102,13 +99,13 @@ def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
 
     Example:
         >>> row = TensorRow("up.weight", "F32", (4, 3), 48, (0,), 1, "model.safetensors")
-        >>> "up.weight" in treemap([row], name="tiny", kind="huggingface")
+        >>> "up.weight" in treemap([row], path="tiny", kind="huggingface")
         True
     """
     top = module_branches((row for row in rows if row.num_parameters), _MAX_COMPONENTS)[0]
     root = _Node("", top.num_parameters, top.num_tensors, _parts(top))
     if not root.num_tensors:
-        raise NotFoundError("there is no tensor to draw")
+        raise NotFoundError("there is no tensor to draw", path=path)
     facts = [
         kind,
         f"{root.numel:,} parameters in {format_number(root.num_tensors, 'tensor')}",
@@ -116,7 +113,7 @@ def treemap(rows: Sequence[TensorRow], *, name: str, kind: str) -> str:
     ]
     if root.num_tensors < len(rows):
         facts.append(f"{len(rows) - root.num_tensors:,} without elements or of unknown size")
-    drawing = Drawing(f"Parameters of {shortened(name, 60)}", " · ".join(facts))
+    drawing = Drawing(f"Parameters of {shortened(title_of(path), 60)}", " · ".join(facts))
     tops = _tops(root)
     coloured = [node for node in tops if node.numel >= _VISIBLE * root.numel]
     coloured = coloured if len(tops) <= _MAX_COLOURS else coloured[: _MAX_COLOURS - 1]

@@ -368,11 +368,9 @@ class ValueSums:
             size[rounded] = [abs(int(first) - int(second)) for first, second in pairs]
         if tolerance is None and a.dtype == b.dtype:
             differing = _differing_bits(a, b)
-        else:  # the difference of two equal infinities is NaN
-            is_equal = ((wide_a == wide_b) & ~(size > 0)) | (nan_a & nan_b)
-            if tolerance is not None:
-                is_equal |= size <= tolerance
-            differing = ~is_equal
+        else:
+            # The difference of two equal infinities is NaN, which is not greater either. Two NaN are equal.
+            differing = ((size > (tolerance or 0.0)) & ~nan_b) | (nan_a != nan_b)
         self.nans[0] += int(nan_a.sum())
         self.nans[1] += int(nan_b.sum())
         self.max_abs = max(self.max_abs, float(np.fmax.reduce(size, initial=-1.0)))  # without NaN

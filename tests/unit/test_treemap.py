@@ -30,7 +30,7 @@ def llama(layers: int) -> list[TensorRow]:
 
 
 def draw(rows: list[TensorRow]) -> ET.Element:
-    return ET.fromstring(treemap(rows, name="tiny", kind="huggingface"))
+    return ET.fromstring(treemap(rows, path="tiny", kind="huggingface"))
 
 
 def areas(root: ET.Element) -> Iterator[tuple[list[str], Rectangle, str]]:
@@ -149,7 +149,7 @@ def contrast(a: str, b: str) -> float:
     ids=["flat", "experts", "long names"],
 )
 def test_the_size_of_a_treemap_is_bounded(names: list[str]) -> None:
-    svg = treemap([row(name, 10) for name in names], name="large", kind="save")
+    svg = treemap([row(name, 10) for name in names], path="large", kind="save")
     assert len(svg) < 3_000_000
     root = ET.fromstring(svg)
     assert f"{len(names):,} tensors" in " ".join(texts(root))
@@ -160,7 +160,7 @@ def test_the_size_of_a_treemap_is_bounded(names: list[str]) -> None:
 def test_hostile_names_are_escaped_in_a_treemap() -> None:
     names = ["</title><script>alert(1)</script>\u202e&", '"\x00\x1b[31m', "a." * 5000 + "w", "", ".", "..", "a", "a.b"]
     names += ["9" * 5000, "x." + "\u00b2" * 20, "\ud800", "\u91cd\u307f" * 40]
-    svg = treemap([row(name, 10 + n, 10) for n, name in enumerate(names)], name="</title>\u202e", kind="save")
+    svg = treemap([row(name, 10 + n, 10) for n, name in enumerate(names)], path="</title>\u202e", kind="save")
     svg.encode()
     root = ET.fromstring(svg)
     assert "<script" not in svg
