@@ -59,7 +59,7 @@ def diff_checkpoints(
         tolerance: values are equal if they differ by at most this, whatever their dtypes, and NaN equals NaN. By
             default bits and dtypes must be equal.
         threads: for two paths, the number of tensors read at once; by default one per core.
-        on_progress: for two paths, called with (bytes done, bytes in total).
+        on_progress: for two paths, called with (bytes compared, bytes in total).
 
     Returns:
         The report. A tied name is listed if the other checkpoint stores a tensor under it.

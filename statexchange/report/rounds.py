@@ -205,13 +205,13 @@ def newest_of_ranks(report: RoundsReport, run: str) -> list[RankStatus]:
             newest[row.rank] = whole
     last = max((row.round for row in newest.values() if row is not None), default=0)
     statuses = []
-    for rank, row in sorted(newest.items()):
+    for rank, latest in sorted(newest.items()):
         if rank >= world_size:
             continue
-        if row is None or row.config is None:
+        if latest is None or latest.config is None:
             statuses.append(RankStatus(rank, "missing"))
             continue
-        config = row.config.num_keys, row.config.type
-        status: Literal["late", "present"] = "late" if row.round < last else "present"
-        statuses.append(RankStatus(rank, status, row.round, row.written, row.nbytes, row.path, *config))
+        config = latest.config.num_keys, latest.config.type
+        status: Literal["late", "present"] = "late" if latest.round < last else "present"
+        statuses.append(RankStatus(rank, status, latest.round, latest.written, latest.nbytes, latest.path, *config))
     return statuses
