@@ -42,7 +42,7 @@ from statexchange.errors import (
 )
 from statexchange.formats.replicas import advice_on_copies, check_tensor_copies, check_tied
 from statexchange.formats.source import SectionName, Source, abbreviated_list
-from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
+from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader, prefetch
 from statexchange.sharding.options import CallOptions, Cast, Convert, ExportOptions, FilesFrom, Rename, Replicas
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
 from statexchange.storage.location import is_remote, target_path
@@ -516,8 +516,10 @@ class _FileWriter:
     def _write_part(self, file: _OpenFile, tensors: Sequence[TensorPlan]) -> dict[str, Provenance]:
         """Write some tensors of a file, and finish the file if these are the last; return the boxes of all if so."""
         memory = memoryview(bytearray(MEMORY_BYTES))
+        ahead = prefetch(self._source, tensors)
+        ahead.advance(0)
         for tensor in tensors:
-            file.provenance[tensor.name] = self._write_tensor(tensor, file.output, memory)
+            file.provenance[tensor.name] = self._write_tensor(tensor, file.output, memory, ahead.advance)
         with self._lock:
             file.num_left -= 1
             if file.num_left:
@@ -530,13 +532,16 @@ class _FileWriter:
         self._publication.build.record(file.plan.name, record)
         return file.provenance
 
-    def _write_tensor(self, tensor: TensorPlan, output: OutputFile, memory: memoryview) -> Provenance:
+    def _write_tensor(
+        self, tensor: TensorPlan, output: OutputFile, memory: memoryview, advance: Callable[[int], None]
+    ) -> Provenance:
         reader = TensorReader(self._source, tensor)
         at = len(output.header) + tensor.begin
         for _, data in reader.windows(memory):
             if self._stop.is_set():
                 raise RuntimeError("another file of this merge failed")
             self._count(len(data))
+            advance(int(len(data) * reader.read_per_byte))
             output.write(data, at)
             at += len(data)
         ranks = [self._source.files[piece.holder].rank for piece in tensor.pieces]

@@ -14,16 +14,17 @@ import xxhash
 from statexchange.sharding.shards import Box, intersect
 from statexchange.storage.files import WINDOW_BYTES
 from statexchange.storage.regions import READ_AHEAD_BYTES, BoxReader, slices_within, windows
+from statexchange.storage.store import Prefetch, Span
 from statexchange.tensors import ITEMSIZE, array_over, converted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from statexchange.formats.source import Source
     from statexchange.sharding.plan import TensorPlan
     from statexchange.sharding.shards import Piece
 
-__all__ = ["MEMORY_BYTES", "TensorReader", "reduce_into"]
+__all__ = ["MEMORY_BYTES", "TensorReader", "prefetch", "reduce_into"]
 
 MEMORY_BYTES = 4 * WINDOW_BYTES  # one window, and what a cast or a reduction needs
 
@@ -43,9 +44,11 @@ class TensorReader:
         self._always_digest = always_digest
         self._readers: list[BoxReader | _ConvertingReader] = []
         self.itemsize = ITEMSIZE[tensor.dtype]  # bytes of an element in the widest dtype that is read or returned
+        self.read_per_byte = 1.0  # bytes that are read of a copy for each byte that is returned
         for piece in tensor.pieces:
             dtype = source.files[piece.holder].tensors[tensor.source].shard.dtype
             self.itemsize = max(self.itemsize, ITEMSIZE[dtype])
+            self.read_per_byte = ITEMSIZE[dtype] / ITEMSIZE[tensor.dtype]
             self._readers.append(self._reader(piece, dtype))
 
     def windows(self, memory: memoryview, itemsize: int | None = None) -> Iterator[tuple[Box, memoryview]]:
@@ -104,6 +107,16 @@ class TensorReader:
         return BoxReader(
             stored.byte_ranges[box_index], box, stored.shard.dtype, ahead_bytes, always_digest=self._always_digest
         )
+
+
+def prefetch(source: Source, tensors: Iterable[TensorPlan]) -> Prefetch:
+    """Return what asks for the bytes of planned tensors ahead of their reading, one tensor after another."""
+    spans = []
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            stored = source.files[piece.holder].tensors[tensor.source].byte_ranges[piece.box_index]
+            spans.append(Span(stored.file, stored.begin, stored.nbytes))
+    return Prefetch(spans)
 
 
 def _copies(piece: Piece) -> list[tuple[int, int]]:

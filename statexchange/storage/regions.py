@@ -18,6 +18,7 @@ import xxhash
 from statexchange.errors import CorruptError, StorageError
 from statexchange.sharding.shards import Box, begin_of_run, c_contiguous, c_strides, full_box, intersect, linear_offset
 from statexchange.storage.files import WINDOW_BYTES, pwrite_all, reserve
+from statexchange.storage.store import Prefetch, Span
 from statexchange.tensors import ITEMSIZE, elements
 
 if TYPE_CHECKING:
@@ -258,7 +259,10 @@ def blocks(
     window_bytes = WINDOW_BYTES if strides is None else max(_LEAST_READ_AHEAD_BYTES, ahead_bytes)
     memory = memoryview(bytearray(min(window_bytes, math.prod(shape) * itemsize)))
     source_strides = c_strides(shape) if strides is None else strides
+    ahead = Prefetch([Span(stored.file, stored.begin, stored.nbytes)])
+    part = memory[:0]
     for window in windows(shape, itemsize, window_bytes) if memory else ():
+        ahead.advance(len(part))
         part = memory[: window.numel * itemsize]
         _read_block(stored, window, source_strides, dtype, part, is_run=strides is None)
         yield window, part

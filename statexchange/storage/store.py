@@ -36,7 +36,7 @@ import time
 import weakref
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from urllib.parse import unquote
@@ -60,6 +60,7 @@ from statexchange.sharding.shards import Box, intersect
 from statexchange.storage.files import (
     Identity,
     audit,
+    begin_reading,
     check_private,
     check_size,
     directory,
@@ -85,6 +86,8 @@ __all__ = [
     "EntryKind",
     "LocalFile",
     "LocalStore",
+    "Prefetch",
+    "Span",
     "Store",
     "StoredFile",
     "absolute_path",
@@ -99,6 +102,8 @@ _log = logging.getLogger(__name__)
 EntryKind = Literal["file", "directory", "other"]
 _STEPS_PER_BYTE, _RESERVED_STEPS = 8, 1 << 16  # a real file needs less than 2 steps a byte
 _CHARACTERS_PER_STEP = 16
+_PREFETCHED_BYTES = 32 << 20  # measured: more is not faster, and each rank of a host has as much in the page cache
+_PREFETCH_STEP_BYTES = 1 << 20
 _MEMORY_PER_BYTE, _RESERVED_MEMORY = 16, 32 << 20  # a real header takes up to 14 bytes of memory a byte
 
 
@@ -205,6 +210,9 @@ class StoredFile(ABC):
         For a file of which most is read, part by part.
         """
 
+    def will_need(self, begin: int, nbytes: int) -> None:  # noqa: B027 (a remote file is read in large requests)
+        """Begin to read bytes from the disk, and do not wait."""
+
     @abstractmethod
     def check_unchanged(self) -> None:
         """Raise ReplacedError if the file's bytes may have changed since it was opened."""
@@ -248,17 +256,61 @@ class StoredFile(ABC):
         return data.getvalue()
 
 
+class Span(NamedTuple):
+    """Bytes that will be read: from `begin` of `file` on; without a file they are not asked for."""
+
+    file: StoredFile | None
+    begin: int
+    nbytes: int
+
+
+class Prefetch:
+    """Asks the disk or server for `spans`, which are in the order of their reading, at most 32 MiB ahead of it.
+
+    The kernel's own read-ahead follows one file in its order, and has 128 KiB in flight on most systems. A plan knows
+    all that it will read. Advice takes next to no time, and gets from a cold disk what eight reading threads get
+    (docs/benchmarks.md). Not thread-safe.
+    """
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        joined: list[Span] = []  # neighbours are one span, so that a small tensor costs no advice of its own
+        file, begin, end = None, 0, 0
+        for span in spans:
+            if span.file is not file or span.begin != end:
+                joined.append(Span(file, begin, end - begin))
+                file, begin, end = span
+                end = begin
+            end += span.nbytes
+        joined.append(Span(file, begin, end - begin))
+        self._left = joined[::-1]  # the next one comes last
+        self._num_ahead = 0
+
+    def advance(self, nbytes: int) -> None:
+        """Ask for more, after the caller has read `nbytes`; first with 0, before it reads any."""
+        self._num_ahead -= nbytes
+        while self._left and self._num_ahead < _PREFETCHED_BYTES:
+            file, begin, left = self._left.pop()
+            step = min(_PREFETCH_STEP_BYTES, left)
+            if file is not None and step:
+                file.will_need(begin, step)
+            if step < left:
+                self._left.append(Span(file, begin + step, left - step))
+            self._num_ahead += step
+
+
 class Store(ABC):
     """A pinned directory, listed once. Not collective.
 
     Attributes:
         path: its absolute path or URL.
         is_remote: whether it is at a URL: each read is a request, and an unfinished build has the final name.
+        is_nfs: whether it is of an NFS server, which all hosts share.
         adopted: other opened paths that `close` closes, too: the source of this one reads their files.
     """
 
     path: str
     is_remote: bool = False
+    is_nfs: bool = False
     adopted: tuple[Store, ...] = ()
 
     @cached_property
@@ -561,6 +613,14 @@ class LocalFile(StoredFile):
         finally:
             self._release(fd)
 
+    def will_need(self, begin: int, nbytes: int) -> None:
+        """Begin to read bytes into the page cache, and do not wait."""
+        fd = self._opened()
+        try:
+            begin_reading(fd, begin, nbytes)
+        finally:
+            self._release(fd)
+
     def check_unchanged(self) -> None:
         """Raise ReplacedError if the file's bytes may have changed since it was opened."""
         fd = self._opened()
@@ -665,6 +725,11 @@ class LocalStore(Store):
     def is_shared(self) -> bool:
         """Whether other hosts may change this directory."""
         return mount_of(self.path).is_network
+
+    @cached_property
+    def is_nfs(self) -> bool:  # type: ignore[override]
+        """Whether it is of an NFS server."""
+        return mount_of(self.path).kind in ("nfs", "nfs4")
 
     @cached_property
     def listing(self) -> Mapping[str, EntryKind]:

@@ -43,10 +43,10 @@ class Walk(NamedTuple):
 
 
 CEILINGS = {
-    "load": Walk(25, 607, 47, 0),
+    "load": Walk(25, 618, 47, 0),
     "save": Walk(25, 532, 39, 2),
     "export": Walk(25, 426, 24, 0),
-    "merge": Walk(25, 647, 58, 0),
+    "merge": Walk(25, 652, 59, 0),
     "synchronize": Walk(12, 232, 33, 1),
 }
 
