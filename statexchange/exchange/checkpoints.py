@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Checkpoints"]
 
-_LOAD_OPTIONS = ("strict", "include", "exclude", "rename", "dtype", "replicas", "on_progress")
+_LOAD_OPTIONS = ("strict", "include", "exclude", "rename", "dtype", "replicas", "readers", "on_progress")
 
 
 class Checkpoints:
@@ -281,7 +281,7 @@ class Checkpoints:
             step: the step to load; by default the newest. If the next save is not beyond all saves of later steps,
                 the job has gone back: these are superseded, and count as the oldest.
             missing_ok: return None if there is no save yet; else that is a NotFoundError.
-            options: `strict`, `include`, `exclude`, `rename`, `dtype`, `replicas` and `on_progress` of
+            options: `strict`, `include`, `exclude`, `rename`, `dtype`, `replicas`, `readers` and `on_progress` of
                 `load_checkpoint`.
 
         Returns:

@@ -21,8 +21,8 @@ from statexchange.exchange.load_checks import check_same_source, check_whose_sta
 from statexchange.exchange.load_report import LoadReport, LoadRequest, notes_on_lost_ties, notes_on_overflows
 from statexchange.exchange.load_source import LoadSource, located, open_for_state, source_content
 from statexchange.exchange.placing import place_parts, renumbered_names
-from statexchange.exchange.reading import ReadItem, assign_readers, read_all
-from statexchange.sharding.options import CallOptions, Convert, LoadOptions, Rename, Replicas
+from statexchange.exchange.reading import Messages, ReadItem, assign_readers, read_all
+from statexchange.sharding.options import CallOptions, Convert, LoadOptions, Readers, Rename, Replicas
 from statexchange.state.describe import Description, LocalTensor, State, local_tensors
 from statexchange.state.load_plan import LoadPlan, Matching
 from statexchange.state.match import match
@@ -48,6 +48,7 @@ def load_checkpoint(
     convert_with: Mapping[str, int] | None = None,
     dtype: Literal["state"] | None = None,
     replicas: Replicas = "equal",
+    readers: Readers | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     stall_timeout_s: float = 300.0,
 ) -> LoadReport:
@@ -55,13 +56,13 @@ def load_checkpoint(
 
     Collective over `comm`; blocks until all ranks are done. A rank reads what its own boxes need, so world size, mesh
     and placements may differ from those of the save. What several ranks of a host need is read once: from files through
-    the page cache, from an object store by one rank, which sends it to the others. Shapes, dtypes and names are checked
-    before anything is changed; a failure on any rank is raised on all. Tensors are filled as they are read, those that
-    an optimizer has already among them. After a failure during reading, each is as it was, or as it was saved; one that
-    was read in part, or whose bytes differ from their digest, is filled with NaN (all bits set) unless its old values
-    are still there. An error of the source's bytes or of reading them says how many tensors have changed. Param groups,
-    new state of optimizers, plain values and other objects change on no rank before all have read everything; if one of
-    them then refuses its state, what comes before it in the state has changed.
+    the page cache, from an object store by one rank, which sends it to the others (`readers`). Shapes, dtypes and names
+    are checked before anything is changed; a failure on any rank is raised on all. Tensors are filled as they are read,
+    those that an optimizer has already among them. After a failure during reading, each is as it was, or as it was
+    saved; one that was read in part, or whose bytes differ from their digest, is filled with NaN (all bits set) unless
+    its old values are still there. An error of the source's bytes or of reading them says how many tensors have
+    changed. Param groups, new state of optimizers, plain values and other objects change on no rank before all have
+    read everything; if one of them then refuses its state, what comes before it in the state has changed.
 
     Values that differ between ranks (e.g. RNG state) are restored per rank if the world size is unchanged. Otherwise
     they raise ReplicaError, unless `exclude` leaves them as they are or `replicas` is "root". So does the state of an
@@ -124,6 +125,10 @@ def load_checkpoint(
         replicas: what to do if the number of ranks has changed and ranks saved different values of one region or plain
             value, such as BatchNorm's statistics under DistributedDataParallel: "equal" raises ReplicaError, "root"
             takes the lowest rank's. On the same number of ranks, each gets its own.
+        readers: who reads what ranks of several hosts need alike, as in DDP and HSDP: "host": each host; "job": one
+            rank of the job, which sends it to the other hosts. None is "job" on NFS, whose one server all hosts share,
+            and "host" elsewhere. Pass "host" if an NFS server is faster than the network between the ranks. Of an
+            object store each host reads for itself.
         on_progress: called with the bytes that this rank has read and those that it will read.
         stall_timeout_s: limit of the time in which no rank moves a byte; the total time is not limited. A rank that
             does not call at all is waited for until the communicator's `timeout_s`.
@@ -200,10 +205,10 @@ def _load(request: LoadRequest, comm: Communicator, pause: contextlib.ExitStack)
     with contextlib.ExitStack() as holding:
         with comm.phase("reading the headers", timeout_s=timeout_s):
             source = holding.enter_context(open_for_state(request, comm))
-        has_layout = request.options.layout is not None
+        has_layout, in_job = request.options.layout is not None, False
         # Before ranks convert it: they compare the files, and each may convert them in its own way.
         if comm.world_size > 1:
-            has_layout = check_same_source(source, request, comm)
+            has_layout, in_job = check_same_source(source, request, comm)
         finding = functools.partial(_finding, source.path, comm, timeout_s)
         with finding():
             loaded = source_content(request, source, comm)
@@ -218,15 +223,16 @@ def _load(request: LoadRequest, comm: Communicator, pause: contextlib.ExitStack)
         from_source = contextlib.nullcontext((items, 0))
         reading = from_source if request.reading is None else request.reading(source, items, comm)
         with reading as (read, num_in_memory):
-            readers = {}
+            messages: Messages = {}
+            # An object store is asked once on each host; files are in the page cache after their first reader.
+            if source.opened.store.is_remote or in_job:
+                messages = assign_readers(read, comm, in_job=in_job)
             if source.opened.store.is_remote:
-                # An object store is asked once per host; files are in the page cache after their first reader.
-                readers = assign_readers(read, comm)
                 # Clients of object stores leave garbage in cycles that holds the bytes of a request.
                 pause.close()
             with comm.phase("reading", timeout_s=timeout_s):
                 _mark_targets(plan, read)
-                nbytes, overflows = read_all(read, readers, comm, request.call.on_progress)
+                nbytes, overflows = read_all(read, messages, comm, request.call.on_progress)
         # Once all ranks have read everything: where one cannot, no rank has another epoch or learning rate than before.
         with comm.phase("installing what was read", timeout_s=timeout_s):
             for install in plan.callbacks:

@@ -56,6 +56,7 @@ class _OpenedSource:
     shown: str
     options: Mapping[str, str]
     has_layout: bool
+    is_nfs: bool
 
     @classmethod
     def of(cls, source: Source, request: LoadRequest) -> _OpenedSource:
@@ -78,11 +79,14 @@ class _OpenedSource:
         options = request.options.texts()
         if request.conversion is not None:
             options |= request.conversion.texts()
-        return cls(_digest(content), _digest(local), source.path, shown, options, request.options.layout is not None)
+        has_layout, is_nfs = request.options.layout is not None, source.opened.store.is_nfs
+        return cls(_digest(content), _digest(local), source.path, shown, options, has_layout, is_nfs)
 
 
-def check_same_source(source: Source, request: LoadRequest, comm: Communicator) -> bool:
-    """Return whether any rank has a layout; raise, on all ranks, for different checkpoints or options. Collective.
+def check_same_source(source: Source, request: LoadRequest, comm: Communicator) -> tuple[bool, bool]:
+    """Return whether any rank has a layout, and whether what several hosts need is read once in the job. Collective.
+
+    Different checkpoints or options raise on all ranks.
 
     Raises:
         ReplacedError: ranks have opened different checkpoints at one path.
@@ -111,7 +115,12 @@ def check_same_source(source: Source, request: LoadRequest, comm: Communicator) 
             path=of_rank.path,
         )
     check_equal_options([of_rank.options for of_rank in opened])
-    return any(of_rank.has_layout for of_rank in opened)
+    readers = request.options.readers
+    if readers is None and any(of_rank.is_nfs for of_rank in opened):
+        readers = "job"
+    # A copy in memory is on each host, and an object store has no one server.
+    is_once = readers == "job" and request.reading is None and not source.opened.store.is_remote
+    return any(of_rank.has_layout for of_rank in opened), is_once and comm.num_nodes > 1
 
 
 def _digest(value: object) -> str:

@@ -1,4 +1,4 @@
-"""What a source has of each tensor, and reading it into live ones; from an object store each box once per host.
+"""What a source has of each tensor, and reading it into live ones; each box once on a host, or in a job.
 
 Tensors that share memory, as tied weights and views of one buffer, are filled in the order of the source's files, and
 the memory has the values of the last one. That is right only if the source has equal values for all of them. So tensors
@@ -14,7 +14,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from xxhash import xxh3_128, xxh3_128_hexdigest
@@ -45,7 +45,7 @@ from statexchange.storage.regions import (
     read_part,
     to_global,
 )
-from statexchange.storage.store import ByteRange, StoredFile
+from statexchange.storage.store import ByteRange, Prefetch, Span, StoredFile
 from statexchange.tensors import (
     ITEMSIZE,
     TensorLike,
@@ -55,7 +55,16 @@ from statexchange.tensors import (
     same_memory,
 )
 
-__all__ = ["Overflows", "ReadItem", "StoredTensors", "WantedBox", "assign_readers", "differing_text", "read_all"]
+__all__ = [
+    "Messages",
+    "Overflows",
+    "ReadItem",
+    "StoredTensors",
+    "WantedBox",
+    "assign_readers",
+    "differing_text",
+    "read_all",
+]
 
 # What a source has
 
@@ -356,40 +365,85 @@ def _parts_of(items: Sequence[ReadItem]) -> list[_Part]:
     return parts
 
 
-def assign_readers(items: Sequence[ReadItem], comm: Communicator) -> dict[WantedBox, list[int]]:
-    """Choose, for each box that several ranks of this host need, one rank to read it. Collective.
+# Of a box that ranks of several hosts need: less is read by each host, as a message would take longer.
+_LEAST_SENT_BYTES = 256 << 10
 
-    Return {box: [reader, *receivers]} in an order equal on all ranks, balanced by elements.
+Messages: TypeAlias = dict[WantedBox, list[tuple[int, int]]]
+"""By box, the ranks that send it and receive it, (src, dst), in order."""
+
+
+def assign_readers(items: Sequence[ReadItem], comm: Communicator, *, in_job: bool) -> Messages:
+    """Choose, for each box that several ranks need, one rank to read it, balanced by elements. Collective.
+
+    Return to whom it is sent on, in an order equal on all ranks. Each box is read once on each host; with `in_job` once
+    in the job, by ranks that all need the same boxes, as those of DDP and HSDP do. Then ranks of the reader's host read
+    it from the page cache, and on another host one rank receives it and sends it on.
     """
-    needed_by: dict[WantedBox, list[int]] = {}
     # Each once, in the order of the items: a tensor that is tied wants its box twice.
     wanted_here = list(dict.fromkeys([part.wanted for part in _parts_of(items)]))
-    for rank, boxes in enumerate(from_all(comm, wanted_here, list[WantedBox], "the boxes to read")):
-        if comm.nodes[rank] == comm.node_rank:
-            for wanted in boxes:
-                needed_by.setdefault(wanted, []).append(rank)
+    needed_by = _needed_in_job(wanted_here, comm) if in_job else _needed_on_host(wanted_here, comm)
     load = dict.fromkeys(range(comm.world_size), 0)  # elements that each rank reads for others
-    readers = {}
+    messages: Messages = {}
     # All ranks send and receive in this order, so that no two of them wait for each other.
-    for wanted in sorted(needed_by, key=lambda box: (box.name, box.box.offsets, box.box.shape, box.dtype, box.content)):
+    for wanted in sorted(needed_by, key=_order):
         ranks = needed_by[wanted]
         if len(ranks) > 1:
             reader = min(ranks, key=lambda rank: (load[rank], rank))
             load[reader] += wanted.box.numel
-            ranks.remove(reader)
-            readers[wanted] = [reader, *ranks]
-    return readers
+            messages[wanted] = _messages(reader, ranks, comm, reads_cache=in_job)
+    return messages
+
+
+def _order(wanted: WantedBox) -> tuple[object, ...]:
+    return wanted.name, wanted.box.offsets, wanted.box.shape, wanted.dtype, wanted.content
+
+
+def _needed_on_host(wanted_here: Sequence[WantedBox], comm: Communicator) -> dict[WantedBox, list[int]]:
+    """Return which ranks of this host need each box. Collective."""
+    needed_by: dict[WantedBox, list[int]] = {}
+    for rank, boxes in enumerate(from_all(comm, wanted_here, list[WantedBox], "the boxes to read")):
+        if comm.nodes[rank] == comm.node_rank:
+            for wanted in boxes:
+                needed_by.setdefault(wanted, []).append(rank)
+    return needed_by
+
+
+def _needed_in_job(wanted_here: Sequence[WantedBox], comm: Communicator) -> dict[WantedBox, list[int]]:
+    """Return which ranks need each large box, if they are on several hosts and need the same boxes. Collective.
+
+    Ranks exchange a digest of what they need, and not the boxes: a job may have thousands of ranks.
+    """
+    large = [wanted for wanted in wanted_here if wanted.box.numel * ITEMSIZE[wanted.dtype] >= _LEAST_SENT_BYTES]
+    digest = xxh3_128_hexdigest(repr(sorted(map(_order, large))).encode())
+    digests = from_all(comm, digest, str, "the digest of the boxes to read")
+    ranks = [rank for rank, of_rank in enumerate(digests) if of_rank == digest]
+    if len({comm.nodes[rank] for rank in ranks}) == 1:
+        return {}
+    return dict.fromkeys(large, ranks)
+
+
+def _messages(reader: int, ranks: Sequence[int], comm: Communicator, *, reads_cache: bool) -> list[tuple[int, int]]:
+    """Return the messages, (src, dst), by which a box comes from its reader to the other ranks."""
+    messages = []
+    senders = {comm.nodes[reader]: reader}  # by host
+    for rank in ranks:
+        node = comm.nodes[rank]
+        if rank == reader or (reads_cache and node == comm.nodes[reader]):
+            continue
+        src = senders.setdefault(node, rank)
+        messages.append((reader if src == rank else src, rank))
+    return messages
 
 
 def read_all(
     items: Sequence[ReadItem],
-    readers: Mapping[WantedBox, Sequence[int]],
+    messages: Messages,
     comm: Communicator,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> tuple[int, list[Overflows]]:
     """Fill the live tensors; return the bytes that this rank has read, and boxes in which casts made values infinite.
 
-    Not collective without `readers` (from `assign_readers`); otherwise all ranks that they name must call this.
+    Not collective without `messages` (from `assign_readers`); otherwise all ranks that they name must call this.
 
     Raises:
         ReplacedError: a file may have changed since it was opened.
@@ -399,8 +453,8 @@ def read_all(
     """
     parts = _parts_of(items)
     to_read, first_parts = parts, dict[WantedBox, _Part]()
-    if readers:
-        received = {wanted for wanted, (_, *receivers) in readers.items() if comm.rank in receivers}
+    if messages:
+        received = {wanted for wanted, of_box in messages.items() if any(dst == comm.rank for _, dst in of_box)}
         to_read, first_parts = _to_read(parts, received)
     reading = _Reading(parts, comm, on_progress)
     try:
@@ -409,11 +463,12 @@ def read_all(
         except (CorruptError, StorageError) as error:
             raise error.located(advice=reading.changes(len(items))) from error.__cause__
         # After all reads: a rank that waited for another one in between would leave its own requests for later.
-        for wanted, (reader, *others) in readers.items():
-            if comm.rank == reader:
-                reading.send(first_parts[wanted], others)
-            elif comm.rank in others:
-                reading.receive(first_parts[wanted], reader)
+        for wanted, of_box in messages.items():
+            for src, dst in of_box:
+                if comm.rank == src:
+                    reading.send(first_parts[wanted], dst)
+                elif comm.rank == dst:
+                    reading.receive(first_parts[wanted], src)
     except BaseException:
         # After an interrupt, too, no tensor may keep bytes that were not checked, or half of its new values.
         reading.invalidate()
@@ -522,10 +577,12 @@ class _Reading:
         self.overflows: list[Overflows] = []
         self._parts = parts
         self._files: dict[StoredFile, list[_Piece]] = {}  # each that is read, with its small pieces
+        self._together: list[list[_Piece]] = []  # the small pieces of all files, as they are read together
         self._alone: list[_Target] = []  # with pieces that are not small, or not one run in memory
         self._comm = comm
         self._total = 0
         self._on_progress = on_progress
+        self._prefetch = Prefetch(())
         self._staging: Staging | None = None
         self._changed: set[int] = set()  # ids of the items of which a byte may have changed
         # How much of each item, by its id, is neither read and checked nor received. A tensor's boxes lie in the files
@@ -537,6 +594,8 @@ class _Reading:
     def run(self, parts: Sequence[_Part]) -> None:
         """Fill the live tensors of these parts."""
         self._add(parts)
+        self._prefetch = Prefetch(self._spans())
+        self._prefetch.advance(0)
         self._read_small()
         for target in self._alone:
             self._read_alone(target)
@@ -544,10 +603,10 @@ class _Reading:
         for file in self._files:
             file.check_current()
 
-    def send(self, part: _Part, ranks: Sequence[int]) -> None:
-        """Send what was read of a part to these ranks."""
-        for rank in ranks:
-            self._comm.send(_without_grad(part), rank)
+    def send(self, part: _Part, rank: int) -> None:
+        """Send what was read or received of a part to a rank."""
+        self._comm.send(_without_grad(part), rank)
+        self._comm.progress()
 
     def receive(self, part: _Part, rank: int) -> None:
         """Fill a part with what a rank sends."""
@@ -619,19 +678,38 @@ class _Reading:
             # The part itself was counted as one.
             self._left[id(item)] += num_left - 1
 
+        # In the order of the files, whatever the state's is.
+        numbers = {file: number for number, file in enumerate(self._files)}
+        self._alone.sort(key=lambda target: (numbers[target.needed[0].stored.file], target.needed[0].stored.begin))
+        for file, pieces in self._files.items():
+            # An empty tensor begins where the next one does, and comes first: it is no gap between its neighbours.
+            pieces.sort(key=operator.attrgetter("begin", "nbytes"))
+            self._together += _neighbours(pieces, _LIMITS[file.is_remote])
+            pieces.clear()
+
+    def _spans(self) -> list[Span]:
+        """Return what is read, in its order; what is not one run in its file is left to the kernel."""
+        spans = []
+        for pieces in self._together:
+            nbytes = sum([piece.nbytes for piece in pieces])
+            spans.append(Span(pieces[0].block.stored.file, pieces[0].begin, nbytes))
+        for target in self._alone:
+            for block in target.needed:
+                dtype, region = target.part.item.stored, block.region
+                run = one_run(block.stored, block.box, region, dtype, region)
+                nbytes = region.numel * ITEMSIZE[dtype]
+                spans.append(Span(None, 0, nbytes) if run is None else Span(block.stored.file, run.in_file, nbytes))
+        return spans
+
     def _read_small(self) -> None:
         """Read the small pieces of all files."""
         buffer = memoryview(b"")
-        for file, pieces in self._files.items():
-            if pieces:
-                limits = _LIMITS[file.is_remote]
-                if len(buffer) < limits.together:
-                    buffer = memoryview(bytearray(limits.together))
-                # An empty tensor begins where the next one does, and comes first: it is no gap between its neighbours.
-                pieces.sort(key=operator.attrgetter("begin", "nbytes"))
-                for together in _neighbours(pieces, limits):
-                    self._read_together(file, together, buffer)
-                pieces.clear()
+        for pieces in self._together:
+            file = pieces[0].block.stored.file
+            if len(buffer) < _LIMITS[file.is_remote].together:
+                buffer = memoryview(bytearray(_LIMITS[file.is_remote].together))
+            self._read_together(file, pieces, buffer)
+        self._together.clear()
 
     def _read_together(self, file: StoredFile, pieces: Sequence[_Piece], buffer: memoryview) -> None:
         begin, last = pieces[0].begin, pieces[-1]
@@ -676,6 +754,7 @@ class _Reading:
 
     def _count(self, nbytes: int) -> None:
         self.nbytes += nbytes
+        self._prefetch.advance(nbytes)
         self._comm.progress()
         if self._on_progress is not None:
             self._on_progress(self.nbytes, self._total)

@@ -50,6 +50,7 @@ T = TypeVar("T")
 Rename: TypeAlias = Callable[[str], str] | Sequence[tuple[str, str]]
 Replicas = Literal["equal", "root"]
 REPLICAS: tuple[Replicas, ...] = get_args(Replicas)
+Readers = Literal["host", "job"]
 Cast: TypeAlias = "DType | Mapping[str, DType]"  # one for all tensors, or by patterns of names
 Convert: TypeAlias = str | Mapping[str, Any]
 FilesFrom: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | Mapping[str, str | bytes] | None
@@ -106,6 +107,12 @@ def _parsed_layout(_option: str, value: object) -> Layout | None:
 def _replicas(option: str, value: object) -> object:
     if value not in REPLICAS:
         raise InvalidArgumentError(f"{option} must be 'equal' or 'root', not {excerpt(value)}")
+    return value
+
+
+def _readers(option: str, value: object) -> object:
+    if value not in (None, *get_args(Readers)):
+        raise InvalidArgumentError(f"{option} must be 'host', 'job' or None, not {excerpt(value)}")
     return value
 
 
@@ -484,12 +491,14 @@ class LoadOptions(Selection):
     Attributes:
         strict: names that are missing or unexpected are an error.
         dtype: None: dtypes must be equal; "state": floating values are cast to the dtype that the state has.
+        readers: who reads what ranks of several hosts need alike: each "host", or one rank of the "job".
     """
 
     differing: ClassVar[tuple[str, ...]] = ("include", "exclude", "rename")
 
     strict: bool = _option(True, _flag, _text)
     dtype: str | None = _option(None, _state_dtype, _text)
+    readers: Readers | None = _option(None, _readers, _text)
 
     def wants(self, name: str) -> bool:
         """Whether the state's tensor or value with this name is loaded."""

@@ -113,3 +113,53 @@ def test_a_directory_that_one_host_does_not_see_is_an_error_that_names_it(how: s
         assert "rank 2" in text
         assert "bert" in text
         assert path in text
+
+
+MIB = 1 << 20
+NEEDED = {  # by ranks, of the names "0" to "7": all as in DDP, two copies as in HSDP, and each rank its own
+    "ddp": lambda rank, ranks: range(8),
+    "hsdp": lambda rank, ranks: range(rank % 2, 8, 2),
+    "own": lambda rank, ranks: range(rank, 8, ranks),
+}
+
+
+def loads_once(path: str, kind: str, readers: Any) -> list[Any]:
+    """Load a tensor of 1 MiB for each name that this rank needs; return the host and the mebibytes that it has read."""
+    comm = init_on_two_hosts(50.0)
+    live = {str(number): torch.zeros(MIB // 4) for number in NEEDED[kind](comm.rank, comm.world_size)}
+    live["small"] = torch.zeros(3)
+    report = sx.load_checkpoint(live, path, readers=readers)
+    assert all(bool((tensor == float(name)).all()) for name, tensor in live.items() if name != "small")
+    assert live["small"].tolist() == [1, 1, 1]
+    node = comm.node_rank
+    comm.barrier()
+    sx.shutdown()
+    return [node, (report.nbytes - 12) // MIB]
+
+
+@pytest.mark.parametrize("ranks", [(2, 2), slow((1, 3))], ids=str)
+@pytest.mark.parametrize(("kind", "readers"), [("ddp", "job"), ("hsdp", "job"), slow("own", "job"), slow("ddp", None)])
+def test_what_ranks_of_both_hosts_need_is_read_by_one_host(
+    ranks: tuple[int, int], kind: str, readers: str | None, tmp_path: Path
+) -> None:
+    whole = {str(number): torch.full((MIB // 4,), float(number)) for number in range(8)}
+    sx.save_checkpoint({**whole, "small": torch.ones(3)}, tmp_path / "save")
+    with two_hosts(*ranks) as hosts:
+        read = hosts.run(loads_once, str(tmp_path / "save"), kind, readers, timeout_s=100)
+    needed = [set(NEEDED[kind](rank, sum(ranks))) for rank in range(sum(ranks))]
+    shared = [
+        needed[rank]
+        for rank, (node, _) in enumerate(read)
+        if any(n != node and needed[r] == needed[rank] for r, (n, _) in enumerate(read))
+    ]
+    if readers is None or not shared:
+        assert [count for _, count in read] == [len(names) for names in needed]
+        return
+    # Ranks of the reader's host that need a tensor read it from the page cache, and no rank of the other host does.
+    for names in {frozenset(names) for names in needed}:
+        by_host = [
+            {count for rank, (node, count) in enumerate(read) if node == host and needed[rank] == names}
+            for host in (0, 1)
+        ]
+        assert all(len(counts) <= 1 for counts in by_host), read
+        assert sum(sum(counts) for counts in by_host) == len(names), read

@@ -42,11 +42,17 @@ def measure(
     return options, found
 
 
-def in_turns(ways: Mapping[str, Callable[[], object]], rounds: int) -> Rounds:
-    """Time each way on all ranks together, in turns, after one round that warms up. Collective."""
+def in_turns(
+    ways: Mapping[str, Callable[[], object]], rounds: int, prepare: Callable[[], object] = lambda: None
+) -> Rounds:
+    """Time each way on all ranks together, in turns, after one round that warms up. Collective.
+
+    `prepare` is called before each way, untimed.
+    """
     found: Rounds = {way: [] for way in ways}
     for number in range(rounds + 1):
         for way, run in ways.items():
+            prepare()
             dist.barrier()
             before = reset_peak()
             began = time.perf_counter()

@@ -61,6 +61,35 @@ def ranks_gather_export_and_save(session: Session, mount: str) -> str:
     return f"{count} times"
 
 
+@check("", ("v42", "v3l"))
+def replicas_read_each_byte_once(session: Session, mount: str) -> str:
+    """Four ranks on two hosts load a model that each of them has whole: the server sends each byte once, or twice."""
+    path, names = session.path(mount, "replicas"), [f"t{number}" for number in range(8)]
+    nbytes = len(names) * (4 << 20)
+    for reply in _initialize(session, session.path("v42", "rendezvous-of-replicas")):
+        session.value(reply)
+    try:
+        _on_all(session, "save_replicas", path=path, names=names)
+        ratios = []
+        for readers in (None, "host"):
+            for host in ("cA", "cB"):
+                session.lab.on(host, "sync; echo 3 > /proc/sys/vm/drop_caches")
+            before = _bytes_of_server(session, mount)
+            for reply in _on_all(session, "load_replica", path=path, names=names, readers=readers):
+                session.expect(reply.value == list(range(len(names))), "loaded:", reply)
+            ratios.append((_bytes_of_server(session, mount) - before) / nbytes)
+    finally:
+        _shut_down(session)
+    session.expect(1 <= ratios[0] <= 1.05, f"bytes of the server, of those of the model: {ratios[0]:.3f}")
+    return f"{ratios[0]:.2f}x of the model's bytes, with readers='host' {ratios[1]:.2f}x"
+
+
+def _bytes_of_server(session: Session, mount: str) -> int:
+    """Return how many bytes both clients have read from the server through a mount."""
+    field = f"awk '/mounted on .run.m.{mount} /{{here=1}} here && /bytes:/{{print $6; exit}}' /proc/self/mountstats"
+    return sum(int(session.lab.on(host, field)) for host in ("cA", "cB"))
+
+
 def _round_of_ranks(session: Session, path: str, step: int) -> None:
     ranks = list(range(WORLD_SIZE))
     gathered = _on_all(session, "gather", step=step, workspace=f"{path}/gather", ranks=ranks)
