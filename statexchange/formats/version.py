@@ -37,13 +37,7 @@ from statexchange.errors import CorruptError, IncompleteError, NotFoundError, Un
 from statexchange.formats import huggingface
 from statexchange.formats.model_files import INDEX, MANIFEST
 from statexchange.formats.source import ShardFile, Source, SourceTensor, open_listed, parsing
-from statexchange.formats.version_frames import (
-    Change,
-    IndexedFrames,
-    PatchedFile,
-    StreamedFrames,
-    frame_ends,
-)
+from statexchange.formats.version_frames import Frames, PatchedFile, frame_ends
 from statexchange.sharding.shards import Box
 from statexchange.storage.files import WINDOW_BYTES, digest
 from statexchange.storage.location import MAX_MANIFEST_BYTES, OpenedPath, open_path, read_json
@@ -245,7 +239,7 @@ def _published(store: Store, manifest: Mapping[str, Any]) -> _Delta:
     records = version["changed"]
     for record in records.values():
         huggingface.check_record(record)
-        if {*map(type, record["frames"])} - {int}:
+        if {*map(type, record["frames"])} - {int} or min(record["frames"], default=1) <= 0:
             raise ValueError(f"not the sizes of frames: {excerpt(record['frames'])}")
     weight_map = {name: tensor["file"] for name, tensor in manifest["tensors"].items()}
     if weight_map.keys() != records.keys():
@@ -368,18 +362,12 @@ def _patched(delta: _Delta, header: Header, stored: ByteRange, base: SourceTenso
         raise CorruptError(text, name=name, path=stored.path, expected=shard, found=listed)
     if not shard.is_whole or base.byte_ranges[0].strides is not None:
         raise UnsupportedError("the base is no checkpoint of whole tensors", name=name, path=stored.path)
-    nbytes, frames = base.byte_ranges[0].nbytes, record.get("frames", ())
-    applied: Change
-    # A frame of a whole tensor is read as a stream, and not held.
-    if len(frames) > 1 or (frames and nbytes <= delta.frame_nbytes):
-        boxes = [Box.from_json(box[:2]) for box in record["boxes"]]
-        ends = frame_ends(boxes, shard, delta.frame_nbytes, len(frames))
-        applied = IndexedFrames(stored, nbytes, name, frames, ends)
-    else:
-        applied = StreamedFrames(stored, nbytes, name)
+    sizes = record.get("frames") or [stored.nbytes]
+    boxes = [Box.from_json(box[:2]) for box in record.get("boxes", ())]
+    change = Frames(stored, name, sizes, frame_ends(boxes, shard, delta.frame_nbytes, len(sizes)))
     checksum = header.metadata.get(name, "")
-    file = PatchedFile(base.byte_ranges[0], applied, checksum if delta.checksum == "adler32" else "")
-    patched = ByteRange(file, 0, nbytes, checksum if delta.checksum == "xxh3-128" else None)
+    file = PatchedFile(base.byte_ranges[0], change, checksum if delta.checksum == "adler32" else "")
+    patched = ByteRange(file, 0, change.nbytes, checksum if delta.checksum == "xxh3-128" else None)
     if record:
         return huggingface.published_tensor(shard, patched, record, {})
     return SourceTensor(shard, (patched,))

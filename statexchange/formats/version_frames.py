@@ -1,9 +1,9 @@
 """The bytes of a changed tensor: those of its base, with the frames of a delta applied.
 
 `PatchedFile` reads like any stored file. For each part that is read, it reads the same bytes of the base and lets the
-change apply what concerns them: an `IndexedFrames` decompresses the frames that the part touches, so that parts may be
-read in any order and by several threads; a `StreamedFrames`, one entry of which the sizes of frames are not known,
-is decompressed from its beginning up to the part, and again from the beginning for an earlier part.
+change, `Frames`, apply what concerns them. Of known frames those are decompressed that the part touches, so that parts
+may be read in any order and by several threads. An entry of which the sizes of frames are not known is decompressed
+from its beginning up to the part, and again from the beginning for an earlier part.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import io
 import threading
 import zlib
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -28,10 +27,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = [
-    "Change",
-    "IndexedFrames",
+    "Frames",
     "PatchedFile",
-    "StreamedFrames",
     "are_runs",
     "compressor",
     "decompressed",
@@ -41,122 +38,86 @@ __all__ = [
 _LEVEL = 1  # random differences do not become smaller at a higher one
 
 
-class Change(ABC):
-    """The change of one tensor in a delta: `stored` is the entry of its file. Thread-safe."""
+class Frames:
+    """The change of one tensor in a delta: zstd frames of ``new ^ old`` in an entry of its file. Thread-safe.
 
-    def __init__(self, stored: ByteRange, nbytes: int, name: str) -> None:
+    The frames lie in stretches of known sizes: one of each frame, or a single one whose frames are not known.
+
+    Args:
+        stored: the entry.
+        name: the tensor.
+        sizes: the bytes of each stretch.
+        ends: the byte of the tensor at which each stretch ends.
+    """
+
+    def __init__(self, stored: ByteRange, name: str, sizes: Sequence[int], ends: Sequence[int]) -> None:
         self.stored = stored
-        self.nbytes = nbytes
         self.name = name
-
-    @abstractmethod
-    def apply(self, part: NDArray[np.uint8], offset: int) -> None:
-        """Change the bytes of the base from `offset` on into those of this version."""
+        self.nbytes = ends[-1]
+        self._ends = ends
+        self._places = [0, *accumulate(sizes)]
+        self._begun: dict[int, tuple[int, Any]] = {}  # by stretch, at most one: the tensor's next byte, and the stream
+        if self._places[-1] != stored.nbytes:
+            raise self.broken("its frames are not as large as its entry")
 
     def broken(self, problem: object) -> CorruptError:
         """Return the error for an entry that does not have what it should."""
         return CorruptError(f"the change of this tensor is broken: {problem}", name=self.name, path=self.stored.path)
 
-
-class IndexedFrames(Change):
-    """Frames of `new ^ old` of known sizes: frame i ends at byte `ends[i]` of the tensor."""
-
-    def __init__(self, stored: ByteRange, nbytes: int, name: str, sizes: Sequence[int], ends: Sequence[int]) -> None:
-        super().__init__(stored, nbytes, name)
-        self._ends = ends
-        self._places = [0, *accumulate(sizes)]
-        self._last: tuple[int, Any] = (-1, None)
-        if self._places[-1] != stored.nbytes or min(sizes) <= 0:
-            raise self.broken("its frames are not as large as its entry")
-
     def apply(self, part: NDArray[np.uint8], offset: int) -> None:
-        """Decompress the frames that the part touches."""
-        end = offset + len(part)
+        """Change the bytes of the base from `offset` on into those of this version."""
         number = bisect_right(self._ends, offset)
-        while offset < end:
-            begin = self._ends[number - 1] if number else 0
-            upto = min(end, self._ends[number])
-            frame = self._frame(number, begin)
-            # A source has many tensors: only a frame that the next part goes on with is kept.
-            self._last = (number, frame) if upto < self._ends[number] else (-1, None)
-            target = part[len(part) - (end - offset) :][: upto - offset]
-            target ^= frame[offset - begin : upto - begin]
-            offset, number = upto, number + 1
+        while len(part):
+            target = part[: self._ends[number] - offset]
+            self._apply_stretch(number, target, offset)
+            part, offset, number = part[len(target) :], offset + len(target), number + 1
 
-    def _frame(self, number: int, begin: int) -> NDArray[np.uint8]:
-        """Return a decompressed frame."""
+    def _apply_stretch(self, number: int, target: NDArray[np.uint8], offset: int) -> None:
+        """Decompress a stretch up to the target, and apply what follows."""
         import numpy as np
 
-        kept, frame = self._last
-        if kept == number:
-            return frame  # type: ignore[no-any-return]
-        data = bytearray(self._places[number + 1] - self._places[number])
-        self.stored.file.read_into(memoryview(data), self.stored.begin + self._places[number])
-        size = self._ends[number] - begin
+        # Taken away, which is atomic: no other thread goes on with the stream meanwhile, and nobody after an error.
+        at, stream = self._begun.pop(number, (offset + 1, None))
+        if at > offset:
+            at = self._ends[number - 1] if number else 0
+            begin, end = self._places[number : number + 2]
+            # The default, 128 KiB at a time, is too many requests of an object store.
+            stream = _reader(_Stretch(self.stored, begin, end), min(WINDOW_BYTES, end - begin))
+        while at < offset:
+            at += len(self._read(stream, at, offset))
+        end = offset + len(target)
+        while at < end:
+            data = np.frombuffer(self._read(stream, at, end), np.uint8)
+            target[at - offset :][: len(data)] ^= data
+            at += len(data)
+        if at < self._ends[number]:
+            self._begun = {number: (at, stream)}  # of one stretch alone: a source has many tensors
+        elif stream.read(1):
+            raise self.broken(f"it has more than {self.nbytes} bytes")
+
+    def _read(self, stream: Any, at: int, end: int) -> bytes:
+        """Return the next bytes of the tensor, from `at` on and at most up to `end`."""
         try:
-            # As a stream: the frame's own header may promise any size.
-            content = _reader(io.BytesIO(data)).read(size + 1)
+            data: bytes = stream.read(min(WINDOW_BYTES, end - at))
         except _zstandard().ZstdError as error:
             raise self.broken(error) from None
-        if len(content) != size:
-            raise self.broken(f"frame {number} does not have {size} bytes")
-        return np.frombuffer(content, np.uint8)
-
-
-class _Entry(io.RawIOBase):
-    """The bytes of an entry as a stream."""
-
-    def __init__(self, stored: ByteRange) -> None:
-        self._stored = stored
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Read the next bytes."""
-        count = min(len(buffer), self._stored.nbytes - self._at)
-        self._stored.file.read_into(memoryview(buffer)[:count], self._stored.begin + self._at)
-        self._at += count
-        return count
-
-
-class StreamedFrames(Change):
-    """One or several frames of `new ^ old` of unknown sizes, decompressed forward."""
-
-    def __init__(self, stored: ByteRange, nbytes: int, name: str) -> None:
-        super().__init__(stored, nbytes, name)
-        self._lock = threading.Lock()
-        self._at = 0
-        self._stream: Any = None
-
-    def apply(self, part: NDArray[np.uint8], offset: int) -> None:
-        """Decompress up to the part, and apply what follows."""
-        import numpy as np
-
-        with self._lock:
-            if self._stream is None or offset < self._at:
-                self._stream, self._at = _reader(_Entry(self.stored)), 0
-            while self._at < offset:
-                self._read(min(WINDOW_BYTES, offset - self._at))
-            done = 0
-            while done < len(part):
-                data = np.frombuffer(self._read(min(WINDOW_BYTES, len(part) - done)), np.uint8)
-                part[done : done + len(data)] ^= data
-                done += len(data)
-            if self._at == self.nbytes and self._stream.read(1):
-                raise self.broken(f"it has more than {self.nbytes} bytes")
-
-    def _read(self, count: int) -> bytes:
-        """Return the next bytes, at most `count`."""
-        stream, self._stream = self._stream, None  # after an error it is read from its beginning again
-        try:
-            data: bytes = stream.read(count)
-        except _zstandard().ZstdError as error:
-            raise self.broken(error) from None
-        self._stream = stream
         if not data:
-            raise self.broken(f"it ends at byte {self._at} of {self.nbytes}")
+            raise self.broken(f"it ends at byte {at} of {self.nbytes}")
+        return data
+
+
+class _Stretch:
+    """Some bytes of an entry as the stream that zstandard reads."""
+
+    def __init__(self, stored: ByteRange, begin: int, end: int) -> None:
+        self._file = stored.file
+        self._at = stored.begin + begin
+        self._end = stored.begin + end
+
+    def read(self, nbytes: int) -> bytearray:
+        """Return the next bytes, at most so many."""
+        data = bytearray(min(nbytes, self._end - self._at))
+        self._file.read_into(memoryview(data), self._at)
         self._at += len(data)
         return data
 
@@ -171,12 +132,12 @@ class PatchedFile(StoredFile):
             "" if other digests prove them.
     """
 
-    def __init__(self, base: ByteRange, change: Change, checksum: str = "") -> None:
+    def __init__(self, base: ByteRange, change: Frames, checksum: str = "") -> None:
         self.path = change.stored.path
         self.size = change.nbytes
         self.is_remote = base.file.is_remote
         self.base = base
-        self.changes: tuple[Change, ...] = (change,)
+        self.changes: tuple[Frames, ...] = (change,)
         if isinstance(base.file, PatchedFile):  # a chain is applied in a loop, however long it is
             self.base = base.file.base
             self.changes = (*base.file.changes, change)
@@ -257,9 +218,9 @@ def _zstandard() -> Any:
     return zstandard
 
 
-def _reader(stream: Any) -> Any:
-    """Return a stream of the decompressed bytes of all frames."""
-    return _zstandard().ZstdDecompressor().stream_reader(stream, read_across_frames=True)
+def _reader(stream: _Stretch | io.BytesIO, read_bytes: int) -> Any:
+    """Return a stream of the decompressed bytes of all frames, which reads so many bytes at a time."""
+    return _zstandard().ZstdDecompressor().stream_reader(stream, read_size=read_bytes, read_across_frames=True)
 
 
 def compressor() -> Callable[[NDArray[np.uint8]], bytes]:
@@ -270,7 +231,7 @@ def compressor() -> Callable[[NDArray[np.uint8]], bytes]:
 
 def decompressed(data: bytes) -> bytes:
     """Return the content of all frames."""
-    content: bytes = _reader(io.BytesIO(data)).read()
+    content: bytes = _reader(io.BytesIO(data), WINDOW_BYTES).read()
     return content
 
 
