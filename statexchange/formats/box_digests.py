@@ -38,7 +38,7 @@ DIGEST_BYTES = 16
 PLACED_SCHEMA = 2  # of a manifest with placements
 _MAX_RANKS = 1 << 24
 _PIECES_PER_STEP = 8  # of the budget
-_WINDOW_BYTES = 8 << 20  # read ahead from an object store, where a small request takes as long as a large one
+_AHEAD_BYTES = 32 << 20  # kept of what is read ahead from an object store
 
 
 def placed_record(pieces: SpecPieces, placements: list[object], first: int) -> list[int]:
@@ -110,7 +110,7 @@ class BoxDigests:
         # Of each box there are 16 bytes: so the work may grow with these.
         self._budget = store.budget.of(self.file.path, self.file.size)
         self._checked: set[tuple[tuple[int, ...], Placement]] = set()
-        self._window = 0, b""  # its first byte in the file, and its bytes
+        self.file.read_ahead(_AHEAD_BYTES)
 
     def boxes_of(self, record: Mapping[str, Any]) -> PlacedBoxes:
         """Return the boxes of a tensor by its record in the manifest; raise ValueError if they cannot be its boxes."""
@@ -139,18 +139,10 @@ class BoxDigests:
 
     def read(self, first: int, count: int) -> list[str]:
         """Return the digests of boxes with consecutive numbers."""
-        begin, nbytes = DIGEST_BYTES * first, DIGEST_BYTES * count
-        # One tuple, as other threads read, too.
-        window_at, window = self._window
-        if not window_at <= begin <= begin + nbytes <= window_at + len(window):
-            # Of a local file no more than is needed: each rank needs a few of each tensor.
-            ahead = _WINDOW_BYTES if self.file.is_remote else 0
-            data = bytearray(min(max(nbytes, ahead), self.file.size - begin))
-            self.file.read_into(memoryview(data), begin)
-            window_at, window = self._window = begin, bytes(data)
-        at = begin - window_at
-        text = window[at : at + nbytes].hex()
-        return [text[place : place + 2 * DIGEST_BYTES] for place in range(0, len(text), 2 * DIGEST_BYTES)]
+        data = bytearray(DIGEST_BYTES * count)
+        self.file.read_into(memoryview(data), DIGEST_BYTES * first)
+        text = data.hex()
+        return [text[at : at + 2 * DIGEST_BYTES] for at in range(0, len(text), 2 * DIGEST_BYTES)]
 
 
 class PlacedBoxes:

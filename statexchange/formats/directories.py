@@ -31,13 +31,10 @@ from statexchange.formats.source import (
     Part,
     Section,
     SectionName,
-    ShardFile,
     Source,
-    UnreadableTensor,
     abbreviated_names,
-    merged_metadata,
+    joined,
 )
-from statexchange.sharding.paths import Path
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.publish.claim import CLAIM_NAME
 from statexchange.storage.steps import list_steps, step_name
@@ -157,7 +154,7 @@ class _Directory:
                     names[section.name].add(new_names[name])
             sources.append(source.renamed(new_names.get))
         return replace(
-            self._joined(sources),
+            joined(self.framework.kind, self.opened, sources),
             sections=tuple(Section(section, f"{section}.", frozenset(names[section])) for section in names),
             problems=problems,
             notes=self._notes(),
@@ -195,7 +192,8 @@ class _Directory:
         source = read[0][1]
         if len(read) > 1:
             # The parts of one section may have equal names.
-            source = self._joined([source.renamed(f"{part.stem}.".__add__) for part, source in read])
+            named = [of_part.renamed(f"{part.stem}.".__add__) for part, of_part in read]
+            source = joined(self.framework.kind, self.opened, named)
         note = section_note(section, rest, f" of this {self.framework.kind} directory")
         return replace(
             source,
@@ -278,35 +276,6 @@ class _Directory:
         if adapters:
             notes += (f"not read: the adapters in {abbreviated_names(adapters)}; to read one, give its path",)
         return notes
-
-    def _joined(self, sources: Sequence[Source]) -> Source:
-        """Return sources of different names as one."""
-        files: list[ShardFile] = []
-        others: dict[str, str] = {}
-        texts: dict[str, str] = {}
-        paths: dict[str, Path] = {}
-        unreadable: list[UnreadableTensor] = []
-        problems: list[StateExchangeError] = []
-        for source in sources:
-            files += source.files
-            others |= source.others
-            texts |= source.texts
-            paths |= source.paths
-            unreadable += source.unreadable
-            problems += source.problems
-        metadata, differing = merged_metadata([source.metadata for source in sources if source.metadata])
-        return Source(
-            self.framework.kind,
-            self.opened,
-            files,
-            others=others,
-            texts=texts,
-            problems=problems,
-            unreadable=unreadable,
-            metadata=metadata,
-            differing=differing,
-            paths=paths,
-        )
 
 
 def _no_model(sections: Sequence[str]) -> str:

@@ -30,9 +30,9 @@ from itertools import product
 from typing import NamedTuple
 
 from statexchange.errors import CorruptError, IncompleteError, StateExchangeError, UnsupportedError
-from statexchange.formats import torch_file
 from statexchange.formats.megatron_arguments import RANK_DIRECTORY, RunArguments, with_sections
 from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor, open_listed, parsing
+from statexchange.formats.torch_archive import open_archive
 from statexchange.formats.torch_file import TorchFile
 from statexchange.sharding.sharding_spec import DimSplit, local_boxes
 from statexchange.sharding.shards import Shard
@@ -170,7 +170,7 @@ def read(opened: OpenedPath, store: Store) -> Source:
                 raise IncompleteError(text, path=below.path, expected=str(arguments), found=str(of_rank))
             files[name] = file
             if has_optimizer:  # its flat buffers are not read
-                torch_file.open_archive(open_listed(below, _OPTIMIZER_FILE, missing)).pickle()
+                open_archive(open_listed(below, _OPTIMIZER_FILE, missing)).pickle()
         except StateExchangeError as error:
             problems.append(error)
     if arguments is None:

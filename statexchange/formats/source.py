@@ -77,6 +77,7 @@ __all__ = [
     "abbreviated_reasons",
     "empty_weights_text",
     "is_flat_parameter",
+    "joined",
     "merged_metadata",
     "open_listed",
     "parsing",
@@ -593,3 +594,41 @@ class Source:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def joined(kind: SourceKind, opened: OpenedPath, sources: Sequence[Source]) -> Source:
+    """Return sources, such as those of several files, as one of this kind at an opened path.
+
+    Of an entry that is no tensor and differs between two, that is all that is said.
+    """
+    files: list[ShardFile] = []
+    others: dict[str, str] = {}
+    texts: dict[str, str] = {}
+    differing: set[str] = set()
+    problems: list[StateExchangeError] = []
+    unreadable: list[UnreadableTensor] = []
+    paths: list[tuple[str, Path | None]] = []
+    for source in sources:
+        files += source.files
+        for name in others.keys() & source.others.keys():
+            if texts.get(name) != source.texts.get(name):
+                differing.add(name)
+        others |= source.others
+        texts |= source.texts
+        problems += source.problems
+        unreadable += source.unreadable
+        paths += source.paths.items()
+        paths += dict.fromkeys(source.names - source.paths.keys()).items()
+    metadata, differing_keys = merged_metadata([source.metadata for source in sources if source.metadata])
+    return Source(
+        kind,
+        opened,
+        files,
+        others=others | dict.fromkeys(differing, "differs between the files"),
+        texts={name: text for name, text in texts.items() if name not in differing},
+        problems=problems,
+        unreadable=unreadable,
+        metadata=metadata,
+        differing=differing_keys,
+        paths=agreed_paths(paths),
+    )

@@ -18,6 +18,7 @@ from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObje
 from statexchange.formats.source import strides_of
 from statexchange.sharding.shards import sizes_from_json
 from statexchange.storage.store import Budget, ByteRange, StoredFile
+from statexchange.storage.wrong_kinds import wrong_kind_of
 from statexchange.tensors import ITEMSIZE, name_of_dtype
 from statexchange.values import SCALAR_TYPES
 
@@ -28,13 +29,17 @@ __all__ = [
     "describe",
     "dtype_of",
     "holds_tensor",
+    "is_of_torch",
     "is_plain",
     "is_tensor",
+    "open_archive",
     "refusal_of",
     "unwrap_tensor",
     "view_of",
 ]
 
+_ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_START_BYTES = len(_LEGACY)
 _LOCAL = struct.Struct("<4s5H3L2H")  # the header before a member's bytes
 _END_BYTES = 22  # of the record at the end of a zip without a comment
 _MAX_DIRECTORY_BYTES = 256 << 20
@@ -162,7 +167,7 @@ class Archive:
         signature, *_, name_length, extra_length = _LOCAL.unpack(self._read(begin, _LOCAL.size))
         encoded = name.encode()
         begin += _LOCAL.size
-        if signature != b"PK\3\4" or self._read(begin, name_length) != encoded:
+        if signature != _ZIP or self._read(begin, name_length) != encoded:
             raise CorruptError(f"the zip has no member {excerpt(name)} at the offset in its directory", path=self._path)
         begin += name_length + extra_length
         if begin + nbytes > self._length:
@@ -176,6 +181,26 @@ class Archive:
                 f"member {excerpt(name)} has {nbytes} bytes, more than the limit of {limit}", path=self._path
             )
         return self._read(begin - self._begin, nbytes)
+
+
+def is_of_torch(file: StoredFile) -> bool:
+    """Whether a file begins as those of torch.save do, also as those of before 1.6."""
+    return file.first_bytes(_START_BYTES).startswith((_ZIP, _LEGACY))
+
+
+def open_archive(file: StoredFile) -> Archive:
+    """Return the archive in a file of torch.save; raise UnsupportedError for the format of before 1.6."""
+    start, path = file.first_bytes(_START_BYTES), file.path
+    if start.startswith(_ZIP):
+        return Archive(file)
+    if start.startswith(b"\x80"):
+        problem = "this is a pickle, or torch's format of before 1.6, not a zip"
+        advice = "torch.save(torch.load(path, weights_only=True), path) converts it"
+        raise UnsupportedError(f"{problem}: {advice}", path=path)
+    text = wrong_kind_of(file)
+    if text is None and start[8:9] == b"{":
+        text = "this seems to be a safetensors file: call it .safetensors"
+    raise CorruptError(text or "not a file of torch.save", path=path)
 
 
 class _Window:

@@ -14,7 +14,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from statexchange import values
 from statexchange.errors import (
     CorruptError,
     IncompleteError,
@@ -35,35 +34,35 @@ from statexchange.formats.source import (
     Source,
     SourceTensor,
     UnreadableTensor,
+    joined,
     open_listed,
     parsing,
 )
 from statexchange.formats.torch_archive import (
-    Archive,
     class_of,
     describe,
     dtype_of,
     holds_tensor,
+    is_of_torch,
     is_plain,
     is_tensor,
+    open_archive,
     refusal_of,
     unwrap_tensor,
     view_of,
 )
-from statexchange.sharding.paths import ListItem, Path, TupleItem, agreed_paths
+from statexchange.sharding.paths import ListItem, Path, TupleItem
 from statexchange.sharding.sharding_spec import DimSplit, local_boxes
 from statexchange.sharding.shards import MAX_DIMS, Box, Shard, full_box, sizes_from_json
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Budget, StoredFile
-from statexchange.storage.wrong_kinds import wrong_kind_of
-from statexchange.values import MAX_DEPTH
+from statexchange.values import MAX_DEPTH, encode
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["TorchFile", "leaves", "matches", "open_archive", "read"]
+__all__ = ["TorchFile", "leaves", "matches", "read"]
 
-_ZIP, _LEGACY = b"PK\3\4", b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _SHARDED_TENSOR = "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 _BESIDE_DCP = {"meta.pt", "common.pt"}  # of Lightning and of Megatron
 _OF_DEEPSPEED = ("ds_version", "ds_config", "param_shapes")  # entries of its files of model states
@@ -79,7 +78,7 @@ def matches(opened: OpenedPath) -> bool:
         return any(name.removesuffix(INDEX).endswith(TORCH) for name in opened.store.non_directories)
     if opened.file.endswith((*TORCH, f".bin{INDEX}")):
         return True
-    return opened.store.open(opened.file).first_bytes(len(_LEGACY)).startswith((_ZIP, _LEGACY))
+    return is_of_torch(opened.store.open(opened.file))
 
 
 def read(opened: OpenedPath) -> Source:
@@ -96,54 +95,30 @@ def read(opened: OpenedPath) -> Source:
         problems += check_numbers(names, store)
     listed_names = names_by_file(indexed)
     files: list[TorchFile] = []
-    unreadable: list[UnreadableTensor] = []
+    sources: list[Source] = []
     for rank, name in _ranked(names):
         try:
             file = TorchFile.whole(open_listed(store, name), rank)
             del file.root  # its objects may take far more memory than the entries
             files.append(file)
-            unreadable += file.unsupported
+            sources.append(file.source(opened))
         except StateExchangeError as error:
-            problems.append(error)
             path = store.path_of(name)
-            unreadable += [UnreadableTensor(tensor, None, None, path) for tensor in listed_names.get(name, [])]
-    shard_files = [file.shard_file for file in files]
-    others, texts = _values_of(files)
-    listed = {name: file_name for name, file_name in indexed.items() if name not in others}
-    problems += misplaced(listed, shard_files, unreadable)
-    notes = unread_weights(store, names) if opened.file is None else ()
+            lost = [UnreadableTensor(tensor, None, None, path) for tensor in listed_names.get(name, [])]
+            sources.append(Source("torch", opened, (), problems=(error,), unreadable=lost))
+    source = joined("torch", opened, sources)
+    listed = {name: file_name for name, file_name in indexed.items() if name not in source.others}
+    problems += [*source.problems, *misplaced(listed, source.files, source.unreadable)]
+    shard_files, notes = source.files, unread_weights(store, names) if opened.file is None else ()
     if indexed:
         shard_files, stale = only_indexed(shard_files, indexed)
         notes += stale
-    has_tensors = bool(unreadable) or any(file.tensors for file in files)
+    has_tensors = bool(source.unreadable) or any(file.tensors for file in files)
     if opened.file is None and not has_tensors and not _BESIDE_DCP.isdisjoint(names):
         text = "no file here has a tensor: those of a DCP, .metadata and .distcp files, are missing: copy them, too"
         problems.append(IncompleteError(text, path=opened.path))
-    source = Source(
-        "torch",
-        opened,
-        tuple(shard_files),
-        notes=notes,
-        others=others,
-        texts=texts,
-        problems=tuple(problems),
-        unreadable=tuple(unreadable),
-        paths=agreed_paths(entry for file in files for entry in file.paths.items()),
-    )
+    source = replace(source, files=shard_files, problems=problems, notes=notes)
     return replace(source, sections=_sections(source.names, files))
-
-
-def _values_of(files: Iterable[TorchFile]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return `others` and `texts` of all files; a value that differs between two has no text."""
-    others: dict[str, str] = {}
-    texts: dict[str, str] = {}
-    differing: set[str] = set()
-    for file in files:
-        differing |= {name for name in others.keys() & file.others.keys() if texts.get(name) != file.texts.get(name)}
-        others |= file.others
-        texts |= file.texts
-    others |= dict.fromkeys(differing, "differs between the files")
-    return others, {name: text for name, text in texts.items() if name not in differing}
 
 
 def _sections(names: Iterable[str], files: Iterable[TorchFile]) -> tuple[Section, ...]:
@@ -234,6 +209,18 @@ class TorchFile:
         """The file with the tensors that were added."""
         return ShardFile(self.rank, self._file, self.tensors, self.aliases)
 
+    def source(self, opened: OpenedPath) -> Source:
+        """Return what was added as a source."""
+        return Source(
+            "torch",
+            opened,
+            (self.shard_file,),
+            others=self.others,
+            texts=self.texts,
+            unreadable=self.unsupported,
+            paths={name: path for name, path in self.paths.items() if path is not None},
+        )
+
     def add_entries(self, prefix: str, root: Any) -> None:
         """Add all that a value contains, nested keys joined with dots: tensors, and descriptions of anything else."""
         for key, keys, value in leaves(root, self.path, self.budget):
@@ -250,7 +237,7 @@ class TorchFile:
             else:
                 self.others[name] = description
             if is_plain(value, self._nbytes, self.budget):
-                text = self.texts[name] = values.encode(value)
+                text = self.texts[name] = encode(value)
                 self.budget.spend(1, len(text))
 
     def add_tensor(self, name: str, value: OpaqueObject) -> None:
@@ -343,21 +330,6 @@ class TorchFile:
             problem = "its local tensor does not fit its placements"
             raise CorruptError(problem, name=name, path=self.path, expected=expected, found=local.shape)
         return SourceTensor.of_blocks(shard, local_range, local.shape, [local_offsets for _, local_offsets in boxes])
-
-
-def open_archive(file: StoredFile) -> Archive:
-    """Return the archive in a file of torch.save; raise UnsupportedError for the format of before 1.6."""
-    start, path = file.first_bytes(len(_LEGACY)), file.path
-    if start.startswith(_ZIP):
-        return Archive(file)
-    if start.startswith(b"\x80"):
-        problem = "this is a pickle, or torch's format of before 1.6, not a zip"
-        advice = "torch.save(torch.load(path, weights_only=True), path) converts it"
-        raise UnsupportedError(f"{problem}: {advice}", path=path)
-    text = wrong_kind_of(file)
-    if text is None and start[8:9] == b"{":
-        text = "this seems to be a safetensors file: call it .safetensors"
-    raise CorruptError(text or "not a file of torch.save", path=path)
 
 
 def leaves(
