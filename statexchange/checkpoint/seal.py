@@ -24,7 +24,7 @@ from statexchange.errors import (
     without_secrets,
 )
 from statexchange.formats import huggingface
-from statexchange.formats.model_files import MANIFEST
+from statexchange.formats.model_files import MANIFEST, check_file_names
 from statexchange.formats.registry import holds_saves, open_source
 from statexchange.formats.sealed_files import SealedFile, seal_file
 from statexchange.sharding.options import CallOptions
@@ -211,7 +211,7 @@ def _whole_tensors(source: Source) -> dict[str, tuple[str, SourceTensor]]:
             if name not in shard_file.tensors:
                 text = "the index does not list this tensor, which its file has: write the index again"
                 raise CorruptError(text, name=name, path=shard_file.path)
-    huggingface.check_file_names({name: file for name, (file, _) in tensors.items()}, source.path)
+    check_file_names({name: file for name, (file, _) in tensors.items()}, source.path)
     return tensors
 
 

@@ -12,11 +12,9 @@ one box, and the digests of those in the manifest are checked on the way (`ByteR
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import count
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -25,20 +23,22 @@ from statexchange.errors import (
     IncompleteError,
     InvalidArgumentError,
     StateExchangeError,
-    UnsupportedError,
     excerpt,
 )
 from statexchange.formats.box_digests import PLACED_SCHEMA, BoxDigests, PlacedBoxes
 from statexchange.formats.model_files import (
     INDEX,
     MANIFEST,
-    OF_TOTAL,
+    SHARD_NAME,
     ModelFiles,
+    check_file_names,
+    check_numbers,
     has_safetensors_model,
     model_files,
     only_indexed,
     preferred_file,
-    unread_weights,
+    read_index,
+    read_listed,
 )
 from statexchange.formats.sealed_files import DIGESTS_KEY, parse_sealed
 from statexchange.formats.sealed_files import KEY as SEALED
@@ -46,8 +46,6 @@ from statexchange.formats.source import (
     ShardFile,
     Source,
     SourceTensor,
-    UnreadableTensor,
-    merged_metadata,
     open_listed,
     parsing,
     unknown_dtypes,
@@ -68,31 +66,10 @@ from statexchange.storage.tensorfile import TORCH_SHARDING_KEY, Header, read_hea
 from statexchange.storage.workspace import is_rank_file
 from statexchange.tensors import itemsize_of
 
-__all__ = [
-    "RANK",
-    "check_file_names",
-    "check_numbers",
-    "check_record",
-    "matches",
-    "misplaced",
-    "names_by_file",
-    "part_of",
-    "published_tensor",
-    "read",
-    "read_files",
-    "read_index",
-    "shard_file_of",
-]
+__all__ = ["check_record", "matches", "published_tensor", "read", "read_file"]
 
 _SUFFIX = ".safetensors"
 _INDEX_SUFFIX = f"{_SUFFIX}{INDEX}"
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-_SHARD_NAME = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
-_COUNTED = re.compile(rf"([0-9]{{1,9}})(?={OF_TOTAL.pattern})")
-_WORLD_SIZE = re.compile(r"world_size_(?P<total>[0-9]{1,9})(?![0-9])")
-RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
-# The whole name of a rank's file: a number after "rank" elsewhere may be LoRA's rank.
-_RANK_ALONE = re.compile(r"(?:pytorch_model_fsdp_(?:[0-9]+_)?)?rank[_-]?([0-9]{1,9})\.[a-z]+")
 
 
 def matches(opened: OpenedPath) -> bool:
@@ -123,58 +100,36 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
     manifest, weight_map, names = _files_to_read(opened, problems, uses_manifest=uses_manifest)
     published = manifest["tensors"] if manifest is not None else {}
     placed = _placed(store, manifest, problems)
-    source = read_files(opened, names, weight_map, published, placed)
-    shard_files = list(source.files)
-    notes = unread_weights(store, names) if opened.file is None else ()
-    problems += [*source.problems, *misplaced(weight_map, shard_files, source.unreadable)]
+    read_one = partial(read_file, opened, published=published, placed=placed)
+    source = read_listed("huggingface", opened, enumerate(names), read_one, weight_map, published)
+    problems += source.problems
     if weight_map and manifest is None:
-        # The index lists one file for a tensor of which several have parts.
-        parts = {tensor.shard.name for _, tensor in source.shards() if any(tensor.shard.boxes[0].offsets)}
-        shard_files, stale = only_indexed(shard_files, weight_map, parts)
-        notes += stale
+        source = only_indexed(source, weight_map)
+    shard_files = source.files
     if _has_repeated_names(shard_files):
         try:
             shard_files = _whole(shard_files)
         except StateExchangeError as error:
             problems.append(error)
-    return replace(source, files=shard_files, manifest=manifest, problems=problems, notes=notes)
+    return replace(source, files=shard_files, manifest=manifest, problems=problems)
 
 
-def read_files(
+def read_file(
     opened: OpenedPath,
-    names: Iterable[str],
-    weight_map: Mapping[str, str] = MappingProxyType({}),
+    number: int,
+    name: str,
+    *,
     published: Mapping[str, Any] = MappingProxyType({}),
     placed: Mapping[str, PlacedBoxes] = MappingProxyType({}),
 ) -> Source:
-    """Return safetensors files as a source, in this order; the other arguments are those of `shard_file_of`."""
-    listed_names = names_by_file(weight_map)
-    problems: list[StateExchangeError] = []
-    shard_files: list[ShardFile] = []
-    unreadable: list[UnreadableTensor] = []
-    texts: list[Mapping[str, str]] = []
-    for number, name in enumerate(names):
-        try:
-            file = open_listed(opened.store, name)
-            header = read_header(file)
-            match = _SHARD_NAME.fullmatch(name)
-            rank = int(match[1]) - 1 if match is not None else number
-            shard_files.append(shard_file_of(rank, file, header, published, placed))
-            unreadable += unknown_dtypes(header, file.path)
-            texts.append(header.common_metadata)
-        except StateExchangeError as error:
-            problems.append(error)
-            unreadable += _listed_in(opened.store, name, listed_names.get(name, []), published)
-    metadata, differing = merged_metadata(texts)
-    return Source(
-        "huggingface",
-        opened,
-        shard_files,
-        problems=problems,
-        unreadable=unreadable,
-        metadata=metadata,
-        differing=differing,
-    )
+    """Return one safetensors file as a source; the last two arguments are those of `_shard_file`."""
+    file = open_listed(opened.store, name)
+    header = read_header(file)
+    match = SHARD_NAME.fullmatch(name)
+    rank = number if match is None else int(match[1]) - 1
+    shard_file = _shard_file(rank, file, header, published, placed)
+    unreadable = unknown_dtypes(header, file.path)
+    return Source("huggingface", opened, (shard_file,), unreadable=unreadable, metadata=header.common_metadata)
 
 
 def _files_to_read(
@@ -204,99 +159,12 @@ def _files_to_read(
     return manifest, weight_map, names
 
 
-def check_numbers(names: Sequence[str], store: Store) -> list[StateExchangeError]:
-    """Return an IncompleteError for each incomplete set of files: numbered "i-of-n", or by ranks from 0 on.
-
-    Without an index only the numbers in the names show that a file is missing: a set is all names that differ in this
-    number alone. Nothing lists the ranks, so a file that is missing after the last one goes unnoticed.
-    """
-    sets: dict[tuple[str, str], dict[int, str]] = {}  # digits, by the name around them
-    for name in names:
-        for begin, digits, end in _around_numbers(name):
-            sets.setdefault((begin, end), {})[int(digits)] = digits
-    problems: list[StateExchangeError] = []
-    for (begin, end), numbers in sets.items():
-        of, last = OF_TOTAL.match(end), max(numbers)
-        first, total = (0, last + 1) if of is None else (1, int(of["total"]))
-        # The number in a lone name may be LoRA's rank, unless it is all of the name.
-        is_lora = of is None and len(numbers) == 1 and not _RANK_ALONE.fullmatch(begin + numbers[last] + end)
-        if len(numbers) >= total or is_lora:
-            continue
-        absent = next(number for number in count(first) if number not in numbers)
-        width = min(map(len, numbers.values()))  # the width of n may be another: model-00001-of-000004
-        path = store.path_of(f"{begin}{absent:0{width}d}{end}")
-        if of is None:
-            text = f"there are files of ranks up to {last}: the file of this rank is missing"
-            problems.append(IncompleteError(text, rank=absent, path=path))
-        else:
-            text = f"by their names there should be {total} files, but there are {len(numbers)}: this one is missing"
-            problems.append(IncompleteError(text, path=path))
-    return problems
-
-
-def _around_numbers(name: str) -> Iterator[tuple[str, str, str]]:
-    """Yield each number in a file's name that counts files, between what is before and after it."""
-    matches = list(RANK.finditer(name))
-    if len(matches) > 1:
-        matches = []
-    if not _SHARD_NAME.fullmatch(name):
-        matches += _COUNTED.finditer(name)
-    for match in matches:
-        yield name[: match.start(1)], match[1], name[match.end(1) :]
-
-
-def part_of(name: str, store: Store) -> str:
-    """Return in words what a file is, if its name shows that it is one of several in its directory; else "".
-
-    The name shows that by the number of files, by being a rank's as a whole, or by files of other ranks beside it.
-    """
-    if _SHARD_NAME.fullmatch(name):
-        return ""
-    match = _COUNTED.search(name) or _WORLD_SIZE.search(name)
-    if match is not None:
-        total = int(match["total"])
-        return f"one of {total} files, by its name" if total > 1 else ""
-    for begin, digits, end in _around_numbers(name):
-        for beside in store.non_directories:
-            if beside != name and any(around[::2] == (begin, end) for around in _around_numbers(beside)):
-                return f"one rank's, and those of others lie beside it ({excerpt(beside, 80)[1:-1]})"
-        if int(digits) and _RANK_ALONE.fullmatch(name):
-            return f"that of rank {int(digits)}, by its name"
-    return ""
-
-
-def names_by_file(weight_map: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file."""
-    names: dict[str, list[str]] = {}
-    for name, file in weight_map.items():
-        names.setdefault(file, []).append(name)
-    return names
-
-
-def _listed_in(store: Store, file: str, names: Sequence[str], published: Mapping[str, Any]) -> list[UnreadableTensor]:
-    """Return the tensors of an unreadable file.
-
-    dtype and shape come from the manifest, or from the header if the file is only truncated. `names` are those that the
-    manifest or an index assigns to the file.
-    """
-    described: dict[str, tuple[str | None, tuple[int, ...] | None]] = {}
-    for name in filter(published.__contains__, names):
-        described[name] = published[name]["dtype"], tuple(published[name]["shape"])
-    if not described:
-        with suppress(StateExchangeError):
-            header = read_header(store.open(file), whole=False)
-            for name, entry in (*header.entries.items(), *header.unknown.items()):
-                described[name] = entry.dtype, entry.shape
-    path = store.path_of(file)
-    return [UnreadableTensor(name, *described.get(name, (None, None)), path) for name in names or described]
-
-
-def shard_file_of(
+def _shard_file(
     rank: int,
     file: StoredFile,
     header: Header,
-    published: Mapping[str, Any] = MappingProxyType({}),
-    placed: Mapping[str, PlacedBoxes] = MappingProxyType({}),
+    published: Mapping[str, Any],
+    placed: Mapping[str, PlacedBoxes],
 ) -> ShardFile:
     """Return a safetensors file with its tensors.
 
@@ -378,7 +246,7 @@ def _has_repeated_names(shard_files: Sequence[ShardFile]) -> bool:
     return len(set().union(*(shard_file.tensors for shard_file in shard_files))) < total
 
 
-def _whole(shard_files: list[ShardFile]) -> list[ShardFile]:
+def _whole(shard_files: Sequence[ShardFile]) -> list[ShardFile]:
     """Return the files with final global shapes: each tensor reaches to the end of its last part."""
     ends: dict[str, tuple[int, ...]] = {}
     for shard_file in shard_files:
@@ -484,50 +352,3 @@ def _weight_map(store: Store, files: ModelFiles, manifest: Mapping[str, Any] | N
             text = "index and manifest disagree: remove the index or publish again"
             raise CorruptError(text, path=store.path_of(name))
     return published
-
-
-def check_file_names(weight_map: Mapping[str, str], path: str, suffix: str = _SUFFIX) -> None:
-    """Raise CorruptError unless the values of a weight map are plain names of files."""
-    for file in weight_map.values():
-        if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file) or not file.endswith(suffix):
-            raise CorruptError(f"a tensor is listed in {excerpt(file)}, which is not a plain file name", path=path)
-
-
-def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str]:
-    """Return the file of each tensor by an index.
-
-    Raises:
-        CorruptError: a file name is not plain, or has another suffix.
-        IncompleteError: the index lists no tensors.
-        UnsupportedError: it is that of a delta.
-    """
-    path = store.path_of(index)
-    raw = read_json(store.open(index))
-    metadata = raw.get("metadata") if isinstance(raw, dict) else None
-    if isinstance(metadata, dict) and "delta_encoding" in metadata:
-        text = "the index is that of a delta of weights: give the directory weight_v... that it lay in, beside its base"
-        raise UnsupportedError(text, path=path)
-    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(weight_map, dict):
-        raise CorruptError("the index has no weight_map", path=path)
-    check_file_names(weight_map, path, suffix)
-    if not weight_map:
-        raise IncompleteError("the index lists no tensors: it was not written or copied whole", path=path)
-    return weight_map
-
-
-def misplaced(
-    weight_map: Mapping[str, str], shard_files: Sequence[ShardFile], unreadable: Sequence[UnreadableTensor]
-) -> list[StateExchangeError]:
-    """Return an error for each tensor that the weight map assigns to a file that does not have it."""
-    by_name = {shard_file.name: shard_file for shard_file in shard_files}
-    unsupported = {(tensor.name, tensor.path) for tensor in unreadable}
-    problems: list[StateExchangeError] = []
-    for name, file in weight_map.items():
-        if file not in by_name:  # it has a problem of its own
-            continue
-        path = by_name[file].path
-        if name not in by_name[file].tensors and (name, path) not in unsupported:
-            text = "the index assigns this tensor to the file, which does not have it"
-            problems.append(IncompleteError(text, name=name, path=path))
-    return problems

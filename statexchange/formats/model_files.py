@@ -10,14 +10,26 @@ Frameworks' own layouts, which other formats recognise by their marks, do not co
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import count
+from types import MappingProxyType
+from typing import Any
 
-from statexchange.errors import InvalidArgumentError, excerpt
+from statexchange.errors import (
+    CorruptError,
+    IncompleteError,
+    InvalidArgumentError,
+    StateExchangeError,
+    UnsupportedError,
+    excerpt,
+)
 from statexchange.formats.frameworks import state_file
-from statexchange.formats.source import WEIGHT_SUFFIXES, ShardFile, abbreviated_names
-from statexchange.storage.location import OpenedPath
+from statexchange.formats.source import WEIGHT_SUFFIXES, Source, SourceKind, UnreadableTensor, abbreviated_names, joined
+from statexchange.storage.location import OpenedPath, read_json
 from statexchange.storage.store import Store
+from statexchange.storage.tensorfile import read_header
 from statexchange.units import format_number
 
 __all__ = [
@@ -25,17 +37,23 @@ __all__ = [
     "CONFIG",
     "INDEX",
     "MANIFEST",
-    "OF_TOTAL",
+    "RANK",
     "SAFETENSORS",
+    "SHARD_NAME",
     "TORCH",
     "ModelFiles",
     "are_of_ranks",
+    "check_file_names",
+    "check_numbers",
     "has_safetensors_model",
     "is_weights",
     "missing_number",
     "model_files",
     "only_indexed",
+    "part_of",
     "preferred_file",
+    "read_index",
+    "read_listed",
     "unread_weights",
 ]
 
@@ -49,9 +67,17 @@ _PREFERRED = (
     "adapter_model.safetensors",
     "adapter_model.bin",
 )
-OF_TOTAL = re.compile(r"[-_.]of[-_.]?0*(?P<total>[0-9]{1,9})(?![0-9])")  # in model-00001-of-00004
+_OF_TOTAL = re.compile(r"[-_.]of[-_.]?0*(?P<total>[0-9]{1,9})(?![0-9])")  # in model-00001-of-00004
 _RANK = re.compile(r"(?<![a-z])(rank|tp|pp|ep|shard|part|stage|layer|mp|consolidated)[-_.]?[0-9]", re.IGNORECASE)
 _NUMBER = re.compile(r"[0-9]+")
+(_SUFFIX,) = SAFETENSORS
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
+SHARD_NAME = re.compile(r"shard-([0-9]{5,9})-model-[0-9]{5,9}-of-[0-9]{5,9}\.safetensors")
+_COUNTED = re.compile(rf"([0-9]{{1,9}})(?={_OF_TOTAL.pattern})")
+_WORLD_SIZE = re.compile(r"world_size_(?P<total>[0-9]{1,9})(?![0-9])")
+RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
+# The whole name of a rank's file: a number after "rank" elsewhere may be LoRA's rank.
+_RANK_ALONE = re.compile(r"(?:pytorch_model_fsdp_(?:[0-9]+_)?)?rank[_-]?([0-9]{1,9})\.[a-z]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +151,7 @@ def _sets(names: Iterable[str]) -> list[list[str]]:
     """
     by_form: dict[tuple[str, str], list[str]] = {}
     for name in names:
-        total = OF_TOTAL.search(name)
+        total = _OF_TOTAL.search(name)
         by_form.setdefault((_NUMBER.sub("#", name), total[1] if total is not None else ""), []).append(name)
     sets = []
     for (_, total_digits), of_form in by_form.items():
@@ -190,19 +216,78 @@ def unread_weights(store: Store, names: Iterable[str]) -> tuple[str, ...]:
     return (f"not read: {abbreviated_names(unread)}; {advice}",)
 
 
-def only_indexed(
-    files: Sequence[ShardFile], weight_map: Mapping[str, str], parts: Collection[str] = ()
-) -> tuple[list[ShardFile], tuple[str, ...]]:
-    """Return the files with the tensors that an index assigns to them, and a note on the others, which are not read.
+def read_listed(
+    kind: SourceKind,
+    opened: OpenedPath,
+    numbered: Iterable[tuple[int, str]],
+    read_one: Callable[[int, str], Source],
+    weight_map: Mapping[str, str],
+    published: Mapping[str, Any] = MappingProxyType({}),
+) -> Source:
+    """Return the files of a model as one source. What is wrong with one of them is a problem.
 
     Args:
-        files: the files of the index.
-        weight_map: the file of each tensor, by the index.
-        parts: names of tensors of which several files have parts; the index lists only one file for each.
+        kind: the kind of the source.
+        opened: the opened path.
+        numbered: each file's rank or number, and its name.
+        read_one: reads one of them.
+        weight_map: the file of each tensor, by an index or a manifest; {} without either.
+        published: the records of the tensors in a manifest.
     """
+    sources, names_read = [], []
+    for number, file in numbered:
+        names_read.append(file)
+        try:
+            sources.append(read_one(number, file))
+        except StateExchangeError as error:
+            names = [name for name, of_file in weight_map.items() if of_file == file]
+            lost = _lost_tensors(opened.store, file, names, published)
+            sources.append(Source(kind, opened, (), problems=(error,), unreadable=lost))
+    source = joined(kind, opened, sources)
+    notes = unread_weights(opened.store, names_read) if opened.file is None else ()
+    return replace(source, problems=[*source.problems, *_misplaced(source, weight_map)], notes=notes)
+
+
+def _lost_tensors(
+    store: Store, file: str, names: Sequence[str], published: Mapping[str, Any]
+) -> list[UnreadableTensor]:
+    """Return the tensors of an unreadable file.
+
+    dtype and shape come from the manifest, or from the header if the file is only truncated. `names` are those that the
+    manifest or an index assigns to the file.
+    """
+    described: dict[str, tuple[str | None, tuple[int, ...] | None]] = {}
+    for name in filter(published.__contains__, names):
+        described[name] = published[name]["dtype"], tuple(published[name]["shape"])
+    if not described:
+        with suppress(StateExchangeError):
+            header = read_header(store.open(file), whole=False)
+            for name, entry in (*header.entries.items(), *header.unknown.items()):
+                described[name] = entry.dtype, entry.shape
+    path = store.path_of(file)
+    return [UnreadableTensor(name, *described.get(name, (None, None)), path) for name in names or described]
+
+
+def _misplaced(source: Source, weight_map: Mapping[str, str]) -> Iterator[IncompleteError]:
+    """Yield an error for each tensor that the weight map assigns to a file that does not have it."""
+    by_name = {shard_file.name: shard_file for shard_file in source.files}
+    unsupported = {(tensor.name, tensor.path) for tensor in source.unreadable}
+    for name, file in weight_map.items():
+        shard_file = by_name.get(file)  # None for a file that has a problem of its own
+        if shard_file is None or name in shard_file.tensors or name in source.others:
+            continue
+        if (name, shard_file.path) not in unsupported:
+            text = "the index assigns this tensor to the file, which does not have it"
+            yield IncompleteError(text, name=name, path=shard_file.path)
+
+
+def only_indexed(source: Source, weight_map: Mapping[str, str]) -> Source:
+    """Return a source with the tensors that an index assigns to its files, and a note on the others."""
+    # Of tensors of which several files have parts, the index lists one file.
+    parts = {tensor.shard.name for _, tensor in source.shards() if any(any(box.offsets) for box in tensor.shard.boxes)}
     indexed = []
     stale: list[str] = []
-    for shard_file in files:
+    for shard_file in source.files:
         listed: dict[str, str] = {}
         for name in shard_file.tensors:
             if weight_map.get(name) == shard_file.name or (name in parts and name in weight_map):
@@ -211,7 +296,98 @@ def only_indexed(
                 stale.append(f"{name} in {shard_file.name}")
         indexed.append(shard_file.renamed(listed.get))
     if not stale:
-        return list(files), ()
+        return source
     count = format_number(len(stale), "tensor")
     text = f"not read: {count} that the index does not list for these files, of which transformers reads all"
-    return indexed, (f"{text}: {abbreviated_names(stale)}",)
+    return replace(source, files=indexed, notes=(*source.notes, f"{text}: {abbreviated_names(stale)}"))
+
+
+def check_file_names(weight_map: Mapping[str, str], path: str, suffix: str = _SUFFIX) -> None:
+    """Raise CorruptError unless the values of a weight map are plain names of files."""
+    for file in weight_map.values():
+        if not isinstance(file, str) or not _PLAIN_NAME.fullmatch(file) or not file.endswith(suffix):
+            raise CorruptError(f"a tensor is listed in {excerpt(file)}, which is not a plain file name", path=path)
+
+
+def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str]:
+    """Return the file of each tensor by an index.
+
+    Raises:
+        CorruptError: a file name is not plain, or has another suffix.
+        IncompleteError: the index lists no tensors.
+        UnsupportedError: it is that of a delta.
+    """
+    path = store.path_of(index)
+    raw = read_json(store.open(index))
+    metadata = raw.get("metadata") if isinstance(raw, dict) else None
+    if isinstance(metadata, dict) and "delta_encoding" in metadata:
+        text = "the index is that of a delta of weights: give the directory weight_v... that it lay in, beside its base"
+        raise UnsupportedError(text, path=path)
+    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
+    if not isinstance(weight_map, dict):
+        raise CorruptError("the index has no weight_map", path=path)
+    check_file_names(weight_map, path, suffix)
+    if not weight_map:
+        raise IncompleteError("the index lists no tensors: it was not written or copied whole", path=path)
+    return weight_map
+
+
+def check_numbers(names: Sequence[str], store: Store) -> list[StateExchangeError]:
+    """Return an IncompleteError for each incomplete set of files: numbered "i-of-n", or by ranks from 0 on.
+
+    Without an index only the numbers in the names show that a file is missing: a set is all names that differ in this
+    number alone. Nothing lists the ranks, so a file that is missing after the last one goes unnoticed.
+    """
+    sets: dict[tuple[str, str], dict[int, str]] = {}  # digits, by the name around them
+    for name in names:
+        for begin, digits, end in _around_numbers(name):
+            sets.setdefault((begin, end), {})[int(digits)] = digits
+    problems: list[StateExchangeError] = []
+    for (begin, end), numbers in sets.items():
+        of, last = _OF_TOTAL.match(end), max(numbers)
+        first, total = (0, last + 1) if of is None else (1, int(of["total"]))
+        # The number in a lone name may be LoRA's rank, unless it is all of the name.
+        is_lora = of is None and len(numbers) == 1 and not _RANK_ALONE.fullmatch(begin + numbers[last] + end)
+        if len(numbers) >= total or is_lora:
+            continue
+        absent = next(number for number in count(first) if number not in numbers)
+        width = min(map(len, numbers.values()))  # the width of n may be another: model-00001-of-000004
+        path = store.path_of(f"{begin}{absent:0{width}d}{end}")
+        if of is None:
+            text = f"there are files of ranks up to {last}: the file of this rank is missing"
+            problems.append(IncompleteError(text, rank=absent, path=path))
+        else:
+            text = f"by their names there should be {total} files, but there are {len(numbers)}: this one is missing"
+            problems.append(IncompleteError(text, path=path))
+    return problems
+
+
+def _around_numbers(name: str) -> Iterator[tuple[str, str, str]]:
+    """Yield each number in a file's name that counts files, between what is before and after it."""
+    matches = list(RANK.finditer(name))
+    if len(matches) > 1:
+        matches = []
+    if not SHARD_NAME.fullmatch(name):
+        matches += _COUNTED.finditer(name)
+    for match in matches:
+        yield name[: match.start(1)], match[1], name[match.end(1) :]
+
+
+def part_of(name: str, store: Store) -> str:
+    """Return in words what a file is, if its name shows that it is one of several in its directory; else "".
+
+    The name shows that by the number of files, by being a rank's as a whole, or by files of other ranks beside it.
+    """
+    if SHARD_NAME.fullmatch(name):
+        return ""
+    match = _COUNTED.search(name) or _WORLD_SIZE.search(name)
+    if match is not None:
+        total = int(match["total"])
+        return f"one of {total} files, by its name" if total > 1 else ""
+    for begin, digits, end in _around_numbers(name):
+        for beside in store.non_directories:
+            if beside != name and any(around[::2] == (begin, end) for around in _around_numbers(beside)):
+                return f"one rank's, and those of others lie beside it ({excerpt(beside, 80)[1:-1]})"
+        if int(digits) and _RANK_ALONE.fullmatch(name):
+            return f"that of rank {int(digits)}, by its name"
+    return ""

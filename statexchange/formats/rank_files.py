@@ -6,10 +6,11 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from statexchange.errors import IncompleteError, InvalidArgumentError, did_you_mean
-from statexchange.formats.huggingface import check_numbers, part_of, read_files
-from statexchange.formats.model_files import missing_number, preferred_file
+from statexchange.formats.huggingface import read_file
+from statexchange.formats.model_files import check_numbers, missing_number, part_of, preferred_file, read_listed
 from statexchange.formats.source import ShardFile, Source, SourceTensor
 from statexchange.sharding.rules import Layout, Part, place_parts, renumber_names
 from statexchange.sharding.shards import Shard, full_box
@@ -52,7 +53,8 @@ def read(opened: OpenedPath) -> Source:
     absent = missing_number(names)
     if absent is not None:
         raise IncompleteError(f"files are numbered, but number {absent} is missing", path=opened.path)
-    return replace(read_files(opened, names), kind="rank files", world_size=len(names))
+    source = read_listed("rank files", opened, enumerate(names), partial(read_file, opened), {})
+    return replace(source, world_size=len(names))
 
 
 def _numeric_order(name: str) -> list[tuple[int, str]]:

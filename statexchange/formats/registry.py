@@ -22,7 +22,7 @@ from statexchange.errors import (
 )
 from statexchange.formats.directories import check_none_below
 from statexchange.formats.frameworks import state_file
-from statexchange.formats.model_files import is_weights, unread_weights
+from statexchange.formats.model_files import is_weights, part_of, unread_weights
 from statexchange.formats.open_checkpoint import OpenCheckpoint
 from statexchange.formats.sections import ALL, MODEL_OF_PARTS, check_section, problems_of, select_section
 from statexchange.formats.source import Source
@@ -335,8 +335,6 @@ def _unread_beside(opened: OpenedPath, name: str) -> Sequence[str]:
     """Return a note on what is not read: other files of the checkpoint, or one of another format in the directory."""
     store = opened.store
     if opened.file is not None:
-        from statexchange.formats.huggingface import part_of
-
         section = state_file(opened.file)
         of = part_of(opened.file, store) if name in ("huggingface", "torch_file") else ""
         if section is not None:

@@ -608,6 +608,7 @@ def joined(kind: SourceKind, opened: OpenedPath, sources: Sequence[Source]) -> S
     problems: list[StateExchangeError] = []
     unreadable: list[UnreadableTensor] = []
     paths: list[tuple[str, Path | None]] = []
+    has_paths = any(source.paths for source in sources)
     for source in sources:
         files += source.files
         for name in others.keys() & source.others.keys():
@@ -617,8 +618,9 @@ def joined(kind: SourceKind, opened: OpenedPath, sources: Sequence[Source]) -> S
         texts |= source.texts
         problems += source.problems
         unreadable += source.unreadable
-        paths += source.paths.items()
-        paths += dict.fromkeys(source.names - source.paths.keys()).items()
+        if has_paths:
+            paths += source.paths.items()
+            paths += dict.fromkeys(source.names - source.paths.keys()).items()
     metadata, differing_keys = merged_metadata([source.metadata for source in sources if source.metadata])
     return Source(
         kind,

@@ -23,8 +23,16 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats.frameworks import state_file
-from statexchange.formats.huggingface import RANK, check_numbers, misplaced, names_by_file, read_index
-from statexchange.formats.model_files import INDEX, TORCH, model_files, only_indexed, unread_weights
+from statexchange.formats.model_files import (
+    INDEX,
+    RANK,
+    TORCH,
+    check_numbers,
+    model_files,
+    only_indexed,
+    read_index,
+    read_listed,
+)
 from statexchange.formats.pickles import OpaqueObject, read_pickle
 from statexchange.formats.sections import sections_from
 from statexchange.formats.source import (
@@ -34,7 +42,6 @@ from statexchange.formats.source import (
     Source,
     SourceTensor,
     UnreadableTensor,
-    joined,
     open_listed,
     parsing,
 )
@@ -88,37 +95,27 @@ def read(opened: OpenedPath) -> Source:
     ``optimizer.pt``, are read. If the names of several files have exactly one ``rankN`` each, N is the rank; otherwise
     the files are numbered in the order of their names.
     """
-    store = opened.store
     indexed, names = _files_to_read(opened)
     problems: list[StateExchangeError] = []
     if opened.file is None and not indexed:
-        problems += check_numbers(names, store)
-    listed_names = names_by_file(indexed)
+        problems += check_numbers(names, opened.store)
     files: list[TorchFile] = []
-    sources: list[Source] = []
-    for rank, name in _ranked(names):
-        try:
-            file = TorchFile.whole(open_listed(store, name), rank)
-            del file.root  # its objects may take far more memory than the entries
-            files.append(file)
-            sources.append(file.source(opened))
-        except StateExchangeError as error:
-            path = store.path_of(name)
-            lost = [UnreadableTensor(tensor, None, None, path) for tensor in listed_names.get(name, [])]
-            sources.append(Source("torch", opened, (), problems=(error,), unreadable=lost))
-    source = joined("torch", opened, sources)
-    listed = {name: file_name for name, file_name in indexed.items() if name not in source.others}
-    problems += [*source.problems, *misplaced(listed, source.files, source.unreadable)]
-    shard_files, notes = source.files, unread_weights(store, names) if opened.file is None else ()
+
+    def read_one(rank: int, name: str) -> Source:
+        file = TorchFile.whole(open_listed(opened.store, name), rank)
+        del file.root  # its objects may take far more memory than the entries
+        files.append(file)
+        return file.source(opened)
+
+    source = read_listed("torch", opened, _ranked(names), read_one, indexed)
+    problems += source.problems
     if indexed:
-        shard_files, stale = only_indexed(shard_files, indexed)
-        notes += stale
+        source = only_indexed(source, indexed)
     has_tensors = bool(source.unreadable) or any(file.tensors for file in files)
     if opened.file is None and not has_tensors and not _BESIDE_DCP.isdisjoint(names):
         text = "no file here has a tensor: those of a DCP, .metadata and .distcp files, are missing: copy them, too"
         problems.append(IncompleteError(text, path=opened.path))
-    source = replace(source, files=shard_files, problems=problems, notes=notes)
-    return replace(source, sections=_sections(source.names, files))
+    return replace(source, problems=problems, sections=_sections(source.names, files))
 
 
 def _sections(names: Iterable[str], files: Iterable[TorchFile]) -> tuple[Section, ...]:

@@ -35,7 +35,7 @@ from typing import Any
 
 from statexchange.errors import CorruptError, IncompleteError, NotFoundError, UnsupportedError, excerpt
 from statexchange.formats import huggingface
-from statexchange.formats.model_files import INDEX, MANIFEST
+from statexchange.formats.model_files import INDEX, MANIFEST, check_file_names
 from statexchange.formats.source import ShardFile, Source, SourceTensor, open_listed, parsing
 from statexchange.formats.version_frames import Frames, PatchedFile, frame_ends
 from statexchange.sharding.shards import Box
@@ -280,7 +280,7 @@ def _foreign(store: Store, metadata: Mapping[str, Any], weight_map: Mapping[str,
 
 def _opened_files(store: Store, weight_map: Mapping[str, str]) -> list[tuple[StoredFile, Header]]:
     """Open all files of a weight map, and check that they have exactly its tensors."""
-    huggingface.check_file_names(weight_map, store.path)
+    check_file_names(weight_map, store.path)
     files = []
     for name in sorted(set(weight_map.values())):
         file = open_listed(store, name, "a file of this version is missing, or not yet visible on this host")
