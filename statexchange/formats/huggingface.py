@@ -106,11 +106,10 @@ def read(opened: OpenedPath, *, uses_manifest: bool = True) -> Source:
     if weight_map and manifest is None:
         source = only_indexed(source, weight_map)
     shard_files = source.files
-    if _has_repeated_names(shard_files):
-        try:
-            shard_files = _whole(shard_files)
-        except StateExchangeError as error:
-            problems.append(error)
+    try:
+        shard_files = _whole(shard_files)
+    except CorruptError as error:
+        problems.append(error)
     return replace(source, files=shard_files, manifest=manifest, problems=problems)
 
 
@@ -240,12 +239,6 @@ def _offsets_of_parts(header: Header, file: StoredFile) -> dict[str, tuple[int, 
     return parts
 
 
-def _has_repeated_names(shard_files: Sequence[ShardFile]) -> bool:
-    """Whether a name occurs in two files: where their shapes differ, a part of the larger one is missing."""
-    total = sum(len(shard_file.tensors) for shard_file in shard_files)
-    return len(set().union(*(shard_file.tensors for shard_file in shard_files))) < total
-
-
 def _whole(shard_files: Sequence[ShardFile]) -> list[ShardFile]:
     """Return the files with final global shapes: each tensor reaches to the end of its last part."""
     ends: dict[str, tuple[int, ...]] = {}
@@ -255,12 +248,14 @@ def _whole(shard_files: Sequence[ShardFile]) -> list[ShardFile]:
             end = ends.setdefault(name, shape)
             if len(end) != len(shape):
                 raise CorruptError("its parts differ in their number of dims", name=name, path=shard_file.path)
-            ends[name] = tuple(map(max, end, shape))
+            if end != shape:  # in most checkpoints no tensor has two parts
+                ends[name] = tuple(map(max, end, shape))
     whole = []
     for shard_file in shard_files:
-        tensors = {}
+        tensors = dict(shard_file.tensors)
         for name, tensor in shard_file.tensors.items():
-            tensors[name] = replace(tensor, shard=replace(tensor.shard, global_shape=ends[name]))
+            if tensor.shard.global_shape != ends[name]:
+                tensors[name] = replace(tensor, shard=replace(tensor.shard, global_shape=ends[name]))
         whole.append(replace(shard_file, tensors=tensors))
     return whole
 
