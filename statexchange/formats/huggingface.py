@@ -181,33 +181,29 @@ def _shard_file(
             raise CorruptError(str(error), name=name, path=file.path) from None
         stored = ByteRange(file, entry.begin, entry.nbytes)
         if published:
-            _check_published(shard, published, file)
+            if name not in published:
+                text = "the manifest does not list this tensor: publish again"
+                raise CorruptError(text, name=name, path=file.path)
             tensors[name] = published_tensor(shard, stored, published[name], placed)
         else:
             tensors[name] = SourceTensor(shard, (stored,))
     return ShardFile(rank, file, tensors)
 
 
-def _check_published(shard: Shard, published: Mapping[str, Any], file: StoredFile) -> None:
-    """Raise CorruptError unless the manifest lists a tensor with this dtype and shape."""
-    record = published.get(shard.name)
-    if record is None:
-        text = "the manifest does not list this tensor: publish again"
-        raise CorruptError(text, name=shard.name, path=file.path)
-    if (record["dtype"], tuple(record["shape"])) != (shard.dtype, shard.global_shape):
-        raise CorruptError(
-            "file and manifest disagree: publish again",
-            name=shard.name,
-            path=file.path,
-            expected=f"{record['dtype']} {record['shape']}",
-            found=f"{shard.dtype} {list(shard.global_shape)}",
-        )
-
-
 def published_tensor(
     shard: Shard, stored: ByteRange, record: Mapping[str, Any], placed: Mapping[str, PlacedBoxes]
 ) -> SourceTensor:
-    """Return a published tensor with the digests of the boxes in its manifest, which `check_record` has checked."""
+    """Return a published tensor with the digests of the boxes in its record, which `check_record` has checked.
+
+    Raises:
+        CorruptError: the record has another dtype or shape, or its boxes overlap.
+        IncompleteError: its boxes do not cover the tensor.
+    """
+    path = stored.file.path
+    if (record["dtype"], tuple(record["shape"])) != (shard.dtype, shard.global_shape):
+        listed, present = f"{record['dtype']} {record['shape']}", f"{shard.dtype} {list(shard.global_shape)}"
+        text = "file and manifest disagree: publish again"
+        raise CorruptError(text, name=shard.name, path=path, expected=listed, found=present)
     if "placed" in record and shard.nbytes:
         # Without the file of digests, which is a problem of the source, its bytes are not proven.
         parts = placed.get(shard.name)
@@ -221,7 +217,7 @@ def published_tensor(
     try:
         prove_cover(shard.name, shard.global_shape, {box: ["the manifest"] for box in boxes if box.numel})
     except (CorruptError, IncompleteError) as error:
-        raise error.located(path=stored.file.path) from None
+        raise error.located(path=path) from None
     return SourceTensor(shard, (stored._replace(parts=ListedDigests(boxes.items())),))
 
 

@@ -166,8 +166,8 @@ def _read_once(
     read: Callable[..., Source],
     *,
     strict: bool,
-    section: str | None,
-    wants: Callable[[str], bool] | None,
+    section: str | None = ALL,
+    wants: Callable[[str], bool] | None = None,
 ) -> Source:
     """Return a section of the source at an opened path; raise ReplacedError if its files are of two versions."""
     try:
@@ -231,8 +231,7 @@ def probe(path: str) -> Probe:
         store = opened.store
         directories = store.directories
         try:
-            source = read_opened(opened)
-            _check_not_repeated(source)
+            source = _read_once(opened, read_opened, strict=False)
         except NotFoundError:
             return Probe(opened, None, None, directories)
         except ReplacedError:
@@ -247,8 +246,6 @@ def probe(path: str) -> Probe:
 
                 directories = [] if is_directory_format(store) else directories
             return Probe(opened, None, error, directories, is_foreign=is_foreign)
-        if source.problems and not opened.is_current():
-            raise ReplacedError("replaced while it was read", path=path) from source.problems[0]
         return Probe(opened, source, None, directories)
 
     return read_with_retry(path, look)
