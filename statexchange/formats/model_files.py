@@ -5,6 +5,10 @@ index, then an adapter of PEFT. A directory without any of these names must have
 one set of files that are numbered or belong to ranks. Two candidates are never united: the caller has to name one.
 
 Frameworks' own layouts, which other formats recognise by their marks, do not come here.
+
+Files of safetensors and of torch.save are then read in one way (`read_listed`): what is wrong with one of them is a
+problem, as is what an index assigns to a file that does not have it. Without an index only the names show whether all
+are there (`check_numbers`).
 """
 
 from __future__ import annotations
@@ -234,17 +238,19 @@ def read_listed(
         weight_map: the file of each tensor, by an index or a manifest; {} without either.
         published: the records of the tensors in a manifest.
     """
-    sources, names_read = [], []
+    names: dict[str, list[str]] = {}  # by file; a broken index may list a file for each tensor
+    for name, file in weight_map.items():
+        names.setdefault(file, []).append(name)
+    sources, files = [], []
     for number, file in numbered:
-        names_read.append(file)
+        files.append(file)
         try:
             sources.append(read_one(number, file))
         except StateExchangeError as error:
-            names = [name for name, of_file in weight_map.items() if of_file == file]
-            lost = _lost_tensors(opened.store, file, names, published)
+            lost = _lost_tensors(opened.store, file, names.get(file, []), published)
             sources.append(Source(kind, opened, (), problems=(error,), unreadable=lost))
     source = joined(kind, opened, sources)
-    notes = unread_weights(opened.store, names_read) if opened.file is None else ()
+    notes = unread_weights(opened.store, files) if opened.file is None else ()
     return replace(source, problems=[*source.problems, *_misplaced(source, weight_map)], notes=notes)
 
 
