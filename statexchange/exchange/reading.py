@@ -12,7 +12,7 @@ import copy
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -43,7 +43,9 @@ from statexchange.storage.regions import (
     Run,
     one_run,
     read_part,
+    slices_within,
     to_global,
+    windows,
 )
 from statexchange.storage.store import ByteRange, Prefetch, Span, StoredFile
 from statexchange.tensors import (
@@ -367,6 +369,8 @@ def _parts_of(items: Sequence[ReadItem]) -> list[_Part]:
 
 # Of a box that ranks of several hosts need: less is read by each host, as a message would take longer.
 _LEAST_SENT_BYTES = 256 << 10
+# In one message: ranks that wait see progress only after each, and what is not one run in memory is copied for it.
+_MOST_SENT_BYTES = 16 << 20
 
 Messages: TypeAlias = dict[WantedBox, list[tuple[int, int]]]
 """By box, the ranks that send it and receive it, (src, dst), in order."""
@@ -605,15 +609,17 @@ class _Reading:
 
     def send(self, part: _Part, rank: int) -> None:
         """Send what was read or received of a part to a rank."""
-        self._comm.send(_without_grad(part), rank)
-        self._comm.progress()
+        for piece in _sent_pieces(part):
+            self._comm.send(piece, rank)
+            self._comm.progress()
 
     def receive(self, part: _Part, rank: int) -> None:
         """Fill a part with what a rank sends."""
         self._changed.add(id(part.item))
-        self._comm.recv(_without_grad(part), rank)
+        for piece in _sent_pieces(part):
+            self._comm.recv(piece, rank)
+            self._comm.progress()
         self._left[id(part.item)] -= 1
-        self._comm.progress()
 
     def invalidate(self) -> None:
         """Fill the tensors of which only a part was read, or bytes that differ from their digest.
@@ -760,10 +766,14 @@ class _Reading:
             self._on_progress(self.nbytes, self._total)
 
 
-def _without_grad(part: _Part) -> TensorLike:
-    """Return the memory of a part as a tensor that autograd does not look at."""
+def _sent_pieces(part: _Part) -> Iterator[TensorLike]:
+    """Yield views of the memory of a part, one for each message; autograd does not look at them."""
     tensor = part.memory.tensor
-    return tensor if isinstance(tensor, np.ndarray) else tensor.detach()
+    if not isinstance(tensor, np.ndarray):
+        tensor = tensor.detach()
+    whole = full_box(tuple(tensor.shape))
+    for window in windows(whole.shape, ITEMSIZE[part.memory.dtype], _MOST_SENT_BYTES):
+        yield tensor[(..., *slices_within(window, whole))]  # with "..." also a number of numpy is a view
 
 
 def _neighbours(pieces: Sequence[_Piece], limits: _Limits) -> list[list[_Piece]]:

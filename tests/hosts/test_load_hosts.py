@@ -163,3 +163,30 @@ def test_what_ranks_of_both_hosts_need_is_read_by_one_host(
         ]
         assert all(len(counts) <= 1 for counts in by_host), read
         assert sum(sum(counts) for counts in by_host) == len(names), read
+
+
+def loads_a_large_tensor(path: str) -> list[Any]:
+    """Load a tensor of 40 MiB, on one rank into every second row; return the sizes of the messages that were sent."""
+    comm = init_on_two_hosts(50.0)
+    live = torch.zeros(20 << (1 - comm.rank), MIB // 2)[:: 2 - comm.rank]
+    sizes = []
+    send = sx.comm.Communicator.send
+
+    def noting(comm: Any, tensor: Any, dst: int) -> Any:
+        sizes.append(tensor.nbytes)
+        return send(comm, tensor, dst)
+
+    sx.comm.Communicator.send = noting  # type: ignore[method-assign]
+    sx.load_checkpoint({"a": live}, path, readers="job")
+    assert live.equal(torch.arange(20.0)[:, None].expand_as(live))
+    comm.barrier()
+    sx.shutdown()
+    return sizes
+
+
+def test_a_large_tensor_is_sent_in_several_messages(tmp_path: Path) -> None:
+    sx.save_checkpoint({"a": torch.arange(20.0)[:, None].expand(20, MIB // 2).contiguous()}, tmp_path / "save")
+    with two_hosts(1, 1) as hosts:
+        sent = hosts.run(loads_a_large_tensor, str(tmp_path / "save"))
+    # Ranks that wait see progress after each, and put off their deadlines.
+    assert sent == [[16 * MIB, 16 * MIB, 8 * MIB], []]
