@@ -41,6 +41,7 @@ from statexchange.storage.regions import (
     READ_AHEAD_BYTES,
     BoxDigest,
     Run,
+    in_turns,
     one_run,
     read_part,
     slices_within,
@@ -700,11 +701,14 @@ class _Reading:
             nbytes = sum([piece.nbytes for piece in pieces])
             spans.append(Span(pieces[0].block.stored.file, pieces[0].begin, nbytes))
         for target in self._alone:
+            parts = []
             for block in target.needed:
                 dtype, region = target.part.item.stored, block.region
                 run = one_run(block.stored, block.box, region, dtype, region)
                 nbytes = region.numel * ITEMSIZE[dtype]
-                spans.append(Span(None, 0, nbytes) if run is None else Span(block.stored.file, run.in_file, nbytes))
+                span = Span(None, 0, nbytes) if run is None else Span(block.stored.file, run.in_file, nbytes)
+                parts.append((region, span))
+            spans += in_turns(parts, target.part.box)
         return spans
 
     def _read_small(self) -> None:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import xxhash
 
-from statexchange.sharding.shards import Box, intersect
+from statexchange.sharding.shards import Box, full_box, intersect
 from statexchange.storage.files import WINDOW_BYTES
-from statexchange.storage.regions import READ_AHEAD_BYTES, BoxReader, slices_within, windows
+from statexchange.storage.regions import READ_AHEAD_BYTES, BoxReader, in_turns, slices_within, windows
 from statexchange.storage.store import Prefetch, Span
 from statexchange.tensors import ITEMSIZE, array_over, converted
 
@@ -113,9 +113,11 @@ def prefetch(source: Source, tensors: Iterable[TensorPlan]) -> Prefetch:
     """Return what asks for the bytes of planned tensors ahead of their reading, one tensor after another."""
     spans = []
     for tensor in tensors:
+        parts = []
         for piece in tensor.pieces:
             stored = source.files[piece.holder].tensors[tensor.source].byte_ranges[piece.box_index]
-            spans.append(Span(stored.file, stored.begin, stored.nbytes))
+            parts.append((piece.box, Span(stored.file, stored.begin, stored.nbytes)))
+        spans += [parts[0][1]] if len(parts) == 1 else in_turns(parts, full_box(tensor.shape))
     return Prefetch(spans)
 
 

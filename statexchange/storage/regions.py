@@ -18,7 +18,7 @@ import xxhash
 from statexchange.errors import CorruptError, StorageError
 from statexchange.sharding.shards import Box, begin_of_run, c_contiguous, c_strides, full_box, intersect, linear_offset
 from statexchange.storage.files import WINDOW_BYTES, pwrite_all, reserve
-from statexchange.storage.store import Prefetch, Span
+from statexchange.storage.store import PREFETCH_STEP_BYTES, Prefetch, Span
 from statexchange.tensors import ITEMSIZE, elements
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ __all__ = [
     "Run",
     "blocks",
     "box_runs",
+    "in_turns",
     "one_run",
     "read_part",
     "slices_within",
@@ -350,6 +351,24 @@ def read_part(
         if progress is not None:
             progress(nbytes)
         target_offset += nbytes
+
+
+def in_turns(parts: Sequence[tuple[Box, Span]], whole: Box) -> list[Span]:
+    """Return where the boxes that make up `whole` lie, in the order in which its windows read them.
+
+    A window has a part of each box that is cut in columns. Of these the first mebibytes come before the second ones.
+    """
+    if all(c_contiguous(to_local(box, whole), whole.shape) for box, _ in parts):
+        return [span for _, span in parts]
+    pieces = []
+    for box, (file, begin, nbytes) in parts:
+        local = to_local(box, whole)
+        first = linear_offset(local, whole.shape)
+        reach = sum((size - 1) * stride for size, stride in zip(box.shape, c_strides(whole.shape), strict=True))
+        for at in range(0, nbytes, PREFETCH_STEP_BYTES):
+            span = Span(file, begin + at, min(PREFETCH_STEP_BYTES, nbytes - at))
+            pieces.append((first + reach * at // nbytes, span))
+    return [span for _, span in sorted(pieces, key=operator.itemgetter(0))]
 
 
 def to_global(inner: Box, outer: Box) -> Box:

@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "PREFETCH_STEP_BYTES",
     "Budget",
     "ByteRange",
     "EntryKind",
@@ -103,7 +104,7 @@ EntryKind = Literal["file", "directory", "other"]
 _STEPS_PER_BYTE, _RESERVED_STEPS = 8, 1 << 16  # a real file needs less than 2 steps a byte
 _CHARACTERS_PER_STEP = 16
 _PREFETCHED_BYTES = 32 << 20  # measured: more is not faster, and each rank of a host has as much in the page cache
-_PREFETCH_STEP_BYTES = 1 << 20
+PREFETCH_STEP_BYTES = 1 << 20
 _MEMORY_PER_BYTE, _RESERVED_MEMORY = 16, 32 << 20  # a real header takes up to 14 bytes of memory a byte
 
 
@@ -290,7 +291,7 @@ class Prefetch:
         self._num_ahead -= nbytes
         while self._left and self._num_ahead < _PREFETCHED_BYTES:
             file, begin, left = self._left.pop()
-            step = min(_PREFETCH_STEP_BYTES, left)
+            step = min(PREFETCH_STEP_BYTES, left)
             if file is not None and step:
                 file.will_need(begin, step)
             if step < left:

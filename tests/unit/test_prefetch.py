@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from programs import require
 
+from statexchange.sharding.shards import Box, full_box, intersect
+from statexchange.storage.regions import in_turns, windows
 from statexchange.storage.store import Prefetch, Span, StoredFile, open_local
 
 MIB = 1 << 20
@@ -63,6 +65,27 @@ def test_every_byte_is_asked_for_once_in_order_and_at_most_32_mib_ahead(seed: in
     for file in files:
         asked = [(begin, begin + nbytes) for begin, nbytes in file.asked]
         assert joined(asked) == joined([(begin, end) for of, begin, end in wanted if of is file])
+
+
+@pytest.mark.parametrize("cuts", [(4, 1), (1, 4), (2, 3)], ids=str)
+def test_boxes_of_a_tensor_are_asked_for_in_the_order_in_which_its_windows_read_them(cuts: tuple[int, int]) -> None:
+    shape = (600, 60_000)
+    height, width = shape[0] // cuts[0], shape[1] // cuts[1]
+    boxes = [Box((row, column), (height, width)) for row in range(0, 600, height) for column in range(0, 60_000, width)]
+    files = {box: AskedFile() for box in boxes}
+    spans = in_turns([(box, Span(files[box], 0, 8 * box.numel)) for box in boxes], full_box(shape))
+    prefetch, num_read = Prefetch(spans), dict.fromkeys(boxes, 0)
+    prefetch.advance(0)
+    for window in windows(shape, 8):
+        for box in boxes:
+            part = intersect(box, window)
+            num_read[box] += 0 if part is None else 8 * part.numel
+            # No byte is read before it was asked for.
+            assert sum(nbytes for _, nbytes in files[box].asked) >= num_read[box]
+        prefetch.advance(8 * window.numel)
+    for file in files.values():
+        asked = [(begin, begin + nbytes) for begin, nbytes in file.asked]
+        assert joined(asked) == [(0, 8 * height * width)]
 
 
 def joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
