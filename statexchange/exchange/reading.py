@@ -374,15 +374,15 @@ _LEAST_SENT_BYTES = 256 << 10
 _MOST_SENT_BYTES = 16 << 20
 
 Messages: TypeAlias = dict[WantedBox, list[tuple[int, int]]]
-"""By box, the ranks that send it and receive it, (src, dst), in order."""
+"""By box, the messages of this rank, (src, dst), in order."""
 
 
 def assign_readers(items: Sequence[ReadItem], comm: Communicator, *, in_job: bool) -> Messages:
     """Choose, for each box that several ranks need, one rank to read it, balanced by elements. Collective.
 
-    Return to whom it is sent on, in an order equal on all ranks. Each box is read once on each host; with `in_job` once
-    in the job, by ranks that all need the same boxes, as those of DDP and HSDP do. Then ranks of the reader's host read
-    it from the page cache, and on another host one rank receives it and sends it on.
+    Return what this rank receives and sends on, in an order equal on all ranks. Each box is read once on each host;
+    with `in_job` once in the job, by ranks that all need the same boxes, as those of DDP and HSDP do. Then ranks of the
+    reader's host read it from the page cache, and on another host one rank receives it and sends it on.
     """
     # Each once, in the order of the items: a tensor that is tied wants its box twice.
     wanted_here = list(dict.fromkeys([part.wanted for part in _parts_of(items)]))
@@ -428,7 +428,7 @@ def _needed_in_job(wanted_here: Sequence[WantedBox], comm: Communicator) -> dict
 
 
 def _messages(reader: int, ranks: Sequence[int], comm: Communicator, *, reads_cache: bool) -> list[tuple[int, int]]:
-    """Return the messages, (src, dst), by which a box comes from its reader to the other ranks."""
+    """Return the messages, (src, dst), by which a box comes to this rank, and from it to other ranks."""
     messages = []
     senders = {comm.nodes[reader]: reader}  # by host
     for rank in ranks:
@@ -436,7 +436,9 @@ def _messages(reader: int, ranks: Sequence[int], comm: Communicator, *, reads_ca
         if rank == reader or (reads_cache and node == comm.nodes[reader]):
             continue
         src = senders.setdefault(node, rank)
-        messages.append((reader if src == rank else src, rank))
+        src = reader if src == rank else src
+        if comm.rank in (src, rank):  # those of all of a thousand ranks would fill the memory
+            messages.append((src, rank))
     return messages
 
 
