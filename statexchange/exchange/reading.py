@@ -14,6 +14,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -779,7 +780,9 @@ def _sent_pieces(part: _Part) -> Iterator[TensorLike]:
         tensor = tensor.detach()
     whole = full_box(tuple(tensor.shape))
     for window in windows(whole.shape, ITEMSIZE[part.memory.dtype], _MOST_SENT_BYTES):
-        yield tensor[(..., *slices_within(window, whole))]  # with "..." also a number of numpy is a view
+        # With "..." a number of numpy is a view, too.
+        index: tuple[slice | EllipsisType, ...] = (..., *slices_within(window, whole))
+        yield tensor[index]
 
 
 def _neighbours(pieces: Sequence[_Piece], limits: _Limits) -> list[list[_Piece]]:
