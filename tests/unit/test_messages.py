@@ -104,7 +104,11 @@ CASES: list[tuple[Any, Any, Callable[[Any], object] | None]] = [
     (_CoverRecord("123", {"names": (1, 2)}, (("01", "02"),), (("23", "45"),), ()), _CoverRecord, None),
     (("/dev/shm/hidden", "no room"), tuple[str, str], None),
     ({"rank-00000-of-00001.safetensors": 80}, dict[str, int], None),
-    (_OpenedSource("a", "b", "/p", "/p, round 3", {"strict": "True"}, has_layout=True, is_nfs=False), _OpenedSource, None),
+    (
+        _OpenedSource("a", "b", "/p", "/p, round 3", {"strict": "True"}, has_layout=True, is_nfs=False),
+        _OpenedSource,
+        None,
+    ),
     (({"w": Compared("F32", (4,), {Box((0,), (4,)): SUMS})}, 16), tuple[dict[str, Compared], int], None),
     ([KnownConfig("config.json", {"layers": 2, "names": ["a"]})], list[KnownConfig], None),
     ((b"\0header", b""), tuple[bytes, ...], None),
