@@ -20,7 +20,6 @@ from statexchange.formats.converted import configs_beside, convert_source, read_
 from statexchange.formats.registry import open_source
 from statexchange.formats.replicas import TAKE_LOWEST, check_tensor_copies, check_tied
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader
-from statexchange.report.tensor_facts import aliases_of
 from statexchange.report.value_statistics import ValueDiff, ValueSums, same_bytes
 from statexchange.sharding.options import CallOptions, ExportOptions, Rename, renamed
 from statexchange.sharding.paths import without_wrappers
@@ -217,7 +216,8 @@ def _side(source: Source, options: ExportOptions, selected: ExportOptions) -> _S
         for alias, name in shard_file.aliases.items():
             if selected.wants(options.renamed(alias)):
                 check_tied(shard_file, alias, name)
-    published = {options.renamed(alias): options.renamed(name) for alias, name in aliases_of(source).items()}
+    published = {} if source.manifest is None else source.manifest.get("aliases", {})
+    published = {options.renamed(alias): options.renamed(name) for alias, name in published.items()}
     return _Side(source, {tensor.name: tensor for tensor in tensors}, {**published, **aliases})
 
 
