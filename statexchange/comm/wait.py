@@ -1,10 +1,10 @@
 """Waits for peers, with a deadline and a failure monitor.
 
-No wait of this package blocks in a native call, except in a helper thread (gloo.py, torch_groups.py). A wait tests its
-condition, and between two tests it checks its monitor. It raises PeerError when the monitor reports a failure, and
-StallError at its deadline. The deadline is put off while any rank reports progress, so it bounds the time without
-progress, not the whole time. After a minute without progress the log names the ranks that are missing, so that nobody
-has to wait for the deadline to learn of them.
+No wait of this package blocks in a native call, except in a helper thread (gloo.py, torch_groups.py), and for 1 ms
+where Gloo's connections are closed. A wait tests its condition, and between two tests it checks its monitor. It raises
+PeerError when the monitor reports a failure, and StallError at its deadline. The deadline is put off while any rank
+reports progress, so it bounds the time without progress, not the whole time. After a minute without progress the log
+names the ranks that are missing, so that nobody has to wait for the deadline to learn of them.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ collectives from a thread of its own, and on one group the ranks would match the
 
 A Gloo work cannot be cancelled: it ends with Gloo's own timeout, or when the group's connections are closed
 (`_break_off`). That ends all works under way, here and on the other ranks. Until then they would keep the process from
-exiting. How a dead rank gets its name: detector.py. When a wait (`_complete`) ends with
+exiting. A dead rank gets its name by control_page.py on one host, and by detector.py between hosts. When a wait
+(`_complete`) ends with
 
     a failure of Gloo, or any other error    the connections are closed at once
     a StallError of a collective             they stay open, as Gloo's own timeout is only a second longer

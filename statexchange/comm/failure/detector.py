@@ -17,7 +17,7 @@ How a failure shows:
   reported.
 * A host is cut off: no connection ends. Its ranks fall silent, and a wait that reaches its deadline names them as
   missing.
-* Rank 0 dies: each member reports that for itself, after it has tried to connect again (member.py).
+* Rank 0 dies: each member finds that by itself, after it could not connect again (member.py).
 
 A rank that gives up waiting raises, and reports why. The others raise that from their waits, or at the beginning of
 their next call: so a failure ends the group on all ranks, although one may just have completed the call.
@@ -33,12 +33,12 @@ happens on rank 2:
                Rank 2's thread takes it: `Member._take_status` sets `_failure`.
     0.4 s      `named_failure`, which looks each 20 ms, returns the error of `check`: PeerError "rank 1 on its-host
                failed in all_reduce sum float32[10000000]: its process 4711 died". `fail` keeps it for later calls.
-    then       `guarded` raises it from Gloo's error, and later calls raise the same. The connection to rank 0 stays
+    then       `guarded` raises it from that of rank -1, and later calls raise the same. The connection to rank 0 stays
                until `close`. The tensor may hold a part of the result.
 
 If Gloo notices nothing, the wait finds the same error at its next look, each 50 ms (`Wait._poll`), and the backend
-closes its connections then. If no name comes in 2 s, the error stays that of rank -1. Where there is no detector, it
-does so at once.
+closes its connections then. If no name comes in 2 s, the error of rank -1 is raised; where there is no detector, at
+once. On one host there is no detector: each rank looks for the others' processes (control_page.py).
 """
 
 from __future__ import annotations
