@@ -110,13 +110,17 @@ class TensorReader:
 
 
 def prefetch(source: Source, tensors: Iterable[TensorPlan]) -> Prefetch:
-    """Return what asks for the bytes of planned tensors ahead of their reading, one tensor after another."""
+    """Return what asks for the bytes of planned tensors ahead of their reading, one tensor after another.
+
+    What is no run in its file is left to the kernel.
+    """
     spans = []
     for tensor in tensors:
         parts = []
         for piece in tensor.pieces:
             stored = source.files[piece.holder].tensors[tensor.source].byte_ranges[piece.box_index]
-            parts.append((piece.box, Span(stored.file, stored.begin, stored.nbytes)))
+            file = stored.file if stored.strides is None else None
+            parts.append((piece.box, Span(file, stored.begin, stored.nbytes)))
         spans += [parts[0][1]] if len(parts) == 1 else in_turns(parts, full_box(tensor.shape))
     return Prefetch(spans)
 
