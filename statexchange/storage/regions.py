@@ -260,7 +260,10 @@ def blocks(
     window_bytes = WINDOW_BYTES if strides is None else max(_LEAST_READ_AHEAD_BYTES, ahead_bytes)
     memory = memoryview(bytearray(min(window_bytes, math.prod(shape) * itemsize)))
     source_strides = c_strides(shape) if strides is None else strides
-    ahead = Prefetch([Span(stored.file if strides is None else None, stored.begin, stored.nbytes)])
+    spans = []
+    if strides is None and stored.nbytes > window_bytes:  # the read of one window follows at once
+        spans.append(Span(stored.file, stored.begin, stored.nbytes))
+    ahead = Prefetch(spans)
     part = memory[:0]
     for window in windows(shape, itemsize, window_bytes) if memory else ():
         ahead.advance(len(part))
