@@ -104,15 +104,10 @@ def _parsed_layout(_option: str, value: object) -> Layout | None:
     return value if isinstance(value, Layout | None) else Layout.parse(value)
 
 
-def _replicas(option: str, value: object) -> object:
-    if value not in REPLICAS:
-        raise InvalidArgumentError(f"{option} must be 'equal' or 'root', not {excerpt(value)}")
-    return value
-
-
-def _readers(option: str, value: object) -> object:
-    if value not in (None, *get_args(Readers)):
-        raise InvalidArgumentError(f"{option} must be 'host', 'job' or None, not {excerpt(value)}")
+def _choice(option: str, value: object, *, choices: Sequence[object]) -> object:
+    if value not in choices:
+        *texts, last = map(repr, choices)
+        raise InvalidArgumentError(f"{option} must be {', '.join(texts)} or {last}, not {excerpt(value)}")
     return value
 
 
@@ -356,7 +351,7 @@ class Selection(Options):
     )
     replicas: Replicas = _option(
         "equal",
-        _replicas,
+        functools.partial(_choice, choices=REPLICAS),
         _text,
         choices=REPLICAS,
         help="equal: copies must be equal; root: take the lowest rank's copy.",
@@ -498,7 +493,7 @@ class LoadOptions(Selection):
 
     strict: bool = _option(True, _flag, _text)
     dtype: str | None = _option(None, _state_dtype, _text)
-    readers: Readers | None = _option(None, _readers, _text)
+    readers: Readers | None = _option(None, functools.partial(_choice, choices=(*get_args(Readers), None)), _text)
 
     def wants(self, name: str) -> bool:
         """Whether the state's tensor or value with this name is loaded."""
