@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING, Literal
 
@@ -231,10 +232,11 @@ def _untied(side: _Side, against: _Side) -> _Side:
 
 
 class _Memory(threading.local):
-    """Memory of each thread for the bytes of both sides."""
+    """Memory of each thread for the bytes of both sides, made at its first use: the main thread compares nothing."""
 
-    def __init__(self) -> None:
-        self.sides = memoryview(bytearray(MEMORY_BYTES)), memoryview(bytearray(MEMORY_BYTES))
+    @cached_property
+    def sides(self) -> tuple[memoryview, memoryview]:
+        return memoryview(bytearray(MEMORY_BYTES)), memoryview(bytearray(MEMORY_BYTES))
 
 
 class _Comparison:
