@@ -517,7 +517,6 @@ class _FileWriter:
         """Write some tensors of a file, and finish the file if these are the last; return the boxes of all if so."""
         memory = memoryview(bytearray(MEMORY_BYTES))
         ahead = prefetch(self._source, tensors)
-        ahead.advance(0)
         for tensor in tensors:
             file.provenance[tensor.name] = self._write_tensor(tensor, file.output, memory, ahead.advance)
         with self._lock:

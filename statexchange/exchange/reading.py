@@ -1,4 +1,4 @@
-"""What a source has of each tensor, and reading it into live ones; each box once on a host, or in a job.
+"""The tensors of a source, and reading them into live ones; each box once on a host, or in a job.
 
 Tensors that share memory, as tied weights and views of one buffer, are filled in the order of the source's files, and
 the memory has the values of the last one. That is right only if the source has equal values for all of them. So tensors
@@ -590,7 +590,7 @@ class _Reading:
         self._comm = comm
         self._total = 0
         self._on_progress = on_progress
-        self._prefetch = Prefetch(())
+        self._prefetch: Prefetch  # made by `run`
         self._staging: Staging | None = None
         self._changed: set[int] = set()  # ids of the items of which a byte may have changed
         # How much of each item, by its id, is neither read and checked nor received. A tensor's boxes lie in the files
@@ -603,7 +603,6 @@ class _Reading:
         """Fill the live tensors of these parts."""
         self._add(parts)
         self._prefetch = Prefetch(self._spans())
-        self._prefetch.advance(0)
         self._read_small()
         for target in self._alone:
             self._read_alone(target)
@@ -698,7 +697,7 @@ class _Reading:
             pieces.clear()
 
     def _spans(self) -> list[Span]:
-        """Return what is read, in its order; what is not one run in its file is left to the kernel."""
+        """Return what is read, in its order; blocks that are no run in their file are left to the kernel."""
         spans = []
         for pieces in self._together:
             nbytes = sum([piece.nbytes for piece in pieces])

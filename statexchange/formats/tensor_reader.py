@@ -112,7 +112,7 @@ class TensorReader:
 def prefetch(source: Source, tensors: Iterable[TensorPlan]) -> Prefetch:
     """Return what asks for the bytes of planned tensors ahead of their reading, one tensor after another.
 
-    What is no run in its file is left to the kernel.
+    Boxes that are no run in their file are left to the kernel.
     """
     spans = []
     for tensor in tensors:

@@ -264,12 +264,11 @@ def blocks(
     if strides is None and stored.nbytes > window_bytes:  # the read of one window follows at once
         spans.append(Span(stored.file, stored.begin, stored.nbytes))
     ahead = Prefetch(spans)
-    part = memory[:0]
     for window in windows(shape, itemsize, window_bytes) if memory else ():
-        ahead.advance(len(part))
         part = memory[: window.numel * itemsize]
         _read_block(stored, window, source_strides, dtype, part, is_run=strides is None)
         yield window, part
+        ahead.advance(len(part))
 
 
 class Run(NamedTuple):

@@ -285,9 +285,10 @@ class Prefetch:
         joined.append(Span(file, begin, end - begin))
         self._left = joined[::-1]  # the next one comes last
         self._num_ahead = 0
+        self.advance(0)
 
     def advance(self, nbytes: int) -> None:
-        """Ask for more, after the caller has read `nbytes`; first with 0, before it reads any."""
+        """Ask for more, after the caller has read `nbytes`."""
         self._num_ahead -= nbytes
         while self._left and self._num_ahead < _PREFETCHED_BYTES:
             file, begin, left = self._left.pop()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import random
 import re
+import runpy
 import subprocess
 import sys
 import time
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from programs import require
+from scripts import HOME
 
 from statexchange.sharding.shards import Box, full_box, intersect
 from statexchange.storage.regions import in_turns, windows
@@ -55,7 +56,6 @@ def test_every_byte_is_asked_for_once_in_order_and_at_most_32_mib_ahead(seed: in
         at += nbytes
     total, num_read = sum(span.nbytes for span in spans), 0
     prefetch = Prefetch(spans)
-    prefetch.advance(0)
     while num_read < total:
         step = min(rng.choice([1, 100_000, 2 * MIB]), total - num_read)
         num_read += step
@@ -75,7 +75,6 @@ def test_boxes_of_a_tensor_are_asked_for_in_the_order_in_which_its_windows_read_
     files = {box: AskedFile() for box in boxes}
     spans = in_turns([(box, Span(files[box], 0, 8 * box.numel)) for box in boxes], full_box(shape))
     prefetch, num_read = Prefetch(spans), dict.fromkeys(boxes, 0)
-    prefetch.advance(0)
     for window in windows(shape, 8):
         for box in boxes:
             part = intersect(box, window)
@@ -123,17 +122,9 @@ def test_what_will_be_needed_comes_into_the_page_cache(tmp_path: Path) -> None:
 
 def cached(fd: int) -> list[int]:
     """Return of which mebibytes all pages are in the page cache."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    size = os.fstat(fd).st_size
-    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-    address = ctypes.c_void_p(libc.mmap(None, ctypes.c_size_t(size), mmap.PROT_READ, mmap.MAP_SHARED, fd, 0))
-    failed = libc.mincore(address, ctypes.c_size_t(size), pages)
-    libc.munmap(address, ctypes.c_size_t(size))
-    if failed:
-        raise OSError(ctypes.get_errno(), "mincore")
+    pages = runpy.run_path(str(HOME / "tools/bench/page_cache.py"))["cached_pages"](fd)
     step = MIB // mmap.PAGESIZE
-    return [at // step for at in range(0, len(pages), step) if all(page & 1 for page in pages[at : at + step])]
+    return [at // step for at in range(0, len(pages), step) if all(pages[at : at + step])]
 
 
 def test_a_large_write_goes_to_the_disk_before_the_file_is_synced(tmp_path: Path) -> None:

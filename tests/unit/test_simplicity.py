@@ -43,7 +43,7 @@ class Walk(NamedTuple):
 
 
 CEILINGS = {
-    "load": Walk(25, 618, 47, 0),
+    "load": Walk(25, 617, 47, 0),
     "save": Walk(25, 532, 39, 2),
     "export": Walk(25, 426, 24, 0),
     "merge": Walk(25, 652, 59, 0),

@@ -11,9 +11,7 @@ ends with an error if a page of it is still there. All ways run in turns in one 
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
-import mmap
 import os
 import subprocess
 import time
@@ -24,6 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from machine import machine_text
+from page_cache import cached_pages
 from ranks import in_turns, measure, slowest
 
 PREADS, CAT, DIRECT = "preadv, 8 threads", "cat to /dev/null", "dd iflag=direct"
@@ -41,26 +40,12 @@ def drop(folder: str) -> None:
             os.fsync(fd)
             for _ in range(_MAX_DROPS):  # a page stays while a process that is ending has it mapped
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-                if not num_cached(fd):
+                if not any(cached_pages(fd)):
                     break
                 time.sleep(0.02)
             else:
                 raise RuntimeError(f"{path}: not all of it can be dropped from the page cache")
             os.close(fd)
-
-
-def num_cached(fd: int) -> int:
-    """Return the number of pages of a file that are in the page cache."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    size = os.fstat(fd).st_size
-    pages = (ctypes.c_ubyte * -(-size // mmap.PAGESIZE))()
-    address = ctypes.c_void_p(libc.mmap(None, ctypes.c_size_t(size), mmap.PROT_READ, mmap.MAP_SHARED, fd, 0))
-    failed = libc.mincore(address, ctypes.c_size_t(size), pages)
-    libc.munmap(address, ctypes.c_size_t(size))
-    if failed:
-        raise OSError(ctypes.get_errno(), "mincore")
-    return sum(page & 1 for page in pages)
 
 
 def preads(path: str, memory: memoryview) -> None:
