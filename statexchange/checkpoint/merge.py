@@ -40,10 +40,12 @@ from statexchange.errors import (
     UnsafeError,
     without_secrets,
 )
+from statexchange.formats.even_tensors import listed_tensors
 from statexchange.formats.replicas import advice_on_copies, check_tensor_copies, check_tied
 from statexchange.formats.source import SectionName, Source, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader, prefetch
 from statexchange.sharding.options import CallOptions, Cast, Convert, ExportOptions, FilesFrom, Rename, Replicas
+from statexchange.sharding.pieces import has_copies, holders_of
 from statexchange.sharding.plan import FilePlan, Plan, TensorPlan, plan_merge
 from statexchange.storage.location import is_remote, target_path
 from statexchange.storage.publish.build import OutputFile
@@ -410,9 +412,14 @@ _RECORD_VERSION = 2  # of what `_write_part` records of a file: an older one is 
 def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]) -> str:
     """Return a digest of all that the output depends on, except names: options, headers, file sizes and times."""
     described: list[object] = [_RECORD_VERSION, options.replicas, options.dtype, sorted(reductions.items())]
+    parts = source.even_parts()
+    if parts is not None:
+        specs = [[spec.name, spec.dtype, spec.global_shape, spec.placement] for spec in parts.specs.values()]
+        described.append([parts.version, specs])
     for shard_file in source.files:
         described.append([shard_file.rank, shard_file.file.version, sorted(shard_file.aliases.items())])
-        for tensor in shard_file.tensors.values():
+        tensors = shard_file.tensors if parts is None else listed_tensors(shard_file.tensors)
+        for tensor in tensors.values():
             shard = tensor.shard
             described.append([shard.name, shard.dtype, shard.global_shape, shard.boxes])
             for stored in tensor.byte_ranges:
@@ -430,7 +437,8 @@ def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
     planned = []
     for file in plan.files:
         for tensor in file.tensors:
-            ranks = tuple(sorted({source.files[piece.holder].rank for piece in tensor.pieces}))
+            holders, _ = holders_of(tensor.pieces, with_copies=False)
+            ranks = tuple(sorted({source.files[holder].rank for holder in holders}))
             shape = element_shape(tensor.dtype, tensor.shape)
             row = (tensor.name, tensor.source, tensor.dtype, shape, file.name, len(tensor.pieces), ranks)
             planned.append(PlannedTensor(*row))
@@ -440,7 +448,7 @@ def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
 def _check_copies(source: Source, plan: Plan, options: ExportOptions) -> None:
     """Raise ReplicaError unless all copies of each box are equal, and selected tied tensors equal each other."""
     for tensor in plan.tensors.values():
-        if any(piece.replicas for piece in tensor.pieces):
+        if has_copies(tensor.pieces):
             check_tensor_copies(source, tensor, advice_on_copies(source, tensor))
     for shard_file in source.files:
         for alias, name in shard_file.aliases.items():

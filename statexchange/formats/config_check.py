@@ -121,8 +121,7 @@ def source_warnings(source: Source, digests: Mapping[str, Sequence[str]] = Mappi
         return ()
     model = next((section for section in sections_of(source) if section.name == "model"), None)
     tensors, digests_of_model = {}, {}
-    for _, tensor in source.shards():
-        shard = tensor.shard
+    for shard in source.described():
         if model is None or shard.name in model.names:
             name = shard.name if model is None else shard.name.removeprefix(model.prefix)
             tensors[name] = TensorInfo(shard.dtype, shard.global_shape)

@@ -7,9 +7,10 @@ Names are the flattened keys of the saved state.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from statexchange import values
 from statexchange.errors import (
@@ -21,6 +22,7 @@ from statexchange.errors import (
     excerpt,
     type_text,
 )
+from statexchange.formats.even_tensors import FileTensors
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, read_pickle
 from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor, open_listed, parsing
 from statexchange.formats.torch_archive import (
@@ -41,6 +43,9 @@ from statexchange.storage.store import Budget, ByteRange, Store, StoredFile
 from statexchange.storage.tensorfile import Header, read_header
 from statexchange.units import format_number
 
+if TYPE_CHECKING:
+    from statexchange.formats.dcp_columns import DcpParts, Part
+
 __all__ = ["METADATA", "matches", "read"]
 
 METADATA = ".metadata"
@@ -49,6 +54,7 @@ _ZIP = b"PK\3\4"
 _LEAST_SAFETENSORS = 10  # bytes: the length of the header, and an empty header
 _STEPS_PER_BOX = 64  # a box takes about 500 bytes of memory, and 130 bytes of the pickle
 _STEPS_PER_TENSOR = 16
+_LONG_BYTES = 4 << 20  # of the metadata: some 25,000 boxes, which take as long as importing numpy does
 _MAX_ITEMS = 1 << 63  # of a list
 _MAX_ENTRY_PICKLE_BYTES = 1 << 20  # a tensor's pickle has about 200 bytes
 
@@ -95,8 +101,9 @@ def read(opened: OpenedPath) -> Source:
     reader = _Reader(store)
     with parsing(f"{METADATA} is not what this version of statexchange knows", path=metadata):
         reader.read_metadata()
-    for file in sorted(reader.entries, key=_order):
+    for file in sorted(reader.files, key=_order):
         reader.read_file(file)
+    reader.number_files()
     return Source(
         "dcp",
         opened,
@@ -127,6 +134,7 @@ class _Reader:
         self._budget = store.budget
         self._tensors: dict[str, _Tensor] = {}
         self._views: dict[bytes, TensorView] = {}  # by the pickles of entries, many of which are equal
+        self._even: DcpParts | None = None
         self.entries: dict[str, list[_StoredEntry]] = {}
         self.paths: dict[str, Path] = {}
         self.shard_files: list[ShardFile] = []
@@ -135,13 +143,15 @@ class _Reader:
         self.problems: list[StateExchangeError] = []
         self.unreadable: list[UnreadableTensor] = []
 
+    @property
+    def files(self) -> set[str]:
+        """The names of the files that have an entry."""
+        return {*self.entries, *(() if self._even is None else self._even.files)}
+
     def read_metadata(self) -> None:
         """Read which tensors there are, and which file has which part of them."""
         path = self._store.path_of(METADATA)
-        data = self._store.read_small(METADATA, MAX_PICKLE_BYTES)
-        self._budget = self._store.budget.of(path, len(data))
-        root = read_pickle(data, path, self._budget)
-        _expect(root, "Metadata", "MCoreMetadata")
+        root = self._read_root(path)
         not_tensors = set()
         for name, record in root.state["state_dict_metadata"].items():
             if type(name) is not str:
@@ -168,8 +178,26 @@ class _Reader:
             if tensor is not None and entry.offsets not in tensor.chunks:
                 raise CorruptError(f"part at {entry.offsets} is stored but not described in {METADATA}", name=name)
             self.entries.setdefault(_file_name(storage_info.state, name), []).append(entry)
-        self.paths = _paths(root.state, self._budget)
         self._check_stored(path)
+
+    def _read_root(self, path: str) -> Any:
+        """Read the metadata, without the tensors that are cut evenly if it is large."""
+        file = self._store.open(METADATA)
+        self._budget = self._store.budget.of(path, file.size)
+        root: Any = None
+        if file.size >= _LONG_BYTES:
+            from statexchange.formats import dcp_columns, pickle_runs  # late, as they import numpy
+
+            with suppress(pickle_runs.IrregularPickleError):
+                root = pickle_runs.read_long_pickle(file, path, self._budget)
+        is_long = root is not None
+        if root is None:
+            root = read_pickle(file.read_all(MAX_PICKLE_BYTES), path, self._budget)
+        _expect(root, "Metadata", "MCoreMetadata")
+        self.paths = _paths(root.state, self._budget)
+        if is_long:
+            self._even = dcp_columns.take_even_tensors(root.state, _FILE_NAME.fullmatch)
+        return root
 
     def _check_stored(self, path: str) -> None:
         """Add a problem for each part that the metadata describes but that no file has."""
@@ -182,14 +210,20 @@ class _Reader:
 
     def read_file(self, name: str) -> None:
         """Add all that a file has, or the problem if it is missing or broken."""
-        entries, rank, path = self.entries[name], _order(name)[0], self._store.path_of(name)
+        entries, rank, path = self.entries.get(name, []), _order(name)[0], self._store.path_of(name)
+        even = self._even if self._even is not None and name in self._even.files else None
         names = sorted({entry.name for entry in entries})
+        if even is not None and name not in self._store.listing:  # else they are many for nothing
+            names = sorted({*names, *even.tensors_in(name)})
         try:
             parts_of = format_number(len(names), "tensor")
             missing = f"a file of this checkpoint is missing, with parts of {parts_of}"
-            file = open_listed(self._store, name, missing, rank=rank, name=names[0])
-            header = None if _is_zip(file) else read_header(file)
-            if header is None:
+            file = open_listed(self._store, name, missing, rank=rank, name=names[0] if names else None)
+            header = None if even is not None or _is_zip(file) else read_header(file)
+            if even is not None:
+                with parsing("not what torch writes", rank=rank, path=path):
+                    even.check_places(name, [(entry.name, entry.begin, entry.length) for entry in entries], file.size)
+            elif header is None:
                 _check_apart(entries, rank, path)
             parts: dict[str, list[tuple[Box, ByteRange]]] = {}
             for entry in entries:
@@ -214,6 +248,29 @@ class _Reader:
             for tensor in (self._tensors[of_file] for of_file in names if of_file in self._tensors):
                 self.unreadable.append(UnreadableTensor(tensor.name, tensor.dtype, tensor.shape, path))
 
+    def number_files(self) -> None:
+        """Number the files for the tensors that are cut evenly. Those with a part in a broken file are unreadable."""
+        even = self._even
+        if even is None:
+            return
+        files = [shard_file.name for shard_file in self.shard_files]
+        for name, dtype, shape, file in even.number_files(files, self._read_part, self._store.open(METADATA).version):
+            self.unreadable.append(UnreadableTensor(name, dtype, shape, self._store.path_of(file)))
+        numbered = []
+        for number, shard_file in enumerate(self.shard_files):
+            numbered.append(replace(shard_file, tensors=FileTensors(shard_file.tensors, even, number)))
+        self.shard_files = numbered
+
+    def _read_part(self, file: int, part: Part) -> SourceTensor:
+        """Open a part of a tensor that is cut evenly."""
+        shard_file = self.shard_files[file]
+        path = shard_file.path
+        with parsing("not what torch writes for a tensor", rank=shard_file.rank, name=part.name, path=path):
+            archive = Archive(shard_file.file, part.begin, part.length)
+            view = self._view(archive, path)
+            _check_part(part.dtype, part.box, view.dtype, view.shape)
+            return SourceTensor(Shard(part.name, part.dtype, part.shape, (part.box,)), (archive.byte_range(view),))
+
     def _part_in_safetensors(
         self, file: StoredFile, header: Header, entry: _StoredEntry, is_first: bool
     ) -> tuple[Box, ByteRange]:
@@ -229,12 +286,15 @@ class _Reader:
         return self._part(entry, stored.dtype, stored.shape, ByteRange(file, stored.begin, stored.nbytes))
 
     def _part_in_zip(self, archive: Archive, entry: _StoredEntry, path: str) -> tuple[Box, ByteRange]:
+        view = self._view(archive, path)
+        return self._part(entry, view.dtype, view.shape, archive.byte_range(view))
+
+    def _view(self, archive: Archive, path: str) -> TensorView:
         data = archive.pickle(_MAX_ENTRY_PICKLE_BYTES)
         if data not in self._views:
             budget = self._budget.of(path, len(data))
             self._views[data] = view_of(unwrap_tensor(read_pickle(data, path, budget)))
-        view = self._views[data]
-        return self._part(entry, view.dtype, view.shape, archive.byte_range(view))
+        return self._views[data]
 
     def _part(
         self, entry: _StoredEntry, dtype: str, shape: tuple[int, ...], byte_range: ByteRange
@@ -243,9 +303,7 @@ class _Reader:
         tensor = self._tensors[entry.name]
         assert entry.offsets is not None  # an entry that is not a tensor has no part
         box = tensor.chunks[entry.offsets]
-        for field, expected, stored in (("dtype", tensor.dtype, dtype), ("shape", box.shape, shape)):
-            if expected != stored:
-                raise CorruptError(f"{field} in {METADATA} differs from the file", expected=expected, found=stored)
+        _check_part(tensor.dtype, box, dtype, shape)
         return box, byte_range
 
     def _add_other(self, name: str, archive: Archive, rank: int, path: str) -> None:
@@ -271,6 +329,13 @@ class _Reader:
                 self.unreadable.append(UnreadableTensor(name, None, None, path, refusal))
             else:
                 self.others[name] += ", with tensors in it"
+
+
+def _check_part(dtype: str, box: Box, stored_dtype: str, stored_shape: tuple[int, ...]) -> None:
+    """Raise CorruptError unless a part is stored with the dtype and the shape that the metadata says."""
+    for field, expected, stored in (("dtype", dtype, stored_dtype), ("shape", box.shape, stored_shape)):
+        if expected != stored:
+            raise CorruptError(f"{field} in {METADATA} differs from the file", expected=expected, found=stored)
 
 
 def _is_zip(file: StoredFile) -> bool:

@@ -33,7 +33,7 @@ from statexchange.storage.wrong_kinds import wrong_kind_of_bytes
 from statexchange.tensors import DTYPE_NAMES
 from statexchange.units import printable
 
-__all__ = ["MAX_PICKLE_BYTES", "GlobalRef", "OpaqueObject", "contents", "read_pickle"]
+__all__ = ["MAX_PICKLE_BYTES", "GlobalRef", "OpaqueObject", "PickleMachine", "contents", "read_pickle"]
 
 MAX_PICKLE_BYTES = 512 << 20
 _MAX_LONG_BITS = 8192
@@ -198,14 +198,7 @@ def read_pickle(data: bytes, path: str, budget: Budget | None = None, *, unknown
     text = wrong_kind_of_bytes(data[:_START_BYTES])
     if text is not None:
         raise CorruptError(text, path=path)
-    machine = _Machine(data, path, budget, unknown_classes=unknown_classes)
-    try:
-        return machine.run()
-    except StateExchangeError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        text = f"not a valid pickle: near byte {machine.file.tell()}: {excerpt(error)}"
-        raise CorruptError(text, path=path) from None
+    return PickleMachine(io.BytesIO(data), path, budget, unknown_classes=unknown_classes).result()
 
 
 def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Container[int] = ()) -> Iterator[Any]:
@@ -233,11 +226,14 @@ def contents(values: Iterable[Any], budget: Budget, seen: set[int], without: Con
         yield item
 
 
-class _Machine:
-    """The pickle machine: a stack, the stacks below its marks, and a memo."""
+class PickleMachine:
+    """The pickle machine: a stack, the stacks below its marks, and a memo.
 
-    def __init__(self, data: bytes, path: str, budget: Budget, *, unknown_classes: bool) -> None:
-        self.file = io.BytesIO(data)
+    Its `file` has the bytes, by `read`, `readline` and `tell`.
+    """
+
+    def __init__(self, file: Any, path: str, budget: Budget, *, unknown_classes: bool) -> None:
+        self.file = file
         self.path = path
         self.budget = budget
         self.unknown_classes = unknown_classes
@@ -248,6 +244,16 @@ class _Machine:
         self.classes: dict[tuple[str, str], GlobalRef] = {}  # unknown names, by module and name
         self.functions: set[str] = set()  # unknown names that count as functions unless NEWOBJ uses them
         self.call_arguments: list[Any] = []  # the arguments of each call that the pickle would make
+
+    def result(self) -> Any:
+        """Return the value of the pickle; raise as `read_pickle`."""
+        try:
+            return self.run()
+        except StateExchangeError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            text = f"not a valid pickle: near byte {self.file.tell()}: {excerpt(error)}"
+            raise CorruptError(text, path=self.path) from None
 
     def run(self) -> Any:
         """Run to the end and return the one value that is left on the stack."""
@@ -271,6 +277,10 @@ class _Machine:
         if code.decode("latin-1") not in [opcode.code for opcode in pickletools.opcodes]:
             return ValueError(f"{code!r} instead of an opcode")
         return UnsafeError(f"refused: a pickle with opcode {code!r} at {self.file.tell() - 1}", path=self.path)
+
+    def put_next(self) -> None:
+        """Memoize the top of the stack under the next number."""
+        self.memo[len(self.memo)] = self.stack[-1]
 
     def begin_stack(self) -> None:
         """Begin a new stack, which `above_mark` ends."""
@@ -390,19 +400,19 @@ def _plain_text(value: Any) -> str:
     return printable(value[:60]) if type(value) is str else f"<{type(value).__name__}>"
 
 
-def _push_text(machine: _Machine, text: str) -> None:
+def _push_text(machine: PickleMachine, text: str) -> None:
     if not text.isascii():
         text.encode()  # raises for surrogates, which pickletools and pickle let pass
     machine.stack.append(text)
 
 
-def _push_long(machine: _Machine, number: int) -> None:
+def _push_long(machine: PickleMachine, number: int) -> None:
     if number.bit_length() > _MAX_LONG_BITS:
         raise ValueError(f"a number of {number.bit_length()} bits")
     machine.stack.append(number)
 
 
-def _new_object(machine: _Machine, _: None) -> None:
+def _new_object(machine: PickleMachine, _: None) -> None:
     """NEWOBJ: like REDUCE; the callee must be a class."""
     callee = machine.stack[-2]
     if type(callee) is GlobalRef and machine.unknown_classes:
@@ -410,7 +420,7 @@ def _new_object(machine: _Machine, _: None) -> None:
     _call(machine, None)
 
 
-def _call(machine: _Machine, _: None) -> None:
+def _call(machine: PickleMachine, _: None) -> None:
     """REDUCE: push an OpaqueObject instead of calling."""
     args, callee = machine.stack.pop(), machine.stack.pop()
     if type(callee) is not GlobalRef or type(args) is not tuple:
@@ -428,7 +438,7 @@ def _call(machine: _Machine, _: None) -> None:
         machine.stack.append(OpaqueObject(callee.name, args))
 
 
-def _dict(machine: _Machine, kind: str, args: tuple[Any, ...]) -> dict[Any, Any]:
+def _dict(machine: PickleMachine, kind: str, args: tuple[Any, ...]) -> dict[Any, Any]:
     """Return the dict that a call of a dict's class would construct: a Counter's argument, or none."""
     if kind == "Counter" and len(args) == 1 and type(args[0]) is dict:
         return args[0]  # the pickle of a Counter has it for this alone
@@ -437,7 +447,7 @@ def _dict(machine: _Machine, kind: str, args: tuple[Any, ...]) -> dict[Any, Any]
     return {}
 
 
-def _build(machine: _Machine, _: None) -> None:
+def _build(machine: PickleMachine, _: None) -> None:
     """BUILD: store the state of an OpaqueObject; ignore attributes of a dict, such as a state dict's `_metadata`."""
     state = machine.stack.pop()
     target = machine.stack[-1]
@@ -447,23 +457,23 @@ def _build(machine: _Machine, _: None) -> None:
         raise UnsafeError(f"refused: the pickle sets attributes of {type_text(target)}", path=machine.path)
 
 
-def _push(machine: _Machine, value: Any) -> None:
+def _push(machine: PickleMachine, value: Any) -> None:
     machine.stack.append(value)
 
 
-def _put(machine: _Machine, index: int) -> None:
+def _put(machine: PickleMachine, index: int) -> None:
     machine.memo[index] = machine.stack[-1]
 
 
 # What each opcode does, from its argument.
-_OPERATIONS: dict[str, Callable[[_Machine, Any], None]] = {
+_OPERATIONS: dict[str, Callable[[PickleMachine, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME"), lambda _, __: None),  # they only announce what follows
     **dict.fromkeys(("BININT", "BININT1", "BININT2", "BINFLOAT"), _push),
     **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _push),
     **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _push_text),
     **dict.fromkeys(("LONG1", "LONG4"), _push_long),
     **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _put),
-    "MEMOIZE": lambda machine, _: _put(machine, len(machine.memo)),
+    "MEMOIZE": lambda machine, _: machine.put_next(),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, index: machine.stack.append(machine.memo[index])),
     "NONE": lambda machine, _: machine.stack.append(None),
     "NEWTRUE": lambda machine, _: machine.stack.append(True),

@@ -216,7 +216,9 @@ def section_of(source: Source, section: Section, sections: Sequence[Section] = (
         return bool(sections)
 
     selected = source.renamed({name: name.removeprefix(section.prefix) for name in section.names}.get)
-    files = tuple(shard_file for shard_file in selected.files if shard_file.tensors)
+    files = selected.files
+    if selected.even_parts() is None:  # which number the files
+        files = tuple(shard_file for shard_file in selected.files if shard_file.tensors)
     problems = problems_of(source, affects)
     return replace(selected, files=files or selected.files[:1], problems=problems)
 

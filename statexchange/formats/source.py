@@ -37,6 +37,7 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats import torchao
+from statexchange.formats.even_tensors import EvenParts, FileTensors, listed_tensors
 from statexchange.sharding.options import renamed
 from statexchange.sharding.paths import (
     Path,
@@ -46,6 +47,7 @@ from statexchange.sharding.paths import (
     wrapper_rules,
 )
 from statexchange.sharding.plan import HolderLabel, RankShards
+from statexchange.sharding.sharding_spec import ShardingSpec
 from statexchange.sharding.shards import Box, Shard, c_strides
 from statexchange.storage.location import OpenedPath
 from statexchange.storage.store import Budget, ByteRange, Store, StoredFile
@@ -372,17 +374,19 @@ class ShardFile:
         """Bytes of the file."""
         return self.file.size
 
-    def renamed(self, new_name: Callable[[str], str | None]) -> ShardFile:
+    def renamed(self, new_name: Callable[[str], str | None], parts: EvenParts[SourceTensor] | None = None) -> ShardFile:
         """Return the file with other names for its tensors, and without those whose new name is None.
+
+        `parts` are those of tensors that are cut evenly, which have their new names.
 
         Raises:
             UnsafeError: two tensors would get one name.
         """
         tensors: dict[str, SourceTensor] = {}
-        for name, tensor in self.tensors.items():
+        for name, tensor in (self.tensors if parts is None else listed_tensors(self.tensors)).items():
             new = new_name(name)
-            if new in tensors:
-                text = f"{excerpt(tensors[new].shard.name)} and another tensor of this file would get one name"
+            if new in tensors or (parts is not None and new in parts.specs):
+                text = f"{excerpt(new)} and another tensor of this file would get one name"
                 raise UnsafeError(text, name=name, path=self.path)
             if new == name:
                 tensors[new] = tensor
@@ -393,6 +397,8 @@ class ShardFile:
             new_alias, new_target = new_name(alias), new_name(name)
             if new_alias is not None and new_target is not None:
                 aliases[new_alias] = new_target
+        if parts is not None and isinstance(self.tensors, FileTensors):
+            return replace(self, tensors=FileTensors(tensors, parts, self.tensors.file), aliases=aliases)
         return replace(self, tensors=tensors, aliases=aliases)
 
 
@@ -472,7 +478,45 @@ class Source:
     @property
     def tensor_names(self) -> set[str]:
         """The names of all tensors in the files."""
-        return set().union(*(shard_file.tensors for shard_file in self.files))
+        names: set[str] = set()
+        parts = self.even_parts()
+        if parts is not None:
+            names.update(parts.specs)
+        for shard_file in self.files:
+            names.update(shard_file.tensors if parts is None else listed_tensors(shard_file.tensors))
+        return names
+
+    @property
+    def specs(self) -> Mapping[str, ShardingSpec]:
+        """The tensors that are cut evenly over very many files, by name; none if only some of the files are here."""
+        parts = self.even_parts()
+        return {} if parts is None else parts.specs
+
+    def even_parts(self) -> EvenParts[SourceTensor] | None:
+        """Return the parts of the `specs`; None if there are none, or if only some of their files are here."""
+        first = self.files[0].tensors if isinstance(self.files, list) and self.files else None
+        if not isinstance(first, FileTensors) or len(self.files) != first.parts.num_files:
+            return None
+        for number, shard_file in enumerate(self.files):
+            tensors = shard_file.tensors
+            if not isinstance(tensors, FileTensors) or tensors.parts is not first.parts or tensors.file != number:
+                return None
+        return first.parts
+
+    def listed(self) -> list[tuple[ShardFile, Mapping[str, SourceTensor]]]:
+        """Return each file with its tensors that are not among the `specs`."""
+        files = []
+        has_specs = self.even_parts() is not None
+        for shard_file in self.files:
+            files.append((shard_file, listed_tensors(shard_file.tensors) if has_specs else shard_file.tensors))
+        return files
+
+    def described(self) -> Iterator[Shard | ShardingSpec]:
+        """Yield the specs, and then the shards of each file of the other tensors."""
+        yield from self.specs.values()
+        for _, tensors in self.listed():
+            for tensor in tensors.values():
+                yield tensor.shard
 
     @property
     def names(self) -> set[str]:
@@ -524,14 +568,19 @@ class Source:
     def rank_shards(self) -> list[RankShards]:
         """Return each rank's shards for the merge plan."""
         rank_shards = []
+        parts = self.even_parts()
+        shards: list[Shard | ShardingSpec] = [] if parts is None else [*parts.specs.values()]  # any file may give them
         for shard_file in self.files:
-            shards = [tensor.shard for tensor in shard_file.tensors.values()]
+            tensors = shard_file.tensors if parts is None else listed_tensors(shard_file.tensors)
+            for tensor in tensors.values():
+                shards.append(tensor.shard)
             rank_shards.append(RankShards(shard_file.rank, shards, shard_file.aliases, self.label_of(shard_file)))
+            shards = []
         return rank_shards
 
     def empty_weights(self) -> tuple[StateExchangeError, ...]:
         """Return an error if tensors of shape [0] are in place of weights, else ()."""
-        shapes = {tensor.shard.name: tensor.shard.global_shape for _, tensor in self.shards()}
+        shapes = {shard.name: shard.global_shape for shard in self.described()}
         text = empty_weights_text(shapes)
         return (IncompleteError(text, path=self.path),) if text else ()
 
@@ -555,9 +604,12 @@ class Source:
             if new is not None:
                 paths.append((new, None if path is None else moved_path(path, name, new)))
         unreadable = [(new_name(tensor.name), tensor) for tensor in self.unreadable]
+        parts = self.even_parts()
+        if parts is not None:
+            parts = parts.renamed(new_name)
         return replace(
             self,
-            files=[shard_file.renamed(new_name) for shard_file in self.files],
+            files=[shard_file.renamed(new_name, parts) for shard_file in self.files],
             others=_renamed_keys(self.others, new_name),
             texts=_renamed_keys(self.texts, new_name),
             unreadable=[replace(tensor, name=new) for new, tensor in unreadable if new is not None],

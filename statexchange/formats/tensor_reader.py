@@ -20,7 +20,7 @@ from statexchange.tensors import ITEMSIZE, array_over, converted
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from statexchange.formats.source import Source
+    from statexchange.formats.source import Source, SourceTensor
     from statexchange.sharding.plan import TensorPlan
     from statexchange.sharding.shards import Piece
 
@@ -46,10 +46,10 @@ class TensorReader:
         self.itemsize = ITEMSIZE[tensor.dtype]  # bytes of an element in the widest dtype that is read or returned
         self.read_per_byte = 1.0  # bytes that are read of a copy for each byte that is returned
         for piece in tensor.pieces:
-            dtype = source.files[piece.holder].tensors[tensor.source].shard.dtype
-            self.itemsize = max(self.itemsize, ITEMSIZE[dtype])
-            self.read_per_byte = ITEMSIZE[dtype] / ITEMSIZE[tensor.dtype]
-            self._readers.append(self._reader(piece, dtype))
+            stored = source.files[piece.holder].tensors[tensor.source]
+            self.itemsize = max(self.itemsize, ITEMSIZE[stored.shard.dtype])
+            self.read_per_byte = ITEMSIZE[stored.shard.dtype] / ITEMSIZE[tensor.dtype]
+            self._readers.append(self._reader(piece, stored))
 
     def windows(self, memory: memoryview, itemsize: int | None = None) -> Iterator[tuple[Box, memoryview]]:
         """Yield each window of the tensor and its bytes, which lie in `memory` until the next window.
@@ -92,18 +92,19 @@ class TensorReader:
             for (holder, _), box_reader in zip(_copies(piece), reader.readers, strict=False):
                 box_reader.digest.check(name, self._source.files[holder].rank)
 
-    def _reader(self, piece: Piece, dtype: str) -> BoxReader | _ConvertingReader:
-        """Return the reader of a piece whose box has this dtype in the source."""
-        tensor = self._tensor
+    def _reader(self, piece: Piece, stored: SourceTensor) -> BoxReader | _ConvertingReader:
+        """Return the reader of a piece, whose holder has it in this tensor."""
+        tensor, dtype = self._tensor, stored.shard.dtype
         if dtype == tensor.dtype and tensor.reduce is None:
-            return self._box_reader(piece.box, piece.holder, piece.box_index, READ_AHEAD_BYTES // len(tensor.pieces))
-        copies = _copies(piece) if tensor.reduce is not None else [(piece.holder, piece.box_index)]
+            return self._box_reader(piece.box, stored, piece.box_index, READ_AHEAD_BYTES // len(tensor.pieces))
+        copies = [(stored, piece.box_index)]
+        for holder, box_index in piece.replicas if tensor.reduce is not None else ():
+            copies.append((self._source.files[holder].tensors[tensor.source], box_index))
         ahead = READ_AHEAD_BYTES // (len(tensor.pieces) * len(copies))
         readers = [self._box_reader(piece.box, *copy, ahead) for copy in copies]
         return _ConvertingReader(readers, dtype, tensor.dtype, tensor.reduce, xxhash.xxh3_128())
 
-    def _box_reader(self, box: Box, holder: int, box_index: int, ahead_bytes: int) -> BoxReader:
-        stored = self._source.files[holder].tensors[self._tensor.source]
+    def _box_reader(self, box: Box, stored: SourceTensor, box_index: int, ahead_bytes: int) -> BoxReader:
         return BoxReader(
             stored.byte_ranges[box_index], box, stored.shard.dtype, ahead_bytes, always_digest=self._always_digest
         )

@@ -136,6 +136,7 @@ def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) ->
             of_section = [row for row in rows if row.name in section.names]
             sections[section.name] = SectionSummary(len(of_section), known_bytes(of_section))
         digests = (stored.is_proven for _, tensor in source.shards() for stored in tensor.byte_ranges)
+        is_proven = bool(source.files) and not source.problems and not source.specs and all(digests)
         return Summary(
             kind=source.kind,
             path=without_secrets(os.fspath(path)),
@@ -155,7 +156,7 @@ def summarize(path: str | os.PathLike[str], *, tree_depth: int | None = None) ->
             sections=sections,
             aliases=aliases_of(source),
             num_unreadable=sum(not row.holders for row in rows),
-            proven=bool(source.files) and not source.problems and all(digests),
+            proven=is_proven,
             others=dict(source.others),
             unsupported={name: error.message for name, error in source.unsupported.items()},
             parts=source.parts,
@@ -177,7 +178,7 @@ def model_rows(source: Source, rows: Iterable[TensorRow]) -> list[TensorRow]:
 
 def _notes(source: Source) -> tuple[str, ...]:
     """Return the notes on a source that belong beside its numbers."""
-    is_flat = any(is_flat_parameter(name) for shard_file in source.files for name in shard_file.tensors)
+    is_flat = any(map(is_flat_parameter, source.tensor_names))
     flat = (FLAT_PARAMETERS,) if is_flat else ()
     return (*source.notes, *flat, *source_warnings(source))
 

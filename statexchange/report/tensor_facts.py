@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from statexchange.formats.source import ShardFile, Source
+    from statexchange.sharding.sharding_spec import ShardingSpec
     from statexchange.storage.store import ByteRange
 
     Computed = Mapping[tuple[int, str, int], str]  # digests by file, tensor and box
@@ -75,10 +76,16 @@ class TensorRow(NamedTuple):
 
 def tensor_rows(source: Source) -> list[TensorRow]:
     """Return a row for each tensor of a source, in its order. Not collective."""
-    parts: dict[str, list[tuple[ShardFile, Shard]]] = {}
-    for shard_file, tensor in source.shards():
-        parts.setdefault(tensor.shard.name, []).append((shard_file, tensor.shard))
     rows: dict[str, TensorRow] = {}
+    holders: dict[int, tuple[int, ...]] = {}  # by the id of the numbers of the files, which most tensors share
+    for name, spec in source.specs.items():
+        if id(spec.ranks) not in holders:
+            holders[id(spec.ranks)] = tuple([source.files[number].rank for number in sorted(spec.ranks)])
+        rows[name] = _row_of_spec(source, spec, holders[id(spec.ranks)])
+    parts: dict[str, list[tuple[ShardFile, Shard]]] = {}
+    for shard_file, tensors in source.listed():
+        for name, tensor in tensors.items():
+            parts.setdefault(name, []).append((shard_file, tensor.shard))
     for name, of_tensor in parts.items():
         # The shape of the last part, as by the ends of its parts a tensor's shape is known.
         last = of_tensor[-1][1]
@@ -99,6 +106,19 @@ def tensor_rows(source: Source) -> list[TensorRow]:
             file = unreadable.path.rpartition("/")[2]
             rows[unreadable.name] = TensorRow(unreadable.name, dtype, shape, nbytes, (), 0, file)
     return list(rows.values())
+
+
+def _row_of_spec(source: Source, spec: ShardingSpec, holders: tuple[int, ...]) -> TensorRow:
+    """Return the row of a tensor that is cut evenly over the files of these ranks."""
+    return TensorRow(
+        spec.name,
+        spec.dtype,
+        element_shape(spec.dtype, spec.global_shape),
+        full_box(spec.global_shape).numel * ITEMSIZE[spec.dtype],
+        holders,
+        len(spec.ranks),
+        source.files[min(spec.ranks)].name,
+    )
 
 
 def known_bytes(rows: Iterable[TensorRow]) -> int:
@@ -216,11 +236,11 @@ def known_digest(source: Source, computed: Computed, name: str, number: int, ind
     return stored if stored is not None else computed.get((number, name, index))
 
 
-def file_numbers(source: Source) -> dict[str, list[int]]:
-    """Return the numbers of the files that have each tensor. Not collective."""
+def file_numbers(names_of_files: Iterable[Iterable[str]]) -> dict[str, list[int]]:
+    """Return the numbers of the files that have each tensor, from the names in each file. Not collective."""
     numbers: dict[str, list[int]] = {}
-    for number, shard_file in enumerate(source.files):
-        for name in shard_file.tensors:
+    for number, names in enumerate(names_of_files):
+        for name in names:
             numbers.setdefault(name, []).append(number)
     return numbers
 
@@ -268,9 +288,10 @@ def uncovered(source: Source) -> tuple[StateExchangeError, ...]:
     """
     if source.problems or source.world_size is not None or source.manifest is not None:
         return ()
-    if all(tensor.shard.is_whole for _, tensor in source.shards()):
+    tensors_of_files = [tensors for _, tensors in source.listed()]
+    if all(tensor.shard.is_whole for tensors in tensors_of_files for tensor in tensors.values()):
         return ()
-    for name, numbers in file_numbers(source).items():
+    for name, numbers in file_numbers(tensors_of_files).items():
         try:
             problem = next(cover_problems(source, name, numbers, {}), None)
         except StateExchangeError as error:  # the files disagree on it

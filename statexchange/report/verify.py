@@ -162,7 +162,9 @@ class _Check:
                     self._guard(self._read_box, number, tensor, index)
         for tensor_checks in self._tensor_checks.values():
             values += tensor_checks.findings()
-        for name, numbers in file_numbers(self._source).items():  # each separately, so that every problem is found
+        for name, numbers in file_numbers(
+            file.tensors for file in self._source.files
+        ).items():  # each separately, so that every problem is found
             self._guard(self.findings.extend, cover_problems(self._source, name, numbers, self._computed))
         for sealed in self._sealed:
             self._guard(check_sealed_file, self._source.opened.store, sealed)

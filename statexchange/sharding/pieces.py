@@ -29,6 +29,7 @@ __all__ = [
     "RankPiece",
     "SpecPieces",
     "boxes_of",
+    "has_copies",
     "holders_of",
     "nbytes_by_holder",
     "pieces_of_rank",
@@ -306,6 +307,16 @@ Pieces: TypeAlias = tuple[Piece, ...] | SpecPieces
 def boxes_of(pieces: Pieces) -> Iterable[Box]:
     """Return the boxes of the pieces of a tensor."""
     return pieces.boxes if isinstance(pieces, SpecPieces) else map(attrgetter("box"), pieces)
+
+
+def has_copies(pieces: Pieces) -> bool:
+    """Whether several ranks have one piece of a tensor."""
+    if isinstance(pieces, SpecPieces):
+        return pieces.num_copies > 1
+    for piece in pieces:  # noqa: SIM110 (most have one piece, for which a generator would take longer)
+        if piece.replicas:
+            return True
+    return False
 
 
 def pieces_of_rank(pieces: Pieces, rank: int) -> Sequence[RankPiece]:

@@ -1,0 +1,257 @@
+"""A large DCP directory is read in columns, and as the general reader reads it."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import pickle
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from statexchange.checkpoint.merge import merge_checkpoint
+from statexchange.errors import StateExchangeError
+from statexchange.formats import dcp, pickle_runs
+from statexchange.formats.registry import open_checkpoint, open_source
+from statexchange.report.summary import summarize
+from statexchange.report.tensor_facts import tensor_rows
+from statexchange.report.verify import verify
+
+Cut = list[tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+@pytest.fixture
+def in_columns(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
+    """Return what chooses whether small metadata is read in columns."""
+
+    def choose(in_columns: bool) -> None:
+        monkeypatch.setattr(dcp, "_LONG_BYTES", 0 if in_columns else 1 << 40)
+        monkeypatch.setattr(pickle_runs, "_LEAST_RECORDS", 2)
+
+    return choose
+
+
+def grid(shape: tuple[int, ...], counts: tuple[int, ...]) -> Cut:
+    """Return the boxes of a tensor that is cut as torch.chunk does."""
+    runs = []
+    for size, count in zip(shape, counts, strict=True):
+        part = -(-size // count)
+        runs.append([(begin, min(part, size - begin)) for begin in range(0, size, part)])
+    return [(tuple(b for b, _ in chosen), tuple(s for _, s in chosen)) for chosen in itertools.product(*runs)]
+
+
+def halves(shape: tuple[int, ...]) -> Cut:
+    """Return two boxes of different sizes along the first dim."""
+    first, rest, zeros = shape[0] // 3, shape[1:], (0,) * (len(shape) - 1)
+    return [((0, *zeros), (first, *rest)), ((first, *zeros), (shape[0] - first, *rest))]
+
+
+class Job:
+    """What a job saves: metadata with torch's own classes, and the bytes of the files."""
+
+    def __init__(self, seed: int, num_ranks: int = 12, *, has_empty: bool = True) -> None:
+        self.random = random.Random(seed)
+        self.kinds = [0, 1, 2, 3, 5, *([4] if has_empty else [])]
+        self.num_ranks = num_ranks
+        self.metadata = Metadata({}, {}, {})
+        self.files: dict[str, bytearray] = {}
+        entries = []
+        for number in range(self.random.randrange(3, 9)):
+            name = f"model.layers.{number}.weight"
+            shape, cut = self._tensor()
+            dtype = self.random.choice([torch.float32, torch.bfloat16, torch.int64])
+            chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in cut]
+            properties = TensorProperties(dtype)
+            self.metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
+            self.metadata.planner_data[name] = ("model", name[6:])
+            ranks = self.random.sample(range(num_ranks), num_ranks) if self.random.random() < 0.5 else range(num_ranks)
+            for at, (offsets, sizes) in enumerate(cut):
+                tensor = torch.arange(torch.Size(sizes).numel()).reshape(sizes).to(dtype) + 7 * at
+                entries.append((ranks[at % num_ranks], at, name, torch.Size(offsets), tensor))
+        self.metadata.state_dict_metadata["step"] = BytesStorageMetadata()
+        entries.append((0, None, "step", None, 7))
+        for rank, index, name, offsets, value in sorted(entries, key=lambda entry: entry[0]):
+            self.add(rank, index, name, offsets, value)
+
+    def _tensor(self) -> tuple[tuple[int, ...], Cut]:
+        num_ranks = self.num_ranks
+        rows, columns = self.random.randrange(1, 40), self.random.randrange(2, 9)
+        kind = self.random.choice(self.kinds)
+        if kind == 0:
+            return (rows,), grid((rows,), (min(rows, num_ranks),))
+        if kind == 1:
+            return (rows, columns), grid((rows, columns), (min(rows, 6), 2))
+        if kind == 2:
+            return (rows + 3, columns), halves((rows + 3, columns))
+        if kind == 3:
+            return (2, rows, 3, 2), grid((2, rows, 3, 2), (2, min(rows, 3), 1, 2))
+        if kind == 4:  # some ranks have no row
+            shape = (num_ranks // 2, columns)
+            return shape, grid(shape, (shape[0], 1)) + [((shape[0], 0), (0, columns))] * (num_ranks - shape[0])
+        return (num_ranks, columns), grid((num_ranks, columns), (num_ranks, 1))
+
+    def add(self, rank: int, index: int | None, name: str, offsets: torch.Size | None, value: Any) -> None:
+        """Add an entry to the file of a rank."""
+        data = io.BytesIO()
+        torch.save(value, data)
+        file = self.files.setdefault(f"__{rank}_0.distcp", bytearray())
+        # Each rank sends texts of its own.
+        key = MetadataIndex("".join([*name]), offsets and torch.Size([*offsets]), index)
+        paths = [info.relative_path for info in self.metadata.storage_data.values()]
+        path = next((path for path in paths if path == f"__{rank}_0.distcp"), f"__{rank}_0.distcp")
+        self.metadata.storage_data[key] = _StorageInfo(path, len(file), len(data.getvalue()))
+        file += data.getvalue()
+
+    def write(self, folder: Path) -> Path:
+        """Write the directory."""
+        folder.mkdir()
+        (folder / ".metadata").write_bytes(pickle.dumps(self.metadata, protocol=4))
+        for name, data in self.files.items():
+            (folder / name).write_bytes(data)
+        return folder
+
+
+def outcome(action: Callable[[], Any]) -> Any:
+    """Return what an action returns, or its error."""
+    try:
+        return action()
+    except StateExchangeError as error:
+        return type(error).__name__, str(error)
+
+
+def look(folder: Path) -> Any:
+    """Return all that is seen of a checkpoint. Parts without elements may be counted."""
+    summary = summarize(folder)
+    with open_source(folder, strict=False) as source:
+        rows = sorted(row[:4] for row in tensor_rows(source))
+        names, paths = source.names, source.paths
+    findings = sorted(map(str, verify(folder).findings))
+    problems = sorted(map(str, summary.problems))
+    numbers = summary.num_parameters, summary.dtypes, summary.others, summary.nbytes
+    return numbers, rows, names, paths, problems, findings
+
+
+def read(folder: Path) -> dict[str, bytes]:
+    """Return the values of all tensors."""
+    with open_checkpoint(folder) as checkpoint:
+        return {name: tensor.read().tobytes() for name, tensor in checkpoint.items()}
+
+
+def merged(folder: Path, out: Path, **options: Any) -> tuple[dict[str, bytes], Any]:
+    """Merge a checkpoint; return the files, and the manifest without the digest of the plan and in any order."""
+    merge_checkpoint(folder, out, section="all", **options)
+    files = {path.name: path.read_bytes() for path in out.iterdir()}
+    return files, {**json.loads(files.pop("statexchange.json")), "plan": None}
+
+
+def specs_of(folder: Path) -> set[str]:
+    """Return the names of the tensors that are cut evenly."""
+    with open_source(folder, strict=False) as source:
+        return set(source.specs)
+
+
+def test_tensors_that_are_cut_evenly_are_specs(tmp_path: Path, in_columns: Callable[[bool], None]) -> None:
+    job = Job(1).write(tmp_path / "job")
+    in_columns(True)
+    with open_source(job) as source:
+        specs = source.specs
+        assert specs.keys() < source.tensor_names == set().union(*(file.tensors for file in source.files))
+        for name, spec in specs.items():
+            for number in spec.ranks:
+                assert source.files[number].tensors[name].shard == spec.shard_of(number)
+    assert len(specs) > 1
+    in_columns(False)
+    assert not specs_of(job)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_columns_read_as_the_general_reader(seed: int, tmp_path: Path, in_columns: Callable[[bool], None]) -> None:
+    job = Job(seed).write(tmp_path / "job")
+    of_ways = []
+    for way in (False, True):
+        in_columns(way)
+        out = merged(job, tmp_path / f"out{way}")
+        renamed = merged(job, tmp_path / f"renamed{way}", rename=[("model", "m")], exclude="*.1.weight")
+        section = outcome(lambda: merge_checkpoint(job, tmp_path / "none", section="optimizer", dry_run=True))
+        of_ways.append((look(job), read(job), out, renamed, section))
+    assert of_ways[0] == of_ways[1]
+
+
+def damaged(job: Job, folder: Path, rng: random.Random) -> str:
+    """Damage a job that was written; return what was done."""
+    stored, described = job.metadata.storage_data, job.metadata.state_dict_metadata
+    keys = [key for key in stored if key.offset is not None]
+    key = rng.choice(keys)
+    tensor = described[key.fqn]
+    kinds = "no entry,no chunk,moved,overlap,length,file name,dtype,gone,cut,extra"
+    kind = rng.choice(kinds.split(","))
+    if kind == "no entry":
+        del stored[key]
+    elif kind == "no chunk":
+        del tensor.chunks[rng.randrange(len(tensor.chunks))]
+    elif kind == "moved":
+        stored[MetadataIndex(key.fqn, torch.Size([offset + 1 for offset in key.offset]), 0)] = stored.pop(key)
+    elif kind == "overlap":
+        stored[key].offset += rng.choice([-3, 3])
+    elif kind == "length":
+        stored[key].length = rng.choice([0, 10, 1 << 40])
+    elif kind == "file name":
+        stored[key].relative_path = rng.choice(["../x", "__99_0.distcp", "no"])
+    elif kind == "dtype":
+        tensor.properties = TensorProperties(torch.complex32)
+    elif kind == "extra":
+        tensor.chunks.append(rng.choice(tensor.chunks))
+    (folder / ".metadata").write_bytes(pickle.dumps(job.metadata, protocol=4))
+    file = folder / rng.choice([*job.files])
+    if kind == "gone":
+        file.unlink()
+    elif kind == "cut":
+        file.write_bytes(file.read_bytes()[: -rng.randrange(1, 2000)])
+    return kind
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_damage_is_the_same_error_in_columns(seed: int, tmp_path: Path, in_columns: Callable[[bool], None]) -> None:
+    job = Job(seed)
+    folder = job.write(tmp_path / "job")
+    kind = damaged(job, folder, random.Random(seed))
+    of_ways = []
+    for way in (False, True):
+        in_columns(way)
+        of_ways.append(outcome(partial(merged, folder, tmp_path / f"out{way}")))
+    assert of_ways[0] == of_ways[1], kind
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_changed_bytes_of_metadata_are_read_alike(
+    seed: int, tmp_path: Path, in_columns: Callable[[bool], None]
+) -> None:
+    job = Job(seed, has_empty=False)  # whose places do not count
+    folder = job.write(tmp_path / "job")
+    data = (folder / ".metadata").read_bytes()
+    rng = random.Random(seed)
+    for _ in range(40):
+        changed = bytearray(data)
+        for _ in range(rng.choice([1, 1, 1, 4])):
+            changed[rng.randrange(11, len(data))] = rng.choice([rng.randrange(256), *b"KMJh)u"])
+        (folder / ".metadata").write_bytes(changed)
+        of_ways = []
+        for way in (False, True):
+            in_columns(way)
+            of_ways.append(outcome(partial(read, folder)))
+        assert of_ways[0] == of_ways[1], bytes(changed)
