@@ -496,10 +496,11 @@ class _Cursors:
         is_inside = np.ones(len(self.at), bool)
         columns = []
         for _ in range(_MAX_DIMS):
-            values, nbytes, is_number = self._integers()
-            is_inside &= is_number
+            is_inside &= _WIDTHS[self._bytes[self.at]] > 0
             if not is_inside.any():
                 break
+            values, nbytes, is_number = self._integers()
+            self.is_valid &= is_number | ~is_inside
             columns.append(np.where(is_inside, values, 0))
             self.at = self.at + np.where(is_inside, nbytes, 0)
             dims += is_inside

@@ -204,6 +204,7 @@ def run_bench(bench: str, *arguments: str) -> str:
         slow("scan.py", ["--directories", "20", "--rounds", "1"]),
         slow("startup.py", ["--rounds", "1"]),
         slow("large_sets.py", ["--names", "20000", "--tensors", "20000", "--rounds", "1"]),
+        slow("large_jobs.py", ["--ranks", "40", "--tensors", "20", "--whole", "--torch"]),
         slow("diff.py", ["--megabytes", "16", "--rounds", "1", "--dirs", "/dev/shm"]),
         slow("plan.py", ["--quick"]),
         slow("dcp.py", ["--megabytes", "16", "--rounds", "1"]),

@@ -271,13 +271,13 @@ def main() -> None:
             ways["torch's read_metadata"] = [sys.executable, "-c", code, str(job)]
         nbytes = (job / ".metadata").stat().st_size
         runs = run_in_turns(ways, options.rounds)
-    print(f"{options.ranks * options.tensors:,} boxes in {options.ranks:,} files, {nbytes >> 20} MiB of .metadata,")
-    print(f"{options.rounds} rounds, {machine_text()}\n")
-    print("| way | seconds | processor seconds | peak |\n|---|---|---|---|")
+    print(f"{options.ranks:,} files, {nbytes >> 20} MiB of .metadata, {options.rounds} rounds, {machine_text()}\n")
+    print("| way | boxes | seconds | processor seconds | peak |\n|---|---|---|---|---|")
+    boxes = f"{options.ranks * options.tensors:,}"
     for name, of_way in runs.items():
         seconds = statistics.median(ran.seconds for ran in of_way)
         processor_s = statistics.median(ran.processor_s for ran in of_way)
-        print(f"| {name} | {seconds:.1f} | {processor_s:.1f} | {max(ran.peak for ran in of_way) >> 20} MiB |")
+        print(f"| {name} | {boxes} | {seconds:.1f} | {processor_s:.1f} | {max(ran.peak for ran in of_way) >> 20} MiB |")
 
 
 if __name__ == "__main__":
