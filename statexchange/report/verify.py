@@ -162,9 +162,8 @@ class _Check:
                     self._guard(self._read_box, number, tensor, index)
         for tensor_checks in self._tensor_checks.values():
             values += tensor_checks.findings()
-        for name, numbers in file_numbers(
-            file.tensors for file in self._source.files
-        ).items():  # each separately, so that every problem is found
+        # Each tensor separately, so that every problem is reported.
+        for name, numbers in file_numbers([shard_file.tensors for shard_file in self._source.files]).items():
             self._guard(self.findings.extend, cover_problems(self._source, name, numbers, self._computed))
         for sealed in self._sealed:
             self._guard(check_sealed_file, self._source.opened.store, sealed)
