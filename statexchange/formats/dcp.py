@@ -27,14 +27,12 @@ from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObje
 from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor, open_listed, parsing
 from statexchange.formats.torch_archive import (
     Archive,
-    TensorView,
+    TensorArchives,
     describe,
     dtype_of,
     holds_tensor,
     is_plain,
     refusal_of,
-    unwrap_tensor,
-    view_of,
 )
 from statexchange.sharding.paths import ListItem, Path
 from statexchange.sharding.shards import Box, Shard, shape_from_json, sizes_from_json
@@ -56,7 +54,6 @@ _STEPS_PER_BOX = 64  # a box takes about 500 bytes of memory, and 130 bytes of t
 _STEPS_PER_TENSOR = 16
 _LONG_BYTES = 4 << 20  # of the metadata: some 25,000 boxes, which take as long as importing numpy does
 _MAX_ITEMS = 1 << 63  # of a list
-_MAX_ENTRY_PICKLE_BYTES = 1 << 20  # a tensor's pickle has about 200 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +130,7 @@ class _Reader:
         self._store = store
         self._budget = store.budget
         self._tensors: dict[str, _Tensor] = {}
-        self._views: dict[bytes, TensorView] = {}  # by the pickles of entries, many of which are equal
+        self._archives = TensorArchives(self._budget)
         self._even: DcpParts | None = None
         self.entries: dict[str, list[_StoredEntry]] = {}
         self.paths: dict[str, Path] = {}
@@ -234,7 +231,8 @@ class _Reader:
                         self._add_other(entry.name, Archive(file, entry.begin, entry.length), rank, path)
                         continue
                     else:
-                        part = self._part_in_zip(Archive(file, entry.begin, entry.length), entry, path)
+                        view, byte_range = self._archives.open(file, entry.begin, entry.length)
+                        part = self._part(entry, view.dtype, view.shape, byte_range)
                     parts.setdefault(entry.name, []).append(part)
             tensors = {}
             for of_file, of_tensor in parts.items():
@@ -266,10 +264,9 @@ class _Reader:
         shard_file = self.shard_files[file]
         path = shard_file.path
         with parsing("not what torch writes for a tensor", rank=shard_file.rank, name=part.name, path=path):
-            archive = Archive(shard_file.file, part.begin, part.length)
-            view = self._view(archive, path)
+            view, byte_range = self._archives.open(shard_file.file, part.begin, part.length)
             _check_part(part.dtype, part.box, view.dtype, view.shape)
-            return SourceTensor(Shard(part.name, part.dtype, part.shape, (part.box,)), (archive.byte_range(view),))
+            return SourceTensor(Shard(part.name, part.dtype, part.shape, (part.box,)), (byte_range,))
 
     def _part_in_safetensors(
         self, file: StoredFile, header: Header, entry: _StoredEntry, is_first: bool
@@ -284,17 +281,6 @@ class _Reader:
             raise CorruptError(f"the file does not have each part of this tensor that {METADATA} describes")
         stored = header.entries[entry.name]
         return self._part(entry, stored.dtype, stored.shape, ByteRange(file, stored.begin, stored.nbytes))
-
-    def _part_in_zip(self, archive: Archive, entry: _StoredEntry, path: str) -> tuple[Box, ByteRange]:
-        view = self._view(archive, path)
-        return self._part(entry, view.dtype, view.shape, archive.byte_range(view))
-
-    def _view(self, archive: Archive, path: str) -> TensorView:
-        data = archive.pickle(_MAX_ENTRY_PICKLE_BYTES)
-        if data not in self._views:
-            budget = self._budget.of(path, len(data))
-            self._views[data] = view_of(unwrap_tensor(read_pickle(data, path, budget)))
-        return self._views[data]
 
     def _part(
         self, entry: _StoredEntry, dtype: str, shape: tuple[int, ...], byte_range: ByteRange

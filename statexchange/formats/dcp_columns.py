@@ -199,7 +199,7 @@ class DcpParts:
         old_name, grid, _ = self.tensors[self._numbers[row]]
         place = int(self._begins[row]), int(self._lengths[row])
         tensor = self._read(file, Part(old_name, grid.dtype, grid.shape, grid.box_of(int(self._cells[row])), *place))
-        return replace(tensor, shard=replace(tensor.shard, name=name))
+        return tensor if name == old_name else replace(tensor, shard=replace(tensor.shard, name=name))
 
     def renamed(self, new_name: Callable[[str], str | None]) -> Self:
         """Return the parts with other names, and without those whose new name is None."""

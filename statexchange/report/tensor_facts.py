@@ -17,7 +17,7 @@ from statexchange.tensors import ITEMSIZE, PACKED, element_shape
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from statexchange.formats.source import ShardFile, Source
+    from statexchange.formats.source import ShardFile, Source, SourceTensor
     from statexchange.sharding.sharding_spec import ShardingSpec
     from statexchange.storage.store import ByteRange
 
@@ -114,7 +114,7 @@ def _row_of_spec(source: Source, spec: ShardingSpec, holders: tuple[int, ...]) -
         spec.name,
         spec.dtype,
         element_shape(spec.dtype, spec.global_shape),
-        full_box(spec.global_shape).numel * ITEMSIZE[spec.dtype],
+        spec.nbytes,
         holders,
         len(spec.ranks),
         source.files[min(spec.ranks)].name,
@@ -230,10 +230,10 @@ def tensor_facts(source: Source, name: str, *, is_part: bool = False) -> TensorF
     )
 
 
-def known_digest(source: Source, computed: Computed, name: str, number: int, index: int) -> str | None:
-    """Return the digest of a box, which is stored or in `computed`; None if it is not known. Not collective."""
-    stored = source.files[number].tensors[name].byte_ranges[index].digest
-    return stored if stored is not None else computed.get((number, name, index))
+def known_digest(computed: Computed, tensor: SourceTensor, number: int, index: int) -> str | None:
+    """Return the digest of a box that a file has, stored or in `computed`; None if it is not known. Not collective."""
+    stored = tensor.byte_ranges[index].digest
+    return stored if stored is not None else computed.get((number, tensor.shard.name, index))
 
 
 def file_numbers(names_of_files: Iterable[Iterable[str]]) -> dict[str, list[int]]:
@@ -259,21 +259,22 @@ def cover_problems(
     Raises:
         CorruptError, ReplicaError: two files disagree on dtype or shape.
     """
-    if len(numbers) == 1 and source.files[numbers[0]].tensors[name].shard.is_whole:
+    stored = [source.files[number].tensors[name] for number in numbers]
+    if len(stored) == 1 and stored[0].shard.is_whole:
         return  # one box, as most tensors have, without a copy
     holders = []
-    for number in numbers:
+    for number, tensor in zip(numbers, stored, strict=True):
         file = source.files[number]
-        holders.append(RankShards(file.rank, [file.tensors[name].shard], label=source.label_of(file)))
+        holders.append(RankShards(file.rank, [tensor.shard], label=source.label_of(file)))
     try:
         (plan,), _ = plan_tensors(holders, ExportOptions())
     except (IncompleteError, OverlapError, UnsupportedError) as error:
         yield error
         return
     for piece in plan.pieces:
-        expected = known_digest(source, computed, name, numbers[piece.holder], piece.box_index)
+        expected = known_digest(computed, stored[piece.holder], numbers[piece.holder], piece.box_index)
         for holder, index in piece.replicas:
-            digest = known_digest(source, computed, name, numbers[holder], index)
+            digest = known_digest(computed, stored[holder], numbers[holder], index)
             if None not in (expected, digest) and expected != digest:
                 first, second = source.files[numbers[piece.holder]], source.files[numbers[holder]]
                 labels = source.label_of(first), source.label_of(second)

@@ -119,7 +119,7 @@ def verify(
                 nbytes=check.done,
                 findings=tuple(check.findings),
                 hub=hub,
-                notes=(*source.notes, *source_warnings(source, check.digests())),
+                notes=(*source.notes, *source_warnings(source, check.digests)),
             )
 
     try:
@@ -146,24 +146,27 @@ class _Check:
         self._equal_files = {source.opened.store.path_of(name) for name in hub.equal}  # every byte of them is known
         self._sealed = sealed_files(source)
         self._total = sum(sealed.digest_nbytes for sealed in self._sealed)
-        for _, tensor in source.shards():
-            self._total += sum(stored.nbytes for stored in tensor.byte_ranges)
+        self._total += sum(spec.nbytes for spec in source.specs.values())
+        for _, tensors in source.listed():
+            for tensor in tensors.values():
+                self._total += sum(stored.nbytes for stored in tensor.byte_ranges)
         self.done = self.num_boxes = self.num_unproven = 0
         self.findings: list[StateExchangeError] = [*source.problems, *source.unsupported.values()]
         self.findings += (*source.empty_weights(), *hub.findings)
         self._computed: dict[tuple[int, str, int], str] = {}  # digests that are not stored: by file, tensor, box
+        # The digests of each tensor's boxes; [] if several files have parts of it, whose order is not known.
+        self.digests: dict[str, list[str]] = {}
 
     def run(self) -> None:
         """Check everything; raise ReplacedError if a file was replaced or changed while it was read."""
         values: list[ValueFindingError] = []
         for number, shard_file in enumerate(self._source.files):
-            for tensor in shard_file.tensors.values():
-                for index in range(len(tensor.byte_ranges)):
-                    self._guard(self._read_box, number, tensor, index)
+            for name in shard_file.tensors:
+                self._guard(self._read_tensor, number, name)
         for tensor_checks in self._tensor_checks.values():
             values += tensor_checks.findings()
-        # Each tensor separately, so that every problem is reported.
-        for name, numbers in file_numbers([shard_file.tensors for shard_file in self._source.files]).items():
+        # Each tensor separately, so that every problem is reported. A spec is there exactly once.
+        for name, numbers in file_numbers([tensors for _, tensors in self._source.listed()]).items():
             self._guard(self.findings.extend, cover_problems(self._source, name, numbers, self._computed))
         for sealed in self._sealed:
             self._guard(check_sealed_file, self._source.opened.store, sealed)
@@ -179,6 +182,18 @@ class _Check:
             raise
         except StateExchangeError as error:
             self.findings.append(error)
+
+    def _read_tensor(self, number: int, name: str) -> None:
+        """Read all that a file has of a tensor."""
+        is_alone = name not in self.digests
+        self.digests[name] = []
+        tensor = self._source.files[number].tensors[name]
+        for index in range(len(tensor.byte_ranges)):
+            self._guard(self._read_box, number, tensor, index)
+        # A box that could not be read has no digest, which is another finding.
+        of_boxes = [known_digest(self._computed, tensor, number, index) for index in range(len(tensor.byte_ranges))]
+        if is_alone and None not in of_boxes:
+            self.digests[name] = list(filter(None, of_boxes))
 
     def _read_box(self, number: int, tensor: SourceTensor, index: int) -> None:
         """Read a box, compare its digests, or those of its parts, and look at its values."""
@@ -206,17 +221,6 @@ class _Check:
             self.num_unproven += stored.path not in self._equal_files
             self._computed[number, shard.name, index] = digest.hexdigest()
         self.findings += digest.problems(shard.name, rank)
-
-    def digests(self) -> dict[str, list[str]]:
-        """Return the digests of each tensor's boxes; [] if several files have parts of it, whose order is not known."""
-        digests: dict[str, list[str]] = {}
-        for number, shard_file in enumerate(self._source.files):
-            for name, tensor in shard_file.tensors.items():
-                # A box that could not be read has no digest, which is another finding.
-                boxes = range(len(tensor.byte_ranges))
-                of_boxes = [known_digest(self._source, self._computed, name, number, index) for index in boxes]
-                digests[name] = [] if name in digests or None in of_boxes else list(filter(None, of_boxes))
-        return digests
 
     def _count(self, nbytes: int) -> None:
         self.done += nbytes

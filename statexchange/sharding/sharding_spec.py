@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from statexchange.messages import Shared
 from statexchange.sharding.shards import Box, Shard, boxes_of_runs
+from statexchange.tensors import ITEMSIZE
 
 __all__ = [
     "DimRun",
@@ -163,6 +164,11 @@ class ShardingSpec:
     global_shape: tuple[int, ...]
     placement: Shared[Placement]
     ranks: Shared[tuple[int, ...]] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.global_shape) * ITEMSIZE[self.dtype]
 
     def shard_of(self, rank: int) -> Shard:
         """Return one rank's shard, with explicit boxes."""
