@@ -40,9 +40,8 @@ from statexchange.errors import (
     UnsafeError,
     without_secrets,
 )
-from statexchange.formats.even_tensors import listed_tensors
 from statexchange.formats.replicas import advice_on_copies, check_tensor_copies, check_tied
-from statexchange.formats.source import SectionName, Source, abbreviated_list
+from statexchange.formats.source import EvenFiles, SectionName, Source, abbreviated_list
 from statexchange.formats.tensor_reader import MEMORY_BYTES, TensorReader, prefetch
 from statexchange.sharding.options import CallOptions, Cast, Convert, ExportOptions, FilesFrom, Rename, Replicas
 from statexchange.sharding.pieces import has_copies, holders_of
@@ -412,14 +411,12 @@ _RECORD_VERSION = 2  # of what `_write_part` records of a file: an older one is 
 def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]) -> str:
     """Return a digest of all that the output depends on, except names: options, headers, file sizes and times."""
     described: list[object] = [_RECORD_VERSION, options.replicas, options.dtype, sorted(reductions.items())]
-    parts = source.even_parts()
-    if parts is not None:
-        specs = [[spec.name, spec.dtype, spec.global_shape, spec.placement] for spec in parts.specs.values()]
-        described.append([parts.version, specs])
-    for shard_file in source.files:
+    if isinstance(source.files, EvenFiles):
+        specs = [[spec.name, spec.dtype, spec.global_shape, spec.placement] for spec in source.specs.values()]
+        described.append([source.files.parts.version, specs])
+    for shard_file in source.files_without_specs:
         described.append([shard_file.rank, shard_file.file.version, sorted(shard_file.aliases.items())])
-        tensors = shard_file.tensors if parts is None else listed_tensors(shard_file.tensors)
-        for tensor in tensors.values():
+        for tensor in shard_file.tensors.values():
             shard = tensor.shard
             described.append([shard.name, shard.dtype, shard.global_shape, shard.boxes])
             for stored in tensor.byte_ranges:

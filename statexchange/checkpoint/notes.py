@@ -63,8 +63,8 @@ def check_readable(source: Source, options: ExportOptions) -> None:
     for name, error in source.unsupported.items():
         if options.wants(name):
             raise error
-    for shard_file, tensors in source.listed():
-        for name in filter(is_flat_parameter, tensors):
+    for shard_file in source.files_without_specs:
+        for name in filter(is_flat_parameter, shard_file.tensors):
             if options.wants(name):
                 raise UnsupportedError(FLAT_PARAMETERS, name=name, path=shard_file.path)
 

@@ -8,17 +8,19 @@ construction, and only the parts are looked at that a box overlaps.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from statexchange.errors import CorruptError
 from statexchange.formats.listed_files import ListedFiles, ListedTensor, Place
-from statexchange.sharding.sharding_spec import Placement, coordinate_of, covers_exactly, parts_within
-from statexchange.sharding.shards import Box
+from statexchange.formats.source import ShardFile
+from statexchange.sharding.sharding_spec import Placement, ShardingSpec, coordinate_of, covers_exactly, parts_within
+from statexchange.sharding.shards import Box, c_strides
 from statexchange.storage.save_index import IndexedTensor
 from statexchange.storage.store import ByteRange
 
-__all__ = ["TensorParts", "parts_by_name"]
+__all__ = ["SpecParts", "TensorParts", "parts_by_name"]
 
 _PLACES_PER_STEP, _PIECES_PER_STEP = 4, 8
 
@@ -122,6 +124,29 @@ class TensorParts(NamedTuple):
         for box in needed:
             for part, place in self.holders.overlapping(self.tensor.shape, box):
                 boxes[part] = self.files.range_of(self.tensor.name, place.file, part)
+        return boxes
+
+
+class SpecParts(NamedTuple):
+    """The parts of one tensor that is cut evenly over very many files of a source: each element is in one of them."""
+
+    spec: ShardingSpec
+    files: Sequence[ShardFile]
+
+    @property
+    def cut_dims(self) -> frozenset[int]:
+        """The dims in which a part is smaller than the tensor: each axis of the mesh cuts one."""
+        return frozenset(split.dim for split in self.spec.placement.splits if split is not None)
+
+    def boxes(self, needed: Sequence[Box]) -> dict[Box, ByteRange]:
+        """Return where the parts lie that have elements of the boxes `needed`; opens these."""
+        spec = self.spec
+        strides = c_strides(spec.placement.mesh_shape)
+        boxes: dict[Box, ByteRange] = {}
+        for box in needed:
+            for part, coordinate in parts_within(spec.global_shape, spec.placement, box):
+                file = self.files[spec.ranks[sum(map(operator.mul, coordinate, strides))]]
+                (boxes[part],) = file.tensors[spec.name].byte_ranges
         return boxes
 
 

@@ -92,12 +92,10 @@ def source_content(request: LoadRequest, source: Source, comm: Communicator) -> 
     """Return what an opened source has by the names of the state. Not collective; reads no tensor."""
     state, options = request.state, request.options
     live = flatten(state)
-    stored: set[str] = set()
     if isinstance(source.files, ListedFiles):  # opens none of them
-        stored.update(tensor.name for tensor in source.files.save_index.tensors)
+        stored = {tensor.name for tensor in source.files.save_index.tensors}
     else:
-        for file in source.files:
-            stored.update(file.tensors)
+        stored = source.tensor_names
     names = NameFilter(options, live.units, strips_wrappers=has_wrappers(stored, state))
     converted = ConvertedSource(source, names)
     # Only a module can be a model of transformers or PEFT, whose names in files are others.

@@ -29,7 +29,7 @@ from statexchange.errors import (
     StorageError,
     excerpt,
 )
-from statexchange.exchange.holders import TensorParts, parts_by_name
+from statexchange.exchange.holders import SpecParts, TensorParts, parts_by_name
 from statexchange.exchange.staging import Staging
 from statexchange.formats.listed_files import ListedFiles, ListedTensor
 from statexchange.formats.source import Source, SourceTensor
@@ -90,13 +90,14 @@ class _StoredTensor(NamedTuple):
         parts: the parts to read from; () if they are `listed`.
         boxes: the byte range of its one box, if one part is the whole tensor; None if the boxes of several parts have
             to be put together, which costs time, and only a tensor that is loaded is worth it.
-        listed: its parts by the index of a save, which are looked up where they are needed.
+        listed: its parts by the index of a save, or of a tensor that is cut evenly over very many files, which are
+            looked up where they are needed.
     """
 
     saved: SavedTensor
     parts: Sequence[_SavedPart]
     boxes: Mapping[Box, ByteRange] | None
-    listed: TensorParts | None = None
+    listed: TensorParts | SpecParts | None = None
 
 
 class StoredTensors:
@@ -123,14 +124,18 @@ class StoredTensors:
         if isinstance(source.files, ListedFiles):
             self._add_listed(source.files)
         else:
+            for name, spec in source.specs.items():
+                listed = SpecParts(spec, source.files)
+                saved = SavedTensor(name, spec.dtype, spec.global_shape, listed.cut_dims)
+                self.by_name[name] = _StoredTensor(saved, (), None, listed)
             parts: dict[str, list[_SavedPart]] = {}
-            for shard_file in sorted(source.files, key=lambda file: (file.rank != self.own_rank, file.rank)):
+            for shard_file in sorted(source.files_without_specs, key=lambda file: self._order(file.rank)):
                 path, label = shard_file.path, source.label_of(shard_file)
                 for name, tensor in shard_file.tensors.items():
                     part = _SavedPart(shard_file.rank, tensor, path, label)
                     parts.setdefault(tensor.shard.name or name, []).append(part)
                 self.aliases |= shard_file.aliases
-            self.by_name = self._records(parts)
+            self.by_name |= self._records(parts)
         if source.manifest is not None:
             self.aliases |= source.manifest.get("aliases", {})
         self.aliases |= aliases
@@ -160,8 +165,12 @@ class StoredTensors:
             # Ranks had other dtypes or shapes, and each gets its own.
             for listed in of_name:
                 parts.setdefault(name, []).extend(_parts_of_listed(listed))
-            parts[name].sort(key=lambda part: (part.rank != self.own_rank, part.rank))
+            parts[name].sort(key=lambda part: self._order(part.rank))
         self.by_name |= self._records(parts)
+
+    def _order(self, rank: int) -> tuple[bool, int]:
+        """Return the key by which parts are sorted: those of this rank come first."""
+        return rank != self.own_rank, rank
 
     def _records(self, parts: Mapping[str, Sequence[_SavedPart]]) -> dict[str, _StoredTensor]:
         """Return the record of each tensor, from the parts of it that ranks, or files, have."""
@@ -227,6 +236,8 @@ class StoredTensors:
             IncompleteError, OverlapError: the boxes are not those of a whole tensor.
         """
         name = stored.saved.name
+        if isinstance(stored.listed, SpecParts):
+            return stored.listed.boxes(needed)
         if stored.listed is not None:
             return self._boxes_of_listed(name, stored.listed, needed)
         # Once for all that is needed of it, as copies may have to be read.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +22,16 @@ from statexchange.errors import (
     excerpt,
     type_text,
 )
-from statexchange.formats.even_tensors import FileTensors
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, read_pickle
-from statexchange.formats.source import ShardFile, Source, SourceTensor, UnreadableTensor, open_listed, parsing
+from statexchange.formats.source import (
+    EvenFiles,
+    ShardFile,
+    Source,
+    SourceTensor,
+    UnreadableTensor,
+    open_listed,
+    parsing,
+)
 from statexchange.formats.torch_archive import (
     Archive,
     TensorArchives,
@@ -42,6 +49,8 @@ from statexchange.storage.tensorfile import Header, read_header
 from statexchange.units import format_number
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from statexchange.formats.dcp_columns import DcpParts, Part
 
 __all__ = ["METADATA", "matches", "read"]
@@ -100,11 +109,10 @@ def read(opened: OpenedPath) -> Source:
         reader.read_metadata()
     for file in sorted(reader.files, key=_order):
         reader.read_file(file)
-    reader.number_files()
     return Source(
         "dcp",
         opened,
-        reader.shard_files,
+        reader.files_with_parts(),
         others=reader.others,
         texts=reader.texts,
         problems=reader.problems,
@@ -246,18 +254,18 @@ class _Reader:
             for tensor in (self._tensors[of_file] for of_file in names if of_file in self._tensors):
                 self.unreadable.append(UnreadableTensor(tensor.name, tensor.dtype, tensor.shape, path))
 
-    def number_files(self) -> None:
-        """Number the files for the tensors that are cut evenly. Those with a part in a broken file are unreadable."""
+    def files_with_parts(self) -> Sequence[ShardFile]:
+        """Return the files, also with their parts of tensors that are cut evenly; call it after `read_file` of all.
+
+        Such a tensor with a part in a broken file is unreadable.
+        """
         even = self._even
         if even is None:
-            return
-        files = [shard_file.name for shard_file in self.shard_files]
-        for name, dtype, shape, file in even.number_files(files, self._read_part, self._store.open(METADATA).version):
+            return self.shard_files
+        names = [shard_file.name for shard_file in self.shard_files]
+        for name, dtype, shape, file in even.number_files(names, self._read_part, self._store.open(METADATA).version):
             self.unreadable.append(UnreadableTensor(name, dtype, shape, self._store.path_of(file)))
-        numbered = []
-        for number, shard_file in enumerate(self.shard_files):
-            numbered.append(replace(shard_file, tensors=FileTensors(shard_file.tensors, even, number)))
-        self.shard_files = numbered
+        return EvenFiles.of(self.shard_files, even)
 
     def _read_part(self, file: int, part: Part) -> SourceTensor:
         """Open a part of a tensor that is cut evenly."""

@@ -104,7 +104,6 @@ class DcpParts:
     """
 
     specs: Mapping[str, ShardingSpec]
-    num_files: int
     version: list[str | int]
 
     def __init__(self, tensors: Sequence[_EvenTensor], places: Sequence[Ints], files: Sequence[str]) -> None:
@@ -150,7 +149,7 @@ class DcpParts:
 
         Those cannot be read. `read` opens a part, by the number of its file.
         """
-        self._read, self.version, self.num_files = read, version, len(files)
+        self._read, self.version = read, version
         self._columns_of = [self.files.get(file, len(self._bounds) - 1) for file in files]
         self._bounds.append(self._bounds[-1])  # of files without parts
         numbers = np.full(len(self._bounds) - 1, -1, np.int64)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Self
 
+    from statexchange.sharding.sharding_spec import ShardingSpec
+
 __all__ = ["OpenCheckpoint", "StoredTensor"]
 
 
@@ -189,6 +191,10 @@ def _stored_boxes(source: Source, name: str, files: Sequence[ShardFile]) -> Mapp
     return boxes
 
 
+def _boxes_of_spec(source: Source, spec: ShardingSpec) -> Mapping[Box, ByteRange]:
+    return _stored_boxes(source, spec.name, [source.files[number] for number in spec.ranks])
+
+
 def _refuse(error: UnsupportedError) -> NoReturn:
     raise error
 
@@ -207,17 +213,21 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
         self.path = source.path
         self._source = source
         self._tensors: dict[str, StoredTensor] = {}
+        for name, spec in source.specs.items():
+            boxes = cache(partial(_boxes_of_spec, source, spec))
+            self._tensors[name] = StoredTensor(name, spec.dtype, spec.global_shape, boxes)
         files: dict[str, list[ShardFile]] = {}
-        for shard_file, tensor in source.shards():
-            shard = tensor.shard
-            files.setdefault(shard.name, []).append(shard_file)
-            stored = self._tensors.get(shard.name)
-            if stored is None:
-                # Found when a tensor is first read
-                boxes = cache(partial(_stored_boxes, source, shard.name, files[shard.name]))
-                self._tensors[shard.name] = StoredTensor(shard.name, shard.dtype, shard.global_shape, boxes)
-            elif (stored.dtype, stored.shape) != (shard.dtype, shard.global_shape):
-                raise CorruptError("two files disagree on dtype or shape", name=shard.name, path=shard_file.path)
+        for shard_file in source.files_without_specs:
+            for name, tensor in shard_file.tensors.items():
+                shard = tensor.shard
+                files.setdefault(name, []).append(shard_file)
+                stored = self._tensors.get(name)
+                if stored is None:
+                    # Found when a tensor is first read
+                    boxes = cache(partial(_stored_boxes, source, name, files[name]))
+                    self._tensors[name] = StoredTensor(name, shard.dtype, shard.global_shape, boxes)
+                elif (stored.dtype, stored.shape) != (shard.dtype, shard.global_shape):
+                    raise CorruptError("two files disagree on dtype or shape", name=name, path=shard_file.path)
         for unreadable in source.unreadable:
             if unreadable.unsupported is not None:
                 name, dtype, shape = unreadable.name, unreadable.dtype or "?", unreadable.shape or ()

@@ -295,8 +295,8 @@ def _check_not_repeated(source: Source) -> None:
         sizes[shard_file.file.path] = shard_file.file.size
     limit = _BASE_BYTES + _MAX_REPETITION * sum(sizes.values())
     total = 0
-    for shard_file, tensors in source.listed():  # a part of the others is not larger than its entry
-        for tensor in tensors.values():
+    for shard_file in source.files_without_specs:  # a part of a spec is not larger than its entry
+        for tensor in shard_file.tensors.values():
             for byte_range in tensor.byte_ranges:
                 total += byte_range.nbytes
             if total > limit:

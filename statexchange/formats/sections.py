@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import get_args
 
 from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt
-from statexchange.formats.source import KINDS_OF_JOBS, Section, SectionName, Source
+from statexchange.formats.source import KINDS_OF_JOBS, EvenFiles, Section, SectionName, Source
 from statexchange.storage.location import parse_stored
 
 __all__ = [
@@ -217,7 +217,7 @@ def section_of(source: Source, section: Section, sections: Sequence[Section] = (
 
     selected = source.renamed({name: name.removeprefix(section.prefix) for name in section.names}.get)
     files = selected.files
-    if selected.even_parts() is None:  # which number the files
+    if not isinstance(files, EvenFiles):  # whose numbers must stay
         files = tuple(shard_file for shard_file in selected.files if shard_file.tensors)
     problems = problems_of(source, affects)
     return replace(selected, files=files or selected.files[:1], problems=problems)

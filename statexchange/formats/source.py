@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from statexchange.errors import (
     CorruptError,
@@ -37,7 +37,6 @@ from statexchange.errors import (
     excerpt,
 )
 from statexchange.formats import torchao
-from statexchange.formats.even_tensors import EvenParts, FileTensors, listed_tensors
 from statexchange.sharding.options import renamed
 from statexchange.sharding.paths import (
     Path,
@@ -66,6 +65,8 @@ __all__ = [
     "KINDS_WITH_KEYS",
     "KINDS_WITH_RANKS",
     "WEIGHT_SUFFIXES",
+    "EvenFiles",
+    "EvenParts",
     "Part",
     "Section",
     "SectionName",
@@ -374,19 +375,17 @@ class ShardFile:
         """Bytes of the file."""
         return self.file.size
 
-    def renamed(self, new_name: Callable[[str], str | None], parts: EvenParts[SourceTensor] | None = None) -> ShardFile:
+    def renamed(self, new_name: Callable[[str], str | None]) -> ShardFile:
         """Return the file with other names for its tensors, and without those whose new name is None.
-
-        `parts` are those of tensors that are cut evenly, which have their new names.
 
         Raises:
             UnsafeError: two tensors would get one name.
         """
         tensors: dict[str, SourceTensor] = {}
-        for name, tensor in (self.tensors if parts is None else listed_tensors(self.tensors)).items():
+        for name, tensor in self.tensors.items():
             new = new_name(name)
-            if new in tensors or (parts is not None and new in parts.specs):
-                text = f"{excerpt(new)} and another tensor of this file would get one name"
+            if new in tensors:
+                text = f"{excerpt(tensors[new].shard.name)} and another tensor of this file would get one name"
                 raise UnsafeError(text, name=name, path=self.path)
             if new == name:
                 tensors[new] = tensor
@@ -397,9 +396,79 @@ class ShardFile:
             new_alias, new_target = new_name(alias), new_name(name)
             if new_alias is not None and new_target is not None:
                 aliases[new_alias] = new_target
-        if parts is not None and isinstance(self.tensors, FileTensors):
-            return replace(self, tensors=FileTensors(tensors, parts, self.tensors.file), aliases=aliases)
         return replace(self, tensors=tensors, aliases=aliases)
+
+
+class EvenParts(Protocol):
+    """The parts of tensors that are cut evenly over very many files: ten million boxes by one spec for each tensor.
+
+    Attributes:
+        specs: the tensors, whose `ranks` are the numbers of the files.
+        version: a JSON value that changes whenever a part may lie elsewhere.
+    """
+
+    specs: Mapping[str, ShardingSpec]
+    version: list[str | int]
+
+    def names_in(self, file: int) -> list[str]:
+        """Return the names of the tensors of which a file has a part."""
+
+    def read(self, file: int, name: str) -> SourceTensor:
+        """Open the part that a file has of a tensor; raise KeyError if it has none."""
+
+    def renamed(self, new_name: Callable[[str], str | None]) -> Self:
+        """Return the parts with other names, and without those whose new name is None."""
+
+
+class _FileTensors(Mapping[str, SourceTensor]):
+    """The tensors of one file: its parts of tensors that are cut evenly, opened at each look, and the `others`."""
+
+    def __init__(self, others: Mapping[str, SourceTensor], parts: EvenParts, file: int) -> None:
+        self._others = others
+        self._parts = parts
+        self._file = file
+
+    def __getitem__(self, name: str) -> SourceTensor:
+        if name in self._others:
+            return self._others[name]
+        return self._parts.read(self._file, name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._others or (name in self._parts.specs and name in self._parts.names_in(self._file))
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._parts.names_in(self._file)
+        yield from self._others
+
+    def __len__(self) -> int:
+        return len(self._others) + len(self._parts.names_in(self._file))
+
+
+class EvenFiles(tuple[ShardFile, ...]):
+    """All files of a source, each also with its parts of tensors that are cut evenly.
+
+    Each is a `ShardFile` as any other. But who has all files can go by the specs of `parts`, without opening any part.
+    A selection of the files is no `EvenFiles`: in it the files would have other numbers.
+
+    Attributes:
+        without_parts: the files with their other tensors.
+        parts: the parts, by the numbers of the files.
+    """
+
+    without_parts: Sequence[ShardFile]
+    parts: EvenParts
+
+    @classmethod
+    def of(cls, files: Sequence[ShardFile], parts: EvenParts) -> EvenFiles:
+        """Return files with the parts; raise UnsafeError if one has another tensor of the name of such a tensor."""
+        with_parts = []
+        for number, shard_file in enumerate(files):
+            for name in shard_file.tensors.keys() & parts.specs.keys():
+                raise UnsafeError("two tensors would get this name", name=name, path=shard_file.path)
+            with_parts.append(replace(shard_file, tensors=_FileTensors(shard_file.tensors, parts, number)))
+        even_files = cls(with_parts)
+        even_files.without_parts, even_files.parts = files, parts
+        return even_files
 
 
 def _renamed_keys(entries: Mapping[str, str], new_name: Callable[[str], str | None]) -> dict[str, str]:
@@ -478,44 +547,23 @@ class Source:
     @property
     def tensor_names(self) -> set[str]:
         """The names of all tensors in the files."""
-        names: set[str] = set()
-        parts = self.even_parts()
-        if parts is not None:
-            names.update(parts.specs)
-        for shard_file in self.files:
-            names.update(shard_file.tensors if parts is None else listed_tensors(shard_file.tensors))
-        return names
+        return set(self.specs).union(*(shard_file.tensors for shard_file in self.files_without_specs))
 
     @property
     def specs(self) -> Mapping[str, ShardingSpec]:
         """The tensors that are cut evenly over very many files, by name; none if only some of the files are here."""
-        parts = self.even_parts()
-        return {} if parts is None else parts.specs
+        return self.files.parts.specs if isinstance(self.files, EvenFiles) else {}
 
-    def even_parts(self) -> EvenParts[SourceTensor] | None:
-        """Return the parts of the `specs`; None if there are none, or if only some of their files are here."""
-        first = self.files[0].tensors if isinstance(self.files, list) and self.files else None
-        if not isinstance(first, FileTensors) or len(self.files) != first.parts.num_files:
-            return None
-        for number, shard_file in enumerate(self.files):
-            tensors = shard_file.tensors
-            if not isinstance(tensors, FileTensors) or tensors.parts is not first.parts or tensors.file != number:
-                return None
-        return first.parts
-
-    def listed(self) -> list[tuple[ShardFile, Mapping[str, SourceTensor]]]:
-        """Return each file with its tensors that are not among the `specs`."""
-        files = []
-        has_specs = self.even_parts() is not None
-        for shard_file in self.files:
-            files.append((shard_file, listed_tensors(shard_file.tensors) if has_specs else shard_file.tensors))
-        return files
+    @property
+    def files_without_specs(self) -> Sequence[ShardFile]:
+        """The files with their tensors that are not among the `specs`."""
+        return self.files.without_parts if isinstance(self.files, EvenFiles) else self.files
 
     def described(self) -> Iterator[Shard | ShardingSpec]:
         """Yield the specs, and then the shards of each file of the other tensors."""
         yield from self.specs.values()
-        for _, tensors in self.listed():
-            for tensor in tensors.values():
+        for shard_file in self.files_without_specs:
+            for tensor in shard_file.tensors.values():
                 yield tensor.shard
 
     @property
@@ -568,12 +616,9 @@ class Source:
     def rank_shards(self) -> list[RankShards]:
         """Return each rank's shards for the merge plan."""
         rank_shards = []
-        parts = self.even_parts()
-        shards: list[Shard | ShardingSpec] = [] if parts is None else [*parts.specs.values()]  # any file may give them
-        for shard_file in self.files:
-            tensors = shard_file.tensors if parts is None else listed_tensors(shard_file.tensors)
-            for tensor in tensors.values():
-                shards.append(tensor.shard)
+        shards: list[Shard | ShardingSpec] = [*self.specs.values()]  # any file may give them: the first does
+        for shard_file in self.files_without_specs:
+            shards += [tensor.shard for tensor in shard_file.tensors.values()]
             rank_shards.append(RankShards(shard_file.rank, shards, shard_file.aliases, self.label_of(shard_file)))
             shards = []
         return rank_shards
@@ -604,12 +649,12 @@ class Source:
             if new is not None:
                 paths.append((new, None if path is None else moved_path(path, name, new)))
         unreadable = [(new_name(tensor.name), tensor) for tensor in self.unreadable]
-        parts = self.even_parts()
-        if parts is not None:
-            parts = parts.renamed(new_name)
+        files: Sequence[ShardFile] = [shard_file.renamed(new_name) for shard_file in self.files_without_specs]
+        if isinstance(self.files, EvenFiles):
+            files = EvenFiles.of(files, self.files.parts.renamed(new_name))
         return replace(
             self,
-            files=[shard_file.renamed(new_name, parts) for shard_file in self.files],
+            files=files,
             others=_renamed_keys(self.others, new_name),
             texts=_renamed_keys(self.texts, new_name),
             unreadable=[replace(tensor, name=new) for new, tensor in unreadable if new is not None],

@@ -83,8 +83,8 @@ def tensor_rows(source: Source) -> list[TensorRow]:
             holders[id(spec.ranks)] = tuple([source.files[number].rank for number in sorted(spec.ranks)])
         rows[name] = _row_of_spec(source, spec, holders[id(spec.ranks)])
     parts: dict[str, list[tuple[ShardFile, Shard]]] = {}
-    for shard_file, tensors in source.listed():
-        for name, tensor in tensors.items():
+    for shard_file in source.files_without_specs:
+        for name, tensor in shard_file.tensors.items():
             parts.setdefault(name, []).append((shard_file, tensor.shard))
     for name, of_tensor in parts.items():
         # The shape of the last part, as by the ends of its parts a tensor's shape is known.
@@ -236,11 +236,11 @@ def known_digest(computed: Computed, tensor: SourceTensor, number: int, index: i
     return stored if stored is not None else computed.get((number, tensor.shard.name, index))
 
 
-def file_numbers(names_of_files: Iterable[Iterable[str]]) -> dict[str, list[int]]:
-    """Return the numbers of the files that have each tensor, from the names in each file. Not collective."""
+def file_numbers(files: Iterable[ShardFile]) -> dict[str, list[int]]:
+    """Return the numbers of the files that have each tensor. Not collective."""
     numbers: dict[str, list[int]] = {}
-    for number, names in enumerate(names_of_files):
-        for name in names:
+    for number, shard_file in enumerate(files):
+        for name in shard_file.tensors:
             numbers.setdefault(name, []).append(number)
     return numbers
 
@@ -289,10 +289,10 @@ def uncovered(source: Source) -> tuple[StateExchangeError, ...]:
     """
     if source.problems or source.world_size is not None or source.manifest is not None:
         return ()
-    tensors_of_files = [tensors for _, tensors in source.listed()]
-    if all(tensor.shard.is_whole for tensors in tensors_of_files for tensor in tensors.values()):
+    files = source.files_without_specs
+    if all(tensor.shard.is_whole for shard_file in files for tensor in shard_file.tensors.values()):
         return ()
-    for name, numbers in file_numbers(tensors_of_files).items():
+    for name, numbers in file_numbers(files).items():
         try:
             problem = next(cover_problems(source, name, numbers, {}), None)
         except StateExchangeError as error:  # the files disagree on it

@@ -147,8 +147,8 @@ class _Check:
         self._sealed = sealed_files(source)
         self._total = sum(sealed.digest_nbytes for sealed in self._sealed)
         self._total += sum(spec.nbytes for spec in source.specs.values())
-        for _, tensors in source.listed():
-            for tensor in tensors.values():
+        for shard_file in source.files_without_specs:
+            for tensor in shard_file.tensors.values():
                 self._total += sum(stored.nbytes for stored in tensor.byte_ranges)
         self.done = self.num_boxes = self.num_unproven = 0
         self.findings: list[StateExchangeError] = [*source.problems, *source.unsupported.values()]
@@ -166,7 +166,7 @@ class _Check:
         for tensor_checks in self._tensor_checks.values():
             values += tensor_checks.findings()
         # Each tensor separately, so that every problem is reported. A spec is there exactly once.
-        for name, numbers in file_numbers([tensors for _, tensors in self._source.listed()]).items():
+        for name, numbers in file_numbers(self._source.files_without_specs).items():
             self._guard(self.findings.extend, cover_problems(self._source, name, numbers, self._computed))
         for sealed in self._sealed:
             self._guard(check_sealed_file, self._source.opened.store, sealed)

@@ -23,14 +23,17 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.tensor import Shard
 
+import statexchange as sx
 from statexchange.checkpoint.merge import merge_checkpoint
-from statexchange.errors import StateExchangeError
+from statexchange.errors import CorruptError, StateExchangeError
 from statexchange.formats import dcp, pickle_runs
 from statexchange.formats.registry import open_checkpoint, open_source
 from statexchange.report.summary import summarize
 from statexchange.report.tensor_facts import tensor_rows
 from statexchange.report.verify import verify
+from statexchange.testing import run_ranks
 
 Cut = list[tuple[tuple[int, ...], tuple[int, ...]]]
 
@@ -152,6 +155,23 @@ def read(folder: Path) -> dict[str, bytes]:
         return {name: tensor.read().tobytes() for name, tensor in checkpoint.items()}
 
 
+def loaded(folder: Path, num_ranks: int) -> list[dict[str, bytes]]:
+    """Return what each rank loads: its rows of each tensor."""
+    with open_checkpoint(folder) as checkpoint:
+        wholes = {name: tensor.read(framework="pt").zero_() for name, tensor in checkpoint.items()}
+
+    def load() -> dict[str, bytes]:
+        comm = sx.init()
+        state = {}
+        for name, tensor in wholes.items():
+            rows = tensor.chunk(comm.world_size)
+            state[name] = rows[comm.rank].clone() if comm.rank < len(rows) else tensor[:0].clone()
+        sx.load_checkpoint(state, folder, comm=comm, layout=dict.fromkeys(state, Shard(0)))
+        return {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in state.items()}
+
+    return run_ranks(load, num_ranks)
+
+
 def merged(folder: Path, out: Path, **options: Any) -> tuple[dict[str, bytes], Any]:
     """Merge a checkpoint; return the files, and the manifest without the digest of the plan and in any order."""
     merge_checkpoint(folder, out, section="all", **options)
@@ -188,7 +208,7 @@ def test_columns_read_as_the_general_reader(seed: int, tmp_path: Path, in_column
         out = merged(job, tmp_path / f"out{way}")
         renamed = merged(job, tmp_path / f"renamed{way}", rename=[("model", "m")], exclude="*.1.weight")
         section = outcome(lambda: merge_checkpoint(job, tmp_path / "none", section="optimizer", dry_run=True))
-        of_ways.append((look(job), read(job), out, renamed, section))
+        of_ways.append((look(job), read(job), out, renamed, section, loaded(job, 1 + seed % 3)))
     assert of_ways[0] == of_ways[1]
 
 
@@ -235,6 +255,25 @@ def test_damage_is_the_same_error_in_columns(seed: int, tmp_path: Path, in_colum
         in_columns(way)
         of_ways.append(outcome(partial(merged, folder, tmp_path / f"out{way}")))
     assert of_ways[0] == of_ways[1], kind
+
+
+def test_verify_reports_a_broken_part_and_reads_all_others(tmp_path: Path, in_columns: Callable[[bool], None]) -> None:
+    job = Job(1)
+    folder = job.write(tmp_path / "job")
+    in_columns(True)
+    num_boxes = verify(folder).num_boxes
+    with open_source(folder) as source:
+        name, spec = next((name, spec) for name, spec in source.specs.items() if len(spec.ranks) > 2)
+        file = Path(source.files[spec.ranks[1]].path)
+    place = next(
+        info for key, info in job.metadata.storage_data.items() if key.fqn == name and info.relative_path == file.name
+    )
+    data = bytearray(file.read_bytes())
+    data[place.offset + place.length - 22] ^= 1  # of the record at the end of its archive
+    file.write_bytes(data)
+    report = verify(folder)
+    assert [(type(error), error.name, error.path) for error in report.findings] == [(CorruptError, name, str(file))]
+    assert report.num_boxes == num_boxes - 1
 
 
 @pytest.mark.parametrize("seed", range(4))
