@@ -216,6 +216,10 @@ class _RunMachine(PickleMachine):
         self._forms: dict[str, list[_Form]] = {}
         self.texts: dict[str, dict[bytes, int]] = {}
 
+    def put(self, number: int) -> None:  # noqa: ARG002 (it overrides)
+        """Refuse to memoize under a given number: only by next ones it is known how many a run has memoized."""
+        raise IrregularPickleError
+
     def put_next(self) -> None:
         """Memoize the top of the stack under the next number."""
         self._memo[self._memo.end] = self.stack[-1]

@@ -278,9 +278,13 @@ class PickleMachine:
             return ValueError(f"{code!r} instead of an opcode")
         return UnsafeError(f"refused: a pickle with opcode {code!r} at {self.file.tell() - 1}", path=self.path)
 
+    def put(self, number: int) -> None:
+        """Memoize the top of the stack under this number."""
+        self.memo[number] = self.stack[-1]
+
     def put_next(self) -> None:
         """Memoize the top of the stack under the next number."""
-        self.memo[len(self.memo)] = self.stack[-1]
+        self.put(len(self.memo))
 
     def begin_stack(self) -> None:
         """Begin a new stack, which `above_mark` ends."""
@@ -461,10 +465,6 @@ def _push(machine: PickleMachine, value: Any) -> None:
     machine.stack.append(value)
 
 
-def _put(machine: PickleMachine, index: int) -> None:
-    machine.memo[index] = machine.stack[-1]
-
-
 # What each opcode does, from its argument.
 _OPERATIONS: dict[str, Callable[[PickleMachine, Any], None]] = {
     **dict.fromkeys(("PROTO", "FRAME"), lambda _, __: None),  # they only announce what follows
@@ -472,7 +472,7 @@ _OPERATIONS: dict[str, Callable[[PickleMachine, Any], None]] = {
     **dict.fromkeys(("SHORT_BINBYTES", "BINBYTES", "BINBYTES8"), _push),
     **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _push_text),
     **dict.fromkeys(("LONG1", "LONG4"), _push_long),
-    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), _put),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT"), lambda machine, number: machine.put(number)),
     "MEMOIZE": lambda machine, _: machine.put_next(),
     **dict.fromkeys(("BINGET", "LONG_BINGET"), lambda machine, index: machine.stack.append(machine.memo[index])),
     "NONE": lambda machine, _: machine.stack.append(None),

@@ -287,7 +287,7 @@ def test_changed_bytes_of_metadata_are_read_alike(
     for _ in range(40):
         changed = bytearray(data)
         for _ in range(rng.choice([1, 1, 1, 4])):
-            changed[rng.randrange(11, len(data))] = rng.choice([rng.randrange(256), *b"KMJh)u"])
+            changed[rng.randrange(11, len(data))] = rng.choice([rng.randrange(256), *b"KMJh)uq\x94"])
         (folder / ".metadata").write_bytes(changed)
         of_ways = []
         for way in (False, True):
