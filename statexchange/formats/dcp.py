@@ -195,12 +195,12 @@ class _Reader:
 
             with suppress(pickle_runs.IrregularPickleError):
                 root = pickle_runs.read_long_pickle(file, path, self._budget)
-        is_long = root is not None
+        has_runs = root is not None
         if root is None:
             root = read_pickle(file.read_all(MAX_PICKLE_BYTES), path, self._budget)
         _expect(root, "Metadata", "MCoreMetadata")
-        self.paths = _paths(root.state, self._budget)
-        if is_long:
+        self.paths = _paths(root.state, self._budget)  # before tensors are taken out
+        if has_runs:
             self._even = dcp_columns.take_even_tensors(root.state, _FILE_NAME.fullmatch)
         return root
 
@@ -215,44 +215,54 @@ class _Reader:
 
     def read_file(self, name: str) -> None:
         """Add all that a file has, or the problem if it is missing or broken."""
-        entries, rank, path = self.entries.get(name, []), _order(name)[0], self._store.path_of(name)
-        even = self._even if self._even is not None and name in self._even.files else None
-        names = sorted({entry.name for entry in entries})
-        if even is not None and name not in self._store.listing:  # else they are many for nothing
-            names = sorted({*names, *even.tensors_in(name)})
+        entries = self.entries.get(name, [])
+        rank, path = _order(name)[0], self._store.path_of(name)
+        has_even = self._even is not None and name in self._even.files
+        names = {entry.name for entry in entries}
+        if self._even is not None and has_even and name not in self._store.listing:  # only then are they looked up
+            names.update(self._even.tensors_in(name))
         try:
             parts_of = format_number(len(names), "tensor")
             missing = f"a file of this checkpoint is missing, with parts of {parts_of}"
-            file = open_listed(self._store, name, missing, rank=rank, name=names[0] if names else None)
-            header = None if even is not None or _is_zip(file) else read_header(file)
-            if even is not None:
+            file = open_listed(self._store, name, missing, rank=rank, name=min(names, default=None))
+            header = None
+            if self._even is not None and has_even:
                 with parsing("not what torch writes", rank=rank, path=path):
-                    even.check_places(name, [(entry.name, entry.begin, entry.length) for entry in entries], file.size)
-            elif header is None:
+                    self._even.check_places(name, [(at.name, at.begin, at.length) for at in entries], file.size)
+            elif _is_zip(file):
                 _check_apart(entries, rank, path)
-            parts: dict[str, list[tuple[Box, ByteRange]]] = {}
-            for entry in entries:
-                with parsing("not what torch writes for a tensor", rank=rank, name=entry.name, path=path):
-                    if header is not None:
-                        part = self._part_in_safetensors(file, header, entry, entry.name not in parts)
-                    elif entry.offsets is None:
-                        self._add_other(entry.name, Archive(file, entry.begin, entry.length), rank, path)
-                        continue
-                    else:
-                        view, byte_range = self._archives.open(file, entry.begin, entry.length)
-                        part = self._part(entry, view.dtype, view.shape, byte_range)
-                    parts.setdefault(entry.name, []).append(part)
-            tensors = {}
-            for of_file, of_tensor in parts.items():
-                boxes, byte_ranges = zip(*of_tensor, strict=True)
-                tensor = self._tensors[of_file]
-                with parsing("not what torch writes for a tensor", rank=rank, name=of_file, path=path):
-                    tensors[of_file] = SourceTensor(Shard(of_file, tensor.dtype, tensor.shape, boxes), byte_ranges)
-            self.shard_files.append(ShardFile(rank, file, tensors))
+            else:
+                header = read_header(file)
+            self.shard_files.append(ShardFile(rank, file, self._read_entries(file, header, entries, rank)))
         except StateExchangeError as error:
             self.problems.append(error)
-            for tensor in (self._tensors[of_file] for of_file in names if of_file in self._tensors):
+            for of_file in sorted(names & self._tensors.keys()):
+                tensor = self._tensors[of_file]
                 self.unreadable.append(UnreadableTensor(tensor.name, tensor.dtype, tensor.shape, path))
+
+    def _read_entries(
+        self, file: StoredFile, header: Header | None, entries: Sequence[_StoredEntry], rank: int
+    ) -> dict[str, SourceTensor]:
+        """Return the tensors of a file by name, and describe its other entries. `header` is that of safetensors."""
+        parts: dict[str, list[tuple[Box, ByteRange]]] = {}
+        for entry in entries:
+            with parsing("not what torch writes for a tensor", rank=rank, name=entry.name, path=file.path):
+                if header is not None:
+                    part = self._part_in_safetensors(file, header, entry, entry.name not in parts)
+                elif entry.offsets is None:
+                    self._add_other(entry.name, Archive(file, entry.begin, entry.length), rank, file.path)
+                    continue
+                else:
+                    view, byte_range = self._archives.open(file, entry.begin, entry.length)
+                    part = self._part(entry, view.dtype, view.shape, byte_range)
+                parts.setdefault(entry.name, []).append(part)
+        tensors = {}
+        for name, of_tensor in parts.items():
+            boxes, byte_ranges = zip(*of_tensor, strict=True)
+            tensor = self._tensors[name]
+            with parsing("not what torch writes for a tensor", rank=rank, name=name, path=file.path):
+                tensors[name] = SourceTensor(Shard(name, tensor.dtype, tensor.shape, boxes), byte_ranges)
+        return tensors
 
     def files_with_parts(self) -> Sequence[ShardFile]:
         """Return the files, also with their parts of tensors that are cut evenly; call it after `read_file` of all.

@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from statexchange.errors import CorruptError, StateExchangeError, TruncatedError, UnsupportedError, excerpt
 from statexchange.formats.pickles import MAX_PICKLE_BYTES, GlobalRef, OpaqueObject, contents, read_pickle
@@ -49,7 +49,7 @@ _END_BYTES = 22  # of the record at the end of a zip without a comment
 _MAX_DIRECTORY_BYTES = 256 << 20
 _AHEAD_BYTES = 2048  # read at once at each end: all of a tensor's archive but its data
 _MAX_TENSOR_PICKLE_BYTES = 1 << 20  # a tensor's pickle has about 200 bytes
-_MAX_KNOWN_ARCHIVES = 4096  # of 1 to 2 kB each
+_MAX_KEPT, _MAX_KINDS = 4096, 8  # results of archives alike, of 1 to 2 kB each; kinds of one length
 _FREE_VALUES, _FREE_CHARACTERS = 10_000, 1000  # that a plain value may have, in however few bytes it was written
 _RESAVE = "if you trust it, load it with torch and save it again with torch.save"
 
@@ -67,8 +67,10 @@ _MAX_WRAPPERS = 16
 _MAX_KEY = 255
 
 
+_End: TypeAlias = tuple[int, bytes]  # bytes at an end of an archive, and their offset in it
+_Ranges: TypeAlias = tuple[tuple[int, int], ...]
 _Fields: TypeAlias = Callable[[bytes], tuple[bytes, ...]]
-_Key: TypeAlias = tuple[Any, ...]
+_Key: TypeAlias = tuple[tuple[bytes, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Archive:
         self._path = path
         self._begin = begin
         self._blocks = _ends_of(file, begin, self._length)
-        self._reads: set[tuple[int, int]] = set()  # (first byte, end) of what was asked for, without the checksums
+        self.ranges: set[tuple[int, int]] = set()  # (first byte, end) of what was looked at, without the checksums
         self._entries = self._directory()
         roots = [name for name in self._entries if name.rpartition("/")[2] == "data.pkl" and name.count("/") == 1]
         if len(roots) != 1:
@@ -130,25 +132,10 @@ class Archive:
             )
         return ByteRange(self._file, begin + view.begin, view.nbytes, strides=strides_of(view.shape, view.strides))
 
-    def fields(self) -> list[_Fields] | None:
-        """Return what gets, from each end of the archive, all bytes on which depends what has been read of it.
-
-        None if some of these bytes lie outside of its ends, which are what `_ends_of` returns.
-        """
-        slices: list[list[slice]] = [[] for _ in self._blocks]
-        for begin, end in sorted(self._reads):
-            for number, (at, block) in enumerate(self._blocks):
-                if at <= begin and end <= at + len(block):
-                    slices[number].append(slice(begin - at, end - at))
-                    break
-            else:
-                return None
-        return [itemgetter(slice(0), *of_block) for of_block in slices]  # of one slice it would return no tuple
-
     def _read(self, at: int, nbytes: int) -> bytes:
         if not 0 <= at <= at + nbytes <= self._length:
             raise CorruptError("its zip refers to bytes outside of the file", path=self._path)
-        self._reads.add((at, at + nbytes))
+        self.ranges.add((at, at + nbytes))
         for begin, block in self._blocks:
             if begin <= at and at + nbytes <= begin + len(block):
                 return block[at - begin : at - begin + nbytes]
@@ -193,8 +180,8 @@ class Archive:
             encoding = "utf-8" if member.flag_bits & _UTF8_NAME else "cp437"  # as zipfile has decoded it
             ends += [at + _CHECKSUM_AT, at + _CHECKSUM_AT + _CHECKSUM_BYTES]
             at += _ENTRY_BYTES + len(member.orig_filename.encode(encoding)) + len(member.extra) + len(member.comment)
-        self._reads.remove((begin, at))
-        self._reads.update(zip(ends[::2], [*ends[1::2], at], strict=True))
+        self.ranges.remove((begin, at))
+        self.ranges.update(zip(ends[::2], [*ends[1::2], at], strict=True))
 
     def _member(self, name: str) -> tuple[int, int]:
         """Return (first byte in the file, bytes) of a member."""
@@ -222,48 +209,77 @@ class TensorArchives:
     """Opens archives of one tensor each, as the files of a DCP directory have them for each part of a tensor.
 
     Most differ from an earlier one in their numbers alone, so also in checksums and in the id that torch computes of
-    these. What an archive is depends on its length and on the bytes that were looked at. One that has the same bytes
-    there is not parsed: this takes 10 us instead of 60, of which a large save has a million.
+    these. What an archive is depends on its length and on the bytes that were looked at to parse it. One that has the
+    same bytes there is not parsed: this takes 10 us instead of 60, and a large save has a million. Thread-safe.
     """
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
-        self._fields: dict[int, list[_Fields]] = {}  # by the length of an archive: those of the last one
-        # By the bytes that were looked at: the tensor, its first byte in the archive, and its strides in a ByteRange.
-        self._known: dict[_Key, tuple[TensorView, int, tuple[int, ...] | None]] = {}
+        # By length, and by the ranges that were looked at: what gets the bytes there, and the results by these bytes.
+        self._kinds: dict[int, dict[_Ranges, tuple[list[_Fields], dict[_Key, _Parsed]]]] = {}
+        self._num_kept = 0
 
     def open(self, file: StoredFile, begin: int, length: int) -> tuple[TensorView, ByteRange]:
-        """Return the tensor of the archive in `length` bytes of a file, from `begin` on, and the range of its bytes."""
-        key = self._key(_ends_of(file, begin, length), length)
-        if key is None or key not in self._known:
-            return self._parse(file, begin, length)
-        view, at, strides = self._known[key]
-        return view, ByteRange(file, begin + at, view.nbytes, strides=strides)
+        """Return the tensor of the archive in `length` bytes of a file, from `begin` on, and the range of its bytes.
 
-    def _key(self, ends: Sequence[tuple[int, bytes]], length: int) -> _Key | None:
-        fields = self._fields.get(length)
-        if fields is None:
-            return None
-        return (length, *(of_end(block) for of_end, (_, block) in zip(fields, ends, strict=True)))
-
-    def _parse(self, file: StoredFile, begin: int, length: int) -> tuple[TensorView, ByteRange]:
-        """Parse an archive, and keep for others alike what was found; raise ValueError if it has no tensor."""
+        Raises:
+            ValueError: it has another pickle than that of a tensor.
+        """
+        ends = _ends_of(file, begin, length)
+        kinds = self._kinds.get(length, {})
+        for fields, results in [*kinds.values()]:
+            parsed = results.get(_bytes_at(fields, ends))
+            if parsed is not None:
+                return parsed.view, ByteRange(file, begin + parsed.begin, parsed.view.nbytes, strides=parsed.strides)
         archive = Archive(file, begin, length)
         data = archive.pickle(_MAX_TENSOR_PICKLE_BYTES)
         view = view_of(unwrap_tensor(read_pickle(data, file.path, self._budget.of(file.path, len(data)))))
         stored = archive.byte_range(view)
-        fields = archive.fields()
-        if fields is not None:
-            self._fields[length] = fields
-            if len(self._known) == _MAX_KNOWN_ARCHIVES:
-                self._known.clear()
-            key = self._key(_ends_of(file, begin, length), length)
-            assert key is not None
-            self._known[key] = view, stored.begin - begin, stored.strides
+        self._keep(archive, ends, _Parsed(view, stored.begin - begin, stored.strides), length)
         return view, stored
 
+    def _keep(self, archive: Archive, ends: Sequence[_End], parsed: _Parsed, length: int) -> None:
+        """Keep the result of an archive for others alike; of many different ones the earlier are dropped."""
+        ranges = tuple(sorted(archive.ranges))
+        fields = _fields_of(ranges, ends)
+        if fields is None:
+            return
+        if self._num_kept == _MAX_KEPT:
+            self._kinds, self._num_kept = {}, 0
+        kinds = self._kinds.setdefault(length, {})
+        if len(kinds) == _MAX_KINDS and ranges not in kinds:  # each is compared
+            kinds.clear()
+        _, results = kinds.setdefault(ranges, (fields, {}))
+        results[_bytes_at(fields, ends)] = parsed
+        self._num_kept += 1
 
-def _ends_of(file: StoredFile, begin: int, length: int) -> list[tuple[int, bytes]]:
+
+class _Parsed(NamedTuple):
+    """What an archive has: the tensor, its first byte in the archive, and its strides as those of a `ByteRange`."""
+
+    view: TensorView
+    begin: int
+    strides: tuple[int, ...] | None
+
+
+def _fields_of(ranges: _Ranges, ends: Sequence[_End]) -> list[_Fields] | None:
+    """Return what gets the bytes in these ranges from each end of an archive; None if some lie between its ends."""
+    slices: list[list[slice]] = [[] for _ in ends]
+    for begin, end in ranges:
+        for number, (at, data) in enumerate(ends):
+            if at <= begin and end <= at + len(data):
+                slices[number].append(slice(begin - at, end - at))
+                break
+        else:
+            return None
+    return [itemgetter(slice(0), *of_end) for of_end in slices]  # of one slice it would return no tuple
+
+
+def _bytes_at(fields: Sequence[_Fields], ends: Sequence[_End]) -> _Key:
+    return tuple([of_end(data) for of_end, (_, data) in zip(fields, ends, strict=True)])
+
+
+def _ends_of(file: StoredFile, begin: int, length: int) -> list[_End]:
     """Return (offset in the archive, bytes) of both ends of an archive, or of all of it if it is short."""
     if length < 0 or begin + length > file.size:
         raise TruncatedError("file is truncated", path=file.path, expected=begin + length, found=file.size)
