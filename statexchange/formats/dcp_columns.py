@@ -66,6 +66,7 @@ class _Grid(NamedTuple):
         is_right = (sizes == np.minimum(chunk, np.array(shape) - offsets)).all() and not (offsets % chunk).any()
         if not is_right or len(offsets) != math.prod(counts) or math.prod(chunk) * ITEMSIZE[dtype] > MAX_SIZE:
             return None
+        # There are as many boxes as cells, so each cell is there if none is there twice.
         cells = (offsets // chunk) @ np.array(c_strides(counts), np.int64)
         return grid if np.bincount(cells).max() == 1 else None
 
@@ -108,7 +109,8 @@ class DcpParts:
 
     def __init__(self, tensors: Sequence[_EvenTensor], places: Sequence[Ints], files: Sequence[str]) -> None:
         self.tensors = tensors
-        if (np.diff(places[1]) < 0).any():  # most often a file's entries follow one another
+        # Sorted by file, so that a file's entries are one slice. Most often they are: each rank's follow one another.
+        if (np.diff(places[1]) < 0).any():
             order = np.argsort(places[1], kind="stable")
             places = [column[order] for column in places]
         self._numbers, of_files, self._cells, self._begins, self._lengths = places
@@ -356,11 +358,12 @@ class _Entries:
 
         Each cell of such a tensor is stored once, in a file of its own. All their other entries have no element.
         """
-        # Files of safetensors have 0 as the place of each entry.
+        # Files of safetensors have 0 as the place of each entry, and their own headers say where tensors lie.
         if not any(name in chunks for name in self._names) or np.count_nonzero(self._begins == 0) > len(self.files):
             return None
         tables = _Tables(chunks, self._names, self._offsets.shape[1])
         cells = np.empty(len(self._begins), np.int64)
+        # By blocks, as each step makes columns of its own: of all rows at once they would not fit into memory.
         for first in range(0, len(cells), _BLOCK):
             at = slice(first, first + _BLOCK)
             cells[at] = tables.cells_of(self._of_names[at], self._offsets[at], self._dims[at], self._lengths[at])
@@ -371,6 +374,7 @@ class _Entries:
         files_of_cells[parts] = files
         is_even = tables.are_stored_once(parts, files_of_cells)
         is_even[self._of_names[cells == _UNKNOWN]] = False
+        # All entries of a name are taken, or all are left to the general reader.
         self._is_listed = ~is_even[self._of_names]
         numbers = np.cumsum(is_even, dtype=np.int32) - 1
         is_part &= ~self._is_listed

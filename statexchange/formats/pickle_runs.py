@@ -127,6 +127,7 @@ class _Frames:
             length = int.from_bytes(self._header[1:], "little")
             if self._header[:1] != _FRAME or length > self._file.size - self._next:
                 raise IrregularPickleError
+            # A frame and the header of the next one in one read. The last frame has none behind it.
             frame = bytearray(min(length + _FRAME_HEADER, self._file.size - self._next))
             self._file.read_into(memoryview(frame), self._next)
             self._next += len(frame)
@@ -228,6 +229,8 @@ class _RunMachine(PickleMachine):
     def begin_stack(self) -> None:
         """Begin a new stack, and take the run with which its items begin."""
         super().begin_stack()
+        # Each batch of items begins with a mark, and each record with a reference to its class in the memo: only the
+        # first record of a pickle spells the class out, and is read by the machine.
         start = self._frames.peek(5)
         if start[:1] not in (b"h", b"j"):
             return
@@ -244,7 +247,7 @@ class _RunMachine(PickleMachine):
             columns = self._take(form)
             if columns is not None:
                 self.stack.append(OpaqueObject(RUN, (columns,)))
-                if ref.name == "MetadataIndex":  # in a dict it is a key
+                if ref.name == "MetadataIndex":  # in a dict the run is a key, and SETITEMS takes pairs
                     self.stack.append(None)
                 return
 
@@ -267,6 +270,7 @@ class _RunMachine(PickleMachine):
         windows: list[Columns] = []
         nbytes, is_cut = self._take_window(form, windows)
         while is_cut:
+            # The pickler ends a batch after 1,000 items: else each would be a run of its own, with short columns.
             if self._frames.peek(len(form.separator)) == form.separator:
                 if not self._frames.peek(len(form.separator) + len(form.prefix)).endswith(form.prefix):
                     break
@@ -274,6 +278,7 @@ class _RunMachine(PickleMachine):
             more, is_cut = self._take_window(form, windows)
             nbytes += more
         if not windows:
+            # A tensor in a few boxes is no run. Where there are many, looking each time would cost more than it saves.
             form.skips = form.penalty
             form.penalty = min(2 * form.penalty + 1, _MOST_SKIPPED)
             return None
@@ -429,6 +434,7 @@ class _Cursors:
         self._bytes = np.zeros(len(data) + _PADDING, np.uint8)
         self._bytes[: len(data)] = np.frombuffer(data, np.uint8)
         self._words = np.ndarray(len(self._bytes) - 8, "<u8", self._bytes, strides=(1,))  # one begins at each byte
+        # A record begins where the prefix lies, and perhaps a text or number looks like it: `num_valid` decides.
         candidates = np.flatnonzero(self._bytes[: len(data)] == form.prefix[form.mark]) - form.mark
         candidates = candidates[candidates >= 0]
         self.at = candidates[self._matches(candidates, form.prefix[:8])]
@@ -441,6 +447,7 @@ class _Cursors:
 
     def num_valid(self, starts: NDArray[np.int64], separator: bytes) -> int:
         """Return how many records follow one another from the first on."""
+        # Each record begins where the one before ends, or a separator later: so no bytes lie between two.
         ends = self.at[:-1]
         follows = ends == starts[1:]
         follows |= (ends + len(separator) == starts[1:]) & self._matches(ends, separator)
@@ -487,6 +494,7 @@ class _Cursors:
         if is_long.any():
             lengths = np.where(is_long, values, 0).clip(0, _MOST_LONG_BYTES)
             longs = ((words >> np.uint64(16)) & _MASKS[lengths]).astype(np.int64)
+            # Positive, as the pickler writes it: the highest bit is the sign.
             is_right = (values == lengths) & (lengths > 0) & (longs >> (8 * lengths - 1).clip(0) == 0)
             values, widths = np.where(is_long, longs, values), np.where(is_long, lengths + 1, widths)
             is_number &= ~is_long | is_right
@@ -494,6 +502,7 @@ class _Cursors:
 
     def size(self, name: str) -> None:
         """Move over a torch.Size behind the reference to its class, or over None."""
+        # A tuple of up to 3 items has an opcode of its own; a longer one lies above a mark.
         is_marked = self._bytes[self.at] == _MARK
         self.at = self.at + is_marked
         dims = np.zeros(len(self.at), np.int8)
@@ -510,7 +519,7 @@ class _Cursors:
             dims += is_inside
         self.is_valid &= (self._bytes[self.at] == _TUPLES[dims]) & (is_marked == (dims > 3))
         self.at = self.at + 1
-        is_memoized = self._bytes[self.at] == _MEMOIZE  # not the empty tuple
+        is_memoized = self._bytes[self.at] == _MEMOIZE  # not the empty tuple, of which Python has one object
         self.at = self.at + is_memoized
         self.memoized += is_memoized
         self.literal(_SIZE_END)
