@@ -14,6 +14,11 @@
 What reads tensors asks for the files and goes to the right. Beside them a source has entries that are no tensors
 (`others`), what is missing or broken (`problems`, and the `unreadable` tensors that it affects), and what the format
 knows of the job that wrote it.
+
+A job of thousands of ranks leaves millions of boxes. Where a format has shown that a tensor is cut evenly over the
+files, each element once, one `ShardingSpec` stands for all its boxes (`specs`, of `EvenFiles`). To describe, select and
+plan takes no more; a part is opened when its bytes are needed. A file gives its part by name as any other, so that only
+what would go through all boxes has to ask for `specs` and `files_without_specs`.
 """
 
 from __future__ import annotations
