@@ -430,21 +430,29 @@ def _keyword_steps(keyword: str, axes: tuple[str, ...] | None, name: str, dims: 
 
 def _divide(name: str, shape: tuple[int, ...], steps: Sequence[_RuleStep]) -> list[Part]:
     """Return the parts into which the product of all steps divides a tensor; a split makes several names."""
-    divided: list[tuple[str, tuple[DimSegments, ...]]] = [(name, ())]
+    divided = [Part(name, shape)]
     for step in steps:
-        if not -len(shape) <= step.dim < len(shape):
-            raise ValueError(f"dim {step.dim}, but the shape is {shape}")
-        dim = step.dim % len(shape)
+        dim = _counted_from_first(step.dim, shape)
+        # Refused when the rule was read only if both steps name the dim alike: -1 may be the same as 1.
+        if any(cut.dim == dim for cut in divided[0].cuts):
+            raise ValueError(f"dim {dim} is sharded twice, in a tensor of shape {shape}")
         runs = list(_runs(shape[dim], step))
-        parts: list[tuple[str, tuple[DimSegments, ...]]] = []
-        for old, cuts in divided:
-            for number, new in enumerate(step.names(old)):
+        parts = []
+        for part in divided:
+            for number, new in enumerate(step.names(part.name)):
                 segments = runs
                 if step.split is not None:  # each block is a tensor of its own
                     segments = [(0, begin, size) for block, begin, size in runs if block == number]
-                parts.append((new, (*cuts, DimSegments(dim, step.axes, tuple(segments)))))
+                parts.append(Part(new, shape, (*part.cuts, DimSegments(dim, step.axes, tuple(segments)))))
         divided = parts
-    return [Part(part_name, shape, cuts) for part_name, cuts in divided]
+    return divided
+
+
+def _counted_from_first(dim: int, shape: tuple[int, ...]) -> int:
+    """Return the number of a dim from 0 on; -1 is the last dim."""
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"dim {dim}, but the shape is {shape}")
+    return dim % len(shape)
 
 
 def _runs(length: int, step: _RuleStep) -> Iterator[tuple[int, int, int]]:
@@ -478,18 +486,23 @@ def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, 
             raise ValueError(f"{_BOXES_FORM}; {error}") from None
     else:
         boxes = (Box(sizes_from_json(raw["offsets"]), sizes_from_json(raw["shape"])),)
-    dim = raw.get("dim", 0)
-    begins = [0, *accumulate(box.shape[dim] if shape else 1 for box in boxes)]
-    joined = {(*box.shape[:dim], begins[-1], *box.shape[dim + 1 :]) for box in boxes}
-    if shape and (joined or {(*shape[:dim], 0, *shape[dim + 1 :])}) != {shape}:
-        raise ValueError(f"boxes {[str(box) for box in boxes]} and the tensor of shape {shape} differ in shape")
     for box in boxes:
         if len(global_shape) != len(shape) or not is_inside(box, global_shape):
             raise ValueError(f"box {box} lies outside the global shape {global_shape}")
+    # A 0-d tensor has no dim along which boxes could be joined: each rank has all of it.
     if not shape:
         return Part(name, shape)
-    segments = tuple((0, begin, box.shape[dim]) for begin, box in zip(begins, boxes, strict=False))
-    return Part(name, shape, (DimSegments(dim, (), segments),), (global_shape, boxes))
+    dim = _counted_from_first(raw.get("dim", 0), shape)
+    segments = []
+    begin = 0
+    others = {(*shape[:dim], *shape[dim + 1 :])}  # the sizes of all other dims are those of the rank's tensor
+    for box in boxes:
+        segments.append((0, begin, box.shape[dim]))
+        begin += box.shape[dim]
+        others.add((*box.shape[:dim], *box.shape[dim + 1 :]))
+    if begin != shape[dim] or len(others) > 1:
+        raise ValueError(f"boxes {list(map(str, boxes))} and the tensor of shape {shape} differ in shape")
+    return Part(name, shape, (DimSegments(dim, (), tuple(segments)),), (global_shape, boxes))
 
 
 def _coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
