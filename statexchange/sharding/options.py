@@ -248,8 +248,11 @@ class Options:
 
         Example: ``LoadOptions.of({"state": ..., "strict": False})`` is ``LoadOptions(strict=False)``.
         """
-        names = {option.name for option in fields(cls)}
-        return cls(**{name: arguments[name] for name in names & arguments.keys()})
+        options = {}
+        for option in fields(cls):
+            if option.name in arguments:
+                options[option.name] = arguments[option.name]
+        return cls(**options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,8 +108,8 @@ def agreed_paths(paths: Iterable[tuple[str, Path | None]]) -> dict[str, Path]:
 def moved_path(path: Path, old: str, new: str) -> Path | None:
     """Return the path of an entry that is renamed from `old` to `new`; None if it does not follow from the names.
 
-    It follows if the name loses first keys, or gets new ones, which are the parts between the dots in front. Renamed from
-    "b.c.0" to "x.b.c.0", the path ("b.c", 0) becomes ("x", "b.c", 0).
+    It follows if the name loses first keys, or gets new ones, which are the parts between the dots in front. From
+    "b.c.0" to "x.b.c.0" the path ("b.c", 0) becomes ("x", "b.c", 0).
     """
     if new == old:
         return path
