@@ -46,8 +46,9 @@ from statexchange.errors import (
 )
 from statexchange.storage import publish
 from statexchange.storage.atomic import new_nonce
-from statexchange.storage.location import directory_of, open_path, resolve_path
+from statexchange.storage.location import directory_of, open_path, parse_json, resolve_path
 from statexchange.storage.records import Records, names_in, records_at
+from statexchange.storage.store import Budget
 
 if TYPE_CHECKING:
     from statexchange.storage.publish.build import ReplaceCheck
@@ -291,11 +292,14 @@ def _leased(records: Records, names: Iterable[str], now: float) -> set[int]:
             if records.age(name, now) > LEASE_S:
                 records.remove(name)
                 continue
-            numbers.add(int(json.loads(records.read(name))["version"]))
+            lease = parse_json(records.read(name), f"{records.path}/{name}", Budget(records.path))
         except NotFoundError:
             continue
-        except (KeyError, StateExchangeError, TypeError, ValueError):
-            numbers.add(_ANY_VERSION)  # a lease that cannot be read is one of all versions, until it ends
+        except StateExchangeError:
+            lease = None
+        number = lease.get("version") if isinstance(lease, dict) else None
+        # A lease that cannot be read is one of all versions, until it ends.
+        numbers.add(number if type(number) is int else _ANY_VERSION)
     return numbers
 
 
