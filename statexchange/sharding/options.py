@@ -64,6 +64,7 @@ _EVERY_NAME = "*"
 _BRACKETS = re.compile(r"\[\[\]([^\[\]]*)\]")
 _MAX_COMPARED = 1 << 16  # characters of an option that ranks compare
 _MAX_SHOWN = 300  # characters of such an option in a message
+# "5GB", "1.5 TiB", "2000000"; numbers without a limit would take quadratic time to convert.
 _SIZE = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE)
 
 
@@ -71,11 +72,12 @@ def _name_patterns(option: str, value: object) -> tuple[str, ...]:
     """Return one shell pattern or several as a tuple; raise InvalidArgumentError for anything else."""
     if isinstance(value, str):
         return (value,)
-    # Once and for all: an iterator of patterns is used up by its first reader.
-    patterns = tuple(value) if isinstance(value, Iterable) else (None,)
-    if not all(isinstance(pattern, str) for pattern in patterns):
-        raise InvalidArgumentError(f"{option} must be a pattern or several, not {excerpt(value)}")
-    return patterns
+    if isinstance(value, Iterable):
+        # Once and for all: an iterator of patterns is used up by its first reader.
+        value = tuple(value)
+        if all(isinstance(pattern, str) for pattern in value):
+            return value
+    raise InvalidArgumentError(f"{option} must be a pattern or several, not {excerpt(value)}")
 
 
 def _rename_rules(_option: str, value: object) -> Rename:
@@ -92,7 +94,8 @@ def _rename_rules(_option: str, value: object) -> Rename:
             re.compile(pattern)
         except (re.error, OverflowError, RecursionError) as error:
             raise InvalidArgumentError(f"rename pattern {excerpt(pattern)}: {error}") from None
-    return tuple((pattern, replacement) for pattern, replacement in pairs)
+    # Lists, which a caller could change later, become tuples, too.
+    return tuple(map(tuple, pairs))
 
 
 def _is_pair(value: object) -> bool:
@@ -120,9 +123,13 @@ def _cast_rules(_option: str, dtype: object) -> tuple[tuple[str, str], ...]:
         return dtype
     if not isinstance(dtype, Mapping):
         return ((_EVERY_NAME, _float_name(dtype)),)
-    if not all(isinstance(pattern, str) for pattern in dtype):
-        raise InvalidArgumentError(f"dtype must be a dtype, or a mapping of patterns to dtypes, not {excerpt(dtype)}")
-    return tuple((pattern, _float_name(wanted)) for pattern, wanted in dtype.items())
+    rules = []
+    for pattern, wanted in dtype.items():
+        if not isinstance(pattern, str):
+            text = f"dtype must be a dtype, or a mapping of patterns to dtypes, not {excerpt(dtype)}"
+            raise InvalidArgumentError(text)
+        rules.append((pattern, _float_name(wanted)))
+    return tuple(rules)
 
 
 def _float_name(dtype: object) -> str:
@@ -241,7 +248,11 @@ class Options:
 
         Example: ``LoadOptions.of({"state": ..., "strict": False})`` is ``LoadOptions(strict=False)``.
         """
-        return cls(**{option.name: arguments[option.name] for option in fields(cls) if option.name in arguments})
+        options = {}
+        for option in fields(cls):
+            if option.name in arguments:
+                options[option.name] = arguments[option.name]
+        return cls(**options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,8 +528,11 @@ class LoadOptions(Selection):
         if self._excludes(path) or self._excludes(begin):
             return False
         # Up to its first wildcard a pattern names one path: what it may match begins with it, or contains it.
-        heads = [re.split(r"[*?[]", pattern, maxsplit=1)[0] for pattern in self.include]
-        return not heads or any(head.startswith(begin) or begin.startswith(head) for head in heads)
+        for pattern in self.include:
+            head = re.split(r"[*?[]", pattern, maxsplit=1)[0]
+            if head.startswith(begin) or begin.startswith(head):
+                return True
+        return not self.include
 
     def casts(self, stored: str, live: str) -> bool:
         """Whether values of dtype `stored` are cast to `live`."""
@@ -527,12 +541,20 @@ class LoadOptions(Selection):
 
 def unmatched(patterns: Iterable[str], names: Collection[str]) -> list[str]:
     """Return the patterns of a save or load that match none of these names."""
-    return [pattern for pattern in patterns if not any(_matches([pattern], name) for name in names)]
+    left = []
+    for pattern in patterns:
+        if not any(_matches([pattern], name) for name in names):
+            left.append(pattern)
+    return left
 
 
 def _any_match(patterns: Iterable[str], names: Iterable[str]) -> bool:
     """Whether a pattern matches a whole name."""
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in names)
+    for pattern in patterns:
+        for name in names:
+            if fnmatch.fnmatchcase(name, pattern):
+                return True
+    return False
 
 
 def _no_match(option: str, pattern: str, names: Collection[str]) -> str:
@@ -547,13 +569,19 @@ def _matches(patterns: Sequence[str], name: str) -> bool:
 
 @functools.lru_cache(maxsize=16)
 def _regex(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    # The end lets "model" match "model.a" and "model[0]". A path as messages show it, "a[0]", is a pattern for itself,
-    # and not for "a0" alone.
-    # "a[[]0]" is how a pattern says "a[0]".
-    dotted = [_BRACKETS.sub(r".\1", pattern) for pattern in patterns if "[[]" in pattern]
-    texts = [re.escape(with_dots(pattern)) for pattern in patterns if "[" in pattern]
-    for pattern in (*patterns, *dotted):
+    texts = []
+    shell_patterns = list(patterns)
+    for pattern in patterns:
+        # A path as messages show it, "a[0]", is a pattern for itself, and not for "a0" alone.
+        if "[" in pattern:
+            texts.append(re.escape(with_dots(pattern)))
+        # "a[[]0]" is how a shell pattern says "a[0]", whose path is "a.0".
+        if "[[]" in pattern:
+            shell_patterns.append(_BRACKETS.sub(r".\1", pattern))
+    for pattern in shell_patterns:
+        # Without the anchor that newer Pythons write in another way; `fullmatch` needs none.
         texts.append(fnmatch.translate(pattern).removesuffix(r"\Z").removesuffix(r"\z"))
+    # The end lets "model" match "model.a" and "model[0]".
     return re.compile("|".join(rf"{text}(?s:[.\[].*)?" for text in texts))
 
 

@@ -43,7 +43,7 @@ __all__ = [
 
 Key = object
 Path = tuple[Key, ...]
-_MAX_DIGITS = 19  # of an index; Python refuses to convert texts of more than 4,300
+_MAX_DIGITS = 19  # of an index, which no list has; Python refuses to convert texts of more than 4,300
 
 
 class ListItem(int):
@@ -74,7 +74,7 @@ def is_index(text: str) -> bool:
 
 
 def paths_above(text: str) -> Iterator[str]:
-    """Yield the text of each path above one, the shortest first, and last the path itself."""
+    """Yield the text of each path above one, the shortest first, and last the path itself: "a", "a.b", "a.b.c"."""
     end = text.find(".")
     while end >= 0:
         yield text[:end]
@@ -86,7 +86,10 @@ def paths_above(text: str) -> Iterator[str]:
 
 
 def agreed_paths(paths: Iterable[tuple[str, Path | None]]) -> dict[str, Path]:
-    """Return the path of each name that is always given with this one, and never with None."""
+    """Return the path of each name that is always given with this one, and never with None.
+
+    Ranks that disagree know nothing of it: ``("a.0", ("a", "0"))`` and ``("a.0", ("a", 0))`` leave "a.0" out.
+    """
     agreed: dict[str, Path] = {}
     unknown = set()
     for name, path in paths:
@@ -105,7 +108,8 @@ def agreed_paths(paths: Iterable[tuple[str, Path | None]]) -> dict[str, Path]:
 def moved_path(path: Path, old: str, new: str) -> Path | None:
     """Return the path of an entry that is renamed from `old` to `new`; None if it does not follow from the names.
 
-    It follows if the name loses first keys, or gets new ones, which are the parts between the dots in front.
+    It follows if the name loses first keys, or gets new ones, which are the parts between the dots in front. From
+    "b.c.0" to "x.b.c.0" the path ("b.c", 0) becomes ("x", "b.c", 0).
     """
     if new == old:
         return path
@@ -116,9 +120,10 @@ def moved_path(path: Path, old: str, new: str) -> Path | None:
     left = len(old) - len(new)  # characters of the keys that go, each with its dot
     for number, key in enumerate(path, 1):
         left -= len(str(key)) + 1
-        # Below 0 the new name begins inside a key.
-        if left <= 0:
-            return path[number:] if left == 0 else None
+        if left == 0:
+            return path[number:]
+        if left < 0:  # the new name begins inside a key
+            return None
     return None
 
 
@@ -162,6 +167,7 @@ def wrapper_rules(names: Collection[str]) -> list[tuple[str, str]]:
     clean = names
     if find_wrapper("\n".join(names)) is not None:
         clean = list(map(without_wrappers, names))
+        # A part may only contain the name of one.
         if clean != [*names]:
             rules.append((_PARTS, ""))
     # What the first and the last name in sorted order begin with, all do.

@@ -49,6 +49,9 @@ class _Grid(NamedTuple):
         first_ranks: for each piece the lowest rank of the mesh that has it.
         numels: for each piece its number of elements.
         copy_offsets: what to add to a piece's first rank to get each rank that has it.
+
+    Of an (8, 4) tensor on a mesh of (2, 3), whose first axis splits the rows, `runs` are [0:4] and [4:8] of the rows
+    and [0:4] of the columns, `first_ranks` 0 and 3, `numels` 16 and 16, and `copy_offsets` 0, 1 and 2.
     """
 
     runs: list[tuple[DimRun, ...]]
@@ -65,19 +68,26 @@ def _grid(shape: tuple[int, ...], placement: Placement) -> _Grid:
     mesh_shape = placement.mesh_shape
     strides = c_strides(mesh_shape)
     all_runs = runs_by_dim(shape, placement)
+    # Arrays: pieces may be thousands of each tensor. A dim multiplies the pieces of the dims before it by its runs, and
+    # an outer sum flattened in C order numbers them as `_numbered` does.
     first_ranks, numels = np.zeros(1, np.int64), np.ones(1, np.int64)
     split_axes: set[int] = set()
     runs_at = []
     for runs in all_runs:
-        firsts = []
+        firsts, sizes = [], []
         of_coordinates: dict[tuple[tuple[int, int], ...], list[int]] = {}
         for number, run in enumerate(runs):
-            firsts.append(sum(strides[axis] * index for axis, index in run.coordinates))
-            split_axes.update(axis for axis, _ in run.coordinates)
+            first = 0
+            for axis, index in run.coordinates:
+                first += strides[axis] * index
+                split_axes.add(axis)
+            firsts.append(first)
+            sizes.append(run.size)
             of_coordinates.setdefault(run.coordinates, []).append(number)
         runs_at.append(of_coordinates)
         first_ranks = np.add.outer(first_ranks, np.array(firsts, np.int64)).ravel()
-        numels = np.multiply.outer(numels, np.array([run.size for run in runs], np.int64)).ravel()
+        numels = np.multiply.outer(numels, np.array(sizes, np.int64)).ravel()
+    # Ranks that differ only along axes that split nothing have the same boxes.
     offsets = np.zeros(1, np.int64)
     for axis, size in enumerate(mesh_shape):
         if axis not in split_axes:
@@ -144,6 +154,7 @@ class SpecPieces(Sequence[Piece]):
     @property
     def boxes(self) -> Iterable[Box]:
         """The boxes of the pieces."""
+        # Kept where they are few, as many tensors ask for the same ones.
         if len(self) <= _FEW_PIECES:
             return _few_boxes(self.shape, self.placement)
         return map(_box_of, product(*self._grid.runs))
@@ -165,7 +176,8 @@ class SpecPieces(Sequence[Piece]):
             raise ValueError(f"pieces of shape {self.shape} in a tensor of shape {shape}")
         if num_splits != num_axes:
             raise ValueError(f"{num_splits} placements for a mesh of {num_axes} axes")
-        if len(self.ranks or range(num_ranks)) != num_ranks or max(self.ranks, default=num_ranks - 1) >= world_size:
+        ranks = self.ranks or range(num_ranks)
+        if len(ranks) != num_ranks or max(ranks, default=0) >= world_size:
             raise ValueError(f"{num_ranks} ranks of a mesh are not among {world_size}")
 
     def of_rank(self, rank: int) -> tuple[RankPiece, ...]:
@@ -201,15 +213,16 @@ class SpecPieces(Sequence[Piece]):
     def _piece(self, chosen: tuple[DimRun, ...]) -> Piece:
         """Return the piece whose box is the product of one run of each dim."""
         strides = c_strides(self.placement.mesh_shape)
-        coordinates: dict[int, int] = {}
+        first = 0
         for run in chosen:
-            coordinates.update(run.coordinates)
-        first = sum(strides[axis] * index for axis, index in coordinates.items())
-        index = _index_in_rank(chosen)
+            for axis, index in run.coordinates:
+                first += strides[axis] * index
+        # It is the same box of each rank: ranks that have a piece have the same runs of each dim.
+        index_in_rank = _index_in_rank(chosen)
         holders = self._ranks_at(first + self._grid.copy_offsets).tolist()
-        owners = [(holder, index) for holder in holders]
-        writer = owners.pop(self.copy)
-        return Piece(_box_of(chosen), *writer, tuple(owners))
+        writer = holders.pop(self.copy)
+        replicas = tuple((holder, index_in_rank) for holder in holders)
+        return Piece(_box_of(chosen), writer, index_in_rank, replicas)
 
 
 @lru_cache(maxsize=256)
@@ -217,7 +230,7 @@ def _holders(shape: tuple[int, ...], placement: Placement, copy: int) -> NDArray
     import numpy as np
 
     grid = _grid(shape, placement)
-    # As `SpecPieces` does: the one that writes is taken out of the others.
+    # The rank that writes comes first, and the others stay in their order, as in `SpecPieces._piece`.
     written = grid.copy_offsets[copy : copy + 1]
     offsets = np.concatenate((written, np.delete(grid.copy_offsets, copy)))
     return np.add.outer(grid.first_ranks, offsets)
@@ -248,7 +261,7 @@ def _positions_of(ranks: tuple[int, ...]) -> dict[int, int]:
 
 
 def _runs_at(grid: _Grid, number: int) -> tuple[DimRun, ...]:
-    """Return the runs whose product is a piece."""
+    """Return the runs whose product is a piece: of 2 runs of the rows and 3 of the columns, piece 4 is (1, 1)."""
     chosen = []
     for runs in reversed(grid.runs):
         number, at = divmod(number, len(runs))
@@ -288,13 +301,16 @@ def _index_in_rank(chosen: Sequence[DimRun]) -> int:
 def _pieces_of_rank(shape: tuple[int, ...], placement: Placement, copy: int, rank: int) -> tuple[RankPiece, ...]:
     grid = _grid(shape, placement)
     coordinate = coordinate_of(rank, placement.mesh_shape)
-    held = []
+    run_numbers: list[list[int]] = []
     for runs, runs_at in zip(grid.runs, grid.runs_at, strict=True):
+        if not runs:  # the tensor has no elements
+            return ()
         # All runs of one dim are along the same axes.
-        axes = [axis for axis, _ in runs[0].coordinates] if runs else []
-        held.append(runs_at.get(tuple((axis, coordinate[axis]) for axis in axes), []))
+        at = tuple((axis, coordinate[axis]) for axis, _ in runs[0].coordinates)
+        # A rank beyond the last chunk has none.
+        run_numbers.append(runs_at.get(at, []))
     pieces = []
-    for number, chosen in _numbered(grid, held):
+    for number, chosen in _numbered(grid, run_numbers):
         is_written = int(grid.first_ranks[number] + grid.copy_offsets[copy]) == rank
         pieces.append(RankPiece(number, _box_of(chosen), _index_in_rank(chosen), is_written))
     return tuple(pieces)
@@ -375,22 +391,23 @@ def pieces_written_by(pieces: Pieces, are_writers: NDArray[np.bool_]) -> Iterato
 
 
 def nbytes_by_holder(tensors: Iterable[tuple[Pieces, int]], num_holders: int) -> NDArray[np.int64]:
-    """Return the bytes that each holder writes of tensors, which are given by their pieces and the size of an element.
-
-    Not collective.
-    """
+    """Return the bytes that each holder writes of tensors, given by their pieces and the size of an element."""
     import numpy as np
 
     nbytes = np.zeros(num_holders, np.int64)
-    listed = [0] * num_holders
-    alike: dict[int, tuple[SpecPieces, list[int]]] = {}
+    listed = [0] * num_holders  # a list, as adding to one element of an array takes longer
+    # The experts of all layers have one `SpecPieces` (`spec_pieces`), whose arrays are then added once. It is the key
+    # by its identity, as hashing it takes longer.
+    itemsizes: dict[int, int] = {}
+    distinct: dict[int, SpecPieces] = {}
     for pieces, itemsize in tensors:
         if isinstance(pieces, SpecPieces):
-            alike.setdefault(id(pieces), (pieces, []))[1].append(itemsize)
+            distinct[id(pieces)] = pieces
+            itemsizes[id(pieces)] = itemsizes.get(id(pieces), 0) + itemsize
             continue
         for piece in pieces:
             listed[piece.holder] += math.prod(piece.box.shape) * itemsize
-    for of_spec, itemsizes in alike.values():
+    for key, of_spec in distinct.items():
         # Not `nbytes[writers] += ...`, as a rank may write several pieces of one tensor.
-        np.add.at(nbytes, of_spec.writers, of_spec.numels * sum(itemsizes))
+        np.add.at(nbytes, of_spec.writers, of_spec.numels * itemsizes[key])
     return nbytes + listed

@@ -57,10 +57,11 @@ __all__ = [
     "replica_error",
 ]
 
-_MAX_CUT_DIMS = 12
+_MAX_CUT_DIMS = 12  # of one tensor; no sharding cuts so many
 _MAX_FILES, _MAX_NAME = 8, 100  # files in a message, and characters of a name
 _FEW_BOXES = 16  # the most of one tensor for which the proof of their cover is cached
-_MAX_CORNERS = 1 << 22  # of boxes that cannot be divided; a box that is cut along n dims has 2**n
+# Of boxes that cannot be divided: one that is cut along n dims has 2**n, and each takes a step and an entry of a dict.
+_MAX_CORNERS = 1 << 22
 
 
 HolderLabel: TypeAlias = int | str
@@ -151,7 +152,7 @@ class Plan:
 
     def nbytes_of_ranks(self, world_size: int) -> tuple[int, ...]:
         """Return the number of bytes that each rank supplies."""
-        tensors = [(tensor.pieces, ITEMSIZE[tensor.dtype]) for file in self.files for tensor in file.tensors]
+        tensors = [(tensor.pieces, ITEMSIZE[tensor.dtype]) for tensor in self.tensors.values()]
         return tuple(nbytes_by_holder(tensors, world_size).tolist())
 
     @property
@@ -162,7 +163,11 @@ class Plan:
     @functools.cached_property
     def tensors(self) -> Mapping[str, TensorPlan]:
         """The output tensors by name."""
-        return {tensor.name: tensor for file in self.files for tensor in file.tensors}
+        tensors = {}
+        for file in self.files:
+            for tensor in file.tensors:
+                tensors[tensor.name] = tensor
+        return tensors
 
 
 def plan_merge(
@@ -214,14 +219,18 @@ def plan_tensors(
     reductions = reductions or {}
     selected = _by_name(rank_shards)
     if options.include or options.exclude:
-        selected = _select(selected, options)
+        options.check_include(selected)
+        selected = {name: shards for name, shards in selected.items() if options.wants(name)}
     if sorts:
         selected = dict(sorted(selected.items()))
+    # By the names of the source, as patterns of dtype are. Aliases after the selection: a name whose other name is left
+    # out has to be written.
     dtypes = _OutputDTypes(selected, options)
     aliases = {}
     for alias, name in _aliases(rank_shards, selected).items():
         if _is_written_alike(selected[alias], selected[name], options, dtypes, reductions):
             aliases[alias] = name
+    # With the aliases: `rename` may not give one of their names to another tensor either.
     new_names = _new_names(selected, aliases, options)
     for alias in aliases:
         del selected[alias]
@@ -235,9 +244,12 @@ def plan_tensors(
             tensor = _plan_spec(new, shards, options, dtypes, number)
         else:
             tensor = _plan_tensor(new, shards, rank_shards, options, dtypes, loads, reduce)
-        tensors.append(tensor if reduce is None else tensor._replace(reduce=reduce))
+        if reduce is not None:
+            tensor = tensor._replace(reduce=reduce)
+        tensors.append(tensor)
     output_aliases = {}
     for alias, name in aliases.items():
+        # `rename` may give tied tensors one name; then there is no other name to record.
         if new_names[alias] != new_names[name]:
             output_aliases[new_names[alias]] = new_names[name]
     return tensors, output_aliases
@@ -263,7 +275,9 @@ def plan_writers(
         frozen: the names whose writer depends on no other tensor, so that it is the same in the next save.
     """
     aliases = dict(tied)
-    loads = {is_frozen: dict.fromkeys(ranks, 0) for is_frozen in (False, True)}
+    # Of those that do not train apart: their writers do not change when something else does, so that files of an
+    # earlier save can be linked.
+    loads, frozen_loads = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
     writers: dict[str, int] = {}
     # The largest first: so the last ones, which are small, make the ranks equal. The other names of tied tensors come
     # last, as they follow the kept ones.
@@ -274,7 +288,8 @@ def plan_writers(
         candidates: Sequence[int] = ranks[:1] if shard.nbytes <= _SCALAR_BYTES else ranks
         if kept is not None:
             candidates = (kept,)
-        writers[shard.name] = _writer_of(candidates, loads[shard.name in frozen], shard.nbytes)
+        of_kind = frozen_loads if shard.name in frozen else loads
+        writers[shard.name] = _writer_of(candidates, of_kind, shard.nbytes)
     return writers
 
 
@@ -295,6 +310,7 @@ class _OutputDTypes:
     def __init__(self, selected: Mapping[str, _TensorShards], options: ExportOptions) -> None:
         self._options = options
         for pattern, _ in options.dtype:
+            # "*" is also what one dtype for all tensors becomes, which fits a source without any.
             if pattern != "*" and not any(fnmatch.fnmatchcase(name, pattern) for name in selected):
                 text = f"dtype pattern {pattern!r} matches no tensor{did_you_mean(pattern, selected)}"
                 raise InvalidArgumentError(text)
@@ -315,6 +331,7 @@ class _OutputDTypes:
         module, _, last = name.rpartition(".")
         if ("scale" in last or "zero" in last) and module in self._quantized:
             return dtype
+        # bitsandbytes: "fc.weight" in 4 bits has "fc.weight.absmax" below it, one in 8 bits "fc.SCB" beside it.
         if module in self._weights_in_bytes and last in _OF_BITSANDBYTES:
             return dtype
         if last == "SCB" and f"{module}.weight" in self._weights_in_bytes:
@@ -332,6 +349,8 @@ def _plan_spec(name: str, spec: ShardingSpec, options: ExportOptions, dtypes: _O
     """Plan output tensor `number`, whose sharding is a spec."""
     if not covers_exactly(spec.global_shape, spec.placement):
         raise IncompleteError(f"{spec.placement} does not cover shape {spec.global_shape}", name=spec.name)
+    # Tensors take turns in the copy that is written, so that all ranks write as much. Copies that may differ do not:
+    # then the lowest rank's counts.
     turn = 0 if options.replicas == "root" else number
     return TensorPlan(name, spec.name, dtypes.of(spec.name, spec.dtype), spec.global_shape, 0, spec_pieces(spec, turn))
 
@@ -350,11 +369,6 @@ def _by_name(rank_shards: Sequence[RankShards]) -> dict[str, _TensorShards]:
     return by_name
 
 
-def _select(by_name: Mapping[str, _TensorShards], options: ExportOptions) -> dict[str, _TensorShards]:
-    options.check_include(by_name)
-    return {name: shards for name, shards in by_name.items() if options.wants(name)}
-
-
 def _aliases(rank_shards: Sequence[RankShards], by_name: Mapping[str, _TensorShards]) -> dict[str, str]:
     """Return tied names that need not be written, with the names under which their values are.
 
@@ -364,13 +378,16 @@ def _aliases(rank_shards: Sequence[RankShards], by_name: Mapping[str, _TensorSha
     tied: set[str] = set()
     for holder in rank_shards:
         tied.update(holder.aliases, holder.aliases.values())
+    # In the order of `by_name`, not in that of a set, which differs between processes: the plan's digest has them.
     kept_as: dict[str, str | None] = {}
-    for name in by_name if tied else ():
-        if name in tied:
-            kept_as[name] = _kept_as(name, by_name, rank_shards)
+    if tied:
+        for name in by_name:
+            if name in tied:
+                kept_as[name] = _kept_as(name, by_name, rank_shards)
     aliases = {}
     for alias, target in kept_as.items():
-        if target is not None and target != alias and kept_as.get(target) == target:
+        # Only under a name that all holders keep: one whose holders do not agree is not written as they have it.
+        if target not in (None, alias) and kept_as.get(target) == target:
             aliases[alias] = target
     return aliases
 
@@ -395,12 +412,14 @@ def _kept_as(name: str, by_name: Mapping[str, _TensorShards], rank_shards: Seque
     else:
         for number, shard in shards:
             # Empty shards are equal, whatever they are tied to, so they prove nothing.
-            if shard.nbytes:
-                target = rank_shards[number].aliases.get(name, name)
-                names.add(target if _are_equal(shard, _shard_at(by_name.get(target, []), number)) else name)
+            if not shard.nbytes:
+                continue
+            target = rank_shards[number].aliases.get(name, name)
+            is_tied = _are_equal(shard, _shard_at(by_name.get(target, []), number))
+            names.add(target if is_tied else name)
     if len(names) > 1:
         return None
-    return names.pop() if names else name
+    return next(iter(names), name)
 
 
 def _shard_at(shards: _TensorShards, number: int) -> Shard | None:
@@ -478,27 +497,28 @@ def _plan_tensor(
     for holder, shard in shards[1:]:
         if shard.dtype == first.dtype and shard.global_shape == first.global_shape:
             continue
-        what, expected, found = "dtype", first.dtype, shard.dtype
+        expected, actual = first.dtype, shard.dtype
         if reduce is None:  # copies are reduced before they are cast
-            expected, found = dtype, dtypes.of(shard.name, shard.dtype)
-        values: tuple[object, object] = expected, found
-        # Each rank's own, as a load on as many ranks takes it.
-        are_whole, hint = first.is_whole and shard.is_whole, ""
-        if expected == found:
-            what, values = "global_shape", (first.global_shape, shard.global_shape)
-            if shard.global_shape == first.global_shape:
-                continue
+            expected, actual = dtype, dtypes.of(shard.name, shard.dtype)
+        # Dtypes that a cast makes equal are no difference, as each holder's bytes are cast before they are written.
+        if expected == actual and shard.global_shape == first.global_shape:
+            continue
+        text = holders_text(_label_of(rank_shards[first_holder]), _label_of(rank_shards[holder])) + " disagree on the "
+        differing: tuple[object, object] = expected, actual
+        are_whole = first.is_whole and shard.is_whole
+        if expected != actual:
+            text += "dtype"
+        else:
+            text += "global_shape"
+            differing = first.global_shape, shard.global_shape
             rules = layout_advice([first.global_shape, shard.global_shape], rule_for_dim(first.name))
-            hint = f"; if each holds a part, give a layout: {rules}" if rules and are_whole else ""
-        holders = holders_text(_label_of(rank_shards[first_holder]), _label_of(rank_shards[holder]))
+            # Tensors that are plain on each rank may be parts of one, which only a layout says.
+            if rules and are_whole:
+                text += f"; if each holds a part, give a layout: {rules}"
+        rank = rank_shards[holder].rank
+        # Whole tensors may be each rank's own, which a load on as many ranks takes: then nothing is broken.
         kind = ReplicaError if are_whole else CorruptError
-        raise kind(
-            f"{holders} disagree on the {what}{hint}",
-            name=first.name,
-            rank=rank_shards[holder].rank,
-            expected=values[0],
-            found=values[1],
-        )
+        raise kind(text, name=first.name, rank=rank, expected=differing[0], found=differing[1])
     owners: dict[Box, list[tuple[int, int]]] = {}
     for holder, shard in shards:
         for index, box in enumerate(shard.boxes):
@@ -516,13 +536,17 @@ def _piece(
     box: Box, copies: list[tuple[int, int]], options: ExportOptions, loads: dict[int, int], nbytes: int
 ) -> Piece:
     """Return a box's piece: one of its holders writes it; with replicas="root", the first one."""
-    if len(copies) == 1:
+    if len(copies) == 1:  # most often
         loads[copies[0][0]] += nbytes
         return Piece(box, *copies[0])
     candidates = copies[:1] if options.replicas == "root" else copies
-    holder = _writer_of([holder for holder, _ in candidates], loads, nbytes)
-    writer = next(copy for copy in candidates if copy[0] == holder)
-    return Piece(box, *writer, tuple(copy for copy in copies if copy != writer))
+    first_copy: dict[int, int] = {}
+    for holder, index in candidates:
+        first_copy.setdefault(holder, index)  # a holder may have two
+    holder = _writer_of(first_copy, loads, nbytes)
+    replicas = list(copies)
+    replicas.remove((holder, first_copy[holder]))
+    return Piece(box, holder, first_copy[holder], tuple(replicas))
 
 
 def _label_of(rank_shards: RankShards) -> HolderLabel:
@@ -545,11 +569,11 @@ def prove_cover(
     except UnsupportedError as error:
         raise error.located(name=name) from None
     if at is not None:
-        labels = {box: [label(holder) for holder in holders] for box, holders in boxes.items()}
+        labels = {box: list(map(label, holders)) for box, holders in boxes.items()}
         raise _flaw_error(name, shape, labels, at)
 
 
-_PRIME = (1 << 127) - 1
+_PRIME = (1 << 127) - 1  # Mersenne's; the numbers of a save are added modulo this one
 
 
 def covers_evenly(sums: Iterable[int]) -> bool:
@@ -597,6 +621,7 @@ def _corner_sum(box: Box) -> int:
 
 
 def _random(text: str) -> int:
+    """Return a number that is the same on all ranks, which have not exchanged any, and looks random."""
     import hashlib  # late, as it loads OpenSSL
 
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=16).digest(), "little")
@@ -611,6 +636,7 @@ def _search(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[int, ...] | N
         return None
     flaws = []
     num_corners = 0
+    # Each part by itself, as nearly all shardings are grids, of which nothing is left to prove by corners.
     for region, inside in _undivided(full_box(shape), boxes, cut_dims):
         dims = _cut_dims(region.shape, inside)
         num_corners += len(inside) << len(dims)
@@ -644,7 +670,8 @@ def _flaw_error(
     element = Box(at, (1,) * len(at))
     covering = [box for box in boxes if intersect(box, element) is not None]
     if not covering:
-        holders = {holder for of_box in boxes.values() for holder in of_box}
+        holders: set[HolderLabel] = set()
+        holders.update(*boxes.values())
         region = _free_region(at, shape, boxes)
         return IncompleteError(_gap_text(f"region {region} of shape {shape}", holders), name=name)
     first, second = covering[:2]
@@ -660,17 +687,16 @@ def _flaw_error(
 
 def _gap_text(region: str, holders: Collection[HolderLabel]) -> str:
     """Return the text of a region that no holder has, with the holders of the others."""
-    ranks = sorted(holder for holder in holders if isinstance(holder, int))
-    files = sorted(holder for holder in holders if isinstance(holder, str))
     if not holders:
         return f"nothing holds {region}"
-    if files:
-        shown = ", ".join(excerpt(file, _MAX_NAME)[1:-1] for file in files[:_MAX_FILES])
-        hidden = len(files) - _MAX_FILES
-        if hidden > 0:
-            shown += f" and {hidden:,} more"
-        return f"no file holds {region}; {shown} hold{'s' * (len(files) == 1)} the rest"
-    return f"no rank holds {region}; ranks {ranks} hold the rest"
+    files = sorted(holder for holder in holders if isinstance(holder, str))
+    if not files:
+        return f"no rank holds {region}; ranks {sorted(map(int, holders))} hold the rest"
+    shown = ", ".join(map(_holder_text, files[:_MAX_FILES]))
+    hidden = len(files) - _MAX_FILES
+    if hidden > 0:
+        shown += f" and {hidden:,} more"
+    return f"no file holds {region}; {shown} hold{'s' * (len(files) == 1)} the rest"
 
 
 def holders_text(first: HolderLabel, second: HolderLabel) -> str:
@@ -688,7 +714,8 @@ def _undivided(region: Box, boxes: Sequence[Box], dims: Sequence[int]) -> Iterat
     """Divide a region along `dims` into parts that no box crosses; yield each with its boxes (none for a gap).
 
     Parts that one box fills are right, and are not yielded. Of nearly all shardings nothing is left then. Each dim is
-    divided once on the way to a part, so that the work is bounded whatever the boxes are.
+    divided once on the way to a part, so that the work is bounded whatever the boxes are. Of [0:4, 0:2], with the boxes
+    [0:2, 0:2] and [2:4, 0:1], it yields [2:4, 1:2] without a box.
     """
     for dim in dims:
         slabs = _slabs(region, boxes, dim)
@@ -713,10 +740,11 @@ def _slabs(region: Box, boxes: Sequence[Box], dim: int) -> list[tuple[int, int, 
     first = reached = region.offsets[dim]
     for box in sorted(boxes, key=lambda box: box.offsets[dim]):
         begin = box.offsets[dim]
+        # `reached` is the end of all boxes so far: from there on none of them crosses.
         if begin >= reached > first:
             slabs.append((first, reached, inside))
             first, inside = reached, []
-        if begin > reached:
+        if begin > reached:  # a gap
             slabs.append((reached, begin, []))
             first = reached = begin
         inside.append(box)
@@ -741,18 +769,21 @@ def _flaw_by_corners(region: Box, boxes: Sequence[Box], cut_dims: Sequence[int])
     if not boxes:
         return region.offsets
     signs = [(-1) ** sum(bits) for bits in product((0, 1), repeat=len(cut_dims))]
-    corners = product(*((region.offsets[dim], region.ends[dim]) for dim in cut_dims))
-    weights = {corner: -sign for corner, sign in zip(corners, signs, strict=True)}
-    for box in boxes:
-        corners = product(*((box.offsets[dim], box.offsets[dim] + box.shape[dim]) for dim in cut_dims))
+    weights: dict[tuple[int, ...], int] = {}
+    for box, factor in [(region, -1), *((box, 1) for box in boxes)]:
+        begins_and_ends = list(zip(box.offsets, box.ends, strict=True))
+        corners = product(*map(begins_and_ends.__getitem__, cut_dims))
         for corner, sign in zip(corners, signs, strict=True):
-            weight = weights.pop(corner, 0) + sign
+            weight = weights.pop(corner, 0) + factor * sign
+            # Those that cancel are left out, so that what is there at the end is a flaw.
             if weight:
                 weights[corner] = weight
     if not weights:
         return None
-    first = dict(zip(cut_dims, min(weights), strict=True))
-    return tuple(first.get(dim, low) for dim, low in enumerate(region.offsets))
+    at = list(region.offsets)
+    for dim, index in zip(cut_dims, min(weights), strict=True):
+        at[dim] = index
+    return tuple(at)
 
 
 def _free_region(at: tuple[int, ...], shape: tuple[int, ...], boxes: Iterable[Box]) -> Box:
@@ -767,7 +798,11 @@ def _free_region(at: tuple[int, ...], shape: tuple[int, ...], boxes: Iterable[Bo
 
 
 def _assign_files(tensors: list[TensorPlan], options: ExportOptions) -> tuple[FilePlan, ...]:
-    """Assign tensors to files greedily in their order; within a file sort by alignment, then name, as safetensors."""
+    """Assign tensors to files greedily in their order; within a file sort by alignment, then name, as safetensors.
+
+    The files have the tensors that `huggingface_hub` would put into them: one that is larger than a file has its own,
+    and those before and after it share theirs. Of sizes 3, 9, 3 and a limit of 8, files hold 9 and 3 + 3.
+    """
     groups: list[list[TensorPlan]] = []
     current: list[TensorPlan] = []
     size = 0
@@ -788,6 +823,7 @@ def _assign_files(tensors: list[TensorPlan], options: ExportOptions) -> tuple[Fi
 
 
 def _file_plan(index: int, count: int, tensors: list[TensorPlan], options: ExportOptions) -> FilePlan:
+    # As safetensors has it: dtypes of large elements first, so that every tensor begins at a multiple of its element.
     place_of = {dtype: -place for place, dtype in enumerate(ITEMSIZE)}
     keys = []
     for number, tensor in enumerate(tensors):
@@ -808,7 +844,11 @@ def _digest(files: tuple[FilePlan, ...], aliases: Mapping[str, str], basis: str)
     for file in files:
         tensors = [[tensor.name, tensor.source, tensor.dtype, tensor.shape, tensor.begin] for tensor in file.tensors]
         described.append([file.name, tensors])
-    text = json.dumps([described, sorted(aliases.items()), *([basis] if basis else [])], separators=(",", ":"))
+    parts: list[object] = [described, sorted(aliases.items())]
+    # Not always, as a plan has the same digest in every version.
+    if basis:
+        parts.append(basis)
+    text = json.dumps(parts, separators=(",", ":"))
     import hashlib
 
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -819,6 +859,8 @@ def replica_error(
 ) -> ReplicaError:
     """Return the error for two holders, or one rank's two copies, with different values of a box."""
     holders = f"{holders_text(holder, other)} hold" if holder != other else f"two copies of rank {holder} have"
-    rank = other if isinstance(other, int) else None
     text = f"{holders} different values for region {box}"
-    return ReplicaError(f"{text}: {advice}" if advice else text, name=name, rank=rank, path=path)
+    if advice:
+        text += f": {advice}"
+    rank = other if isinstance(other, int) else None
+    return ReplicaError(text, name=name, rank=rank, path=path)

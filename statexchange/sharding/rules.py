@@ -55,7 +55,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -78,7 +78,8 @@ __all__ = [
 ]
 
 _MAX_SHOWN = 8  # numbers in a message
-_MAX_RUNS = 1 << 20  # along one dim; a model has far fewer heads
+# Along one dim. A model has far fewer heads, but a rule of a few bytes could ask for a run of each index.
+_MAX_RUNS = 1 << 20
 _STEP_KEYS = {"dim", "axis", "blocks", "split", "interleaved"}
 _BOXES_KEYS = {"global_shape", "boxes", "dim"}
 _BOXES_FORM = "boxes must be a list with an entry for each rank, a list of its boxes: [[[offsets, shape], ...], ...]"
@@ -100,7 +101,8 @@ class DimSegments:
     """The sharding of a rank's tensor along one dim: `segments` are (block, begin in the rank's tensor, size).
 
     The global dim is the concatenation, block after block, of the segments of all ranks along `axes` (None: of all
-    ranks that have the tensor, in order).
+    ranks that have the tensor, in order). Of 4 rows of gate and 4 of up on 2 ranks, each has 2 of either:
+    ``((0, 0, 2), (1, 2, 2))``.
     """
 
     dim: int
@@ -134,12 +136,13 @@ class Part:
 
     def uncut(self) -> object:
         """Return what is equal in all ranks' parts of one tensor."""
-        dims = {cut.dim for cut in self.cuts}
-        sizes = []
-        for dim, size in enumerate(self.shape):
-            if dim not in dims and self.fixed is None:
-                sizes.append(size)
-        return len(self.shape), dims, self.fixed is None, sizes
+        # With explicit boxes, whose sizes are the caller's, each rank may have any.
+        if self.fixed is not None:
+            return len(self.shape), {cut.dim for cut in self.cuts}
+        sizes: list[int | None] = list(self.shape)
+        for cut in self.cuts:
+            sizes[cut.dim] = None
+        return sizes
 
     def check(self) -> None:
         """Raise ValueError if another rank's part does not fit itself."""
@@ -271,16 +274,21 @@ class Layout:
         if "grid" in raw and "mesh" in raw:
             raise InvalidArgumentError("layout has 'mesh' and 'grid', its old name: remove 'grid'")
         axes_key = "grid" if "grid" in raw else "mesh"  # as in layouts of version 0.1
-        has_sections = axes_key in raw or isinstance(raw.get("rules"), Mapping)
-        unknown = sorted(str(key) for key in set(raw) - {axes_key, "rules"}) if has_sections else []
-        if unknown:
-            raise InvalidArgumentError(f"layout has the unknown key {unknown[0]!r} beside 'mesh' and 'rules'")
-        rules, mesh = (raw.get("rules", {}), raw.get(axes_key, {})) if has_sections else (raw, {})
+        rules: object = raw
+        mesh: object = {}
+        # A layout without a mesh may have its rules under "rules", too.
+        if axes_key in raw or isinstance(raw.get("rules"), Mapping):
+            unknown = set(map(str, raw)) - {axes_key, "rules"}
+            if unknown:
+                raise InvalidArgumentError(f"layout has the unknown key {min(unknown)!r} beside 'mesh' and 'rules'")
+            rules, mesh = raw.get("rules", {}), raw.get(axes_key, {})
         if not isinstance(rules, Mapping):
             raise InvalidArgumentError(f'layout "rules" must map name patterns to rules, not be {excerpt(rules)}')
         if not isinstance(mesh, Mapping) or any(type(size) is not int or size < 1 for size in mesh.values()):
             raise InvalidArgumentError(f'layout mesh must be like {{"pp": 2, "tp": 4}}, not {excerpt(mesh)}')
-        parsed = {str(pattern): _parse_rule(str(pattern), rule, mesh) for pattern, rule in rules.items()}
+        parsed = {}
+        for pattern, rule in rules.items():
+            parsed[str(pattern)] = _parse_rule(str(pattern), rule, mesh)
         return cls(parsed, dict(mesh), set(parsed))
 
     def rule_for(self, name: str) -> Rule | None:
@@ -293,19 +301,26 @@ class Layout:
         return rule
 
     def _rule_for(self, name: str) -> Rule | None:
-        module = name.rpartition(".")[0]
-        matching = [rule for pattern, rule in self.rules.items() if _fits(name, pattern)]
-        if not matching:  # a keyword's pattern may name the tensor's module
-            keywords = {pattern: rule for pattern, rule in self.rules.items() if rule.keyword}
-            matching = [rule for pattern, rule in keywords.items() if _fits(module, pattern)]
-        if not matching:
+        rule = self._first_that_fits(name, self.rules.values())
+        if rule is None:
+            # transformers writes a plan for modules, so a keyword's pattern may name the tensor's module. Only if no
+            # pattern names the tensor itself: a rule for the weight counts before one for its module.
+            keywords = [keyword for keyword in self.rules.values() if keyword.keyword]
+            rule = self._first_that_fits(name.rpartition(".")[0], keywords)
+        if rule is None:
             return None
-        rule = matching[0]
         if rule.pattern in self.unused and rule.is_tp_keyword:
             # A plan has patterns without tensors too, so one match is enough for all its keywords.
             self.unused -= {pattern for pattern, other in self.rules.items() if other.is_tp_keyword}
         self.unused.discard(rule.pattern)
         return rule
+
+    @staticmethod
+    def _first_that_fits(name: str, rules: Iterable[Rule]) -> Rule | None:
+        for rule in rules:
+            if _fits(name, rule.pattern):
+                return rule
+        return None
 
     def unmatched(self) -> Layout:
         """Return a copy in which no pattern has matched a name yet."""
@@ -330,10 +345,12 @@ def _parse_rule(pattern: str, raw: Any, mesh: Mapping[str, int]) -> Rule:
     boxes: list[Mapping[str, Any]] = []
     renumber: list[tuple[str, tuple[str, ...] | None]] = []
     reduce: str | None = None
-    for entry in raw if isinstance(raw, list) else [raw]:
-        keys = entry.keys() if isinstance(entry, Mapping) else set()
+    entries = raw if isinstance(raw, list) else [raw]
+    for entry in entries:
+        keys = set(entry) if isinstance(entry, Mapping) else set()
         if isinstance(entry, str) and entry in _KEYWORDS:
             keywords.append(entry)
+        # torch's placements, by the names of their classes: this module does not import torch.
         elif type(entry).__name__ == "Shard":
             steps.append(_RuleStep(int(entry.dim), _axes(pattern, {}, mesh)))
         elif type(entry).__name__ == "Replicate":
@@ -350,19 +367,21 @@ def _parse_rule(pattern: str, raw: Any, mesh: Mapping[str, int]) -> Rule:
             raise _rule_error(pattern, entry)
     if len(keywords) + len(boxes) + bool(steps) > 1 or len({step.dim for step in steps}) < len(steps):
         raise InvalidArgumentError(f"layout rule for {pattern!r} shards a tensor in two ways: {excerpt(raw, 200)}")
-    keyword = keywords[0] if keywords else None
-    axes = _keyword_axes(pattern, keyword, mesh) if keyword is not None and keyword not in _WHOLE else None
-    return Rule(pattern, tuple(steps), keyword, axes, boxes[0] if boxes else None, tuple(renumber), reduce)
+    keyword = next(iter(keywords), None)
+    axes = None
+    # A keyword that shards nothing needs no axis, which a mesh of several could not choose.
+    if keyword is not None and keyword not in _WHOLE:
+        axes = _keyword_axes(pattern, keyword, mesh)
+    return Rule(pattern, tuple(steps), keyword, axes, next(iter(boxes), None), tuple(renumber), reduce)
 
 
 def _rule_error(pattern: str, raw: Any) -> InvalidArgumentError:
     """Return the error for something that is not a rule."""
-    all_keys = {"reduce", "renumber"} | _STEP_KEYS | _BOXES_KEYS | _OWN_BOX_KEYS
-    unknown = sorted(str(key) for key in raw if key not in all_keys) if isinstance(raw, Mapping) else []
-    if unknown:
-        return InvalidArgumentError(
-            f"layout rule for {pattern!r} has the unknown key {unknown[0]!r}: {excerpt(raw, 200)}"
-        )
+    if isinstance(raw, Mapping):
+        unknown = set(map(str, raw)) - {"reduce", "renumber"} - _STEP_KEYS - _BOXES_KEYS - _OWN_BOX_KEYS
+        if unknown:
+            text = f"layout rule for {pattern!r} has the unknown key {min(unknown)!r}: {excerpt(raw, 200)}"
+            return InvalidArgumentError(text)
     return InvalidArgumentError(
         f'layout rule for {pattern!r} must be Shard(dim), Replicate(), a mapping with dim ({{"dim": 0}}), "replicate", '
         f'{{"reduce": "max"}}, {{"renumber": "experts"}}, boxes, a tp_plan keyword, or a list of these, '
@@ -376,13 +395,14 @@ def _axes(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) -> tupl
         if len(mesh) > 1:
             raise InvalidArgumentError(f'layout rule for {pattern!r} needs an "axis": one of {list(mesh)}')
         return tuple(mesh) or None
-    axis_or_axes = raw["axis"]
-    axes = tuple(axis_or_axes) if isinstance(axis_or_axes, list | tuple) else (axis_or_axes,)
+    axes = raw["axis"]
+    if not isinstance(axes, list | tuple):
+        axes = (axes,)
     for axis in axes:
         if not isinstance(axis, str) or axis not in mesh:
             text = f'layout rule for {pattern!r}: axis {excerpt(axis)} is not in the "mesh" {dict(mesh)}'
             raise InvalidArgumentError(text)
-    return axes
+    return tuple(axes)
 
 
 def _keyword_axes(pattern: str, keyword: str, mesh: Mapping[str, int]) -> tuple[str, ...] | None:
@@ -397,12 +417,16 @@ def _parse_step(pattern: str, raw: Mapping[str, Any], mesh: Mapping[str, int]) -
     names: tuple[str, tuple[str, ...]] | None = None
     try:
         if split is not None:
+            # One part of the name is replaced, and its replacements say the blocks: no second list of them.
             ((part, replacements),) = split.items()
             names = str(part), tuple(map(str, replacements))
+            if "blocks" in raw:
+                raise ValueError
             blocks = list(replacements.values())
         sizes = (1,) if blocks is None else sizes_from_json(blocks)
-        is_valid = type(dim) is int and sizes and min(sizes) > 0 and (split is None or "blocks" not in raw)
-        if not is_valid or (raw.get("interleaved", False) is not False and names is None):
+        if raw.get("interleaved", False) is not False and names is None:
+            raise ValueError
+        if type(dim) is not int or min(sizes) <= 0:
             raise ValueError
     except (AttributeError, TypeError, ValueError):
         raise InvalidArgumentError(
@@ -417,41 +441,60 @@ def _keyword_steps(keyword: str, axes: tuple[str, ...] | None, name: str, dims: 
     is_bias = name.rpartition(".")[2] == "bias"
     if keyword in _WHOLE or not dims:
         return ()
+    # From the end, as experts may be stacked in front of a weight's two dims. A bias has the first of these alone.
     if keyword in _COLWISE:
         return (_RuleStep(max(dims - 2, 0), axes),)
+    # The bias of such a module is added to the sum over the ranks, so each has all of it.
     if keyword in _ROWWISE:
         return () if is_bias else (_RuleStep(dims - 1, axes),)
+    # gate_up_proj is two blocks in each rank's part, one after the other; transformers cuts a bias as if it were one.
     if keyword == "packed_colwise":
-        return (_RuleStep(max(dims - 2, 0), axes, (1, 1) if dims > 1 else (1,)),)
+        blocks = (1, 1) if dims > 1 else (1,)
+        return (_RuleStep(max(dims - 2, 0), axes, blocks),)
     if keyword in _PACKED_ROWWISE:
         return (_RuleStep(dims - 1, axes, (1, 1)),) if dims > 1 else ()
-    return (_RuleStep(1 if keyword == "embedding_colwise" else 0, axes),)
+    return (_RuleStep(int(keyword == "embedding_colwise"), axes),)
 
 
 def _divide(name: str, shape: tuple[int, ...], steps: Sequence[_RuleStep]) -> list[Part]:
     """Return the parts into which the product of all steps divides a tensor; a split makes several names."""
-    divided: list[tuple[str, tuple[DimSegments, ...]]] = [(name, ())]
+    divided = [Part(name, shape)]
     for step in steps:
-        if not -len(shape) <= step.dim < len(shape):
-            raise ValueError(f"dim {step.dim}, but the shape is {shape}")
-        dim = step.dim % len(shape)
+        dim = _counted_from_first(step.dim, shape)
+        # Refused when the rule was read only if both steps name the dim alike: -1 may be the same as 1.
+        if any(cut.dim == dim for cut in divided[0].cuts):
+            raise ValueError(f"dim {dim} is sharded twice, in a tensor of shape {shape}")
         runs = list(_runs(shape[dim], step))
-        parts: list[tuple[str, tuple[DimSegments, ...]]] = []
-        for old, cuts in divided:
-            for number, new in enumerate(step.names(old)):
+        parts = []
+        for part in divided:
+            for number, new in enumerate(step.names(part.name)):
                 segments = runs
                 if step.split is not None:  # each block is a tensor of its own
                     segments = [(0, begin, size) for block, begin, size in runs if block == number]
-                parts.append((new, (*cuts, DimSegments(dim, step.axes, tuple(segments)))))
+                parts.append(Part(new, shape, (*part.cuts, DimSegments(dim, step.axes, tuple(segments)))))
         divided = parts
-    return [Part(part_name, shape, cuts) for part_name, cuts in divided]
+    return divided
+
+
+def _counted_from_first(dim: int, shape: tuple[int, ...]) -> int:
+    """Return the number of a dim from 0 on; -1 is the last dim."""
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(f"dim {dim}, but the shape is {shape}")
+    return dim % len(shape)
 
 
 def _runs(length: int, step: _RuleStep) -> Iterator[tuple[int, int, int]]:
-    """Yield (block, begin, size) along a rank's dim of this length."""
+    """Yield (block, begin, size) along a rank's dim of this length.
+
+    Of 6 indices, blocks [2, 1] are (0, 0, 4) and (1, 4, 2); interleaved they are (0, 0, 2), (1, 2, 1), (0, 3, 2) and
+    (1, 5, 1).
+    """
     total = sum(step.blocks)
-    repeats, unit = (length // total, total) if step.interleaved else (1, length)
-    if (step.interleaved and length % total) or any(unit * block % total for block in step.blocks):
+    repeats, unit = 1, length
+    if step.interleaved:
+        repeats, unit = length // total, total
+    # By one division for all: each block is a whole number of indices if total divides unit times each of them.
+    if repeats * unit != length or any(unit * block % total for block in step.blocks):
         raise ValueError(
             f"a dim of {length} does not divide into blocks {list(step.blocks)}; whole parts of each are needed"
         )
@@ -478,18 +521,23 @@ def _fixed_part(name: str, shape: tuple[int, ...], rank: int, raw: Mapping[str, 
             raise ValueError(f"{_BOXES_FORM}; {error}") from None
     else:
         boxes = (Box(sizes_from_json(raw["offsets"]), sizes_from_json(raw["shape"])),)
-    dim = raw.get("dim", 0)
-    begins = [0, *accumulate(box.shape[dim] if shape else 1 for box in boxes)]
-    joined = {(*box.shape[:dim], begins[-1], *box.shape[dim + 1 :]) for box in boxes}
-    if shape and (joined or {(*shape[:dim], 0, *shape[dim + 1 :])}) != {shape}:
-        raise ValueError(f"boxes {[str(box) for box in boxes]} and the tensor of shape {shape} differ in shape")
     for box in boxes:
         if len(global_shape) != len(shape) or not is_inside(box, global_shape):
             raise ValueError(f"box {box} lies outside the global shape {global_shape}")
+    # A 0-d tensor has no dim along which boxes could be joined: each rank has all of it.
     if not shape:
         return Part(name, shape)
-    segments = tuple((0, begin, box.shape[dim]) for begin, box in zip(begins, boxes, strict=False))
-    return Part(name, shape, (DimSegments(dim, (), segments),), (global_shape, boxes))
+    dim = _counted_from_first(raw.get("dim", 0), shape)
+    segments = []
+    begin = 0
+    others = {(*shape[:dim], *shape[dim + 1 :])}  # the sizes of all other dims are those of the rank's tensor
+    for box in boxes:
+        segments.append((0, begin, box.shape[dim]))
+        begin += box.shape[dim]
+        others.add((*box.shape[:dim], *box.shape[dim + 1 :]))
+    if begin != shape[dim] or len(others) > 1:
+        raise ValueError(f"boxes {list(map(str, boxes))} and the tensor of shape {shape} differ in shape")
+    return Part(name, shape, (DimSegments(dim, (), tuple(segments)),), (global_shape, boxes))
 
 
 def _coordinates(rank: int, mesh: Mapping[str, int]) -> dict[str, int]:
@@ -533,6 +581,7 @@ def place_parts(
             )
     if first.fixed is not None:
         return {rank: part.fixed for rank, part in parts.items() if part.fixed is not None}
+    # Each dim by itself: a box is the product of one run of each dim, whatever the order of the cuts is.
     shape = list(first.shape)
     runs = {rank: part.uncut_runs() for rank, part in parts.items()}
     for number, cut in enumerate(first.cuts):
@@ -551,14 +600,14 @@ def _place_cut(
     first = next(iter(parts.values()))
     axes, dim = first.cuts[number].axes, first.cuts[number].dim
     ranks = sorted(parts)
-    index_of = {rank: number for number, rank in enumerate(ranks)}  # along the axes
-    if axes is not None:
-        index_of = {rank: _index(rank, axes, mesh) for rank in ranks}
+    index_of: dict[int, int] = {}  # along the axes
     first_rank: dict[int, int] = {}  # by index along the axes
     placed: list[tuple[int, int, int, int]] = []  # block, index along the axes, number of the segment, size
     for rank in ranks:
-        index, segments = index_of[rank], parts[rank].cuts[number].segments
+        index = index_of[rank] = len(index_of) if axes is None else _index(rank, axes, mesh)
+        segments = parts[rank].cuts[number].segments
         other = first_rank.setdefault(index, rank)
+        # Ranks that differ only in other axes have copies of a part, which is placed once.
         if other == rank:
             for position, (block, _, size) in enumerate(segments):
                 placed.append((block, index, position, size))
@@ -570,7 +619,7 @@ def _place_cut(
                 rank=rank,
                 path=paths.get(rank),
             )
-    num_indices = len(parts) if axes is None else math.prod(mesh[axis] for axis in axes)
+    num_indices = len(parts) if axes is None else math.prod(map(mesh.__getitem__, axes))
     absent = sorted(set(range(num_indices)) - set(first_rank))
     if absent:
         raise IncompleteError(
@@ -579,6 +628,8 @@ def _place_cut(
         )
     begins: dict[tuple[int, int], int] = {}  # by index along the axes and number of the segment
     at = 0
+    # Block after block, in each of them rank after rank: so q, k and v of a fused tensor are whole again. Of q0 k0 on
+    # one rank and q1 k1 on the next it makes q0 q1 k0 k1.
     for _, index, position, size in sorted(placed):
         begins[index, position] = at
         at += size
@@ -598,22 +649,28 @@ def _some(numbers: Sequence[int]) -> str:
 def renumber_names(names: Mapping[int, Mapping[str, str]], layout: Layout) -> dict[int, dict[str, str]]:
     """Return each rank's names, in which the numbers of `renumber` rules continue over the ranks.
 
-    `names` maps each name to the one by which its rule is found, which differs for tensors that a rule has split.
+    `names` maps each name to the one by which its rule is found, which differs for tensors that a rule has split. If
+    ranks 0 and 1 have two layers each, "layers.0.w" of rank 1 becomes "layers.2.w".
     """
-    renamed = {rank: {name: name for name in rank_names} for rank, rank_names in names.items()}
-    for component in sorted({component for rule in layout.rules.values() for component, _ in rule.renumber}):
+    renamed = {rank: dict(zip(rank_names, rank_names, strict=True)) for rank, rank_names in names.items()}
+    components: set[str] = set()
+    for rule in layout.rules.values():
+        components.update(component for component, _ in rule.renumber)
+    # One after another, as a name may have two numbers: of a layer, and of an expert in it.
+    for component in sorted(components):
         numbered = []
         counts: dict[object, dict[int, int]] = {}  # how many numbers there are, by group and coordinate in it
         for rank, new_names in renamed.items():
             for name, new_name in new_names.items():
-                rule = layout.rule_for(names[rank][name])
-                for rule_component, axes in rule.renumber if rule is not None else ():
-                    if rule_component == component:
-                        parsed = _parse_numbered(new_name, component, axes, layout.mesh, rank)
-                        numbered.append((rank, name, parsed))
-                        group = counts.setdefault(parsed.group, {})
-                        group[parsed.coordinate] = max(group.get(parsed.coordinate, 0), parsed.number + 1)
-                        break
+                rule_of_name = layout.rule_for(names[rank][name])
+                axes_of = {} if rule_of_name is None else dict(reversed(rule_of_name.renumber))
+                if component in axes_of:
+                    parsed = _parse_numbered(new_name, component, axes_of[component], layout.mesh, rank)
+                    numbered.append((rank, name, parsed))
+                    group = counts.setdefault(parsed.group, {})
+                    # By the highest number of any tensor: some layers lack tensors that others have.
+                    group[parsed.coordinate] = max(group.get(parsed.coordinate, 0), parsed.number + 1)
+        # Only now, when all ranks' counts are in.
         for rank, name, parsed in numbered:
             before = 0
             for coordinate, count in counts[parsed.group].items():
@@ -658,7 +715,10 @@ def with_dots(path: str) -> str:
 
 
 def _fits(name: str, pattern: str) -> bool:
-    """Whether a pattern matches a name. An index may stand in brackets in both, as in messages, or after a dot."""
+    """Whether a pattern matches a name. An index may stand in brackets in both, as in messages, or after a dot.
+
+    "blocks.*" and "blocks[0]" match "blocks[0]", and "blocks[0]" matches "blocks.0".
+    """
     if fnmatch.fnmatchcase(name, pattern) or name == with_dots(pattern):
         return True
     return "[" in name and (name == pattern or fnmatch.fnmatchcase(with_dots(name), pattern))
@@ -684,16 +744,19 @@ def layout_advice(shapes: Sequence[tuple[int, ...]], rule: Callable[[int], str])
         rule: writes the rule for a dim.
     """
     first = shapes[0]
-    if any(len(shape) != len(first) for shape in shapes):
+    if set(map(len, shapes)) != {len(first)}:
         return ""
-    dims = [dim for dim in range(len(first)) if len({shape[dim] for shape in shapes}) > 1]
-    if len(dims) > 1:
+    differing = []
+    for dim, sizes in enumerate(zip(*shapes, strict=True)):
+        if len(set(sizes)) > 1:
+            differing.append(dim)
+    if len(differing) > 1 or not first:
         return ""
-    if dims or len(first) == 1:
-        return rule(dims[0] if dims else 0)
-    if not first:
-        return ""
+    if differing or len(first) == 1:
+        return rule(max(differing, default=0))
     rules = ", or ".join(map(rule, range(len(first))))
     check = f"it is the dim along which the model's tensor is larger than a rank's {list(first)}"
-    words = '; in a tp_plan "colwise" is dim 0 of a weight, "rowwise" dim 1' if len(first) == 2 else ""
+    words = ""
+    if len(first) == 2:
+        words = '; in a tp_plan "colwise" is dim 0 of a weight, "rowwise" dim 1'
     return f"{rules} ({check}{words})"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, product
+from operator import attrgetter
 from typing import NamedTuple
 
 from statexchange.messages import Shared
@@ -30,16 +31,19 @@ __all__ = [
     "runs_by_dim",
 ]
 
+# Of one rank, in one dim or as boxes of one tensor. A placement in a file is a few bytes, whatever it asks for.
 _MAX_PIECES = 1 << 16
 
 Run = tuple[int, int]  # (begin, end) in a dim
+_begin_of = attrgetter("begin")
 
 
 class DimSplit(NamedTuple):
     """One mesh axis splits `dim` into as many parts as it has ranks.
 
     Each part is one run, as with Shard. With a `split_factor`, as with _StridedShard, the dim is first cut into
-    `split_factor` pieces, and a part has one run of every piece.
+    `split_factor` pieces, and a part has one run of every piece. Of 8 indices on 2 ranks the first has ``[0:4]``, or
+    with a `split_factor` of 2 ``[0:2]`` and ``[4:6]``.
     """
 
     dim: int
@@ -53,7 +57,7 @@ def local_boxes(
 
     `splits` has one entry per mesh axis, None for Replicate, and is applied from the first axis on. Sizes follow
     `torch.chunk`: all parts are as large as the first, the last ones smaller or empty. A local tensor without elements
-    has no boxes.
+    has no boxes. Of an (8, 2) tensor, whose rows a mesh of 4 splits, the rank at (1,) has ``[2:4, 0:2]`` at (0, 0).
 
     Raises:
         ValueError: the arguments do not describe a placement.
@@ -61,6 +65,8 @@ def local_boxes(
     if not len(mesh_shape) == len(coordinate) == len(splits):
         raise ValueError(f"{len(splits)} placements for a mesh of {len(mesh_shape)} axes")
     runs: list[list[Run]] = [[(0, size)] for size in shape]
+    # An axis divides what the axes before it have left, as a DTensor's placements do: a later one that splits the same
+    # dim divides the runs of one rank, not the dim.
     for parts, index, split in zip(mesh_shape, coordinate, splits, strict=True):
         if not 0 <= index < parts:
             raise ValueError(f"coordinate {tuple(coordinate)} lies outside a mesh of shape {tuple(mesh_shape)}")
@@ -70,12 +76,15 @@ def local_boxes(
             runs[split.dim] = _joined(_part(runs[split.dim], parts, index, split.split_factor))
             if len(runs[split.dim]) > _MAX_PIECES:
                 raise ValueError(f"a rank would hold {len(runs[split.dim])} pieces of one dim")
-    if not all(_length(dim_runs) for dim_runs in runs):
+    if not all(map(_length, runs)):
         return []
     if math.prod(map(len, runs)) > _MAX_PIECES:
         raise ValueError(f"a rank would hold {math.prod(map(len, runs))} boxes of one tensor")
-    boxes = boxes_of_runs([[(begin, end - begin) for begin, end in dim_runs] for dim_runs in runs])
-    return list(zip(boxes, product(*map(_begins, runs)), strict=True))
+    sized = []
+    for dim_runs in runs:
+        sized.append([(begin, end - begin) for begin, end in dim_runs])
+    # Both products are in C order, so that boxes and offsets go in pairs.
+    return list(zip(boxes_of_runs(sized), product(*map(_begins, runs)), strict=True))
 
 
 def _length(runs: Sequence[Run]) -> int:
@@ -92,11 +101,13 @@ def _part(runs: list[Run], parts: int, index: int, split_factor: int) -> list[Ru
     """Divide the elements of `runs` into `parts` parts, and return the runs of part `index`."""
     size = _length(runs)
     step = -(-size // split_factor)
+    # Before the loop, which makes something for each piece. `local_boxes` counts again when neighbours are joined.
     if split_factor > 1 and step and -(-size // step) > _MAX_PIECES:
         raise ValueError(f"a dim would be cut into {-(-size // step)} pieces")
     positions = []
     for begin in range(0, size, step or 1):
         length = min(step, size - begin)
+        # Rounded up, as torch.chunk does it, so that the last parts are smaller or empty.
         part_size = -(-length // parts)
         positions.append((begin + min(index * part_size, length), begin + min((index + 1) * part_size, length)))
     return _between(runs, positions)
@@ -105,7 +116,7 @@ def _part(runs: list[Run], parts: int, index: int, split_factor: int) -> list[Ru
 def _between(runs: Sequence[Run], positions: Sequence[Run]) -> list[Run]:
     """Return the parts of `runs` at ascending positions, which number the elements of all runs in order.
 
-    Each run is visited once.
+    In the runs (0, 4) and (10, 14) the positions (2, 6) are (2, 4) and (10, 12). Each run is visited once.
     """
     parts: list[Run] = []
     number = position = 0  # the run, and the position at which it begins
@@ -114,7 +125,7 @@ def _between(runs: Sequence[Run], positions: Sequence[Run]) -> list[Run]:
         while low < last:
             begin, end = runs[number]
             next_position = position + end - begin
-            if next_position <= low:
+            if next_position <= low:  # the run ends before
                 number, position = number + 1, next_position
                 continue
             high = min(last, next_position)
@@ -131,11 +142,15 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
             merged[-1] = (merged[-1][0], end)
         else:
             merged.append((begin, end))
+    # Never without a run: a dim without elements is one empty run, which further axes can divide.
     return merged or [(0, 0)]
 
 
 class Placement(NamedTuple):
-    """The shape of a mesh, whose ranks are numbered in C order, and what each axis splits (None: it replicates)."""
+    """The shape of a mesh, whose ranks are numbered in C order, and what each axis splits (None: it replicates).
+
+    HSDP of 2 replicas over 4 ranks each: ``Placement((2, 4), (None, DimSplit(0)))``.
+    """
 
     mesh_shape: tuple[int, ...]
     splits: tuple[DimSplit | None, ...]
@@ -205,23 +220,29 @@ class DimRun:
 @lru_cache(maxsize=4096)
 def _runs(size: int, mesh_shape: tuple[int, ...], splits: tuple[DimSplit | None, ...]) -> tuple[DimRun, ...]:
     """Return all runs of a dim in order. `splits` has an entry for each axis that splits this dim, None for others."""
-    axes = [axis for axis, split in enumerate(splits) if split is not None]
-    shape = tuple(mesh_shape[axis] for axis in axes)
-    dim_splits = tuple(DimSplit(0, split.split_factor) for split in splits if split is not None)
-    if dim_splits == (DimSplit(0),):  # by arithmetic, as one axis may have thousands of ranks
+    axes, shape, dim_splits = [], [], []
+    for axis, split in enumerate(splits):
+        if split is not None:
+            axes.append(axis)
+            shape.append(mesh_shape[axis])
+            dim_splits.append(DimSplit(0, split.split_factor))
+    if dim_splits == [DimSplit(0)]:  # by arithmetic, as one axis may have thousands of ranks
         return tuple(_chunks_within(0, size, size, axes[0], mesh_shape))
     runs = []
+    # A dim that no axis splits has one run, of the one empty coordinate.
     for index in product(*map(range, shape)):
+        # Of the dim alone: what other axes do to other dims does not change its runs.
         boxes = local_boxes((size,), shape, index, dim_splits)
         coordinates = tuple(zip(axes, index, strict=True))
         for number, (box, _) in enumerate(boxes):
             runs.append(DimRun(box.offsets[0], box.shape[0], coordinates, number, len(boxes)))
-    return tuple(sorted(runs, key=lambda run: run.begin))
+    return tuple(sorted(runs, key=_begin_of))
 
 
 def runs_by_dim(shape: tuple[int, ...], placement: Placement) -> list[tuple[DimRun, ...]]:
     """Return the runs of each dim, in order."""
     runs = []
+    # With the splits of this dim alone, so that dims of one size share their runs whatever splits the other dims.
     for dim, size in enumerate(shape):
         splits: list[DimSplit | None] = []
         for split in placement.splits:
@@ -252,6 +273,7 @@ def parts_within(shape: tuple[int, ...], placement: Placement, box: Box) -> list
         for axis, split in enumerate(placement.splits):
             if split is not None and split.dim % len(shape) == dim:
                 axes.append((axis, split))
+        # By arithmetic, as in `_runs`: without a list of thousands of runs, of which one or two are wanted.
         if len(axes) == 1 and axes[0][1].split_factor == 1:
             overlapping.append(_chunks_within(begin, size, whole, axes[0][0], placement.mesh_shape))
             continue
@@ -270,16 +292,17 @@ def parts_within(shape: tuple[int, ...], placement: Placement, box: Box) -> list
 
 
 def _chunks_within(begin: int, size: int, whole: int, axis: int, mesh_shape: Sequence[int]) -> list[DimRun]:
-    """Return the chunks of a dim of `whole` indices, as torch.chunk has them, that have indices of a run."""
+    """Return the chunks of a dim of `whole` indices, as torch.chunk has them, that have indices of a run.
+
+    Of 10 indices on 4 ranks, of which each has 3 and the last one 1, the run of 4 from 2 on has those of ranks 0 and 1.
+    """
     chunk = -(-whole // mesh_shape[axis])
-    runs = []
-    for at in range(begin // chunk, -(-min(begin + size, whole) // chunk)) if chunk else ():
+    runs: list[DimRun] = []
+    if not chunk:
+        return runs
+    for at in range(begin // chunk, -(-min(begin + size, whole) // chunk)):
         runs.append(DimRun(at * chunk, min(chunk, whole - at * chunk), ((axis, at),), 0, 1))
     return runs
-
-
-def _begin_of(run: DimRun) -> int:
-    return run.begin
 
 
 def _covers_dim(runs: Sequence[DimRun], size: int) -> bool:

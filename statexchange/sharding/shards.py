@@ -42,13 +42,17 @@ __all__ = [
 
 _T = TypeVar("_T")
 
-MAX_DIMS = 64
+MAX_DIMS = 64  # as numpy 2 has it
 _FEW_BOXES = 16  # the most of one tensor for which the check that they lie inside is cached
+# Of a dim or an offset in a file: begins, ends and their bytes, added up, then stay far below the 2**63 of an int64.
 MAX_SIZE = 1 << 48
 
 
 class Box(NamedTuple):
-    """A block of a tensor: it covers ``offsets[d] <= index[d] < offsets[d] + shape[d]`` in every dim d."""
+    """A block of a tensor: it covers ``offsets[d] <= index[d] < offsets[d] + shape[d]`` in every dim d.
+
+    ``Box((2, 0), (2, 4))``, which messages show as ``[2:4, 0:4]``, is the rows 2 and 3 of a tensor with 4 columns.
+    """
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
@@ -132,12 +136,15 @@ def numel_of(shape: tuple[int, ...]) -> int:
 
 
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a tensor of `shape` in C order."""
+    """Return the strides, in elements, of a tensor of `shape` in C order: (12, 4, 1) for (2, 3, 4)."""
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def linear_offset(box: Box, shape: Sequence[int]) -> int:
-    """Return the position of a box's first element in the C order of a tensor of `shape`."""
+    """Return the position of a box's first element in the C order of a tensor of `shape`.
+
+    Of a box that begins at (2, 1), in a tensor of shape (4, 3), it is 7.
+    """
     position = 0
     for offset, size in zip(box.offsets, shape, strict=True):
         position = position * size + offset
@@ -145,18 +152,26 @@ def linear_offset(box: Box, shape: Sequence[int]) -> int:
 
 
 def index_at(position: int, box: Box) -> tuple[int, ...]:
-    """Return the index, in the tensor, of the element at a position in the C order of a box."""
-    index: list[int] = []
+    """Return the index, in the tensor, of the element at a position in the C order of a box.
+
+    Position 4 of the box ``[2:4, 1:4]`` is its second row's second element, (3, 2).
+    """
+    index = []
     for size, offset in zip(reversed(box.shape), reversed(box.offsets), strict=True):
         position, local = divmod(position, size)
-        index.insert(0, offset + local)
-    return tuple(index)
+        index.append(offset + local)
+    return tuple(reversed(index))
 
 
 def c_contiguous(box: Box, shape: Sequence[int]) -> bool:
     """Whether a box is one run of the C order of a tensor of `shape`."""
-    cut_dims = [dim for dim in range(len(shape)) if box.shape[dim] != shape[dim]]
-    return not cut_dims or all(size == 1 for size in box.shape[: cut_dims[-1]])
+    is_cut = False
+    for size, whole in zip(reversed(box.shape), reversed(shape), strict=True):
+        # In front of a dim that is cut, a second index would begin after a gap.
+        if is_cut and size != 1:
+            return False
+        is_cut = is_cut or size != whole
+    return True
 
 
 @functools.lru_cache(1024)
@@ -184,10 +199,14 @@ def selected_box(shape: Sequence[int], index: Sequence[int | slice]) -> Box:
     """
     if len(index) > len(shape):
         raise IndexError(f"{len(index)} indices for {len(shape)} dims")
-    offsets, sizes = list((0,) * len(shape)), list(shape)
+    offsets, sizes = [0] * len(shape), list(shape)
     for dim, key in enumerate(index):
+        # A range refuses and counts from the end as a list does, so that no index needs a rule of its own here.
         selected = range(shape[dim])[key]
-        offsets[dim], sizes[dim] = (selected, 1) if isinstance(selected, int) else (selected.start, len(selected))
+        if isinstance(selected, int):
+            offsets[dim], sizes[dim] = selected, 1
+        else:
+            offsets[dim], sizes[dim] = selected.start, len(selected)
     return Box(tuple(offsets), tuple(sizes))
 
 
@@ -217,7 +236,10 @@ def intersect(box: Box, other: Box) -> Box | None:
 
 
 def boxes_of_runs(runs: Sequence[Sequence[tuple[int, int]]]) -> tuple[Box, ...]:
-    """Return the boxes of all combinations of one run of each dim; a run is its begin and its size."""
+    """Return the boxes of all combinations of one run of each dim; a run is its begin and its size.
+
+    ``[[(0, 2), (4, 2)], [(0, 3)]]`` are the boxes ``[0:2, 0:3]`` and ``[4:6, 0:3]``.
+    """
     boxes = []
     for chosen in product(*runs):
         boxes.append(Box(tuple(begin for begin, _ in chosen), tuple(size for _, size in chosen)))
@@ -286,7 +308,7 @@ class Shard:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of the stored bytes: that of the box, or one dim for several boxes."""
+        """The shape of the stored bytes: that of the box, or one dim for several boxes, which lie one after another."""
         if len(self.boxes) == 1:
             return self.boxes[0].shape
         return (sum(box.numel for box in self.boxes),)
@@ -346,12 +368,14 @@ def boxes_of_run(shape: tuple[int, ...], begin: int, end: int) -> tuple[Box, ...
     boxes = []
     at = begin
     while at < end:
-        # The slowest dim of which at least one whole index begins here and ends within the run.
+        # The slowest dim of which at least one whole index begins here and ends within the run. The last dim always
+        # does, as its stride is one element.
         dim = 0
         while at % strides[dim] or at + strides[dim] > end:
             dim += 1
         index = at // strides[dim] % shape[dim]
         size = min(shape[dim] - index, (end - at) // strides[dim])
+        # One index of each slower dim, some of this one, and all of the faster ones.
         offsets = [at // strides[outer] % shape[outer] for outer in range(dim)]
         rest = shape[dim + 1 :]
         boxes.append(Box((*offsets, index, *(0,) * len(rest)), (*(1,) * dim, size, *rest)))

@@ -145,8 +145,11 @@ def assign_hosts(plan: WritePlan, nodes: Sequence[int], sees: Sequence[bool]) ->
     import numpy as np
 
     num_nodes = max(nodes) + 1
-    without_access = {node for node, sees_it in zip(nodes, sees, strict=True) if not sees_it}
-    candidates = [node for node in range(num_nodes) if node not in without_access]
+    candidates = set(range(num_nodes))
+    for node, sees_it in zip(nodes, sees, strict=True):
+        if not sees_it:
+            # All ranks of a host write its files in place.
+            candidates.discard(node)
     tensors_of: list[list[tuple[Pieces, int]]] = [[] for _ in plan.files]
     for tensor in plan.tensors:
         tensors_of[tensor.file].append((tensor.pieces, ITEMSIZE[tensor.dtype]))
@@ -157,6 +160,8 @@ def assign_hosts(plan: WritePlan, nodes: Sequence[int], sees: Sequence[bool]) ->
         np.add.at(by_node, np.array(nodes), nbytes_by_holder(of_file, len(nodes)))
         nbytes: list[int] = by_node.tolist()
         total = sum(nbytes)
+        # What a host writes costs its disk or link to the server, and what it lacks costs the network between hosts. Of
+        # equal ones the first is chosen, so that the assignment is the same whenever it is made.
         chosen = min(candidates, key=lambda node: (load[node] + total - nbytes[node], node))
         load[chosen] += total
         assigned.append(chosen)

@@ -71,7 +71,8 @@ __all__ = [
 
 _TEMPORARY = re.compile(r"\.tmp-[0-9a-f]{16}(?:\.(.+))?")
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2  # flags of renameat2(2)
-_SMALL_BYTES, _JOINED_BYTES = 16 << 10, 256 << 10  # parts that are joined, and what is written at once
+# Parts up to the first size are joined, and written when they have the second one together.
+_SMALL_BYTES, _JOINED_BYTES = 16 << 10, 256 << 10
 _CLOCK_TICK_S = 0.03  # longer than the tick of any server's clock (4 or 10 ms)
 # Errors of link(2) and symlink(2) on file systems without such links.
 NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK)
@@ -90,7 +91,10 @@ def is_temporary(name: str) -> bool:
 def is_abandoned(name: str) -> bool:
     """Whether this is the name of a temporary file whose writer has provably ended."""
     match = _TEMPORARY.fullmatch(name)
-    owner = Owner.from_name(match[1]) if match is not None and match[1] else None
+    # Those of earlier versions have no owner, so that nothing proves that they are abandoned.
+    if match is None or not match[1]:
+        return False
+    owner = Owner.from_name(match[1])
     return owner is not None and owner.is_dead
 
 
@@ -146,7 +150,8 @@ def new_file(
     temporary = f".tmp-{new_nonce()}.{Owner.current().to_name()}"
     fd = create_file(temporary, dir_fd, path, mode)
     try:
-        with closing(fd, path):  # before the link: close may report a full quota or a lost server
+        # Closed before the link: the close may report a full quota or a lost server.
+        with closing(fd, path):
             file = NewFile(fd, begin, nbytes, path)
             yield file
             file.finish()
@@ -161,7 +166,9 @@ def new_file(
         raise
     try:
         sync_directory(dir_fd, path)
-    except BaseException:  # the name may not survive a power cut, so it must not stay
+    except BaseException:
+        # The name may not survive a power cut, so it must not stay. One that replaced another file does, as the old
+        # content is gone.
         if not overwrite:
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=dir_fd)
@@ -169,7 +176,7 @@ def new_file(
 
 
 class NewFile:
-    """A file under construction, whose space is reserved."""
+    """A file under construction, whose space is reserved first: a full disk is then an error before any write."""
 
     def __init__(self, fd: int, begin: int, nbytes: int, path: str) -> None:
         make_room(fd, nbytes, path)
@@ -185,7 +192,7 @@ class NewFile:
         view = memoryview(part)
         nbytes = view.nbytes
         if nbytes > min(_SMALL_BYTES, len(self._buffer)):
-            self._flush()
+            self._flush()  # first, as parts lie in the order in which they were given
             pwrite_all(self._fd, view.cast("B"), self._at, self._path)
             self._at += nbytes
             return
@@ -220,6 +227,7 @@ def _link(temporary: str, name: str, dir_fd: int, path: str) -> None:
         os.link(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
     except OSError as error:
         if error.errno in NO_LINKS:
+            # Exclusive, too, but on a file system that lacks renameat2 as well only as far as the look before it goes.
             rename_entry(temporary, name, dir_fd=dir_fd, path=path)
             return
         # A retransmitted NFS request may report failure although the link was made.
@@ -295,12 +303,15 @@ def rename_entry(source: str, target: str, *, dir_fd: int, path: str, overwrite:
         StorageError: the rename failed.
     """
     audit("rename", path)
-    identity = identity_of(source, dir_fd, path)
-    code = 0 if overwrite else _renameat2(source, target, _RENAME_NOREPLACE, dir_fd)
-    if code in UNSUPPORTED and identity_of(target, dir_fd, path) is not None:
-        code = errno.EEXIST
-    elif overwrite or code in UNSUPPORTED:
+    identity = identity_of(source, dir_fd, path)  # before: afterwards the source has no name
+    if overwrite:
         code = _rename(source, target, dir_fd)
+    else:
+        code = _renameat2(source, target, _RENAME_NOREPLACE, dir_fd)
+        if code in UNSUPPORTED:
+            # rename(2) replaces an empty directory, or a file, without an error: so look first.
+            exists = identity_of(target, dir_fd, path) is not None
+            code = errno.EEXIST if exists else _rename(source, target, dir_fd)
     # A retransmitted NFS request may report failure although the rename was done.
     if code and identity is not None and identity_of(target, dir_fd, path) == identity:
         return
@@ -326,6 +337,7 @@ def _renameat2(source: str, target: str, flags: int, dir_fd: int) -> int:
     call = libc("renameat2")
     if call is None:
         return errno.ENOSYS
+    # The C library sets errno, which ctypes keeps for this thread; the call itself returns -1.
     failed = call(dir_fd, os.fsencode(source), dir_fd, os.fsencode(target), ctypes.c_uint(flags))
     return ctypes.get_errno() if failed else 0
 

@@ -1,8 +1,8 @@
 """System calls on local files and directories, by descriptors, with the checks that NFS and full disks require.
 
-Mounts say on which file systems that is so; mount options that make reads stale or locks ineffective are warned of.
-Directories are opened through their parent: opening the parent makes an NFS client revalidate its cache. Otherwise a
-name that was absent once would stay absent until the directory's cached attributes expire (30 s by default).
+Mounts say on which file systems that is so; a mount option that makes reads stale is warned of. Directories are opened
+through their parent: opening the parent makes an NFS client revalidate its cache. Otherwise a name that was absent once
+would stay absent until the directory's cached attributes expire (30 s by default).
 """
 
 from __future__ import annotations
@@ -83,11 +83,8 @@ PART_BYTES = 4 << 10  # that a part counts for, besides its own: a small one tak
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Identity: TypeAlias = tuple[int, int, int, int]  # device, inode, and, as inode numbers are reused, size and mtime
 
-_NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_CLOEXEC = getattr(os, "O_CLOEXEC", 0)
-_BINARY = getattr(os, "O_BINARY", 0)
-_DIRECTORY = getattr(os, "O_DIRECTORY", 0)
-_NONBLOCK = getattr(os, "O_NONBLOCK", 0)
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# Of system calls on a file system that does not have them.
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 # ESTALE: the directory was removed on the NFS server, and all names in it with it.
 _GONE = (errno.ENOENT, errno.ESTALE)
@@ -95,9 +92,11 @@ _GONE = (errno.ENOENT, errno.ESTALE)
 _MAX_NAME = 255 - len(f".{'0' * 32}.{'0' * 16}.partial") - 1
 _ENDING = r"(?:\.(?P<plan>[0-9a-f]{32}))?\.(?P<nonce>[0-9a-f]{16})\.(?P<kind>owner|partial|replaced|discarded)"
 _HIDDEN = re.compile(r"\.(.+?)" + _ENDING)
-_NFS_REMOVED = re.compile(r"\.nfs[0-9a-f.]+")  # not all of ".nfs": hidden names of a target "nfs" begin so, too
+# Not all of ".nfs": hidden names of a target "nfs" begin so, too.
+_NFS_REMOVED = re.compile(r"\.nfs[0-9a-f.]+")
 _MAX_CHUNK = 1 << 30  # Linux moves at most 2 GiB in one call
-_WRITEBACK_BYTES = 1 << 20  # from this size on a write goes to the disk at once: a page is not written there twice
+# From this size on a write goes to the disk at once. The pages of smaller ones could be written there twice.
+_WRITEBACK_BYTES = 1 << 20
 _START_WRITEBACK = 2  # SYNC_FILE_RANGE_WRITE
 _ADVICE_BYTES = 512 << 10  # of one advice the kernel heeds so much on nearly all disks and NFS mounts
 
@@ -112,13 +111,21 @@ def hidden_entries(name: str, entries: Iterable[str]) -> dict[str, re.Match[str]
 
     The parts are "plan", "nonce" and "kind"; directory_build.py lists them.
     """
+    # By the whole name: ".a.b.<nonce>.owner" is a hidden name of "a.b", and not one of "a".
     pattern = re.compile(re.escape(f".{name}") + _ENDING)
-    matches = ((entry, pattern.fullmatch(entry)) for entry in entries)
-    return {entry: match for entry, match in matches if match is not None}
+    hidden = {}
+    for entry in entries:
+        match = pattern.fullmatch(entry)
+        if match is not None:
+            hidden[entry] = match
+    return hidden
 
 
 def hidden_target(hidden: str) -> str | None:
-    """Return the name of the target that is part of a publisher's hidden name; None for any other name."""
+    """Return the name of the target that is part of a publisher's hidden name; None for any other name.
+
+    That of ``.step-000000700.0123456789abcdef.owner`` is "step-000000700".
+    """
     match = _HIDDEN.fullmatch(hidden)
     return match[1] if match is not None else None
 
@@ -155,41 +162,43 @@ def open_directory(path: str, dir_fd: int | None = None, shown: str | None = Non
     """
     shown = shown or path
     audit("open directory", shown)
-    flags = os.O_RDONLY | _DIRECTORY | _CLOEXEC
     try:
         if dir_fd is not None:
-            return os.open(path, flags | _NOFOLLOW, dir_fd=dir_fd)
-        return _open_through_parent(path, flags)
+            return os.open(path, _DIRECTORY_FLAGS | os.O_NOFOLLOW, dir_fd=dir_fd)
+        return _open_through_parent(path)
     except OSError as error:
         if error.errno in _GONE:
             raise NotFoundError("no such directory", path=shown) from None
         if error.errno in (errno.ENOTDIR, errno.ELOOP):
+            # In an opened directory another process has put something else there. By its path it was never one.
             error_type = UnsafeError if dir_fd is not None else NotFoundError
             raise error_type("not a directory", path=shown) from None
         raise StorageError.of(error, "open directory", path=shown) from error
 
 
-def _open_through_parent(path: str, flags: int) -> int:
+def _open_through_parent(path: str) -> int:
     """Open a directory through its parent; if the parent is absent too, through the grandparent, and so on."""
     parent, name = os.path.split(path.rstrip(os.sep))
+    # The root has no parent, and only the kernel can resolve what comes after a link.
     if name in ("", ".", ".."):
-        return os.open(path, flags)
-    parent_fd = open_parent(parent, flags)
+        return os.open(path, _DIRECTORY_FLAGS)
+    parent_fd = open_parent(parent)
     try:
-        return os.open(name, flags, dir_fd=parent_fd)
+        return os.open(name, _DIRECTORY_FLAGS, dir_fd=parent_fd)
     finally:
         os.close(parent_fd)
 
 
-def open_parent(parent: str, flags: int = os.O_RDONLY | _DIRECTORY | _CLOEXEC) -> int:
+def open_parent(parent: str) -> int:
     """Return a descriptor of a directory in which names will be looked up."""
     parent = parent or "."
     try:
-        return os.open(parent, flags)
+        return os.open(parent, _DIRECTORY_FLAGS)
     except FileNotFoundError:
-        return _open_through_parent(parent, flags)
+        # As a client of NFS may have it in its cache that this one is absent, too.
+        return _open_through_parent(parent)
     except PermissionError:  # search permission without read permission is enough for O_PATH
-        return os.open(parent, flags | getattr(os, "O_PATH", 0))
+        return os.open(parent, _DIRECTORY_FLAGS | getattr(os, "O_PATH", 0))
 
 
 @contextlib.contextmanager
@@ -231,7 +240,7 @@ def make_directory(name: str, dir_fd: int, path: str, mode: int = 0o700) -> bool
     audit("mkdir", path)
     try:
         os.mkdir(name, mode, dir_fd=dir_fd)
-    except FileExistsError:
+    except FileExistsError:  # whoever has made it makes it durable
         return False
     except OSError as error:
         raise StorageError.of(error, "make directory", path=path) from error
@@ -343,12 +352,15 @@ def _owner_of_new(dir_fd: int, path: str) -> int | None:
 def open_file(path: str, dir_fd: int, shown: str | None = None, *, follow: bool = False) -> int:
     """Return a read-only descriptor of a regular file.
 
-    Raises UnsafeError for anything else (opening a FIFO would block), and for a symbolic link unless `follow` is True.
-    `shown` is the full path for messages.
+    Raises UnsafeError for anything else, and for a symbolic link unless `follow` is True. `shown` is the full path for
+    messages.
     """
     shown = shown or path
     audit("open", shown)
-    flags = os.O_RDONLY | _NONBLOCK | _CLOEXEC | _BINARY | (0 if follow else _NOFOLLOW)
+    # Without O_NONBLOCK the open of a FIFO would wait for a writer.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    if not follow:
+        flags |= os.O_NOFOLLOW
     try:
         fd = os.open(path, flags, dir_fd=dir_fd)
     except FileNotFoundError:
@@ -387,7 +399,7 @@ def read_error(error: OSError, doing: str, path: str) -> StorageError:
 def create_file(name: str, dir_fd: int, path: str, mode: int = 0o666) -> int:
     """Create an empty file and return a descriptor for reading and writing; TargetExistsError if the name exists."""
     audit("create", path)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NOFOLLOW | _CLOEXEC | _BINARY
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         return os.open(name, flags, mode, dir_fd=dir_fd)
     except FileExistsError:
@@ -407,8 +419,11 @@ def open_for_writing(path: str, link: str = "", identity: Sequence[int] = ()) ->
         StorageError: it cannot be opened.
     """
     audit("open", path)
+    flags = os.O_RDWR | os.O_CLOEXEC
+    if not link:  # what /proc has of a descriptor is a link
+        flags |= os.O_NOFOLLOW
     try:
-        fd = os.open(link or path, os.O_RDWR | (0 if link else _NOFOLLOW) | _CLOEXEC | _BINARY)
+        fd = os.open(link or path, flags)
     except OSError as error:
         raise StorageError.of(error, "open for writing", path=path) from error
     # The number of a descriptor that was closed is soon that of another file, which must not be written.
@@ -444,11 +459,14 @@ def begin_reading(fd: int, begin: int, nbytes: int) -> None:
 def pwrite_all(fd: int, buffer: Buffer, offset: int, path: str) -> None:
     """Write all of `buffer` at `offset`, and let the disk begin with a large one at once."""
     view = memoryview(buffer)
-    view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty array's view cannot be cast
+    if not view.nbytes:  # an empty array's view cannot be cast
+        return
+    view = view.cast("B")
     done = 0
     try:
         while done < len(view):
-            count = os.pwrite(fd, view[done : done + _MAX_CHUNK], offset + done)  # may be less, without an error
+            # It may be less, without an error: before a full disk, or a limit of the file's size.
+            count = os.pwrite(fd, view[done : done + _MAX_CHUNK], offset + done)
             if not count:
                 raise OSError(errno.EIO, "the system wrote 0 bytes")
             done += count
@@ -467,6 +485,7 @@ def _begin_writeback(fd: int, offset: int, nbytes: int) -> None:
     if call is not None:
         import ctypes
 
+        # By their types: ctypes passes a Python int as 32 bits.
         call(fd, ctypes.c_int64(offset), ctypes.c_int64(nbytes), _START_WRITEBACK)
 
 
@@ -525,6 +544,7 @@ def remove_entry(name: str, path: str, dir_fd: int) -> None:
         remove_file(name, path, dir_fd)
         return
     except StorageError as error:
+        # Of a directory Linux says EISDIR, and POSIX EPERM.
         if error.errno not in (errno.EISDIR, errno.EPERM):
             raise
     with directory(name, dir_fd, path) as below:
@@ -554,7 +574,9 @@ def digest(*parts: Buffer) -> str:
 
 def reserve(fd: int, nbytes: int, path: str, begin: int = 0) -> bool:
     """Reserve `nbytes` of a file from `begin` on, so that a full disk is an error now. False if unsupported."""
-    code = _fallocate(fd, begin, nbytes) if nbytes else 0
+    code = 0
+    if nbytes:  # else EINVAL
+        code = _fallocate(fd, begin, nbytes)
     if code and code not in UNSUPPORTED:
         raise StorageError(f"cannot reserve {nbytes} bytes: {os.strerror(code)}{remedy(code)}", errno=code, path=path)
     return not code
@@ -604,25 +626,8 @@ def libc(name: str) -> Callable[..., int] | None:
 
 _log = logging.getLogger(__name__)
 _MEMORY = frozenset({"tmpfs", "ramfs"})
-_NETWORK = frozenset(
-    {
-        "nfs",
-        "nfs4",
-        "cifs",
-        "smb3",
-        "ceph",
-        "lustre",
-        "gpfs",
-        "beegfs",
-        "9p",
-        "afs",
-        "virtiofs",
-        "fuse.sshfs",
-        "fuse.juicefs",
-        "fuse.glusterfs",
-        "fuse.ceph",
-    }
-)
+_NETWORK = frozenset({"nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "9p", "afs", "virtiofs"})
+_NETWORK |= {"fuse.sshfs", "fuse.juicefs", "fuse.glusterfs", "fuse.ceph"}
 _KERNEL = frozenset({"proc", "sysfs", "cgroup", "cgroup2", "securityfs", "debugfs", "tracefs", "devpts"})
 
 
@@ -663,6 +668,7 @@ def _mounts() -> tuple[Mount, ...]:
 @functools.lru_cache(maxsize=1)  # a scan asks once per directory, and mounts seldom change
 def _parsed(text: bytes) -> tuple[Mount, ...]:
     mounts = []
+    # "36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw,errors=continue"
     for line in os.fsdecode(text).split("\n"):
         row = line.split()
         if not row:  # after the last line
@@ -689,7 +695,7 @@ _looked_at: set[int] = set()  # device numbers of file systems: a scan opens ver
 
 
 def warn_of_options(path: str) -> None:
-    """Warn once per file system about NFS options of `path` that make reads stale or locks ineffective.
+    """Warn once per file system about an NFS option of `path` that makes reads stale.
 
     Not collective. Does nothing if there is no such path.
     """

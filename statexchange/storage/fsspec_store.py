@@ -17,7 +17,7 @@ import os
 import secrets
 import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 _NUM_WINDOWS = 8  # that a file has: several threads may read it, each in another place
-_GAP_BYTES = 64 << 10  # from the end of one read to one that goes on there
+_GAP_BYTES = 64 << 10  # from the end of one read to another that counts as going on there
 _LEAST_BYTES = 64 << 10
 _NOTHING = memoryview(b"")
 
@@ -77,19 +77,24 @@ class ReadAhead:
         self._windows: list[_Window] = []  # the one that was used last comes last
 
     def read(self, begin: int, end: int) -> list[memoryview]:
-        """Return the bytes from `begin` to `end`, which is not beyond the file, in one or two pieces."""
+        """Return the bytes from `begin` to `end`, which is not beyond the file, in one or two pieces.
+
+        Of a file that was read up to 128 KiB, of which a window has the last 64 KiB, a read of [120 KiB, 130 KiB) takes
+        8 KiB from the window, and fetches the 128 KiB that follow it.
+        """
         last = self._window_for(begin)
-        known, ahead = _NOTHING, 0
+        buffered, ahead = _NOTHING, 0
         if last is not None:
-            known = last.data[begin - last.begin : end - last.begin]
+            buffered = last.data[begin - last.begin : end - last.begin]
             ahead = min(self._window_bytes, max(_LEAST_BYTES, 2 * len(last.data)))
-        first = begin + len(known)
+        first = begin + len(buffered)
         if first == end:
-            return [known]
+            return [buffered]
         data = memoryview(self._fetch(first, max(end, min(first + ahead, self._size))))
-        is_kept = len(data) <= self._window_bytes
-        self._use(_Window(first, data) if is_kept else _Window(end, _NOTHING), instead_of=last)
-        return [known, data[: end - first]]
+        # Of a read that is larger than a window only its end is remembered, so that the next one may go on there.
+        window = _Window(first, data) if len(data) <= self._window_bytes else _Window(end, _NOTHING)
+        self._use(window, instead_of=last)
+        return [buffered, data[: end - first]]
 
     def _window_for(self, begin: int) -> _Window | None:
         """Return the window that has byte `begin`, or ends shortly before it."""
@@ -100,6 +105,7 @@ class ReadAhead:
         return None
 
     def _use(self, window: _Window, *, instead_of: _Window | None) -> None:
+        # A new list each time: other threads may be searching the old one.
         with self._lock:
             others = [other for other in self._windows if other is not instead_of]
             self._windows = [*others[1 - _NUM_WINDOWS :], window]
@@ -125,8 +131,9 @@ def storage_errors(doing: str, url: str) -> Iterator[None]:
         if failure is not None:
             reason = _redacted(str(failure), url)
             raise StorageError(f"cannot {doing}: {reason}", path=url) from _cause(failure, url)
+        # s3fs says "The specified bucket does not exist", without an error code; a path may have the word in it, too.
         path = url.rpartition("://")[2].strip("/")
-        is_bucket = "bucket" in str(error).replace(path, "").lower()  # a path may have the word in it
+        is_bucket = "bucket" in str(error).replace(path, "").lower()
         raise NotFoundError(_NO_BUCKET if is_bucket else "no such path", path=url) from None
     except FileExistsError:
         raise TargetExistsError("the object exists", path=url) from None
@@ -147,7 +154,8 @@ def _failure_of_server(error: FileNotFoundError) -> Exception | None:
     cause = error.__cause__
     if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):  # no connection
         return cause
-    status = getattr(cause, "status", None)  # of an answer, in aiohttp's errors
+    # Of an answer, in aiohttp's errors; 404 and 410 say that there is nothing.
+    status = getattr(cause, "status", None)
     return cause if isinstance(cause, Exception) and isinstance(status, int) and status not in (404, 410) else None
 
 
@@ -201,13 +209,16 @@ def _check_regular(path: str, url: str) -> None:
 
 def tags_of_info(info: Mapping[str, Any]) -> str:
     """Return what tags a version of an object in its store's info; "" without."""
-    return " ".join(str(info[key]) for key in _TAGS if info.get(key) is not None)
+    return _joined(info, _TAGS)
 
 
 def version_of_info(info: Mapping[str, Any]) -> str | None:
     """Return the version in a store's info about an object, its tags or else its times; None if it has none."""
-    times = (str(info[key]) for key in _TIMES if info.get(key) is not None)
-    return tags_of_info(info) or " ".join(times) or None
+    return tags_of_info(info) or _joined(info, _TIMES) or None
+
+
+def _joined(info: Mapping[str, Any], keys: Sequence[str]) -> str:
+    return " ".join(str(info[key]) for key in keys if info.get(key) is not None)
 
 
 def _time_of_info(info: Mapping[str, Any]) -> float | None:
@@ -264,6 +275,7 @@ class FsspecFile(StoredFile):
         except NotFoundError:  # it was there when it was opened
             raise ReplacedError("removed while it was read", path=self.path) from None
         nbytes = end - begin
+        # The whole object, for a part of it.
         if len(data) == self.size > nbytes:
             raise UnsupportedError(
                 "this server does not answer range requests: copy the file here first", path=self.path
@@ -352,9 +364,9 @@ class FsspecStore(Store):
 
     def below(self, name: str, *, private: bool = False) -> FsspecStore:  # noqa: ARG002 (an object store has no file permissions)
         """Return the store of the objects below `name`; nothing is requested."""
-        found = FsspecStore(f"{self._url}/{name}", self._system, f"{self._path}/{name}")
-        found.budget = self.budget
-        return found
+        store = FsspecStore(f"{self._url}/{name}", self._system, f"{self._path}/{name}")
+        store.budget = self.budget
+        return store
 
     def is_current(self) -> bool:
         """Whether all listed and opened objects are unchanged: an object store has no directory to pin."""
@@ -362,7 +374,7 @@ class FsspecStore(Store):
         try:
             for file in self._opened.values():
                 file.check_unchanged()
-            if not before:
+            if not before:  # nothing was listed
                 return True
             current = FsspecStore(self._url, self._system, self._path)
             current.listing  # noqa: B018 (fills `_infos`)
@@ -385,5 +397,6 @@ def open_url(url: str) -> tuple[FsspecStore, str | None]:
         return FsspecStore(url, system, path), None
     name = without_secrets(url).rstrip("/").rpartition("/")[2]
     store = FsspecStore(url.partition("?")[0].rstrip("/").rpartition("/")[0], system, path.rpartition("/")[0])
+    # Under its name alone: the query of a signed URL opens this one object.
     store.add(name, FsspecFile(system, path, url, info))
     return store, name

@@ -227,6 +227,7 @@ class Attempts:
             ReplacedError: the path was replaced in each of 40 attempts.
         """
         while self._count < _ATTEMPTS:
+            # Longer and longer, as a replacement takes microseconds on a disk and many requests over a network.
             if self._count:
                 time.sleep(min(0.001 * 2**self._count, 0.05))
             self._count += 1
@@ -253,6 +254,7 @@ class Attempts:
     def _is_replaced(self, opened: OpenedPath, error: StateExchangeError) -> bool:
         if isinstance(error, ReplacedError) or not opened.is_current():
             return True
+        # Only what a half-removed directory looks like is worth a wait.
         if not opened.is_shared or not isinstance(error, NotFoundError | IncompleteError | CorruptError):
             return False
         if self._stale_until is None:
@@ -292,12 +294,14 @@ def read_json(file: StoredFile, limit: int = MAX_MANIFEST_BYTES) -> object:
     refused at the first window that cannot be JSON, so that a large sparse file costs one window.
     """
     check_size(file.size, limit, file.path)
-    data = bytearray()  # grows with each window: allocating the full size would touch all of its memory
+    # It grows with each window: allocating the full size would touch all of its memory.
+    data = bytearray()
     while len(data) < file.size or not data:
         window = bytearray(min(_WINDOW_BYTES, file.size - len(data)))
         file.read_into(memoryview(window), len(data))
         if not data and not window[:64].lstrip().startswith(b"{"):
             raise CorruptError("broken JSON: it is not an object", path=file.path)
+        # JSON has no zero bytes, and blocks that were never written, as after a power cut, have nothing else.
         if 0 in window:
             problem = f"broken JSON: byte {len(data) + window.index(0)} is zero, as if it had not been written"
             raise CorruptError(problem, path=file.path)
@@ -320,8 +324,9 @@ def parse_json(
         CorruptError: the text is broken, has duplicate keys, is nested too deeply, or would take more memory once
             parsed than the budget has: 16 times its size, and 32 MiB for all texts of a source together.
     """
+    # Not by json.loads, which would accept bytes in UTF-16, too.
     try:
-        text = data if isinstance(data, str) else str(data, "utf-8")  # json.loads would also accept UTF-16 bytes
+        text = data if isinstance(data, str) else str(data, "utf-8")
     except ValueError as error:
         raise CorruptError(f"broken JSON: {error}", path=path) from None
     check_parsed_size(text, path, budget)
@@ -337,6 +342,7 @@ def check_parsed_size(text: str, path: str, budget: Budget) -> int:
 
     Raises CorruptError if the budget does not have it.
     """
+    # Brackets within texts count, too: it may be too high, and not too low. Counting takes far less than parsing.
     nbytes = _CONTAINER_BYTES * (text.count("[") + text.count("{")) + _VALUE_BYTES * text.count(",")
     nbytes += _KEY_BYTES * text.count(":")
     for key in _REPEATED_KEYS:
@@ -362,6 +368,7 @@ def _with_objects(parsed: object, path: str, max_depth: int) -> object:
             entries = container.items() if type(container) is dict else enumerate(container)
             for key, value in entries:
                 if type(value) is tuple:
+                    # Readers that keep the first of two values, and others the last, would read two files.
                     unique = dict(value)
                     if len(unique) != len(value):
                         raise CorruptError("broken JSON: a key occurs twice", path=path)
@@ -405,6 +412,7 @@ def unseal(sealed: object) -> dict[str, Any]:
 
 
 def _digest_of(record: Mapping[str, Any]) -> str:
+    # Of one text, whatever the order of the keys and the blanks between them were in the file.
     return digest(json.dumps(record, sort_keys=True, separators=(",", ":")).encode())
 
 

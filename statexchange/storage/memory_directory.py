@@ -140,12 +140,14 @@ def begin_fetch(nbytes: int) -> Build:
         StorageError: there is too little memory.
     """
     files.make_path(_base())
-    _check_free(nbytes)  # no copy makes room for what is needed for a moment: it may be the one that is loaded
+    # No copy makes room for what is needed for a moment: it may be the one that is loaded.
+    _check_free(nbytes)
     return _begin(_path_of(new_nonce()))
 
 
 def _begin(path: str) -> Build:
     files.make_path(_base())
+    # Another user may have made it first: /dev/shm is open to all.
     with files.private_directory(_base()):
         return publish.open_build(path, NO_PLAN, [_RECORD], check=None)
 
@@ -178,8 +180,9 @@ def drop_copies(path: str) -> None:
     Raises:
         StateExchangeError: one cannot be removed.
     """
+    origin = _origin(path)
     for copy in _copies():
-        if copy.save_path == _origin(path):
+        if copy.save_path == origin:
             _remove(copy.path)
     # Of a directory that was copied the saves have the ids, and so the copies, of those at the other path.
     with contextlib.suppress(NotFoundError), open_path(path) as opened:
@@ -233,9 +236,10 @@ def _paths() -> list[str]:
     base = _base()
     try:
         with files.private_directory(base) as base_fd:
-            return [os.path.join(base, name) for name in files.list_names(base_fd, base) if _NAME.fullmatch(name)]
+            names = files.list_names(base_fd, base)
     except NotFoundError:
         return []
+    return [os.path.join(base, name) for name in names if _NAME.fullmatch(name)]
 
 
 def _copies() -> list[_HostCopy]:

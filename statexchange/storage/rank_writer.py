@@ -145,10 +145,9 @@ def digests_of(shards: Sequence[ShardData], progress: Callable[[], object] | Non
 def _in_file_order(shards: Sequence[ShardData]) -> list[ShardData]:
     """Return the shards in the order of safetensors: those of large elements first, so that each tensor is aligned."""
     keys = []
-    for data in shards:
-        keys.append((_PLACE_OF[data.shard.dtype], data.shard.name))
-    order = sorted(range(len(shards)), key=keys.__getitem__)
-    return list(map(shards.__getitem__, order))
+    for number, data in enumerate(shards):
+        keys.append((_PLACE_OF[data.shard.dtype], data.shard.name, number))
+    return [shards[number] for _, _, number in sorted(keys)]
 
 
 def _by_name(shards: Sequence[ShardData], digests: Sequence[str]) -> dict[str, list[str]]:

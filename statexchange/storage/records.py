@@ -29,6 +29,7 @@ def names_in(path: str) -> list[str]:
         with open_path(path) as opened:
             return [] if opened.file is not None else list(opened.store.listing)
     except NotFoundError as error:
+        # In an object store a directory without objects does not exist, but its bucket must.
         if is_remote(path):
             from statexchange.storage.fsspec_store import is_missing_bucket
 
@@ -106,6 +107,7 @@ class _FileRecords(Records):
     def _write(self, name: str, data: bytes, *, overwrite: bool) -> None:
         with files.directory(self.path) as dir_fd:
             write_new(dir_fd, name, data, path=f"{self.path}/{name}", mode=_MODE, overwrite=overwrite)
+            # Readers of other hosts learn of a run, a lease or a mark from the listing alone.
             invalidate_listings(dir_fd, path=self.path)
 
     def remove(self, name: str) -> None:
@@ -122,6 +124,7 @@ class _FileRecords(Records):
             raise StorageError.of(error, "look up", path=path) from error
 
     def now(self) -> float:
+        # Without a time of its own, utime lets the server of a network file system take its clock's.
         try:
             os.utime(self.path)
             return os.stat(self.path).st_mtime
@@ -152,6 +155,7 @@ class _ObjectRecords(Records):
         self._objects.put(name, data, overwrite=True)
 
     def remove(self, name: str) -> None:
+        # With its version, so that an object that was replaced meanwhile stays, where the store can compare them.
         version = self._objects.version(name)
         if version is not None:
             self._objects.remove(name, version)

@@ -43,20 +43,27 @@ __all__ = [
     "write_box",
 ]
 
-_LONG_RUN_BYTES = 32 << 10  # measured: from this length on, a write costs less than the page faults of a mapping
-_LONG_READ_BYTES = 4 << 10  # measured: from this length on, a separate read costs less than reading the gaps as well
+# Measured: from this length on, a write costs less than the page faults of a mapping.
+_LONG_RUN_BYTES = 32 << 10
+# Measured: from this length on, a separate read costs less than reading the gaps as well.
+_LONG_READ_BYTES = 4 << 10
 _SPAN_BYTES = 4 << 20  # the most that one read of a strided block spans
 _MOST_OVERLAP = 1.5  # most that the spans of two halves of a block have together, as a multiple of the block's span
 READ_AHEAD_BYTES, _LEAST_READ_AHEAD_BYTES = 16 << 20, 64 << 10
 
 
 def windows(shape: Sequence[int], itemsize: int, window_bytes: int = WINDOW_BYTES) -> Iterator[Box]:
-    """Yield boxes of at most `window_bytes` that divide a tensor into contiguous runs of its C order, in order."""
+    """Yield boxes of at most `window_bytes` that divide a tensor into contiguous runs of its C order, in order.
+
+    A (2, 5) tensor of 4-byte elements, in windows of 12 bytes: [0:1, 0:3], [0:1, 3:5], [1:2, 0:3], [1:2, 3:5].
+    """
     nbytes = math.prod(shape) * itemsize
     if nbytes <= window_bytes:
         if nbytes:
             yield full_box(tuple(shape))
         return
+    # The first dim of which one index fits into a window: a window is some of its indices, of one index of each dim
+    # before it.
     dim = 0
     while dim < len(shape) - 1 and math.prod(shape[dim + 1 :]) * itemsize > window_bytes:
         dim += 1
@@ -98,7 +105,7 @@ def write_box(
     strides = c_strides(shape)
     if _run_bytes(box.shape, strides, itemsize) < _LONG_RUN_BYTES:
         first = begin + linear_offset(box, shape) * itemsize
-        span = (sum((size - 1) * stride for size, stride in zip(box.shape, strides, strict=True)) + 1) * itemsize
+        span = (_reach(box.shape, strides) + 1) * itemsize
         if reserved or reserve(fd, span, path, first):
             _write_mapped(fd, first, span, strides, elements(data, dtype, box.shape), path)
             return
@@ -106,10 +113,19 @@ def write_box(
         pwrite_all(fd, part, begin + run * itemsize, path)
 
 
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of stored elements from the first element of a strided block to the last."""
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
 def _outer_dims(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of leading dims of a strided block that do not belong to its contiguous runs."""
+    """Return the number of leading dims of a strided block that do not belong to its contiguous runs.
+
+    One, the rows, for the columns [0:3] of a (4, 5) tensor: the shape is (4, 3) and the strides are (5, 1).
+    """
     run = 1
     for dim in reversed(range(len(shape))):
+        # The stride of a dim with one index is never used.
         if shape[dim] != 1 and strides[dim] != run:
             return dim + 1
         run *= shape[dim]
@@ -139,12 +155,12 @@ def box_runs(box: Box, strides: Sequence[int], itemsize: int, data: memoryview) 
 
 def _write_mapped(fd: int, first: int, span: int, strides: Sequence[int], source: Any, path: str) -> None:
     """Write an array with these `strides` (in elements) into the `span` bytes from byte `first` of a file."""
-    start = first - first % mmap.ALLOCATIONGRANULARITY
+    start = first - first % mmap.ALLOCATIONGRANULARITY  # mmap begins at a page
     try:
         mapping = mmap.mmap(fd, first - start + span, offset=start)
     except OSError as error:
         raise StorageError.of(error, "map", path=path) from error
-    except ValueError as error:
+    except ValueError as error:  # Python compares the length with the file's size
         raise StorageError("another process truncated the file during writing", path=path) from error
     with mapping:
         _assign_strided(mapping, first - start, strides, source)
@@ -161,20 +177,18 @@ def _assign(memory: memoryview, dtype: str, window: Box, part: Box, source: Any)
     elements(memory, dtype, window.shape)[slices_within(part, window)] = source
 
 
-def _read_block(
-    stored: ByteRange, window: Box, strides: tuple[int, ...], dtype: str, target: memoryview, *, is_run: bool
-) -> None:
-    """Fill `target` with the bytes, in C order, of `window`, which is local to a stored box.
+def _read_block(stored: ByteRange, shape: tuple[int, ...], window: Box, dtype: str, target: memoryview) -> None:
+    """Fill `target` with the bytes, in C order, of `window`, which is local to a stored box of `shape`.
 
-    `strides` are those of the stored box, in elements. With `is_run` the window is one run of the file. Else each
-    long run is one read. Short runs are read together with the gaps between them, in parts of at most 4 MiB; so are all
-    runs of a remote file or of a box with `orders`.
+    A window that is one run of the file is one read. Else each long run is one read. Short runs are read together with
+    the gaps between them, in parts of at most 4 MiB; so are all runs of a remote file or of a box with `orders`.
     """
-    itemsize = ITEMSIZE[dtype]
-    if is_run:
-        begin = stored.begin + itemsize * sum(map(operator.mul, window.offsets, strides))
-        stored.file.read_into(target, begin)
-        return
+    itemsize, strides = ITEMSIZE[dtype], stored.strides
+    if strides is None:
+        if c_contiguous(window, shape):
+            stored.file.read_into(target, stored.begin + itemsize * linear_offset(window, shape))
+            return
+        strides = c_strides(shape)
     if not all(window.shape):
         return
     is_short = _run_bytes(window.shape, strides, itemsize) < _LONG_READ_BYTES
@@ -188,13 +202,16 @@ def _read_block(
 
 def _indices(stored: ByteRange, dim: int, window: Box) -> Any:
     """Return the indices of a window along a dim, relative to the first index of the stored box."""
-    begin, size = window.offsets[dim], window.shape[dim]
+    begin, end = window.offsets[dim], window.ends[dim]
     order = stored.orders[dim] if stored.orders else None
-    return range(begin, begin + size) if order is None else np.asarray(order[begin : begin + size]) - order[0]
+    if order is None:
+        return range(begin, end)
+    # Relative, as `ByteRange.begin` is where the box's first element lies, whatever its place in the order is.
+    return np.asarray(order[begin:end]) - order[0]
 
 
 class _Axis:
-    """The indices along one dim of a block: a range of step 1, or an array.
+    """The indices along one dim of a block: a range of step 1, or an array in any order, such as 0, 2, 1, 3.
 
     `stride` is the number of elements from one index to the next.
     """
@@ -202,9 +219,10 @@ class _Axis:
     def __init__(self, indices: Any, stride: int) -> None:
         self.indices = indices
         self.stride = stride
-        is_range = isinstance(indices, range)
-        self.low = int(indices[0] if is_range else indices.min())
-        self.high = int(indices[-1] if is_range else indices.max())
+        if isinstance(indices, range):
+            self.low, self.high = indices[0], indices[-1]
+        else:
+            self.low, self.high = int(indices.min()), int(indices.max())
 
     @property
     def reach(self) -> int:
@@ -218,7 +236,8 @@ class _Axis:
         """
         half = len(self.indices) // 2
         if not isinstance(self.indices, range):
-            front, back = (_Axis(part, self.stride) for part in np.split(self.indices, [half]))
+            front, back = _Axis(self.indices[:half], self.stride), _Axis(self.indices[half:], self.stride)
+            # Of interleaved indices, 0, 4, 1, 5, ..., both halves would read nearly all bytes, again and again.
             if front.reach + back.reach > self.reach * _MOST_OVERLAP:
                 ascending = np.argsort(self.indices, kind="stable")
                 return ascending[:half], ascending[half:]
@@ -227,25 +246,33 @@ class _Axis:
 
 def _read_axes(file: StoredFile, begin: int, target: Any, axes: Sequence[_Axis]) -> None:
     """Fill an array from a block whose index 0 is at byte `begin`; divide the block while it spans more than 4 MiB."""
-    span = (sum(axis.reach for axis in axes) + 1) * target.itemsize
-    dim = max(range(len(axes)), key=lambda index: axes[index].reach, default=0)
-    if span > _SPAN_BYTES and axes[dim].reach:
+    reaches = [axis.reach for axis in axes]
+    span = (sum(reaches) + 1) * target.itemsize
+    if span > _SPAN_BYTES and any(reaches):
+        # The dim that spans most: halving it halves what is read at once.
+        dim = reaches.index(max(reaches))
         for positions in axes[dim].halves():
             index = (*(slice(None),) * dim, positions)
-            part = target[index]  # a copy if the positions are an array
+            part = target[index]
             inner = [*axes[:dim], _Axis(axes[dim].indices[positions], axes[dim].stride), *axes[dim + 1 :]]
             _read_axes(file, begin, part, inner)
+            # numpy has made a copy if the positions are an array.
             if not isinstance(positions, slice):
                 target[index] = part
         return
+    # All bytes from the lowest indices to the highest, of which an array with the strides of the file is a view.
     data = np.empty(span, np.uint8)
-    file.read_into(data.data, begin + sum(axis.low * axis.stride for axis in axes) * target.itemsize)
-    shape = [axis.high - axis.low + 1 for axis in axes]
-    found: Any = np.ndarray(shape, target.dtype, data, strides=[axis.stride * target.itemsize for axis in axes])
+    shape, byte_strides, first = [], [], 0
+    for axis in axes:
+        shape.append(axis.high - axis.low + 1)
+        byte_strides.append(axis.stride * target.itemsize)
+        first += axis.low * axis.stride
+    file.read_into(data.data, begin + first * target.itemsize)
+    block: Any = np.ndarray(shape, target.dtype, data, strides=byte_strides)
     for number, axis in enumerate(axes):
         if not isinstance(axis.indices, range):
-            found = found.take(axis.indices - axis.low, axis=number)
-    target[...] = found
+            block = block.take(axis.indices - axis.low, axis=number)
+    target[...] = block
 
 
 def blocks(
@@ -256,17 +283,18 @@ def blocks(
     Each memoryview is valid until the next iteration. A part has at most `WINDOW_BYTES`, or `ahead_bytes` if the block
     is strided: reading one part of it may require reading all bytes that the block spans.
     """
-    itemsize, strides = ITEMSIZE[dtype], stored.strides
-    window_bytes = WINDOW_BYTES if strides is None else max(_LEAST_READ_AHEAD_BYTES, ahead_bytes)
+    itemsize = ITEMSIZE[dtype]
+    window_bytes = WINDOW_BYTES if stored.strides is None else max(_LEAST_READ_AHEAD_BYTES, ahead_bytes)
+    # One memory for all parts, as pages that are new take longer than the reading.
     memory = memoryview(bytearray(min(window_bytes, math.prod(shape) * itemsize)))
-    source_strides = c_strides(shape) if strides is None else strides
     spans = []
-    if strides is None and stored.nbytes > window_bytes:  # the read of one window follows at once
+    # A box of one window is not asked for: its read follows at once.
+    if stored.strides is None and stored.nbytes > window_bytes:
         spans.append(Span(stored.file, stored.begin, stored.nbytes))
     ahead = Prefetch(spans)
-    for window in windows(shape, itemsize, window_bytes) if memory else ():
+    for window in windows(shape, itemsize, window_bytes):
         part = memory[: window.numel * itemsize]
-        _read_block(stored, window, source_strides, dtype, part, is_run=strides is None)
+        _read_block(stored, shape, window, dtype, part)
         yield window, part
         ahead.advance(len(part))
 
@@ -322,6 +350,7 @@ def read_part(
         progress: called with the number of bytes of each window.
     """
     run = one_run(stored, box, part, dtype, target)
+    # Nearly all: parameters that are read as they were saved.
     if run is not None and run.nbytes <= WINDOW_BYTES:
         data = memory[run.in_memory : run.in_memory + run.nbytes]
         stored.file.read_into(data, run.in_file)
@@ -331,28 +360,27 @@ def read_part(
             progress(run.nbytes)
         return
     itemsize = ITEMSIZE[dtype]
-    source_strides = c_strides(box.shape) if stored.strides is None else stored.strides
-    source_box = to_local(part, box)
-    source_is_contiguous = stored.strides is None and c_contiguous(source_box, box.shape)
-    target_box = to_local(part, target)
-    target_is_contiguous = c_contiguous(target_box, target.shape)
-    # Object stores have a high latency per request, so each request reads more.
-    window_bytes = WINDOW_BYTES if stored.strides is None and not stored.file.is_remote else READ_AHEAD_BYTES
-    bounce = memoryview(bytearray(0 if target_is_contiguous else min(window_bytes, part.numel * itemsize)))
-    target_offset = linear_offset(target_box, target.shape) * itemsize
+    in_box, in_target = to_local(part, box), to_local(part, target)
+    window_bytes = WINDOW_BYTES
+    # Each request to an object store takes long, and a strided window may span far more than it has: read more at once.
+    if stored.strides is not None or stored.file.is_remote:
+        window_bytes = READ_AHEAD_BYTES
+    # Bytes that are one run in memory, too, are read where they belong; others by way of a window in its C order.
+    is_run = c_contiguous(in_target, target.shape)
+    bounce = memoryview(bytearray(0 if is_run else min(window_bytes, part.numel * itemsize)))
+    begin = linear_offset(in_target, target.shape) * itemsize
     for window in windows(part.shape, itemsize, window_bytes):
         nbytes = window.numel * itemsize
-        data = memory[target_offset : target_offset + nbytes] if target_is_contiguous else bounce[:nbytes]
-        from_box = to_global(window, source_box)
-        _read_block(stored, from_box, source_strides, dtype, data, is_run=source_is_contiguous)
+        data = memory[begin : begin + nbytes] if is_run else bounce[:nbytes]
+        _read_block(stored, box.shape, to_global(window, in_box), dtype, data)
         placed = to_global(window, part)
         if digest:
             digest.update(placed, data)
-        if not target_is_contiguous:
+        if not is_run:
             _assign(memory, dtype, target, placed, elements(data, dtype, window.shape))
         if progress is not None:
             progress(nbytes)
-        target_offset += nbytes
+        begin += nbytes
 
 
 def in_turns(parts: Sequence[tuple[Box, Span]], whole: Box) -> list[Span]:
@@ -366,7 +394,8 @@ def in_turns(parts: Sequence[tuple[Box, Span]], whole: Box) -> list[Span]:
     for box, (file, begin, nbytes) in parts:
         local = to_local(box, whole)
         first = linear_offset(local, whole.shape)
-        reach = sum((size - 1) * stride for size, stride in zip(box.shape, c_strides(whole.shape), strict=True))
+        reach = _reach(box.shape, c_strides(whole.shape))
+        # By where it is in the whole, as if the bytes of a box were spread evenly over the rows that it reaches.
         for at in range(0, nbytes, PREFETCH_STEP_BYTES):
             span = Span(file, begin + at, min(PREFETCH_STEP_BYTES, nbytes - at))
             pieces.append((first + reach * at // nbytes, span))
@@ -402,12 +431,14 @@ class BoxDigest:
         self._stored = stored
         self._dtype = dtype
         self._hasher = xxhash.xxh3_128() if whole else None
-        self._parts = [
-            (part, expected, xxhash.xxh3_128())
-            for part, expected in (stored.parts if region is None else stored.parts.within(region))
-        ]
+        self._parts: list[tuple[Box, str, xxhash.xxh3_128]] = []
         # A heap of parts by the next element that each needs: a window then visits only the parts that it reaches.
-        self._waiting = [(part.offsets, number) for number, (part, _, _) in enumerate(self._parts) if part.numel]
+        self._waiting: list[tuple[tuple[int, ...], int]] = []
+        parts = stored.parts if region is None else stored.parts.within(region)
+        for number, (part, expected) in enumerate(parts):
+            self._parts.append((part, expected, xxhash.xxh3_128()))
+            if part.numel:
+                self._waiting.append((part.offsets, number))
         heapq.heapify(self._waiting)
 
     def __bool__(self) -> bool:
@@ -419,6 +450,7 @@ class BoxDigest:
             self._hasher.update(data)
         if not self._waiting:
             return
+        # Tuples compare as C order does, and a window is a run of it: nothing beyond its last element is in it.
         last = tuple(end - 1 for end in window.ends)
         while self._waiting and self._waiting[0][0] <= last:
             number = self._waiting[0][1]
@@ -426,6 +458,7 @@ class BoxDigest:
             shared = intersect(part, window)
             if shared is not None:
                 self._update_part(hasher, shared, window, data)
+            # Its next element in a later window, which may be the next row of a part that is cut in columns.
             next_element = _element_after(last, part)
             if next_element is None:
                 heapq.heappop(self._waiting)
@@ -452,16 +485,19 @@ class BoxDigest:
         Raises:
             ReplacedError: the file has changed since it was opened.
         """
-        whole = [] if self._hasher is None else [(None, self._stored.digest, self._hasher)]
+        digests: list[tuple[str, str | None, xxhash.xxh3_128]] = []
+        if self._hasher is not None:
+            digests.append(("", self._stored.digest, self._hasher))
+        for part, digest, hasher in self._parts:
+            digests.append((f" in region {part}", digest, hasher))
         errors = []
-        for part, expected, hasher in [*whole, *self._parts]:
-            found = hasher.hexdigest()
-            if expected is None or found == expected:
+        for where, expected, hasher in digests:
+            actual = hasher.hexdigest()
+            if expected in (None, actual):
                 continue
             self._stored.file.check_unchanged()  # a file that was changed while it was read is not corrupt
-            text = "bytes differ from their digest" + ("" if part is None else f" in region {part}")
-            path = self._stored.path
-            errors.append(CorruptError(text, name=name, rank=rank, path=path, expected=expected, found=found))
+            text, path = f"bytes differ from their digest{where}", self._stored.path
+            errors.append(CorruptError(text, name=name, rank=rank, path=path, expected=expected, found=actual))
         return errors
 
     def check(self, name: str, rank: int | None = None) -> None:
@@ -471,13 +507,18 @@ class BoxDigest:
 
 
 def _element_after(at: tuple[int, ...], box: Box) -> tuple[int, ...] | None:
-    """Return the first element of a box after `at` in the tensor's C order; None if there is none."""
+    """Return the first element of a box after `at` in the tensor's C order; None if there is none.
+
+    Of ``[0:2, 1:3]``, after (0, 0) it is (0, 1), after (0, 2) it is (1, 1), and after (1, 2) there is none.
+    """
     ends = box.ends
     num_inside = 0
     while num_inside < len(at) and box.offsets[num_inside] <= at[num_inside] < ends[num_inside]:
         num_inside += 1
+    # Before the box in the first dim in which `at` is not in it: then it is the box's first one from this dim on.
     if num_inside < len(at) and at[num_inside] < box.offsets[num_inside]:
         return (*at[:num_inside], *box.offsets[num_inside:])
+    # Else a slower dim must go on by one.
     for dim in reversed(range(num_inside)):
         if at[dim] + 1 < ends[dim]:
             return (*at[:dim], at[dim] + 1, *box.offsets[dim + 1 :])

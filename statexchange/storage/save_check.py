@@ -96,7 +96,7 @@ def check_saves(
         NotFoundError: `path` does not exist, or has no saves.
         InvalidArgumentError: it is one save, or a file.
     """
-    found = []
+    checks = []
     linked: set[tuple[str | int, ...]] = set()
     seen = set() if checked is None else checked
     # The newest first: what saves share counts for the newest of them.
@@ -109,18 +109,19 @@ def check_saves(
         except NotFoundError:  # removed meanwhile
             continue
         except IncompleteError as error:
-            found.append(SaveCheck(step, shown, None, None, f"no {MANIFEST}", (error,)))
+            checks.append(SaveCheck(step, shown, None, None, f"no {MANIFEST}", (error,)))
         except CorruptError as error:
-            found.append(SaveCheck(step, shown, None, None, "broken manifest", (error,)))
+            checks.append(SaveCheck(step, shown, None, None, "broken manifest", (error,)))
         except StateExchangeError as error:
-            found.append(SaveCheck(step, shown, None, None, "cannot be read", (error,)))
+            checks.append(SaveCheck(step, shown, None, None, "cannot be read", (error,)))
         else:
-            errors = tuple(problem.error for problem in problems)
-            shared = sum(nbytes for identity, nbytes in files.items() if identity in linked)
+            nbytes = manifest.total_bytes
+            for identity in files.keys() & linked:
+                nbytes -= files[identity]
             linked.update(files)
-            nbytes = manifest.total_bytes - shared
-            found.append(SaveCheck(step, shown, manifest, nbytes, _state(problems), errors))
-    return found[::-1]
+            errors = tuple(problem.error for problem in problems)
+            checks.append(SaveCheck(step, shown, manifest, nbytes, _state(problems), errors))
+    return checks[::-1]
 
 
 # What may be wrong with ranks' files: of one rank, and of several.
@@ -163,8 +164,10 @@ def _look(
             problem = _file_problem(opened.store, manifest, listed, checked, is_trusted=is_trusted)
             if problem is not None:
                 problems.append(problem)
-            elif number >= len(manifest.nbytes) and not opened.store.is_remote:  # it has frozen parameters
+            # Files of frozen parameters come after those of the ranks. Only in a directory have saves one in common.
+            elif number >= len(manifest.nbytes) and not opened.store.is_remote:
                 sizes[tuple(opened.store.open(listed.name).local_identity)] = listed.nbytes
+        # What a save lacks that another job replaces or removes at this moment is no problem of its own.
         if problems and not opened.is_current():
             raise ReplacedError("replaced while it was read", path=opened.path) from problems[0].error
         return manifest, sizes, problems
@@ -190,6 +193,7 @@ def _file_problem(
             return _FileProblem(rank, what, error)
         if version not in checked and not is_trusted:
             open_rank_file(store, manifest, listed)
+        # By the version of its file, as a save may be replaced under its name.
         checked.add(version)
     except (NotFoundError, IncompleteError):
         return _FileProblem(rank, _NO_FILE, IncompleteError("this rank's file is missing", rank=rank, path=path))
@@ -204,10 +208,13 @@ def _file_problem(
 
 def _state(problems: Sequence[_FileProblem]) -> str:
     """Return the state of a save in a few words: ``rank 3 has no file``."""
-    ranks: dict[tuple[str, str], list[int]] = {}
+    ranks_of: dict[tuple[str, str], list[int]] = {}
     for problem in problems:
-        ranks.setdefault(problem.what, []).append(problem.rank)
+        ranks_of.setdefault(problem.what, []).append(problem.rank)
     parts = []
-    for (of_one, of_several), found in ranks.items():
-        parts.append(f"rank {found[0]} {of_one}" if len(found) == 1 else f"ranks {format_ranks(found)} {of_several}")
+    for (of_one, of_several), ranks in ranks_of.items():
+        if len(ranks) == 1:
+            parts.append(f"rank {ranks[0]} {of_one}")
+        else:
+            parts.append(f"ranks {format_ranks(ranks)} {of_several}")
     return "; ".join(parts) or "whole"

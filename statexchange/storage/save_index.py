@@ -46,8 +46,8 @@ __all__ = [
     "layout_of",
 ]
 
-_FACTS = ("aliases", "per_rank", "optimizers", "left_out")  # of a file's metadata
 _MAX_TEXT = 32 << 20  # of an index: whoever lists saves reads it, too
+# Of a mesh: a few digits of a text would otherwise ask for any number of boxes.
 _MAX_RANKS, _MAX_AXES, _MAX_SPLIT = 1 << 20, 16, 1 << 16
 _BOXES_PER_STEP = 4
 
@@ -78,18 +78,17 @@ class SavedLayout:
     @property
     def split_axes(self) -> list[int]:
         """The axes of the mesh that split a dim."""
-        axes = []
-        if self.placement is not None:
-            axes = [axis for axis, split in enumerate(self.placement.splits) if split is not None]
-        return axes
+        if self.placement is None:
+            return []
+        return [axis for axis, split in enumerate(self.placement.splits) if split is not None]
 
     @property
     def is_plain(self) -> bool:
         """Whether there is a placement that splits each dim at most once, into one run for each rank."""
-        dims = set()
-        if self.placement is not None:
-            dims = {split.dim for split in self.placement.splits if split is not None}
-        return self.num_pieces == 1 and len(dims) == len(self.split_axes)
+        if self.placement is None:
+            return False
+        dims = [split.dim for split in self.placement.splits if split is not None]
+        return self.num_pieces == 1 and len(set(dims)) == len(dims)
 
     @property
     def num_pieces(self) -> int:
@@ -142,6 +141,7 @@ def layout_of(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> tuple[SavedLayo
         mesh_shape, splits, mesh_rank = [], [], 0
         for dim, (begin, size, whole) in enumerate(zip(*boxes[0], shape, strict=True)):
             if size != whole:
+                # As if it were one of equal parts; if it is none, the comparison below says so.
                 num_parts = -(-whole // size)
                 mesh_shape.append(num_parts)
                 splits.append(DimSplit(dim))
@@ -201,7 +201,7 @@ class SaveIndex:
         key = layout, mesh_rank, shape
         if key not in self._boxes:
             placed = self.layouts[layout]
-            # A few characters may stand for thousands of boxes.
+            # A few characters may stand for thousands of boxes, which are counted before they are made and after.
             self.budget.spend(1 + placed.num_pieces // _BOXES_PER_STEP)
             try:
                 boxes = placed.boxes_at(shape, mesh_rank)
@@ -221,35 +221,35 @@ class SaveIndex:
 
     def check(self, file: int, shards: Mapping[str, Shard], metadata: Mapping[str, object], path: str) -> None:
         """Raise CorruptError unless a file has the shards that the index says, and its metadata the rank's state."""
+        # Files of frozen parameters come after those of the ranks, and have no state.
         if file < len(self.ranks):
             try:
-                in_file = IndexedState.from_json({name: metadata[name] for name in _FACTS if name in metadata})
+                in_file = IndexedState.from_json(dict(metadata))
             except ValueError as error:
                 raise CorruptError(f"broken metadata: {error}", path=path) from None
             if in_file != self.states[self.ranks[file]]:
                 text = "its aliases, optimizers, or paths per rank or left out, differ from the index in save.json"
                 raise CorruptError(text, path=path)
-        absent = {*shards}
+        unlisted = {*shards}
         for tensor, layout, mesh_rank in self.parts_in(file):
             name = tensor.name
-            if name not in absent:
-                raise CorruptError(
-                    "the index in save.json has this tensor here, the file has not", name=name, path=path
-                )
-            absent.remove(name)
+            if name not in unlisted:  # it is not in the file, or the index has it twice
+                text = "the index in save.json has this tensor here, the file has not"
+                raise CorruptError(text, name=name, path=path)
+            unlisted.remove(name)
             shard, boxes = shards[name], self.boxes_at(layout, mesh_rank, tensor.shape)
-            held = tuple(box for box in shard.boxes if box.numel)
-            if (shard.dtype, shard.global_shape, held) != (tensor.dtype, tensor.shape, boxes):
+            in_shard = tuple(box for box in shard.boxes if box.numel)
+            if (shard.dtype, shard.global_shape, in_shard) != (tensor.dtype, tensor.shape, boxes):
                 raise CorruptError(
                     "its dtype, shape or boxes differ from the index in save.json",
                     name=name,
                     path=path,
                     expected=_shown(tensor.dtype, tensor.shape, boxes),
-                    found=_shown(shard.dtype, shard.global_shape, held),
+                    found=_shown(shard.dtype, shard.global_shape, in_shard),
                 )
-        if absent:
+        if unlisted:
             text = "the index in save.json lacks this tensor of the file"
-            raise CorruptError(text, name=min(absent), path=path)
+            raise CorruptError(text, name=min(unlisted), path=path)
 
     @classmethod
     def parse(cls, text: str, num_files: int, num_ranks: int, path: str, budget: Budget) -> SaveIndex:
@@ -270,8 +270,8 @@ class SaveIndex:
                 layout, listed = _listed(fields, 2)
                 groups.append((_numbers([layout], len(layouts))[0], _numbers(listed, len(tensors))))
             files = []
-            for held in _listed(raw["files"], num_files):
-                files.append([_group_from_json(fields, layouts, groups) for fields in _listed(held)])
+            for of_file in _listed(raw["files"], num_files):
+                files.append([_group_from_json(fields, layouts, groups) for fields in _listed(of_file)])
             states = list(map(IndexedState.from_json, _listed(raw["states"])))
             ranks = _numbers(_listed(raw["ranks"], num_ranks), len(states))
             values = list(map(str, _listed(raw["values"], num_ranks)))
@@ -297,6 +297,7 @@ def index_text(
     for of_file in files:
         listed.append([])
         for group, mesh_rank in of_file:
+            # Numbers are given in the order in which things are met, so that equal saves have equal texts.
             if id(group) not in number_of:
                 layout = layouts.setdefault(group.layout, len(layouts))
                 numbers = tuple(tensors.setdefault(tensor, len(tensors)) for tensor in group.tensors)

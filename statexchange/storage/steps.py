@@ -70,6 +70,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 MAX_STEP = 10**18 - 1
+_MAX_SHOWN = 8  # steps in a message
 _PREFIX = "step-"
 _STEP = re.compile(r"step-([0-9]{9,18})")
 _HIDDEN = re.compile(r"\.(step-[0-9]{9,18})\..+")
@@ -111,10 +112,12 @@ class Retention:
         """Return the reasons to keep each save that stays, by step."""
         steps = sorted(saves)
         superseded = superseded_saves(saves)
+        # Superseded saves are older than all others: saves of higher steps that the job has left behind would otherwise
+        # push out those that it makes now.
         by_age = sorted(steps, key=lambda step: (saves[step].save not in superseded, step))
         newest = set(steps if self.keep is None else by_age[-self.keep :])
         best = self.best_step(saves)
-        found = {}
+        kept = {}
         for step in steps:
             reasons = []
             if step in newest:
@@ -124,17 +127,21 @@ class Retention:
             if self.best is not None and step == best:
                 reasons.append(f"best {self.best[0]}: {saves[step].metrics[self.best[0]]:g}")
             if reasons:
-                found[step] = ", ".join(reasons)
-        return found
+                kept[step] = ", ".join(reasons)
+        return kept
 
     def best_step(self, saves: Mapping[int, SaveManifest]) -> int | None:
         """Return the step of the best save, of several equal ones the highest; None if no save has the metric."""
         if self.best is None:
             return None
         name, direction = self.best
-        values = {step: one.metrics[name] for step, one in saves.items() if name in one.metrics}
         sign = 1.0 if direction == "max" else -1.0
-        ranked = [(sign * value, step) for step, value in values.items() if not math.isnan(value)]
+        ranked = []
+        for step, manifest in saves.items():
+            # A NaN compares with nothing; and a save whose loss is one is not the best.
+            value = manifest.metrics.get(name, math.nan)
+            if not math.isnan(value):
+                ranked.append((sign * value, step))
         return max(ranked)[1] if ranked else None
 
 
@@ -154,6 +161,7 @@ def newest_step(saves: Mapping[int, SaveManifest | StateExchangeError]) -> int |
     for step, manifest in saves.items():
         if not (isinstance(manifest, SaveManifest) and manifest.save in superseded):
             current.append(step)
+    # A save supersedes only older ones, so that one is left; but a manifest that was changed may name all.
     return max(current or saves, default=None)
 
 
@@ -176,8 +184,10 @@ def step_of(name: str) -> int | None:
 def steps_text(steps: Iterable[int]) -> str:
     """Return the newest of some steps as text, for a message."""
     numbers = sorted(steps)
-    more = f" and {len(numbers) - 8} older ones" if len(numbers) > 8 else ""
-    return ", ".join(map(str, numbers[-8:])) + more
+    text = ", ".join(map(str, numbers[-_MAX_SHOWN:]))
+    if len(numbers) > _MAX_SHOWN:
+        text += f" and {len(numbers) - _MAX_SHOWN} older ones"
+    return text
 
 
 def list_steps(store: Store) -> list[int]:
@@ -186,17 +196,18 @@ def list_steps(store: Store) -> list[int]:
     Raises:
         StorageError: no save is whole as far as can be seen, and the directory of a step cannot be read.
     """
-    found: list[int] = []
+    whole: list[int] = []
     errors: list[StorageError] = []
     for step in named_steps(store):
         names = _names_below(store, step)
         if isinstance(names, StorageError):
             errors.append(names)
         elif MANIFEST in names:
-            found.append(step)
-    if errors and not found:
+            whole.append(step)
+    # One that cannot be read is skipped if others can. Otherwise "no saves here" would be a guess.
+    if errors and not whole:
         raise errors[0]
-    return found
+    return whole
 
 
 def is_saves_directory(store: Store) -> bool:
@@ -243,7 +254,12 @@ def _names_below(store: Store, step: int) -> Collection[str] | StorageError:
 
 def named_steps(store: Store) -> list[int]:
     """Return the steps that have a directory, whole or not, oldest first. Not collective."""
-    return sorted(step for name in store.directories if (step := step_of(name)) is not None)
+    steps = []
+    for name in store.directories:
+        step = step_of(name)
+        if step is not None:
+            steps.append(step)
+    return sorted(steps)
 
 
 def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveManifest | StateExchangeError]:
@@ -264,16 +280,19 @@ def read_saves(path: str, *, without: Container[int] = ()) -> dict[int, SaveMani
     with opened:
         if opened.file is not None:
             raise NotFoundError("a directory of saves is expected, and this is a file", path=path)
-        steps = [step for step in named_steps(opened.store) if step not in without]
-    found: dict[int, SaveManifest | StateExchangeError] = {}
+        steps = named_steps(opened.store)
+    saves: dict[int, SaveManifest | StateExchangeError] = {}
     for step in steps:
+        if step in without:
+            continue
+        # Each by its own path, which is opened again if another job replaces the save meanwhile.
         try:
-            found[step] = read_with_retry(os.path.join(path, step_name(step)), _manifest_of)
+            saves[step] = read_with_retry(os.path.join(path, step_name(step)), _manifest_of)
         except NotFoundError:  # removed meanwhile
             continue
         except StateExchangeError as error:
-            found[step] = error
-    return found
+            saves[step] = error
+    return saves
 
 
 def _manifest_of(opened: OpenedPath) -> SaveManifest:
@@ -281,8 +300,10 @@ def _manifest_of(opened: OpenedPath) -> SaveManifest:
         manifest = read_manifest(opened.store)
         missing = [file.name for file in manifest.all_files if file.name not in opened.store.listing]
     if missing:
-        more = f" and {len(missing) - 1:,} more" if len(missing) > 1 else ""
-        raise IncompleteError(f"this save has lost {missing[0]}{more}", path=opened.store.path)
+        text = f"this save has lost {missing[0]}"
+        if len(missing) > 1:
+            text += f" and {len(missing) - 1:,} more"
+        raise IncompleteError(text, path=opened.store.path)
     return manifest
 
 
@@ -331,13 +352,14 @@ def unfinished_steps(path: str) -> dict[int, list[UnfinishedBuild]]:
     Raises:
         StorageError: the directory cannot be read.
     """
-    found = {}
+    unfinished = {}
     for name in publish.unfinished_names(path, ()):
         step = step_of(name)
-        builds = [] if step is None else publish.unfinished(os.path.join(path, name), MANIFEST)
-        if step is not None and builds:
-            found[step] = builds
-    return dict(sorted(found.items()))
+        if step is not None:
+            builds = publish.unfinished(os.path.join(path, name), MANIFEST)
+            if builds:
+                unfinished[step] = builds
+    return dict(sorted(unfinished.items()))
 
 
 def clear_leftovers(path: str, *, without: Collection[int] = (), waits: bool = False) -> list[str]:
@@ -353,6 +375,7 @@ def clear_leftovers(path: str, *, without: Collection[int] = (), waits: bool = F
     Returns:
         The nonces of what was removed at a URL.
     """
+    # Builds have their files in directories; beside these lie only owner records that are files (directory_build.py).
     if not is_remote(path):
         with contextlib.suppress(NotFoundError), files.directory(path) as dir_fd:
             remove_abandoned(dir_fd)

@@ -30,6 +30,7 @@ import io
 import logging
 import os
 import re
+import resource
 import stat
 import threading
 import time
@@ -40,11 +41,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 from urllib.parse import unquote
-
-try:
-    import resource
-except ImportError:  # on Windows
-    resource = None  # type: ignore[assignment]
 
 from statexchange.errors import (
     CorruptError,
@@ -101,15 +97,18 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 EntryKind = Literal["file", "directory", "other"]
-_STEPS_PER_BYTE, _RESERVED_STEPS = 8, 1 << 16  # a real file needs less than 2 steps a byte
+# A real file needs less than 2 steps a byte.
+_STEPS_PER_BYTE, _RESERVED_STEPS = 8, 1 << 16
 _CHARACTERS_PER_STEP = 16
-_PREFETCHED_BYTES = 32 << 20  # measured: more is not faster, and each rank of a host has as much in the page cache
+# A real header takes up to 14 bytes of memory a byte.
+_MEMORY_PER_BYTE, _RESERVED_MEMORY = 16, 32 << 20
+# Measured: more is not faster, and each rank of a host has as much in the page cache.
+_PREFETCHED_BYTES = 32 << 20
 PREFETCH_STEP_BYTES = 1 << 20
-_MEMORY_PER_BYTE, _RESERVED_MEMORY = 16, 32 << 20  # a real header takes up to 14 bytes of memory a byte
 
 
 class _Reserve:
-    """The rest of one source's reserve."""
+    """What is left of one source's reserve; all budgets of the source spend from this one object."""
 
     __slots__ = ("memory", "steps")
 
@@ -140,6 +139,7 @@ class Budget:
         """
         left = self._steps - steps - characters // _CHARACTERS_PER_STEP
         if left < 0:
+            # Before anything is taken: a file that is refused leaves the reserve to the others.
             if -left > self._reserve.steps:
                 problem = "refused: it refers to the same objects so often that reading it would take too long"
                 raise CorruptError(problem, path=self._path)
@@ -274,15 +274,14 @@ class Prefetch:
     """
 
     def __init__(self, spans: Sequence[Span]) -> None:
-        joined: list[Span] = []  # neighbours are one span, so that a small tensor costs no advice of its own
-        file, begin, end = None, 0, 0
+        joined: list[Span] = []
         for span in spans:
-            if span.file is not file or span.begin != end:
-                joined.append(Span(file, begin, end - begin))
-                file, begin, end = span
-                end = begin
-            end += span.nbytes
-        joined.append(Span(file, begin, end - begin))
+            last = joined[-1] if joined else None
+            # Neighbours are one span, so that a small tensor costs no advice of its own.
+            if last is not None and span.file is last.file and span.begin == last.begin + last.nbytes:
+                joined[-1] = last._replace(nbytes=last.nbytes + span.nbytes)
+            else:
+                joined.append(span)
         self._left = joined[::-1]  # the next one comes last
         self._num_ahead = 0
         self.advance(0)
@@ -292,11 +291,13 @@ class Prefetch:
         self._num_ahead -= nbytes
         while self._left and self._num_ahead < _PREFETCHED_BYTES:
             file, begin, left = self._left.pop()
+            # In steps, so that a large tensor is not asked for as a whole, beyond the 32 MiB.
             step = min(PREFETCH_STEP_BYTES, left)
             if file is not None and step:
                 file.will_need(begin, step)
             if step < left:
                 self._left.append(Span(file, begin + step, left - step))
+            # What is not asked for counts, too: `advance` is called for all that the caller reads.
             self._num_ahead += step
 
 
@@ -396,6 +397,7 @@ class Store(ABC):
         The two are one opened path: what closes one of them closes the other.
         """
         view = copy.copy(self)
+        # The copy has it only if it was used before: two views of one directory may not have two reserves.
         view.budget = self.budget
         listing = {name: kind for name, kind in self.listing.items() if is_listed(name)}
         vars(view)["listing"] = listing  # as if the view had listed the directory
@@ -469,11 +471,10 @@ class ByteRange(NamedTuple):
 # Local directories
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
-_FILE_FLAGS = os.O_RDONLY | getattr(os, "O_CLOEXEC", 0)
+_FILE_FLAGS = os.O_RDONLY | os.O_CLOEXEC
 _MAX_LOOKUPS = 40  # of a name that is absent while its directory is being replaced
 _LOOKUP_INTERVAL_S = 0.01
 _LEAST_HELD = 4  # descriptors that each opened path may keep open, even over the limit
-_DIRECTORY_FLAGS = _FILE_FLAGS | getattr(os, "O_DIRECTORY", 0)
 
 
 def local_path(url: str) -> str:
@@ -498,8 +499,6 @@ _num_held = 0  # descriptors that all opened paths of this process hold
 
 def _held_limit() -> int:
     """Return how many descriptors they may hold: a quarter of those that the process may open, at most 256."""
-    if resource is None:
-        return 64
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(_LEAST_HELD, min(256, soft // 4))
 
@@ -513,6 +512,7 @@ class _Descriptors:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._fds: set[int] = set()
+        # A source that nobody closes is no leak: the last of its files takes the descriptors along.
         self._finalizer = weakref.finalize(self, _close_all, self._fds)
         self.is_open = True
         # The identity of each file that was opened, by its path below the opened directory.
@@ -575,14 +575,17 @@ class LocalFile(StoredFile):
         else:
             descriptors.hold(fd, path)
             self._fd = fd
+        # The first one counts: a name that is opened twice must have led to the same file.
         descriptors.identities.setdefault(store.below_root + name, self._identity)
 
-    def _opened(self) -> int:
-        """Return a descriptor, for `_release`; raise ReplacedError if another file has the name in the directory."""
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        """Yield a descriptor of the file; raise ReplacedError if another file has the name in the directory."""
         if self._fd >= 0:
             if not self._descriptors.is_open:
                 raise _closed(self.path)
-            return self._fd
+            yield self._fd
+            return
         try:
             fd = self._store.open_name(self._name, self.path)
         except NotFoundError:
@@ -590,13 +593,8 @@ class LocalFile(StoredFile):
         try:
             if stat_identity(fstat_of(fd, self.path)) != self._identity:
                 raise self._replaced()
-        except StorageError:
-            os.close(fd)
-            raise
-        return fd
-
-    def _release(self, fd: int) -> None:
-        if fd != self._fd:
+            yield fd
+        finally:
             os.close(fd)
 
     def _replaced(self) -> ReplacedError:
@@ -604,34 +602,27 @@ class LocalFile(StoredFile):
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
         """Fill `buffer` from byte `offset`."""
-        fd = self._opened()
         try:
-            pread_into(fd, buffer, offset, self.path)
+            with self._opened() as fd:
+                pread_into(fd, buffer, offset, self.path)
         except CorruptError:
             # The file was long enough when it was opened: another process has cut it since.
             if offset + len(buffer) <= self.size:
                 raise self._replaced() from None
             raise
-        finally:
-            self._release(fd)
 
     def will_need(self, begin: int, nbytes: int) -> None:
         """Begin to read bytes into the page cache, and do not wait."""
-        fd = self._opened()
-        try:
+        with self._opened() as fd:
             begin_reading(fd, begin, nbytes)
-        finally:
-            self._release(fd)
 
     def check_unchanged(self) -> None:
         """Raise ReplacedError if the file's bytes may have changed since it was opened."""
-        fd = self._opened()
-        try:
-            attributes = self._fresh_stat(fd)
-        except OSError as error:
-            raise read_error(error, "read the attributes", self.path) from error
-        finally:
-            self._release(fd)
+        with self._opened() as fd:
+            try:
+                attributes = self._fresh_stat(fd)
+            except OSError as error:
+                raise read_error(error, "read the attributes", self.path) from error
         if stat_identity(attributes) != self._identity:
             raise self._replaced()
 
@@ -650,6 +641,7 @@ class LocalFile(StoredFile):
         """Return the file's attributes; on NFS open the file once more, which makes the client ask the server."""
         if not self._store.is_shared:
             return os.fstat(fd)
+        # By its descriptor, as its name may be another file's by now.
         new_fd = os.open(f"/proc/self/fd/{fd}", _FILE_FLAGS)
         try:
             return os.fstat(new_fd)
@@ -711,6 +703,8 @@ class LocalStore(Store):
                 raise _closed(self.path)
             yield self._fd
             return
+        # Not kept open, as a checkpoint may have thousands of subdirectories. From the root down, name by name, so that
+        # no link on the way is followed.
         with self._parent.descriptor() as parent_fd:
             try:
                 fd = open_directory(os.path.basename(self.path), parent_fd, self.path)
@@ -793,9 +787,10 @@ class LocalStore(Store):
             try:
                 if not self.is_shared:
                     return stat_identity(os.stat(name, dir_fd=dir_fd, follow_symlinks=self._follow))
-                fd = open_file(name, dir_fd, self.path_of(name), follow=self._follow)  # so that NFS asks the server
+                # An open makes a client of NFS ask the server. fstat fails if the server has removed the file since.
+                fd = open_file(name, dir_fd, self.path_of(name), follow=self._follow)
                 try:
-                    return stat_identity(os.fstat(fd))  # which fails where the server has removed it since
+                    return stat_identity(os.fstat(fd))
                 finally:
                     os.close(fd)
             except (FileNotFoundError, NotADirectoryError):
@@ -818,8 +813,7 @@ class LocalStore(Store):
 
     def close(self) -> None:
         """Close all descriptors."""
-        for other in self.adopted:
-            other.close()
+        super().close()
         self._descriptors.close()
 
 
@@ -892,11 +886,11 @@ def _open_path(path: str) -> tuple[LocalStore, str | None]:
                 raise NotFoundError("no such path", path=path)
             name, shown = hidden_name, os.path.join(parent, hidden_name)
         try:
-            fd = os.open(name, _DIRECTORY_FLAGS, dir_fd=parent_fd)
+            fd = os.open(name, _FILE_FLAGS | os.O_DIRECTORY, dir_fd=parent_fd)
         except FileNotFoundError:  # it existed a moment ago
             raise _BeingReplacedError from None
         return LocalStore(shown, fd, _Descriptors()), None
-    except StateExchangeError:
+    except StateExchangeError:  # of which some are OSErrors, too
         raise
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
@@ -938,6 +932,7 @@ def replacement_of(name: str, dir_fd: int) -> str | None:
         return None
     hidden = hidden_entries(name, names)
     replaced = {match["nonce"] for match in hidden.values() if match["kind"] == "replaced"}
+    # Both with one nonce: only then the new directory is complete, as the old one is set aside after its last write.
     for entry, match in hidden.items():
         if match["kind"] == "partial" and match["nonce"] in replaced:
             return entry

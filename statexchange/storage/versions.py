@@ -46,8 +46,9 @@ from statexchange.errors import (
 )
 from statexchange.storage import publish
 from statexchange.storage.atomic import new_nonce
-from statexchange.storage.location import directory_of, open_path, resolve_path
+from statexchange.storage.location import directory_of, open_path, parse_json, resolve_path
 from statexchange.storage.records import Records, names_in, records_at
+from statexchange.storage.store import Budget
 
 if TYPE_CHECKING:
     from statexchange.storage.publish.build import ReplaceCheck
@@ -115,12 +116,12 @@ def versions_path(path: str | os.PathLike[str]) -> str:
     Raises:
         InvalidArgumentError: it is a file or a version.
     """
-    found = directory_of(resolve_path(path, "a directory of versions"))
-    if os.path.isfile(found):
-        raise InvalidArgumentError("a directory of versions is expected, and this is a file", path=found)
-    if version_number(os.path.basename(found)) is not None:
-        raise InvalidArgumentError("this is a version: give the directory of versions", path=found)
-    return found
+    folder = directory_of(resolve_path(path, "a directory of versions"))
+    if os.path.isfile(folder):
+        raise InvalidArgumentError("a directory of versions is expected, and this is a file", path=folder)
+    if version_number(os.path.basename(folder)) is not None:
+        raise InvalidArgumentError("this is a version: give the directory of versions", path=folder)
+    return folder
 
 
 def _runs(path: str) -> dict[str, str]:
@@ -149,7 +150,8 @@ def begin_run(path: str) -> str:
 
     Of two trainers that begin at once the run with the greater name wins, and `check_is_current` raises in the other.
     """
-    run = os.urandom(8).hex()
+    run = new_nonce()
+    # Before its record: who sees the run may put a lease into it at once.
     for below in (_RUNS, run, f"{run}/{_LEASES}"):
         records_at(f"{path}/{below}").make()
     last = max((int(name.partition("-")[0]) for name in _runs(path).values()), default=0)
@@ -177,7 +179,12 @@ def list_versions(path: str, run: str) -> list[int]:
 
 def _numbers(names: Iterable[str]) -> list[int]:
     """Return the numbers of the versions among the names in a run."""
-    return sorted(number for name in names if (number := version_number(name)) is not None)
+    numbers = []
+    for name in names:
+        number = version_number(name)
+        if number is not None:
+            numbers.append(number)
+    return sorted(numbers)
 
 
 def all_versions(path: str) -> dict[str, list[int]]:
@@ -187,11 +194,14 @@ def all_versions(path: str) -> dict[str, list[int]]:
     """
     path = directory_of(path)
     names = names_in(path)
-    runs = list_runs(path) if _RUNS in names else []
-    if runs:
-        return {run: _numbers(names_in(f"{path}/{run}")) for run in runs}
+    of_runs = {}
+    if _RUNS in names:
+        for run in list_runs(path):
+            of_runs[run] = _numbers(names_in(f"{path}/{run}"))
     numbers = _numbers(names)
-    return {"": numbers} if numbers else {}
+    if not of_runs and numbers:
+        of_runs[""] = numbers
+    return of_runs
 
 
 def holds_versions(path: str | os.PathLike[str]) -> bool:
@@ -240,7 +250,7 @@ class Lease:
         self._data = json.dumps({"version": number}).encode()
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._is_held = self._created() if run else False  # "" is the run of another program's directory
+        self._is_held = run != "" and self._created()  # "" is the run of another program's directory
         try:
             # After the lease is written: the trainer marks the version first, and looks for leases then.
             if number not in list_versions(path, run):
@@ -291,11 +301,14 @@ def _leased(records: Records, names: Iterable[str], now: float) -> set[int]:
             if records.age(name, now) > LEASE_S:
                 records.remove(name)
                 continue
-            numbers.add(int(json.loads(records.read(name))["version"]))
+            lease = parse_json(records.read(name), f"{records.path}/{name}", Budget(records.path))
         except NotFoundError:
             continue
-        except (KeyError, StateExchangeError, TypeError, ValueError):
-            numbers.add(_ANY_VERSION)  # a lease that cannot be read is one of all versions, until it ends
+        except StateExchangeError:
+            lease = None
+        number = lease.get("version") if isinstance(lease, dict) else None
+        # A lease that cannot be read is one of all versions, until it ends.
+        numbers.add(number if type(number) is int else _ANY_VERSION)
     return numbers
 
 
@@ -338,7 +351,7 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
         records, retired = records_at(folder), _marks(names)
         now = server_time(path)
         leased = _leased(records, names, now)
-        last_read = max((number for number in leased if number in retired or number == _ANY_VERSION), default=-1)
+        last_read = max(leased & {*retired, _ANY_VERSION}, default=-1)
         # Newest first, so that no delta is left without its base. A version that is read may be based on any older
         # one, so all older ones stay. The bases of a version that is not retired are not retired either.
         for number in sorted(retired, reverse=True):
@@ -361,10 +374,8 @@ def sweep_retired(path: str, manifest: str, check: ReplaceCheck, *, grace_s: flo
 def clear_runs(path: str) -> None:
     """Remove what killed processes left beside the versions, and earlier runs without a version. Root only."""
     runs = _runs(path)
-    records_at(f"{path}/{_RUNS}").clear()
-    for run in runs:
-        records_at(f"{path}/{run}").clear()
-        records_at(f"{path}/{run}/{_LEASES}").clear()
+    for below in (_RUNS, *runs, *(f"{run}/{_LEASES}" for run in runs)):
+        records_at(f"{path}/{below}").clear()
     for run in list(runs)[:-1]:
         names = set(names_in(f"{path}/{run}"))
         if names - {_LATEST, _LEASES} or names_in(f"{path}/{run}/{_LEASES}"):
@@ -389,9 +400,13 @@ def size_and_time(store: Store) -> tuple[int, float | None]:
 
     Not collective.
     """
-    files = [store.open(name) for name in store.files]
-    times = [file.modified for file in files if file.modified is not None]
-    return sum(file.size for file in files), max(times, default=None)
+    nbytes, times = 0, []
+    for name in store.files:
+        file = store.open(name)
+        nbytes += file.size
+        if file.modified is not None:
+            times.append(file.modified)
+    return nbytes, max(times, default=None)
 
 
 def version_age(path: str, run: str, number: int) -> float | None:

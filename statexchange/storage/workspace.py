@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 _MANIFEST = "manifest.json"  # of a round that was committed
-_ATTEMPTS = 20
+_ATTEMPTS = 20  # to write into a directory that other ranks keep removing while it is empty
 _REMOVED = (NotFoundError, ReplacedError)  # raised for a directory that another process removes meanwhile
 _RUN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 _ROUND = re.compile(r"[0-9]{6,18}")
@@ -76,7 +76,7 @@ def is_run_name(name: str) -> bool:
 
 
 def is_round_name(name: str) -> bool:
-    """Whether this is the name of a round's directory."""
+    """Whether this is the name of a round's directory: "000012", and neither "12" nor "0000012"."""
     return _ROUND.fullmatch(name) is not None and f"{int(name):06d}" == name
 
 
@@ -106,12 +106,12 @@ class RankName:
         """Parse a path below the root; raise UnsafeError for any other path, which might lead out of the root."""
         parts = relative.split(os.sep)
         match = _RANK_FILE.fullmatch(parts[-1])
-        if len(parts) != 3 or match is None or not _RUN.fullmatch(parts[0]) or not is_round_name(parts[1]):
-            raise UnsafeError(f"not the name of a rank's file: {excerpt(relative, 300)}")
-        rank, world_size = int(match[1]), int(match[2])
-        if rank >= world_size or not parts[2].startswith(f"rank-{rank:05d}-of-{world_size:05d}."):
-            raise UnsafeError(f"not the name of a rank's file: {excerpt(relative, 300)}")
-        return cls(parts[0], int(parts[1]), rank, world_size, parts[2])
+        if len(parts) == 3 and match is not None and _RUN.fullmatch(parts[0]) and is_round_name(parts[1]):
+            rank, world_size = int(match[1]), int(match[2])
+            # A number has one form: "rank-000003" would be a second name of rank 3.
+            if rank < world_size and parts[2].startswith(f"rank-{rank:05d}-of-{world_size:05d}."):
+                return cls(parts[0], int(parts[1]), rank, world_size, parts[2])
+        raise UnsafeError(f"not the name of a rank's file: {excerpt(relative, 300)}")
 
 
 class WorkspaceView:
@@ -163,6 +163,7 @@ class WorkspaceView:
     def _round(self, run: str, number: int) -> Store:
         if (run, number) not in self._rounds:
             store = self._rounds[run, number] = self._below(self._run(run), f"{number:06d}")
+            # A directory that was removed has an empty listing, and another rank may have made it again since.
             self.has_changed |= not store.listing and not store.is_current()
         return self._rounds[run, number]
 
@@ -175,11 +176,11 @@ class WorkspaceView:
     def temporary_files(self, run: str, round: int) -> list[tuple[str, int]]:  # noqa: A002
         """Return the name and size of each incomplete file of a round; raise NotFoundError without such a round."""
         store = self._round(run, round)
-        found = []
+        sizes = []
         for name in filter(atomic.is_temporary, store.files):
             with contextlib.suppress(*_REMOVED):  # completed or removed meanwhile
-                found.append((name, store.open(name).size))
-        return found
+                sizes.append((name, store.open(name).size))
+        return sizes
 
     def stored(self, name: RankName) -> StoredFile | None:
         """Return a rank's file, whose content is not checked; None if it cannot be opened."""
@@ -190,9 +191,11 @@ class WorkspaceView:
 
     def all_rounds(self, only: str | None = None) -> Iterator[tuple[str, int]]:
         """Yield (run, round) for all rounds that have a directory, or for those of the run `only`."""
-        for run in self.runs() if only is None else [only]:
+        runs = self.runs() if only is None else [only]
+        for run in runs:
             with contextlib.suppress(*_REMOVED):  # removed meanwhile
-                yield from ((run, number) for number in self.rounds(run))
+                for number in self.rounds(run):
+                    yield run, number
 
     def open(self, name: RankName) -> RankFile:
         """Open a rank's file, which is closed with the store; raise NotFoundError if it is absent."""
@@ -307,6 +310,7 @@ class Workspace:
                 # Before the name is returned: its recipient may list these directories on another host.
                 atomic.invalidate_listings(*dir_fds, path=self.path)
         except BaseException:
+            # Nobody else removes a run that only this rank has begun.
             self._remove_empty(name.run, name.round)
             raise
 
@@ -335,6 +339,7 @@ class Workspace:
             if make:
                 files.make_directory(run, root_fd, run_path)
             run_fd = opened.enter_context(files.directory(run, root_fd, run_path))
+            # The root may be open to others, as /tmp is, but not what this makes in it.
             files.check_private(run_fd, run_path)
             if make:
                 files.make_directory(f"{number:06d}", run_fd, path)

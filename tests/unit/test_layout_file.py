@@ -519,3 +519,22 @@ def test_a_manifest_whose_boxes_leave_a_gap_or_overlap_is_refused(tmp_path: Path
             sx.load_checkpoint({"w": torch.zeros(8, 3)}, tmp_path / "out")
         with pytest.raises(error):
             sx.open_checkpoint(tmp_path / "out")["w"].read()
+
+
+def test_a_rule_that_cuts_one_dim_twice_is_refused_however_it_names_the_dim() -> None:
+    steps = [{"dim": 0, "axis": "tp"}, {"dim": -2, "axis": "pp"}]
+    rule = Layout.parse({"mesh": {"pp": 2, "tp": 2}, "rules": {"w": steps}}).rule_for("w")
+    assert rule is not None
+    with pytest.raises(InvalidArgumentError, match="'w': dim 0 is sharded twice, in a tensor of shape"):
+        rule.parts("w", (2, 3), 0)
+
+
+def test_explicit_boxes_may_be_joined_along_a_dim_that_is_counted_from_the_end() -> None:
+    boxes = [[[[0, 0], [2, 2]]], [[[0, 2], [2, 2]]]]
+    rules = [Layout.parse({"w": {"global_shape": [2, 4], "boxes": boxes, "dim": dim}}).rule_for("w") for dim in (1, -1)]
+    assert [rule.parts("w", (2, 2), 1) for rule in rules if rule is not None] == [rules[0].parts("w", (2, 2), 1)] * 2
+    for dim in (2, -3):
+        rule = Layout.parse({"w": {"global_shape": [2, 4], "boxes": boxes, "dim": dim}}).rule_for("w")
+        assert rule is not None
+        with pytest.raises(InvalidArgumentError, match=f"dim {dim}, but the shape is"):
+            rule.parts("w", (2, 2), 0)

@@ -31,6 +31,7 @@ from statexchange.errors import (
     UnsupportedError,
 )
 from statexchange.storage import versions
+from statexchange.storage.records import records_at
 
 
 def publish(path: Path, count: int, *, first: int = 1, **options: Any) -> list[dict[str, torch.Tensor]]:
@@ -471,3 +472,11 @@ def test_a_manifest_that_cannot_be_right_is_refused(tmp_path: Path, key: str, va
     manifest.write_text(json.dumps(record, separators=(",", ":")))
     with pytest.raises((CorruptError, IncompleteError)):
         sx.open_checkpoint(manifest.parent)
+
+
+@pytest.mark.parametrize("text", ["[" * 4000, '{"version": 1e999}', '{"version": true}', '{"version": [1]}'])
+def test_a_lease_that_cannot_be_read_keeps_all_versions(tmp_path: Path, text: str) -> None:
+    name = "0123456789abcdef.json"
+    (tmp_path / name).write_text(text)
+    records = records_at(os.fspath(tmp_path))
+    assert versions._leased(records, [name], records.modified(name) or 0.0) == {versions._ANY_VERSION}

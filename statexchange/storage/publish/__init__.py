@@ -139,6 +139,7 @@ def check_can_be_made(path: str, absence: NotFoundError) -> None:
         if is_missing_bucket(absence):
             raise absence
         return
+    # A build makes missing parents, so that the nearest directory above is enough.
     dir_fd, _ = files.open_nearest(path)
     os.close(dir_fd)
 
@@ -199,7 +200,8 @@ def unfinished_names(path: str, without: Collection[str]) -> list[str]:
             return []
         except OSError as error:
             raise StorageError.of(error, "list directory", path=path) from error
-        return sorted({name for name in map(files.hidden_target, entries) if name is not None})
+        # A target may have several hidden names, and may be absent itself.
+        return sorted(set(filter(None, map(files.hidden_target, entries))))
     try:
         with open_path(path) as opened:
             names = [] if opened.file is not None else opened.store.directories
@@ -216,9 +218,11 @@ def _clear(path: str, manifest: str, is_own: OwnCheck | None, *, waits: bool) ->
         return clear_objects(path, manifest, is_own, waits=waits)
     from statexchange.storage.publish.directory_removal import DirectoryRemoval
 
+    # Where all owners may still run nothing can be removed, and not even a record is written.
     builds = unfinished(path, manifest)
     if builds and all(build.owner is not None and build.state != "dead" for build in builds):
-        return None  # nothing here can be removed
+        return None
+    # A removal settles what dead publishers have left when it begins; then it is given up, and the target stays.
     try:
         DirectoryRemoval(path, check=lambda _: []).abandon()
     except TargetExistsError:  # a process that runs is publishing here
@@ -253,8 +257,10 @@ def clear_all(
     Returns:
         At a URL the nonces of the claims that were removed.
     """
-    cleared = []
+    nonces = []
     for name in unfinished_names(path, without):
         if name.startswith(prefix):
-            cleared.append(_clear(os.path.join(path, name), manifest, is_own, waits=waits))
-    return [nonce for nonce in cleared if nonce is not None]
+            nonce = _clear(os.path.join(path, name), manifest, is_own, waits=waits)
+            if nonce is not None:
+                nonces.append(nonce)
+    return nonces

@@ -63,7 +63,6 @@ from statexchange.storage import files
 from statexchange.storage.atomic import (
     NO_LINKS,
     exchange_names,
-    identity_of,
     invalidate_listings,
     invalidate_lookups,
     link_same,
@@ -107,7 +106,9 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _TAKEN_OVER = "treated this one as dead (--resume) and took over its directory"
-_EMPTYING_S = 3.0  # how long open files of other processes may keep a directory on NFS from being removed
+# How long open files of other processes may keep a directory on NFS from being removed: the client that removes an open
+# file renames it to ".nfs..." until it is closed.
+_EMPTYING_S = 3.0
 
 
 @dataclass(slots=True)
@@ -191,12 +192,14 @@ def check_target(path: str, dir_fd: int, check: ReplaceCheck | None) -> files.Id
         raise target_exists(path)
     if not stat.S_ISDIR(attributes.st_mode):
         raise UnsafeError("refused to overwrite: the target is not a directory", path=path)
-    with files.directory(name, dir_fd, path) as fd:  # opened, so that a client of NFS asks the server
+    # Opened, so that a client of NFS asks the server.
+    with files.directory(name, dir_fd, path) as fd:
         identity = files.stat_identity(files.fstat_of(fd, path))
         store, _ = open_local(parent)
         try:
             check(store.below(name))
-        except StateExchangeError:  # does not count if the directory was being replaced and removed during the check
+        except StateExchangeError:
+            # What a directory lacks that was replaced and is being removed is no fault of the target.
             if identity_at(name, dir_fd, path) == identity:
                 raise
         finally:
@@ -291,16 +294,16 @@ class DirectoryBuild(Build):
         self.finished = {}
         self._nonce = new_nonce()
         self._partial = f"{self._stem}.{plan_digest}.{self._nonce}.partial"
-        self._replaced, self._discarded, self._record = (
-            f"{self._stem}.{self._nonce}.{kind}" for kind in ("replaced", "discarded", "owner")
-        )
+        self._replaced = f"{self._stem}.{self._nonce}.replaced"
+        self._discarded = f"{self._stem}.{self._nonce}.discarded"
+        self._record = f"{self._stem}.{self._nonce}.owner"
         self.building_path = os.path.join(self._parent, self._partial)
         self._check = check
         self._pid = os.getpid()
         self._outputs: list[DirectoryFile] = []
         self._dir_fd = -1
-        self._own_identity: tuple[int, int] | None = None
-        self._old_identity: files.Identity | None = None
+        self._own_identity: files.Identity | None = None  # of the partial directory, of which size and mtime change
+        self._old_identity: files.Identity | None = None  # of the target when it was checked last
         self._is_published = self._has_ended = False
         open_builds.add((self._pid, self._nonce))
         warn_of_options(self._parent)
@@ -311,6 +314,10 @@ class DirectoryBuild(Build):
             self.abandon()
             raise
 
+    def _identity(self, name: str) -> files.Identity | None:
+        """Return the identity of an entry beside the target; None if the name does not exist."""
+        return identity_at(name, self._parent_fd, os.path.join(self._parent, name))
+
     # Beginning
 
     def _begin(self, reused_plan: str | None, *, resume: bool) -> None:
@@ -318,11 +325,15 @@ class DirectoryBuild(Build):
         # decides between them.
         leftovers = find_leftovers(self._name, self._parent_fd, self._parent)
         refuse_others(leftovers, self.path)
-        if self._check is None and files.stat_of(self._name, self._parent_fd, self.path) is not None:
+        # Before the record: a call that is refused most often, because the target exists, writes nothing.
+        if self._check is None and self._identity(self._name) is not None:
             raise target_exists(self.path)
-        record = self._write_record()  # durable before anything else of this nonce
+        # Durable before anything else of this nonce.
+        record = self._write_record()
         of_this_user = [leftover for leftover in leftovers if self._is_of_this_user(leftover, record)]
-        self._complete_replacements(leftovers, of_this_user)  # before the target is checked: it may get its name here
+        # Before the target is checked, as it may get its name here; and before leftovers are removed, since until then
+        # they have the only copies.
+        self._complete_replacements(leftovers, of_this_user)
         self._old_identity = check_target(self.path, self._parent_fd, self._check)
         self._clear_leftovers(of_this_user, reused_plan, resume=resume)
         self._make_partial()
@@ -333,7 +344,7 @@ class DirectoryBuild(Build):
         if not is_taken_over:
             files.make_directory(self._partial, self._parent_fd, self.building_path, 0o777)
         self._dir_fd = files.open_directory(self._partial, self._parent_fd, self.building_path)
-        self._own_identity = identity_of(self._partial, self._parent_fd, self.building_path)
+        self._own_identity = self._identity(self._partial)
         if is_taken_over:
             self._keep_finished()
 
@@ -371,12 +382,13 @@ class DirectoryBuild(Build):
 
     def _complete_replacements(self, leftovers: Iterable[Leftover], of_this_user: Sequence[Leftover]) -> None:
         """Rename a complete directory to the target's name if its publisher died between the two renames."""
-        if files.stat_of(self._name, self._parent_fd, self.path) is not None:
+        if self._identity(self._name) is not None:
             return
         for leftover in leftovers:
             if not leftover.is_interrupted:
                 continue
             partial = leftover.directories["partial"]
+            # Not ignored, as other leftovers of other users are: this one's target would be lost.
             if leftover not in of_this_user:
                 raise UnsafeError(
                     f"refused: another user's replacement of the target was interrupted ({leftover.owner})",
@@ -426,16 +438,17 @@ class DirectoryBuild(Build):
         """Rename a dead publisher's directory under construction to this nonce, unless another publisher did so."""
         partial = leftover.directories.pop("partial", None)
         if partial is not None and self._rename(partial, self._partial):
-            self._own_identity = identity_of(self._partial, self._parent_fd, self.building_path)
+            self._own_identity = self._identity(self._partial)
 
     def _remove_leftover(self, leftover: Leftover) -> None:
         """Remove a dead publisher's directories, then its record. A failure is logged: the next build tries again."""
-        if "replaced" in leftover.directories and files.stat_of(self._name, self._parent_fd, self.path) is None:
+        if "replaced" in leftover.directories and self._identity(self._name) is None:
             return  # the only copy of the old checkpoint
         try:
+            # Under the dead publisher's nonce, so that its record says whose they are if this process is killed here.
             for name in leftover.directories.values():
                 self._discard(name, f"{self._stem}.{leftover.nonce}.discarded")
-            self._remove_record(leftover.nonce)  # last: it proves the owner of the directories
+            self._remove_record(leftover.nonce)
         except StateExchangeError as error:
             _log.warning("cannot remove what an interrupted publisher left: %s", error)
 
@@ -445,6 +458,7 @@ class DirectoryBuild(Build):
 
     def _discard(self, name: str, discarded: str) -> None:
         """Rename a directory to `discarded`, then remove it with all that is in it."""
+        # One of the name may be left of an earlier removal, which a rename would not replace.
         self._remove_tree(discarded)
         if name != discarded and self._rename(name, discarded):
             self._remove_tree(discarded)
@@ -455,7 +469,7 @@ class DirectoryBuild(Build):
         deadline = time.monotonic() + self._emptying_s
         while True:
             files.remove_entry(name, path, self._parent_fd)
-            if files.stat_of(name, self._parent_fd, path) is None:
+            if self._identity(name) is None:
                 return
             if time.monotonic() > deadline:
                 raise StorageError("cannot remove directory: it is not empty", errno=errno.ENOTEMPTY, path=path)
@@ -481,6 +495,7 @@ class DirectoryBuild(Build):
         fd = files.create_file(name, self._dir_fd, path)
         with files.closing(fd, path):
             is_reserved = files.make_room(fd, nbytes, path)
+            # Where nothing was reserved too: a file must have its size before a part of it can be mapped.
             try:
                 os.ftruncate(fd, nbytes)
             except OSError as error:
@@ -532,20 +547,22 @@ class DirectoryBuild(Build):
         self.put(name, data)
         for hidden in map(_receipt, self.finished):
             files.remove_file(hidden, os.path.join(self.building_path, hidden), self._dir_fd)
-        files.sync_directory(self._dir_fd, self.building_path)  # all names are durable before the rename
+        # All names are durable before the rename: a power cut may keep the rename and lose what came before.
+        files.sync_directory(self._dir_fd, self.building_path)
         if self._old_identity is not None and self._is_replaceable():
             if not self._exchange():
                 self._move_aside()
                 self._rename_exclusively()
         else:
             self._rename_exclusively()
-        files.sync_directory(self._parent_fd, self.path)  # the new name is durable before success is reported
+        # The new name is durable before the old directory is removed, and before success is reported.
+        files.sync_directory(self._parent_fd, self.path)
         self._is_published = True
         self._end()
 
     def _is_replaceable(self) -> bool:
         """Check the target again: False if it is absent; an error if it is not the directory checked at the start."""
-        identity = identity_at(self._name, self._parent_fd, self.path)
+        identity = self._identity(self._name)
         if identity is None:
             return False  # removed, or another publisher is between two renames: the next rename decides
         if identity != self._old_identity:
@@ -558,10 +575,10 @@ class DirectoryBuild(Build):
         except TargetExistsError:
             raise conflict(self.path, "was first") from None
         except StorageError as error:
-            if error.errno != errno.ENOENT or identity_of(self._partial, self._parent_fd, self.path) is not None:
+            if error.errno != errno.ENOENT or self._identity(self._partial) is not None:
                 raise
             # If the old one is still set aside, another publisher has completed this replacement.
-            if identity_of(self._replaced, self._parent_fd, self.path) is None:
+            if self._identity(self._replaced) is None:
                 raise conflict(self.path, _TAKEN_OVER) from error
 
     def _exchange(self) -> bool:
@@ -572,7 +589,7 @@ class DirectoryBuild(Build):
         except StorageError as error:
             if error.errno != errno.ENOENT:
                 raise
-            is_taken_over = identity_of(self._partial, self._parent_fd, self.path) is None
+            is_taken_over = self._identity(self._partial) is None
             raise conflict(self.path, _TAKEN_OVER if is_taken_over else "removed the target meanwhile") from error
         try:
             self._check_replaced(self._partial)
@@ -595,17 +612,8 @@ class DirectoryBuild(Build):
         follows it: nothing is undone, so it does not matter if a third one has followed already. What no publisher
         made must not be replaced.
         """
-        identity = identity_at(name, self._parent_fd, self.path)
-        if identity == self._old_identity:
-            return
-        self._old_identity = check_target(os.path.join(self._parent, name), self._parent_fd, self._check)
-
-    def _put_back(self) -> None:
-        """Give the old directory its name again if a replacement ended between its two renames."""
-        # Another publisher may have given the name to its directory. That is the server's answer: a client of NFS 3 may
-        # still see no target after its own rename.
-        with contextlib.suppress(TargetExistsError):
-            self._rename(self._replaced, self._name)
+        if self._identity(name) != self._old_identity:
+            self._old_identity = check_target(os.path.join(self._parent, name), self._parent_fd, self._check)
 
     def abandon(self) -> None:
         """Remove an uncommitted build."""
@@ -634,10 +642,15 @@ class DirectoryBuild(Build):
             if self._dir_fd >= 0:
                 os.close(self._dir_fd)
             # Where nothing can be written nothing was made, and even the removal of an absent name would be an error.
-            if not self._is_published and files.stat_of(self._replaced, self._parent_fd, self.path) is not None:
-                self._put_back()  # if that fails, the record stays: the next publisher completes the replacement
+            if not self._is_published and self._identity(self._replaced) is not None:
+                # The replacement ended between its two renames: the old directory gets its name again. If that fails,
+                # the record stays, and the next publisher completes the replacement. Another publisher may have given
+                # the name to its directory, which only the server tells: a client of NFS 3 may still see no target
+                # after its own rename.
+                with contextlib.suppress(TargetExistsError):
+                    self._rename(self._replaced, self._name)
             self._discard_own()
-            if files.stat_of(self._record, self._parent_fd, self.path) is not None:
+            if self._identity(self._record) is not None:
                 self._remove_record(self._nonce)
         except StateExchangeError as error:
             _log.warning("hidden names beside %s stay until the next publication: %s", self.path, error)
@@ -645,10 +658,11 @@ class DirectoryBuild(Build):
     def _discard_own(self) -> None:
         """Remove the directories of this nonce. One that this build neither made nor checked stays."""
         for name in (self._partial, self._replaced, self._discarded):
-            identity = identity_at(name, self._parent_fd, self.path)
+            identity = self._identity(name)
             if identity is None:
                 continue
-            is_made_here = self._own_identity is None or identity[:2] == self._own_identity
+            # After an exchange the old directory has the name of the new one.
+            is_made_here = self._own_identity is None or identity[:2] == self._own_identity[:2]
             if is_made_here or identity == self._old_identity or name == self._discarded:
                 self._discard(name, self._discarded)
 

@@ -19,7 +19,6 @@ from statexchange.storage.publish.directory_build import (
     check_target,
     conflict,
     find_leftovers,
-    identity_at,
     refuse_others,
 )
 
@@ -99,11 +98,13 @@ class DirectoryRemoval(DirectoryBuild):
                 raise NotFoundError("there is nothing to remove", path=self.path)
             if not self._rename(self._name, self._discarded):
                 raise NotFoundError("it was removed meanwhile", path=self.path)
+            # Else this host's NFS client may show its cached directory under the new name, not the renamed one.
             invalidate_lookups(self._parent_fd, self._parent)
-            if identity_at(self._discarded, self._parent_fd, self.path) != self._old_identity:
+            if self._identity(self._discarded) != self._old_identity:
                 self._rename(self._discarded, self._name)
                 raise conflict(self.path, "replaced the target meanwhile")
-            files.sync_directory(self._parent_fd, self.path)  # the name is gone durably before the first file is
+            # The name is gone durably before the first file is: a power cut may not bring back a part of it.
+            files.sync_directory(self._parent_fd, self.path)
             self._is_published = True
             self._end()
         except BaseException:

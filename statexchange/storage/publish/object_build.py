@@ -99,7 +99,8 @@ _log = logging.getLogger(__name__)
 REMOVAL = "removal"
 _Stage: TypeAlias = Literal["unclaimed", "claimed", "clearing", "building"]
 """How far a build is. Its end removes nothing; the claim; nothing, as the claim lists what is left; or all objects."""
-_MOST_ABSENT = 100  # times that a claim could not be created and was not there
+# Times that a claim could not be created and was not there: other publishers' claims come and go, but not so often.
+_MOST_ABSENT = 100
 _ATTEMPTS = 5  # to remove an object whose name a publisher without the claim keeps creating
 
 
@@ -118,16 +119,17 @@ class ObjectFile(OutputFile):
         self._file: Any = None
         self._at = 0
 
-    def _opened(self) -> Any:
+    def _open(self) -> None:
+        """Begin the upload, unless it has begun."""
         if self._file is None:
             self._file = self._writer.open_new(self.name, self._nbytes)
             self._write(self.header)
-        return self._file
 
     def write(self, data: Buffer, at: int) -> None:
         """Upload the next bytes; the upload begins at the first call."""
-        self._opened()
+        self._open()
         assert at == self._at, (at, self._at)
+        # A large file may take longer than the claim may go unchanged.
         self._writer.renew()
         self._write(data)
 
@@ -139,7 +141,7 @@ class ObjectFile(OutputFile):
     def finish(self, *, writes_header: bool = True) -> None:
         """Complete the upload: only now the object exists."""
         assert writes_header
-        self._opened()
+        self._open()
         self._writer.put_object(self.name, self._complete_upload)
         self._file = None
 
@@ -148,7 +150,8 @@ class ObjectFile(OutputFile):
         with conditional("put", self.path):
             if not self._file.closed:
                 self._file.close()
-            else:  # a second attempt: s3fs kept the uploaded parts when the name existed
+            else:
+                # A second attempt: s3fs has kept the uploaded parts when the name existed.
                 self._file.commit()
 
     def close(self) -> None:
@@ -213,12 +216,15 @@ class _ObjectWriter(ABC):
     def put_object(self, name: str, put: Callable[[], None]) -> None:
         """Put an object under a free name and store its version."""
         self.renew()
-        self._check_claim()  # not every store completes an upload exclusively: no object of a successor is replaced
+        # Not every store completes an upload exclusively, and no object of a successor may be replaced.
+        self._check_claim()
         try:
             put()
-        except TargetExistsError:  # a publisher that has lost the claim has put an object under this name
+        except TargetExistsError:
+            # A publisher that has lost the claim has put an object under this name.
             self._remove(name)
             put()
+        # The version before the second check: if the claim is still held then, this is the version that was put.
         version = self._objects.version(name)
         try:
             self._check_claim()
@@ -255,6 +261,7 @@ class _ObjectWriter(ABC):
         """
         listed = self._listed_names()
         is_stray = name not in listed if listed is not None else self._objects.read_claim() is None
+        # Never a manifest, which the next publisher puts under the same name, and often with the same bytes.
         if is_stray and name != self._manifest and self._objects.version(name) == version:
             audit("remove object", self._objects.path_of(name))
             self._objects.remove(name, version)
@@ -274,9 +281,12 @@ def check_url(url: str, manifest: str, check: ReplaceCheck | None) -> None:
     """Raise what a build at `url` would raise for the target, without changing anything."""
     objects = Objects(url)
     present = objects.read_claim()
-    if present is not None and owner_state(present.owner, present.nonce) == "alive":
-        raise busy_error(present.owner, objects.path)
-    _list_target(objects, manifest, check, present.names if present is not None else frozenset())
+    inherited: frozenset[str] = frozenset()
+    if present is not None:
+        if owner_state(present.owner, present.nonce) == "alive":
+            raise busy_error(present.owner, objects.path)
+        inherited = present.names
+    _list_target(objects, manifest, check, inherited)
 
 
 def _list_target(
@@ -299,6 +309,7 @@ def _list_target(
     if manifest in present or present - inherited:
         if check is None:
             raise target_exists(objects.path)
+        # What a killed publisher has put is no unlisted file of the old checkpoint.
         hidden = inherited | {CLAIM_NAME}
         listed = check(store.only(lambda name: name not in hidden))
         old = [name for name in listed if name in present]
@@ -367,6 +378,8 @@ class ObjectBuild(_ObjectWriter, Build):
             with contextlib.suppress(TargetExistsError):
                 audit("claim", self._objects.path_of(CLAIM_NAME))
                 self._objects.put(CLAIM_NAME, self._claim.to_bytes())
+            # Read even if it was put: only the content tells whose claim stands, as a store without exclusive puts may
+            # have let two publishers put one.
             present = self._objects.read_claim()
             if present is None:  # it was removed between the two calls
                 num_absent += 1
@@ -376,6 +389,7 @@ class ObjectBuild(_ObjectWriter, Build):
                 self._renewed = time.monotonic()
                 return inherited
             state = owner_state(present.owner, present.nonce)
+            # One that has changed while it was watched was renewed, or is another publisher's that began meanwhile.
             if state == "alive" or watched not in (None, present):
                 raise busy_error(present.owner, self.path)
             if resume or state == "dead" or _unchanged_s(self.path, present) >= self.take_over_s:
@@ -411,10 +425,12 @@ class ObjectBuild(_ObjectWriter, Build):
 
     def _clear(self, old: Sequence[str], leftovers: set[str]) -> None:
         """Remove the checkpoint that is replaced, its manifest first, and the objects of dead publishers."""
+        # In the claim before the first removal: if this publisher is killed, too, nothing else says without a manifest
+        # that they may be removed.
         if not self._claim.names.issuperset({*old, *leftovers}):
             self._renew_claim({*old, *leftovers})
         self._stage = "clearing"
-        # The manifest first, also that of a publisher which was killed before it removed its claim
+        # The manifest first, also that of a publisher which was killed before it removed its claim.
         for name in sorted([*old, *sorted(leftovers)], key=lambda name: name != self._manifest):
             self.renew()
             self._remove(name)
@@ -472,6 +488,7 @@ class ObjectBuild(_ObjectWriter, Build):
         assert name == self._manifest
         self._renew_claim()  # proves that this publisher still holds the claim
         infos = self._objects.list_infos()
+        # A publisher that has lost the claim, and goes on, may have replaced one of them.
         for put_name, version in self._versions.items():
             # Without a tag, the listing may give the time in another form than the look at one object.
             current = tags_of_info(infos.get(put_name, {})) or self._objects.version(put_name)
@@ -482,10 +499,12 @@ class ObjectBuild(_ObjectWriter, Build):
                     expected=version,
                     found=current or "nothing",
                 )
+        # Put meanwhile by a publisher that has lost the claim.
         for stray in (infos.keys() & self._claim.names) - self._versions.keys():
-            self._remove(stray)  # put meanwhile by a publisher that has lost the claim
-        self.put(name, data)  # commits: from here on readers accept the directory
-        self._stage = "claimed"  # so that only the claim is removed, and last
+            self._remove(stray)
+        # This commits: from here on readers accept the directory. So only the claim is removed, and last.
+        self.put(name, data)
+        self._stage = "claimed"
         self._end()
 
     def abandon(self) -> None:
@@ -499,6 +518,7 @@ class ObjectBuild(_ObjectWriter, Build):
     def _end(self) -> None:
         """Remove the objects of an uncommitted build, then the claim, if this publisher still holds it."""
         self._is_ending.set()
+        # A renewal that is under way could put the claim again after its removal.
         if self._renewal is not None:
             self._renewal.join()
         try:
@@ -584,7 +604,7 @@ class ObjectMember(_ObjectWriter, Member):
         if original is None:
             return None
         self.put_object(name, lambda: self._objects.copy_new(name, original, version, nbytes, progress))
-        # Not every S3-compatible store compares the version of what it copies.
+        # Looked up again: not every S3-compatible store compares the version of what it copies.
         if self._objects.original(source, version, nbytes) is None:
             self._remove(name)
             return None

@@ -67,7 +67,7 @@ class Objects:
             )
         self._system, path = file_system(url)
         self._base = path.rstrip("/")
-        protocols = self._system.protocol
+        protocols = self._system.protocol  # a text, or several
         self._has_conditions = "s3" in ([protocols] if isinstance(protocols, str) else protocols)
 
     def path_of(self, name: str) -> str:
@@ -81,6 +81,7 @@ class Objects:
     def list_infos(self) -> dict[str, Mapping[str, Any]]:
         """List all objects below the directory: fsspec's info of each by its path in the directory."""
         audit("list", self.path)
+        # fsspec file systems remember listings, and other processes put objects.
         self._system.invalidate_cache()
         infos: dict[str, Mapping[str, Any]] = {}
         base = self._base.strip("/")
@@ -91,7 +92,9 @@ class Objects:
                 path = str(info["name"]).rstrip("/")
                 name = path.strip("/")
                 if info["type"] == "directory":
-                    folders += [path] if name != folder.strip("/") else []
+                    # Some file systems list a directory itself, too.
+                    if name != folder.strip("/"):
+                        folders.append(path)
                 elif name == base:  # `ls` of an object lists the object itself
                     raise TargetExistsError("the target is an object, not a directory", path=self.path)
                 else:
@@ -156,7 +159,8 @@ class Objects:
         source = {"CopySource": {"Bucket": source_bucket, "Key": source_key}, "CopySourceIfMatch": version}
         part_bytes = max(_COPIED_BYTES, -(-nbytes // _MAX_PARTS))
         first_bytes = _LEAST_PART_BYTES + secrets.randbelow(min(part_bytes, nbytes - _LEAST_PART_BYTES))
-        ends = [*range(first_bytes, nbytes, part_bytes), nbytes]
+        # Part number n is the bytes from bounds[n - 1] to bounds[n]; S3 counts parts from 1.
+        bounds = [0, *range(first_bytes, nbytes, part_bytes), nbytes]
         url = self.path_of(name)
         audit("create", url)
         with storage_errors("copy", url):
@@ -164,8 +168,7 @@ class Objects:
         target = {"Bucket": bucket, "Key": key, "UploadId": upload}
 
         def copied(number: int) -> dict[str, Any]:
-            begin = ends[number - 2] if number > 1 else 0
-            extent = {"CopySourceRange": f"bytes={begin}-{ends[number - 1] - 1}"}
+            extent = {"CopySourceRange": f"bytes={bounds[number - 1]}-{bounds[number] - 1}"}  # with the last byte
             # Not `conditional`, which would take an original of another version for a name that exists.
             with storage_errors("copy", url):
                 answer = self._system.call_s3("upload_part_copy", **target, **source, **extent, PartNumber=number)
@@ -174,7 +177,7 @@ class Objects:
 
         try:
             with ThreadPoolExecutor(_COPIES) as pool:
-                parts = list(pool.map(copied, range(1, len(ends) + 1)))
+                parts = list(pool.map(copied, range(1, len(bounds))))
             audit("put", url)
             last = {"MultipartUpload": {"Parts": parts}, "IfNoneMatch": "*"}
             with conditional("put", url):
@@ -215,8 +218,8 @@ class Objects:
         audit("cancel uploads", self.path)
         try:
             with storage_errors("list uploads", self.url):
-                found = self._system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{base}/")
-                for upload in found.get("Uploads") or ():
+                answer = self._system.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{base}/")
+                for upload in answer.get("Uploads") or ():
                     folder, _, name = str(upload["Key"]).rpartition("/")
                     if folder == base and name in names:
                         self._system.abort_mpu(bucket, upload["Key"], upload["UploadId"])
