@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from statexchange.conversions.numbers import Numbers, check_expression
 from statexchange.conversions.patches import Patch, concatenated, identity, permuted, sliced, transposed
@@ -25,7 +25,7 @@ _MAX_ENTRIES = 64
 _MAX_PATCHES = 1 << 16  # of one tensor
 _MAX_PERMUTED = 1 << 20  # indices of one dim
 Expression = str | int
-_Option: TypeAlias = tuple[str, Callable[[Any], object], object]  # its name, check and default
+_Option: TypeAlias = tuple[str, Callable[[object], object], object]  # its name, check and default
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ def _index(raw: object) -> int:
     return raw
 
 
-def _sequence(raw: object) -> Sequence[Any]:
+def _sequence(raw: object) -> Sequence[object]:
     if not isinstance(raw, list | tuple) or not 0 < len(raw) <= _MAX_ENTRIES:
         raise InvalidArgumentError(f"convert: {excerpt(raw)} is not a list of 1 to {_MAX_ENTRIES} entries")
     return raw
@@ -290,7 +290,7 @@ def _numbers_of(raw: object) -> tuple[int, ...]:
     return numbers
 
 
-_NEEDED: Any = object()
+_NEEDED = object()
 _OF: _Option = ("of", _numbers_of, None)
 _DIM: _Option = ("dim", _index, 0)
 _GROUPS: _Option = ("groups", check_expression, 1)

@@ -101,21 +101,21 @@ class Converted:
 
 
 def convert_source(
-    source: Source, conversion: ConversionRules, given: Mapping[str, int], configs: Sequence[KnownConfig]
+    source: Source, conversion: ConversionRules, convert_with: Mapping[str, int], configs: Sequence[KnownConfig]
 ) -> Converted:
     """Convert all tensors of a source. Not collective; reads no tensor.
 
     Args:
         source: the source.
         conversion: the rules.
-        given: numbers that the caller gave.
+        convert_with: numbers that the caller gave.
         configs: configs of the model.
 
     Raises:
         InvalidArgumentError, UnsafeError, IncompleteError, UnsupportedError: as `plan_conversion`.
         CorruptError: the source's files disagree on a tensor.
     """
-    return converted_by(source, plan_conversion(conversion, tensors_of(source), given, configs))
+    return converted_by(source, plan_conversion(conversion, tensors_of(source), convert_with, configs))
 
 
 def converted_by(source: Source, plan: ConversionPlan) -> Converted:
