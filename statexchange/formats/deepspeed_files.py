@@ -225,6 +225,7 @@ class DeepSpeedFile(TorchFile):
             self.add_tensor(name, value)
             if shape is None or name not in self.tensors or self.tensors[name].shard.global_shape == shape:
                 return
+            # A lone rank may have it flattened, too.
             del self.tensors[name]
         flat = self.flat(value)
         begin, end, size = part_of(shape, rank, num_ranks)
@@ -238,6 +239,7 @@ class DeepSpeedFile(TorchFile):
         """Add the part of a tensor of this shape that is a run in a flat buffer."""
         self.budget.spend(_STEPS_PER_PART)
         self._check_new(name)
+        # Each box is one run of the buffer, too, and the next one begins where it ends.
         boxes, dtype, (stored,) = boxes_of_run(shape, run.begin, run.end), buffer.shard.dtype, buffer.byte_ranges
         ranges = []
         begin = stored.begin + run.at * ITEMSIZE[dtype]
@@ -273,7 +275,12 @@ def count_of(value: Any) -> int:
 
 
 def part_of(shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[int, int, int]:
-    """Return the first element and the end of a rank's part of a parameter in ZeRO-3, and its length with padding."""
+    """Return the first element and the end of a rank's part of a parameter in ZeRO-3, and its length with padding.
+
+    Example:
+        >>> part_of((5,), 1, 2)
+        (3, 5, 3)
+    """
     numel = math.prod(shape)
     size = -(-numel // num_ranks)
     return min(rank * size, numel), min((rank + 1) * size, numel), size
