@@ -242,4 +242,6 @@ def _number_in(values: Mapping[str, object], key: str) -> int | None:
     inner = values.get("text_config")
     if value is None and isinstance(inner, Mapping):
         value = inner.get(key)
-    return int(value) if isinstance(value, bool | int) and 0 <= value < 1 << 48 else None
+    if isinstance(value, int) and 0 <= value < 1 << 48:  # a truth value is 1 or 0
+        return int(value)
+    return None

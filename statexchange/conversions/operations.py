@@ -56,7 +56,8 @@ class _Each(ABC):
     def apply(self, tensors: Sequence[Planned], numbers: Numbers) -> list[Planned]:
         """Return the tensors after the operation."""
         result = list(tensors)
-        for number in range(len(tensors)) if self.of is None else self.of:
+        chosen = range(len(tensors)) if self.of is None else self.of
+        for number in chosen:
             if number >= len(tensors):
                 raise InvalidArgumentError(f"convert: 'of' names tensor {number} of {len(tensors)}")
             result[number] = self._applied(tensors[number], numbers)

@@ -86,8 +86,10 @@ class Patch:
     @property
     def orders(self) -> tuple[array[int] | None, ...]:
         """For each dim of the output, the indices in the input if they are no range; () if all are ranges."""
-        orders = tuple(None if isinstance(along.indices, range) else along.indices for along in self.dims)
-        return orders if any(orders) else ()
+        orders: list[array[int] | None] = []
+        for along in self.dims:
+            orders.append(None if isinstance(along.indices, range) else along.indices)
+        return tuple(orders) if any(orders) else ()
 
     def strides(self, stored: Sequence[int]) -> tuple[int, ...]:
         """Return the strides of the output's dims, where the input has the strides `stored`.

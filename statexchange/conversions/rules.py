@@ -201,12 +201,11 @@ class ConversionRules:
 
 def _texts(raw: object) -> tuple[str, ...]:
     """Return a text or a list of texts as a tuple."""
-    texts = []
-    for text in raw if isinstance(raw, list | tuple) else [raw]:
-        if not isinstance(text, str):
-            raise InvalidArgumentError(f"convert: {excerpt(raw)} is neither a name nor a list of names")
-        texts.append(text)
-    return tuple(texts)
+    if isinstance(raw, str):
+        return (raw,)
+    if not isinstance(raw, list | tuple) or set(map(type, raw)) - {str}:
+        raise InvalidArgumentError(f"convert: {excerpt(raw)} is neither a name nor a list of names")
+    return tuple(raw)
 
 
 def _number_rule(name: object, raw: object) -> NumberRule:

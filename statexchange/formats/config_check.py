@@ -218,7 +218,9 @@ def _ties_heads(config: _Config) -> bool | None:
 def _number(config: _Config, key: str) -> int | None:
     """Return a whole number in a config; None if the key has none."""
     value = config.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value
 
 
 def _against_layers(model: _TextModel, tensors: _Tensors) -> Iterator[str]:
@@ -299,7 +301,10 @@ def _against_adapter(adapter: _Config, tensors: _Tensors) -> Iterator[str]:
     elif not any(name.startswith(ADAPTER_PREFIX) for name in tensors) and "prompt_embeddings" not in tensors:
         yield f"names lack {ADAPTER_PREFIX!r}: PeftModel reads none of them, and load_adapter of transformers all"
     elif adapter.get("peft_type") == "LORA" and type(adapter.get("r")) is int and not adapter.get("rank_pattern"):
-        rows = {info.shape[0]: name for name, info in tensors.items() if _LORA_A.fullmatch(name) and info.shape}
+        rows = {}
+        for name in filter(_LORA_A.fullmatch, tensors):
+            for size in tensors[name].shape[:1]:
+                rows[size] = name
         if rows and adapter["r"] not in rows:
             size, name = next(iter(rows.items()))
             yield f"r is {adapter['r']}, and {name} has {format_number(size, 'row')}"

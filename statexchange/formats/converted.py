@@ -95,7 +95,10 @@ class Converted:
 
     def renamed_keys(self, entries: Mapping[str, str]) -> dict[str, str]:
         """Return `entries`, whose keys are the original names, under the names that each of these fills."""
-        return {target: entry for name, entry in entries.items() for target in self.targets.get(name, ())}
+        renamed: dict[str, str] = {}
+        for name, entry in entries.items():
+            renamed |= dict.fromkeys(self.targets.get(name, ()), entry)
+        return renamed
 
     def check_digests(self) -> None:
         """Raise CorruptError if bytes differ from a digest that the converted source does not have."""
@@ -130,7 +133,9 @@ def converted_by(source: Source, plan: ConversionPlan) -> Converted:
     for shard_file in source.files:
         files.append(_converted_file(shard_file, plan, zeros, unproven))
         zeros = ()
-    targets = {name: tuple(dict.fromkeys(fill.target for fill in fills)) for name, fills in plan.fills.items()}
+    targets = {}
+    for name, fills in plan.fills.items():
+        targets[name] = tuple(dict.fromkeys(fill.target for fill in fills))  # each once, in order
     manifest = None
     if source.manifest is not None:
         manifest = {**source.manifest, "aliases": plan.new_aliases(source.manifest.get("aliases", {}))}
@@ -201,7 +206,8 @@ def _byte_range(stored: ByteRange, box: Box, patch: Patch, dtype: str) -> ByteRa
     nbytes = patch.box.numel * ITEMSIZE[dtype]
     if not is_whole or not patch.is_identity:
         # A digest is of the bytes in C order: it holds for the same run of another shape, as one layer's of a stack.
-        digest = stored.digest if is_whole and strides is None and stored.strides is None else None
+        keeps_digest = is_whole and strides is None and stored.strides is None
+        digest = stored.digest if keeps_digest else None
         return ByteRange(stored.file, begin, nbytes, digest, strides, orders=patch.orders)
     # The box as it is, at another place of the output.
     moved = tuple(map(operator.sub, patch.box.offsets, box.offsets))

@@ -213,7 +213,8 @@ class DeepSpeedFile(TorchFile):
             return None
         tensor = self._tensor("", value)
         is_run = tensor.shard.is_whole and tensor.byte_ranges[0].strides is None
-        return tensor if is_run and len(tensor.shard.global_shape) == 1 else None
+        is_flat = is_run and len(tensor.shard.global_shape) == 1
+        return tensor if is_flat else None
 
     def add_part(self, name: str, value: Any, shape: tuple[int, ...] | None, rank: int = 0, num_ranks: int = 1) -> None:
         """Add a rank's part of a tensor of this shape, as ZeRO-3 divides it: flattened, if it is not the whole.

@@ -106,7 +106,8 @@ def _parts_of(framework: Framework, store: Store) -> list[_StoredPart]:
         if row.section in parts:  # stored in a way that comes first
             continue
         names: dict[str, list[str]] = {}
-        for name in store.directories if row.is_directory else store.non_directories:
+        entries = store.directories if row.is_directory else store.non_directories
+        for name in entries:
             match = row.match(name)
             if match is not None:
                 names.setdefault(match.groupdict().get("of", name), []).append(name)
@@ -135,11 +136,13 @@ class _Directory:
         read: list[tuple[_StoredPart, Source, tuple[Section, ...]]] = []
         counts: Counter[str] = Counter()
         for part in self.parts:
+            refusal = ""
             try:
                 source = self._read(part)
             except StateExchangeError as error:
                 source = Source(self.framework.kind, self.opened, (), problems=(error,))
-            refusal = source.problems[0].message if source.problems and not source.files else ""
+            if source.problems and not source.files:
+                refusal = source.problems[0].message
             parts.append(Part(part.row.section, part.names, refusal))
             problems += source.problems
             sections = _sections_of(part, source)
@@ -279,7 +282,7 @@ class _Directory:
 
     def _notes(self) -> tuple[str, ...]:
         """Return notes about the files and adapters of the directory that are not read."""
-        notes = unread_weights(self.store, {name for part in self.parts for name in part.names})
+        notes = unread_weights(self.store, chain.from_iterable(part.names for part in self.parts))
         adapters = self._adapters()
         if adapters:
             notes += (f"not read: the adapters in {abbreviated_names(adapters)}; to read one, give its path",)

@@ -89,7 +89,9 @@ def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | No
         return DimSplit(0)
     # fc2 has as many columns as the gate has rows, and fc1 has the gate, or the gate and the other half.
     rows = shape[0] if shape else 0
-    columns = sibling[1] if sibling is not None and len(sibling) == 2 else 0
+    columns = 0
+    if sibling is not None and len(sibling) == 2:
+        columns = sibling[1]
     if rows not in (columns, 2 * columns) or not columns:
         raise UnsupportedError(
             f"its linear_fc2 does not show whether it is gated: {rows} rows here, {columns} columns there; {_LEAVE_OUT}"
@@ -296,7 +298,9 @@ class _Reader:
         # On one stage the output layer uses the embedding itself, and has no tensor.
         is_last = rank.position.pipeline == self._arguments.pipeline - 1
         if self._arguments.is_tied and is_last and _EMBEDDING not in new_names.values():
-            new_names = {name: _EMBEDDING if new == _OUTPUT else new for name, new in new_names.items()}
+            for name, new in new_names.items():
+                if new == _OUTPUT:
+                    new_names[name] = _EMBEDDING
         renamed = rank.file.shard_file.renamed(new_names.get)
         shapes = {name: tensor.shard.global_shape for name, tensor in renamed.tensors.items()}
         tensors: dict[str, SourceTensor] = {}

@@ -101,10 +101,8 @@ class ModelFiles:
 def has_safetensors_model(store: Store) -> bool:
     """Whether the model of a directory, or one of several candidates, lies in safetensors files."""
     preferred = preferred_file(store)
-    for name in _names(store) if preferred is None else [preferred]:
-        if name.removesuffix(INDEX).endswith(SAFETENSORS):
-            return True
-    return False
+    names = _names(store) if preferred is None else [preferred]
+    return any(name.removesuffix(INDEX).endswith(SAFETENSORS) for name in names)
 
 
 def _names(store: Store) -> list[str]:
@@ -132,8 +130,11 @@ def model_files(opened: OpenedPath) -> ModelFiles:
     # As in transformers, safetensors files come before those of torch.save.
     names = _names(store)
     for suffixes in (SAFETENSORS, TORCH):
-        weights = [name for name in names if name.endswith(suffixes) and state_file(name) is None]
-        indexes = [name for name in names if name.endswith(tuple(f"{suffix}{INDEX}" for suffix in suffixes))]
+        weights = [name for name in filter(is_weights, names) if name.endswith(suffixes)]
+        indexes = []
+        for name in names:
+            if name.endswith(INDEX) and name.removesuffix(INDEX).endswith(suffixes):
+                indexes.append(name)
         # An index says which files are one model; without one their names may show it.
         candidates = [[name] for name in indexes] or _sets(weights)
         # A single file beside an index of its stem is a second save: programs differ in which of the two they read.
@@ -224,7 +225,7 @@ def is_weights(name: str) -> bool:
 def unread_weights(store: Store, names: Iterable[str]) -> tuple[str, ...]:
     """Return a note on the files of weights in a directory that are not among `names`, those that are read."""
     read = set(names)
-    unread = [name for name in _names(store) if is_weights(name) and name not in read]
+    unread = [name for name in filter(is_weights, _names(store)) if name not in read]
     return (f"not read: {abbreviated_names(unread)}; {_ADVICE_ON_UNREAD}",) if unread else ()
 
 
@@ -299,7 +300,10 @@ def _misplaced(source: Source, weight_map: Mapping[str, str]) -> Iterator[Incomp
 def only_indexed(source: Source, weight_map: Mapping[str, str]) -> Source:
     """Return a source with the tensors that an index assigns to its files, and a note on the others."""
     # Of tensors of which several files have parts, the index lists one file.
-    parts = {tensor.shard.name for _, tensor in source.shards() if any(any(box.offsets) for box in tensor.shard.boxes)}
+    parts = set()
+    for _, tensor in source.shards():
+        if any(any(box.offsets) for box in tensor.shard.boxes):
+            parts.add(tensor.shard.name)
     indexed = []
     stale: list[str] = []
     for shard_file in source.files:

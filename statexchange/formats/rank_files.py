@@ -81,9 +81,10 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
     if layout.mesh:
         layout.check_ranks([shard_file.rank for shard_file in source.files])
     paths = {shard_file.rank: shard_file.path for shard_file in source.files}
-    names = renumber_names(
-        {shard_file.rank: {name: name for name in shard_file.tensors} for shard_file in source.files}, layout
-    )
+    old_names: dict[int, dict[str, str]] = {}
+    for shard_file in source.files:
+        old_names[shard_file.rank] = {name: name for name in shard_file.tensors}
+    names = renumber_names(old_names, layout)
     parts: dict[str, dict[int, tuple[Part, SourceTensor]]] = {}
     reductions: dict[str, str] = {}
     for shard_file in source.files:
@@ -104,7 +105,10 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
     shard_files = []
     for shard_file in source.files:
         renamed = tensors[shard_file.rank]
-        aliases = {alias: name for alias, name in shard_file.aliases.items() if alias in renamed and name in renamed}
+        aliases = {}
+        for alias, name in shard_file.aliases.items():
+            if alias in renamed and name in renamed:
+                aliases[alias] = name
         shard_files.append(replace(shard_file, tensors=renamed, aliases=aliases))
     return replace(source, files=shard_files), reductions
 

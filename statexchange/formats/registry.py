@@ -315,6 +315,7 @@ def read_opened(
 ) -> Source:
     """Return a section of the source at an opened path, by the first format that matches."""
     name = _format_of(opened)
+    # A directory of checkpoints may have a file of torch.save, such as an optimizer's, beside them.
     if name is None or name == "torch_file":
         _check_is_complete(opened)
         check_none_below(opened)
@@ -325,7 +326,7 @@ def read_opened(
     source = read(opened, **{option: options[option] for option in _OPTIONS.get(name, ())})
     # First the notes: the error for a section that is not there says where the others lie.
     source = replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
-    return source if section == ALL or name == _DIRECTORIES else select_section(source, section)
+    return source if name == _DIRECTORIES else select_section(source, section)
 
 
 def _unread_beside(opened: OpenedPath, name: str) -> Sequence[str]:

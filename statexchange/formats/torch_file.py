@@ -143,7 +143,9 @@ def _files_to_read(opened: OpenedPath) -> tuple[dict[str, str], list[str]]:
         return indexed, sorted(set(indexed.values()))
     names = list(files.names)
     if opened.file is None:
-        names += [name for name in store.non_directories if name.endswith(TORCH) and state_file(name) is not None]
+        for name in store.non_directories:
+            if name.endswith(TORCH) and state_file(name) is not None:
+                names.append(name)
     return {}, names
 
 

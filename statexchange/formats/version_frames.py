@@ -257,7 +257,9 @@ def frame_ends(boxes: Sequence[Box], shard: Shard, frame_nbytes: int, count: int
 
     itemsize = ITEMSIZE[shard.dtype]
     ends, at = [], 0
-    for box in boxes if are_runs(boxes, shard.global_shape) else [full_box(shard.global_shape)]:
+    if not are_runs(boxes, shard.global_shape):
+        boxes = [full_box(shard.global_shape)]
+    for box in boxes:
         for window in windows(box.shape, itemsize, frame_nbytes):
             at += window.numel * itemsize
             ends.append(at)
