@@ -172,7 +172,7 @@ def _read_once(
     """Return a section of the source at an opened path; raise ReplacedError if its files are of two versions."""
     try:
         source = read(opened, section=section)
-        problems = source.problems if wants is None else problems_of(source, wants)
+        problems = source.problems if wants is None else problems_of(source, partial(_may_want, wants))
         if strict and problems:
             raise problems[0]
     except StateExchangeError:
@@ -189,6 +189,11 @@ def _read_once(
         "opened %s as %s: %d files, %d problems", opened.path, source.kind, len(source.files), len(source.problems)
     )
     return source
+
+
+def _may_want(wants: Callable[[str], bool], name: str) -> bool:
+    """Whether a tensor may be read. A name that ends in ``*`` stands for tensors whose names are in a missing file."""
+    return name.endswith("*") or wants(name)
 
 
 @dataclass(frozen=True, slots=True)
