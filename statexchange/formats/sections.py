@@ -249,8 +249,10 @@ def sections_from(
 
 def problems_of(source: Source, wants: Callable[[str], bool]) -> list[StateExchangeError]:
     """Return the problems of a source that may affect the tensors whose names `wants` accepts."""
-    paths = {tensor.path for tensor in source.unreadable}
-    affected = {tensor.path for tensor in source.unreadable if wants(tensor.name)}
+    # Unsupported tensors lie in files without a problem, or have nothing to do with it.
+    broken = [tensor for tensor in source.unreadable if tensor.unsupported is None]
+    paths = {tensor.path for tensor in broken}
+    affected = {tensor.path for tensor in broken if wants(tensor.name)}
     problems = []
     for problem in source.problems:
         # A problem of a file affects the tensors in it, unless it is so broken that their names are not known.
