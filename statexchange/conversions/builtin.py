@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 __all__ = ["BUILTIN"]
 
-_HEADS: dict[str, Any] = {
+# The first key is that of transformers' config.json, the second that of Megatron's arguments.
+_HEADS: dict[str, object] = {
     "n_heads": {"about": "attention heads", "config": ["num_attention_heads"]},
     "n_kv_heads": {"about": "heads of keys and values", "config": ["num_key_value_heads", "num_query_groups"]},
     "head_dim": {"about": "size of a head", "config": ["head_dim", "kv_channels"]},
 }
-_TIED: dict[str, Any] = {
+_TIED: dict[str, object] = {
     "tie_word_embeddings": {"about": "1 if lm_head is the embedding", "config": ["tie_word_embeddings"]},
 }
 
 
-def _renamed(names: Mapping[str, str]) -> list[dict[str, Any]]:
+def _renamed(names: Mapping[str, str]) -> list[dict[str, object]]:
     """Return rules that only rename."""
     return [{"from": old, "to": new} for old, new in names.items()]
 
@@ -27,19 +27,19 @@ _LAYER, _HF_LAYER = "layers.{layer}", "model.layers.{layer}"
 _HF_QKV = [f"{_HF_LAYER}.self_attn.{part}_proj" for part in "qkv"]
 
 
-def _rotary(heads: str, **of: int) -> dict[str, Any]:
+def _rotary(heads: str, **of: int) -> dict[str, object]:
     return {"permute": {"dim": 0, "shape": [heads, "half", 2], "order": [0, 2, 1], **of}}
 
 
-def _torchtitan_attention(prefix: str) -> list[dict[str, Any]]:
+def _torchtitan_attention(prefix: str) -> list[dict[str, object]]:
     """Return the rules for separate queries, keys and values below `prefix`."""
-    rules = []
+    rules: list[dict[str, object]] = []
     for part, new, values in zip("qkv", _HF_QKV, ([_rotary("n_heads")], [_rotary("n_kv_heads")], []), strict=True):
         rules.append({"from": f"{prefix}.w{part}.weight", "to": f"{new}.weight", "values": values})
     return rules
 
 
-_TORCHTITAN_LLAMA3: dict[str, Any] = {
+_TORCHTITAN_LLAMA3: dict[str, object] = {
     "about": "torchtitan's Llama 3 to LlamaForCausalLM of transformers",
     "numbers": {**_HEADS, "half": {"value": "head_dim / 2"}, **_TIED},
     "rules": [
@@ -83,10 +83,11 @@ _MLP = [f"{_HF_LAYER}.mlp.gate_proj", f"{_HF_LAYER}.mlp.up_proj"]
 _UNPAD = {"unpad": {"dim": 0, "to": "vocab_size", "from": "padded_vocab_size"}}
 
 
-def _megatron_layer() -> list[dict[str, Any]]:
+def _megatron_layer() -> list[dict[str, object]]:
     """Return the rules for the tensors of one layer, by their names after ``decoder.layers.{layer}.``."""
     rules = _renamed(
         {
+            # Transformer Engine's layers have the norm in the linear that follows; the local ones beside it.
             "self_attention.linear_qkv.layer_norm_weight": f"{_HF_LAYER}.input_layernorm.weight",
             "mlp.linear_fc1.layer_norm_weight": f"{_HF_LAYER}.post_attention_layernorm.weight",
             "input_layernorm.weight": f"{_HF_LAYER}.input_layernorm.weight",
@@ -102,11 +103,12 @@ def _megatron_layer() -> list[dict[str, Any]]:
         targets = [f"{name}.{kind}" for name in _MLP]
         halves = [_GATED, {"split": {"dim": 0, "sizes": [1, 1]}}]
         rules.append({"from": f"mlp.linear_fc1.{kind}", "to": targets, "values": halves})
-        rules += _renamed({f"mlp.linear_fc1.{kind}_{half}": target for half, target in zip("wv", targets, strict=True)})
+        # With singleton_local_shards Megatron-Core saves the gate and up apart.
+        rules += _renamed({f"mlp.linear_fc1.{kind}_w": targets[0], f"mlp.linear_fc1.{kind}_v": targets[1]})
     return rules
 
 
-def _megatron_layers() -> list[dict[str, Any]]:
+def _megatron_layers() -> list[dict[str, object]]:
     """Return the rules for stacked layers, and for one name a layer."""
     rules = []
     for rule in _megatron_layer():
@@ -116,7 +118,7 @@ def _megatron_layers() -> list[dict[str, Any]]:
     return rules
 
 
-_MEGATRON_GPT: dict[str, Any] = {
+_MEGATRON_GPT: dict[str, object] = {
     "about": "Megatron-Core's GPTModel (RMSNorm, rotary embeddings, gated MLP) to LlamaForCausalLM of transformers",
     "numbers": {
         **_HEADS,
@@ -136,7 +138,7 @@ _MEGATRON_GPT: dict[str, Any] = {
     ],
 }
 
-BUILTIN: Mapping[str, Mapping[str, Any]] = {
+BUILTIN: Mapping[str, Mapping[str, object]] = {
     "torchtitan:llama3": _TORCHTITAN_LLAMA3,
     "megatron:gpt": _MEGATRON_GPT,
 }

@@ -46,7 +46,7 @@ def conversion_of(names: Collection[str]) -> str | None:
     """Return the built-in conversion that has a rule for each name of a model; None if there is none."""
     for builtin in BUILTIN:
         conversion = _built_in(builtin)
-        # Most models have names of other families: their first name shows it.
+        # Most models have names of other families, which the first name shows without a look at the others.
         if not unknown_names(conversion, [next(iter(names))]) and not unknown_names(conversion, names):
             return builtin
     return None

@@ -23,6 +23,12 @@ class NamePattern:
 
     Raises:
         InvalidArgumentError: a placeholder is malformed or occurs twice.
+
+    Example:
+        >>> NamePattern("layers.{layer}.{rest*}").match("layers.12.attention.wq.weight")
+        {'layer': '12', 'rest': 'attention.wq.weight'}
+        >>> NamePattern("model.layers.{layer}.mlp").filled({"layer": "12"})
+        'model.layers.12.mlp'
     """
 
     text: str
@@ -54,11 +60,13 @@ class NamePattern:
             parts.append(f"(?P<{name}>.+)" if several else f"(?P<{name}>[^.]+)")
             end = match.end()
         parts.append(re.escape(self.text[end:]))
+        # A foreign file may have a line break in a name, which "." would not match.
         return re.compile("".join(parts), re.DOTALL)
 
     def match(self, name: str) -> dict[str, str] | None:
         """Return what the placeholders stand for in a name; None if the name does not match."""
-        if not name.startswith(self._start):  # most names: then the expression is not even compiled
+        # Each name meets the patterns of all rules before its own: most are told apart here, and never compiled.
+        if not name.startswith(self._start):
             return None
         match = self._regex.fullmatch(name)
         return None if match is None else match.groupdict()

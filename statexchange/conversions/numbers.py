@@ -17,10 +17,9 @@ from statexchange.errors import InvalidArgumentError, UnsupportedError, excerpt
 __all__ = ["KnownConfig", "NumberRule", "Numbers", "UnknownNumberError", "check_expression"]
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_EXPRESSION = re.compile(
-    r"\s*(?:[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,18})(?:\s*[*/]\s*(?:[A-Za-z_][A-Za-z0-9_]*|[0-9]{1,18}))*\s*"
-)
-_TOKEN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]+|[*/]")
+_OPERAND = rf"(?:{_NAME.pattern}|[0-9]{{1,18}})"
+_EXPRESSION = re.compile(rf"\s*{_OPERAND}(?:\s*[*/]\s*{_OPERAND})*\s*")
+_TOKEN = re.compile(rf"{_OPERAND}|[*/]")
 _MAX_NUMBER = 1 << 63
 
 
@@ -69,7 +68,7 @@ class Numbers:
 
     Args:
         rules: where numbers come from, by name.
-        given: numbers that the caller gave.
+        convert_with: numbers that the caller gave.
         configs: configs of the model, which have to agree.
 
     Raises:
@@ -77,14 +76,14 @@ class Numbers:
     """
 
     def __init__(
-        self, rules: Mapping[str, NumberRule], given: Mapping[str, int] = {}, configs: Sequence[KnownConfig] = ()
+        self, rules: Mapping[str, NumberRule], convert_with: Mapping[str, int] = {}, configs: Sequence[KnownConfig] = ()
     ) -> None:
-        unused = sorted(given.keys() - rules.keys())
+        unused = sorted(convert_with.keys() - rules.keys())
         if unused:
             names = ", ".join(rules) or "none"
             raise InvalidArgumentError(f"convert_with: this conversion uses no {unused[0]!r}; its numbers: {names}")
         self._rules = rules
-        self._given = dict(given)
+        self._convert_with = convert_with
         self._configs = configs
         self._values: dict[str, int | None] = {}  # of numbers that are expressions, until another number is solved
         self._solved: dict[str, int] = {}  # of numbers that follow from the shapes of tensors
@@ -113,9 +112,12 @@ class Numbers:
 
     def in_configs(self, name: str) -> list[tuple[int, str]]:
         """Return the number's value in each config that has one, and where that is; [] if the caller gave it."""
+        if name in self._convert_with:
+            return []
+        rule = self._rules.get(name, NumberRule())
         values = []
-        for config in () if name in self._given else self._configs:
-            for key in self._rules.get(name, NumberRule()).config:
+        for config in self._configs:
+            for key in rule.config:
                 value = _number_in(config.values, key)
                 if value is not None:
                     values.append((value, config.where))
@@ -124,8 +126,9 @@ class Numbers:
 
     def get(self, name: str) -> int | None:
         """Return a number; None if it is not known."""
-        if name in self._given:
-            return self._given[name]
+        if name in self._convert_with:
+            return self._convert_with[name]
+        # A name without a rule stands for a number that only the shapes of tensors tell.
         rule = self._rules.get(name, NumberRule())
         if rule.value and name not in self._values:
             self._values[name] = None  # an expression that refers to itself has no value
@@ -139,15 +142,17 @@ class Numbers:
         return self._solved.get(name)
 
     def known(self, expression: str | int) -> int | None:
-        """Return the value of an expression; None if a number in it is not known."""
+        """Return the value of an expression, computed from left to right; None if a number in it is not known."""
         tokens = _TOKEN.findall(str(expression))
         value = 1
+        # "a / b" is read as "1 * a / b".
         for operator, token in zip(["*", *tokens[1::2]], tokens[::2], strict=True):
             number = int(token) if token.isdigit() else self.get(token)
             if number is None:
                 return None
             if operator == "*":
                 value *= number
+                # A file may multiply 200 characters of numbers, by as many rules as it likes.
                 if value >= _MAX_NUMBER:
                     raise InvalidArgumentError(f"convert: {expression} is larger than any tensor")
             elif number == 0 or value % number:
@@ -177,25 +182,35 @@ class Numbers:
         Raises:
             UnknownNumberError: two numbers are unknown.
             InvalidArgumentError: the product of the factors is not `size`.
+
+        Example:
+            >>> Numbers({}, {}).factors(["n_heads", 64, 2], 512, "wq.weight")  # n_heads follows
+            (4, 64, 2)
         """
-        values = list(map(self.known, expressions))
-        unknown = [number for number, value in enumerate(values) if value is None]
-        if len(unknown) == 1 and _NAME.fullmatch(str(expressions[unknown[0]])):
-            product = math.prod(value for value in values if value is not None)
+        factors, unknown = [], []
+        for expression in expressions:
+            value = self.known(expression)
+            if value is None:
+                unknown.append(str(expression))
+                value = 1
+            factors.append(value)
+        product = math.prod(factors)
+        if len(unknown) == 1 and _NAME.fullmatch(unknown[0]):
             if product and size and size % product == 0:
-                values[unknown[0]] = size // product
-                self._solved[str(expressions[unknown[0]])] = size // product
+                factors[expressions.index(unknown[0])] = self._solved[unknown[0]] = size // product
+                product = size
+                # An expression that had no value may have one now.
                 self._values.clear()
         elif unknown:
-            raise self._unknown(str(expressions[unknown[0]]))
-        whole = [value for value in values if value is not None]
-        if len(whole) < len(values) or math.prod(whole) != size:
+            raise self._unknown(unknown[0])
+        # An empty dim says nothing of its other factors, as one of them is 0.
+        if product != size or (unknown and not size):
             shown = " x ".join(map(str, expressions))
             details = "".join(self.shown(str(expression)) for expression in expressions)
             raise InvalidArgumentError(
                 f"convert: a dim of size {size} is not {shown}{details}: is this the config of this model?", name=name
             )
-        return tuple(whole)
+        return tuple(factors)
 
     def shown(self, expression: str) -> str:
         """Return the values of the names in an expression, and the configs that they are from, for a message."""
@@ -227,4 +242,6 @@ def _number_in(values: Mapping[str, object], key: str) -> int | None:
     inner = values.get("text_config")
     if value is None and isinstance(inner, Mapping):
         value = inner.get(key)
-    return int(value) if isinstance(value, bool | int) and 0 <= value < 1 << 48 else None
+    if isinstance(value, int) and 0 <= value < 1 << 48:  # a truth value is 1 or 0
+        return int(value)
+    return None

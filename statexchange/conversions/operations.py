@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from statexchange.conversions.numbers import Numbers, check_expression
 from statexchange.conversions.patches import Patch, concatenated, identity, permuted, sliced, transposed
@@ -20,11 +20,12 @@ from statexchange.sharding.shards import MAX_DIMS
 
 __all__ = ["Operation", "Planned", "parse_operation"]
 
+# Bounds of what a conversion file may ask for: each tensor keeps its patches, and a permuted dim a list of its indices.
 _MAX_ENTRIES = 64
 _MAX_PATCHES = 1 << 16  # of one tensor
-_MAX_PERMUTED = 1 << 20  # indices of a dim that is permuted: they are kept as a list
+_MAX_PERMUTED = 1 << 20  # indices of one dim
 Expression = str | int
-_Option: TypeAlias = tuple[str, Callable[[Any], object], object]  # its name, check and default
+_Option: TypeAlias = tuple[str, Callable[[object], object], object]  # its name, check and default
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,13 @@ class _Each(ABC):
 
     def apply(self, tensors: Sequence[Planned], numbers: Numbers) -> list[Planned]:
         """Return the tensors after the operation."""
-        for number in self.of or ():
+        result = list(tensors)
+        chosen = range(len(tensors)) if self.of is None else self.of
+        for number in chosen:
             if number >= len(tensors):
                 raise InvalidArgumentError(f"convert: 'of' names tensor {number} of {len(tensors)}")
-        return [
-            self._applied(tensor, numbers) if self.of is None or number in self.of else tensor
-            for number, tensor in enumerate(tensors)
-        ]
+            result[number] = self._applied(tensors[number], numbers)
+        return result
 
     @abstractmethod
     def _applied(self, tensor: Planned, numbers: Numbers) -> Planned:
@@ -69,7 +70,10 @@ class _Each(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Permute(_Each):
-    """A dim is viewed as dims of the sizes `shape`, these are put into another order, and joined again."""
+    """A dim is viewed as dims of the sizes `shape`, these are put into another order, and joined again.
+
+    With shape (2, 3) and order (1, 0), rows 0 1 2 3 4 5 become 0 3 1 4 2 5.
+    """
 
     dim: int
     shape: tuple[Expression, ...]
@@ -83,7 +87,8 @@ class Permute(_Each):
     def _applied(self, tensor: Planned, numbers: Numbers) -> Planned:
         dim = tensor.dim(self.dim)
         factors = numbers.factors(self.shape, tensor.shape[dim], tensor.name)
-        if len(tensor.patches) > 1:  # each may be cut
+        # One patch gets a list of indices. Of several, each may have a run for every index of the outer factors.
+        if len(tensor.patches) > 1:
             _check_count(math.prod(max(1, factors[index]) for index in self.order[:-1]), tensor)
         if tensor.shape[dim] > _MAX_PERMUTED and list(self.order) != sorted(self.order):
             text = f"convert: permute takes a dim of at most {_MAX_PERMUTED} indices, and this has {tensor.shape[dim]}"
@@ -126,10 +131,12 @@ class Resize(_Each):
     pads: bool
 
     def _applied(self, tensor: Planned, numbers: Numbers) -> Planned:
-        size = None if self.size is None else numbers.known(self.size)
+        if self.size is None or numbers.known(self.size) is None:
+            return tensor
+        size = numbers.value(self.size)
         dim = tensor.dim(self.dim)
         old = tensor.shape[dim]
-        if size is None or size == old:
+        if size == old:
             return tensor
         if self.pads != (size > old):
             text = f"convert: {'pad' if self.pads else 'unpad'} to {size}{numbers.shown(str(self.size))}, but dim {dim}"
@@ -148,7 +155,8 @@ class Resize(_Each):
 class Split:
     """One tensor is cut along a dim into several, whose sizes have the ratios `sizes`.
 
-    With `groups` the tensors alternate along the dim: it has so many groups, each with a part of every tensor.
+    With `groups` the tensors alternate along the dim: it has so many groups, each with a part of every tensor. With
+    sizes (2, 1, 1) and 2 groups, rows q0 q1 k0 v0 q2 q3 k1 v1 become q0 q1 q2 q3, k0 k1 and v0 v1.
     """
 
     dim: int
@@ -165,19 +173,19 @@ class Split:
         _check_count(groups * len(ratios), tensor)
         unit, rest = divmod(tensor.shape[dim], groups * sum(ratios))
         if rest:
-            text = (
-                f"convert: a dim of size {tensor.shape[dim]} is not {groups} groups of {' + '.join(map(str, ratios))}"
-            )
-            raise InvalidArgumentError(f"{text} equal parts: is this the config of this model?", name=tensor.name)
-        parts = []
+            shown = " + ".join(map(str, ratios))
+            text = f"convert: a dim of size {tensor.shape[dim]} is not {groups} groups of {shown} equal parts"
+            raise InvalidArgumentError(f"{text}: is this the config of this model?", name=tensor.name)
+        results = []
         begin = 0
         for ratio in ratios:
             size = ratio * unit
-            at = range(begin, tensor.shape[dim], sum(ratios) * unit) if size else ()
-            patches = concatenated([(sliced(tensor.patches, dim, start, size), size) for start in at], dim)
-            parts.append(tensor.resized(dim, size * groups, patches))
+            parts = []
+            for group in range(groups):
+                parts.append((sliced(tensor.patches, dim, group * sum(ratios) * unit + begin, size), size))
+            results.append(tensor.resized(dim, size * groups, concatenated(parts, dim)))
             begin += size
-        return parts
+        return results
 
     def inverse(self) -> Fuse:
         """Return the operation that undoes this one."""
@@ -202,12 +210,10 @@ class Fuse:
         groups = numbers.value(self.groups)
         for tensor in tensors:
             _check_count(groups * len(tensors), tensor)
-            others = [shape[:dim] + shape[dim + 1 :] for shape in (first.shape, tensor.shape)]
-            if len(tensor.shape) != len(first.shape) or others[0] != others[1] or tensor.shape[dim] % groups:
-                text = (
-                    f"convert: {first.name} of shape {first.shape} and this tensor of shape {tensor.shape} do not fuse"
-                )
-                raise InvalidArgumentError(f"{text} along dim {dim} in {groups} groups", name=tensor.name)
+            fits = len(tensor.shape) == len(first.shape) and tensor.shape[dim] % groups == 0
+            if not fits or tensor.resized(dim, first.shape[dim], ()).shape != first.shape:
+                text = f"convert: {first.name} of shape {first.shape} and this tensor of shape {tensor.shape}"
+                raise InvalidArgumentError(f"{text} do not fuse along dim {dim} in {groups} groups", name=tensor.name)
         if self.sizes is not None:
             self._check_sizes([tensor.shape[dim] for tensor in tensors], numbers, first.name)
         parts = []
@@ -222,9 +228,8 @@ class Fuse:
         """Raise InvalidArgumentError unless the sizes have the ratios of the rule."""
         assert self.sizes is not None
         ratios = [numbers.value(size) for size in self.sizes]
-        if len(ratios) != len(sizes) or any(
-            size * sum(ratios) != ratio * sum(sizes) for size, ratio in zip(sizes, ratios, strict=False)
-        ):
+        # Of as many sizes as ratios, each has the same part of their sum.
+        if [size * sum(ratios) for size in sizes] != [ratio * sum(sizes) for ratio in ratios]:
             text = f"convert: sizes {list(sizes)} do not have the ratios {ratios} ({', '.join(map(str, self.sizes))})"
             raise InvalidArgumentError(f"{text}: is this the config of this model?", name=name)
 
@@ -240,7 +245,10 @@ Operation: TypeAlias = Permute | Transpose | Resize | Split | Fuse
 
 
 def _check_count(count: int, tensor: Planned) -> None:
-    """Raise UnsupportedError if a tensor, which may have been cut before, would be cut into too many parts."""
+    """Raise UnsupportedError if a tensor, which may have been cut before, would be cut into too many parts.
+
+    A split after a split multiplies them, and 64 operations may follow one another.
+    """
     total = count * max(1, len(tensor.patches))
     if total > _MAX_PATCHES:
         raise UnsupportedError(f"convert: this tensor would be cut into {total} parts", name=tensor.name)
@@ -259,7 +267,7 @@ def _index(raw: object) -> int:
     return raw
 
 
-def _sequence(raw: object) -> Sequence[Any]:
+def _sequence(raw: object) -> Sequence[object]:
     if not isinstance(raw, list | tuple) or not 0 < len(raw) <= _MAX_ENTRIES:
         raise InvalidArgumentError(f"convert: {excerpt(raw)} is not a list of 1 to {_MAX_ENTRIES} entries")
     return raw
@@ -276,14 +284,14 @@ def _order(raw: object) -> tuple[int, ...]:
     return order
 
 
-def _numbers_of(raw: object) -> tuple[int, ...] | None:
+def _numbers_of(raw: object) -> tuple[int, ...]:
     numbers = tuple(map(_index, _sequence(raw if isinstance(raw, list | tuple) else [raw])))
     if min(numbers) < 0:
         raise InvalidArgumentError(f"convert: 'of' is the number of a tensor, or a list of such, not {excerpt(raw)}")
     return numbers
 
 
-_NEEDED: Any = object()
+_NEEDED = object()
 _OF: _Option = ("of", _numbers_of, None)
 _DIM: _Option = ("dim", _index, 0)
 _GROUPS: _Option = ("groups", check_expression, 1)

@@ -4,6 +4,15 @@ A patch is a box of the output and a map to the input: along each dim of the out
 dims. Mostly this is a range; after a permutation it is a list. Every operation of a conversion divides and moves
 patches, so patches are exact for any chain of operations. The part of a patch that lies in one stored box of the input
 is a patch, too, of that box.
+
+Example:
+    >>> (patch,) = permuted(identity((4, 3)), 0, factors=(2, 2), order=(1, 0))  # rows 0 1 | 2 3 become 0 2 | 1 3
+    >>> str(patch.box), patch.dims[0]
+    ('[0:4, 0:3]', Dim(dim=0, indices=array('q', [0, 2, 1, 3])))
+    >>> for part in patch.within(Box((0, 0), (2, 3))):  # a file has rows 0 and 1: what do they fill?
+    ...     print(part.box, list(part.dims[0].indices))
+    [0:1, 0:3] [0]
+    [2:3, 0:3] [1]
 """
 
 from __future__ import annotations
@@ -77,8 +86,10 @@ class Patch:
     @property
     def orders(self) -> tuple[array[int] | None, ...]:
         """For each dim of the output, the indices in the input if they are no range; () if all are ranges."""
-        orders = tuple(None if isinstance(along.indices, range) else along.indices for along in self.dims)
-        return orders if any(orders) else ()
+        orders: list[array[int] | None] = []
+        for along in self.dims:
+            orders.append(None if isinstance(along.indices, range) else along.indices)
+        return tuple(orders) if any(orders) else ()
 
     def strides(self, stored: Sequence[int]) -> tuple[int, ...]:
         """Return the strides of the output's dims, where the input has the strides `stored`.
@@ -87,8 +98,10 @@ class Patch:
         """
         strides = []
         for along in self.dims:
-            step = along.indices.step if isinstance(along.indices, range) else 1
-            strides.append(0 if along.dim is None else step * stored[along.dim])
+            stride = 0 if along.dim is None else stored[along.dim]
+            if isinstance(along.indices, range):
+                stride *= along.indices.step
+            strides.append(stride)
         return tuple(strides)
 
     def offset(self, stored: Sequence[int]) -> int:
@@ -115,6 +128,7 @@ class Patch:
         """Return the parts whose elements lie in `box` of the input, as patches of that box."""
         if not self.box.numel or intersect(self.input_box, box) is None:
             return []
+        # From here on indices are those of the box; `begin` is negative where the patch starts before it.
         begin = tuple(index - low for index, low in zip(self.begin, box.offsets, strict=True))
         parts = [replace(self, begin=begin)]
         for dim, along in enumerate(self.dims):
@@ -125,7 +139,10 @@ class Patch:
             if runs == [(0, len(along.indices))]:
                 continue
             at = self.box.offsets[dim]
-            parts = [part.cut(dim, first, count, at + first) for part in parts for first, count in runs]
+            divided = []
+            for part in parts:
+                divided += [part.cut(dim, first, count, at + first) for first, count in runs]
+            parts = divided
         return parts
 
     def permuted(self, dim: int, chosen: NDArray[np.int64]) -> Iterator[Patch]:
@@ -134,7 +151,7 @@ class Patch:
         for first, count in _runs_within(chosen, low, low + self.box.shape[dim]):
             indices = along.indices
             if along.dim is not None:
-                indices = _taken(indices, chosen[first : first + count] - low)
+                indices = _indices_at(indices, chosen[first : first + count] - low)
             yield self.with_dim(dim, first, count, indices)
 
     def ranges(self) -> list[Patch]:
@@ -153,7 +170,9 @@ class Patch:
 
 def _bounds(indices: Indices) -> tuple[int, int]:
     """Return the least and the greatest index."""
-    return (indices[0], indices[-1]) if isinstance(indices, range) else (min(indices), max(indices))
+    if isinstance(indices, range):  # min() would go through all of it
+        return indices[0], indices[-1]
+    return min(indices), max(indices)
 
 
 def _runs_within(indices: Indices | NDArray[np.int64], low: int, high: int) -> list[tuple[int, int]]:
@@ -170,8 +189,11 @@ def _runs_within(indices: Indices | NDArray[np.int64], low: int, high: int) -> l
     return [(first, end - first) for first, end in zip(edges[::2], edges[1::2], strict=True)]
 
 
-def _taken(indices: Indices, positions: NDArray[np.int64]) -> Indices:
-    """Return the indices at some positions, at least one: as a range if they are one."""
+def _indices_at(indices: Indices, positions: NDArray[np.int64]) -> Indices:
+    """Return the indices at some positions, at least one: as a range if they are one.
+
+    A range is a view of what is stored, and is read without a copy of its elements in another order.
+    """
     import numpy as np
 
     values = np.asarray(indices)[positions] if isinstance(indices, array) else indices.start + positions * indices.step
@@ -183,7 +205,12 @@ def _taken(indices: Indices, positions: NDArray[np.int64]) -> Indices:
 
 
 def _ranges(indices: Sequence[int]) -> list[tuple[int, range]]:
-    """Divide indices into ranges, each with the position of its first index."""
+    """Divide indices into ranges, each with the position of its first index.
+
+    Example:
+        >>> _ranges([0, 2, 4, 1, 3, 5])
+        [(0, range(0, 5, 2)), (3, range(1, 6, 2))]
+    """
     result = []
     at = 0
     while at < len(indices):
@@ -207,7 +234,13 @@ def identity(shape: Sequence[int], source: int | None = 0) -> tuple[Patch, ...]:
 
 
 def sliced(patches: Iterable[Patch], dim: int, begin: int, count: int, *, at: int = 0) -> tuple[Patch, ...]:
-    """Return the patches of `count` indices along `dim` from `begin` on, moved to `at`."""
+    """Return the patches of `count` indices along `dim` from `begin` on, moved to `at`.
+
+    Example:
+        >>> (patch,) = sliced(identity((6, 2)), 0, 3, 2)  # rows 3 and 4 of 6
+        >>> str(patch.box), patch.dims[0].indices
+        ('[0:2, 0:2]', range(3, 5))
+    """
     result = []
     for patch in patches:
         low = patch.box.offsets[dim]
@@ -244,5 +277,9 @@ def permuted(patches: Iterable[Patch], dim: int, factors: Sequence[int], order: 
         return patches
     import numpy as np
 
+    # numpy permutes the numbers of the dim's indices as the tensor's elements would be.
     chosen = np.arange(math.prod(factors), dtype=np.int64).reshape(factors).transpose(order).reshape(-1)
-    return tuple(part for patch in patches for part in patch.permuted(dim, chosen))
+    parts: list[Patch] = []
+    for patch in patches:
+        parts += patch.permuted(dim, chosen)
+    return tuple(parts)

@@ -1,4 +1,11 @@
-"""Plan a conversion: match the names of a checkpoint with rules, and find what fills every output tensor."""
+"""Plan a conversion: match the names of a checkpoint with rules, and find what fills every output tensor.
+
+With the rule that splits ``layers.{layer}.fc1`` into ``{layer}.gate`` and ``{layer}.up``::
+
+    inputs    layers.0.fc1 F32 (8, 4), layers.1.fc1 F32 (8, 4)
+    outputs   0.gate F32 (4, 4), 0.up F32 (4, 4), 1.gate, 1.up
+    fills     layers.0.fc1: rows 0 to 3 fill 0.gate, rows 4 to 7 fill 0.up; and so layers.1.fc1
+"""
 
 from __future__ import annotations
 
@@ -7,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from statexchange.conversions.numbers import KnownConfig, Numbers, UnknownNumberError
 from statexchange.conversions.operations import Planned
@@ -17,13 +24,17 @@ from statexchange.errors import IncompleteError, InvalidArgumentError, UnsafeErr
 from statexchange.sharding.shards import Box, TensorInfo, full_box
 from statexchange.tensors import PACKED
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 __all__ = ["ConversionPlan", "Fill", "InputFills", "plan_conversion", "unknown_names"]
 
 _SHOWN = 5
 _MAX_STACKED = 1 << 20
 # Outputs that stacked tensors may have in addition to one for each element: an empty tensor could claim any number.
 _LEAST_UNSTACKED = 1 << 16
-_MANY_FILLS = 16
+_MANY_FILLS = 16  # from here on a search in arrays is faster than a look at each, and worth the import of numpy
 _TIED = "tie_word_embeddings"
 
 
@@ -40,7 +51,7 @@ class InputFills:
 
     def __init__(self, fills: Sequence[Fill]) -> None:
         self._fills = fills
-        self._ends: Any = None
+        self._ends: NDArray[np.int64] | None = None
         if len(fills) > _MANY_FILLS:
             import numpy as np
 
@@ -52,8 +63,10 @@ class InputFills:
         """Yield the parts of fills whose elements lie in `box` of the input, as fills by that box, in order."""
         fills = self._fills
         if self._ends is not None:
-            overlaps = ((self._lows < box.ends) & (self._ends > box.offsets)).all(axis=1)
-            fills = [fills[number] for number in overlaps.nonzero()[0]]
+            import numpy as np
+
+            overlaps = np.all((self._lows < box.ends) & (self._ends > box.offsets), axis=1)
+            fills = [fills[number] for number in np.flatnonzero(overlaps).tolist()]
         for fill in fills:
             for patch in fill.patch.within(box):
                 yield Fill(fill.target, patch)
@@ -85,6 +98,7 @@ class ConversionPlan:
     def new_aliases(self, aliases: Mapping[str, str]) -> dict[str, str]:
         """Return the aliases of tied inputs by the outputs' names, if both fill one output each, in the same way."""
         new_aliases = {}
+        # Inputs with the same bytes make outputs with the same bytes only if nothing else fills either of them.
         for alias, name in aliases.items():
             new, kept = self.output_of(alias), self.output_of(name)
             if new is None or kept is None or not {new, kept} <= self.single or self.tensors[new] != self.tensors[kept]:
@@ -97,7 +111,7 @@ class ConversionPlan:
 def plan_conversion(
     conversion: ConversionRules,
     tensors: Mapping[str, TensorInfo],
-    given: Mapping[str, int] = {},
+    convert_with: Mapping[str, int] = {},
     configs: Sequence[KnownConfig] = (),
 ) -> ConversionPlan:
     """Plan the conversion of all of a model's tensors.
@@ -105,7 +119,7 @@ def plan_conversion(
     Args:
         conversion: the rules.
         tensors: the inputs by name.
-        given: numbers that the caller gave.
+        convert_with: numbers that the caller gave.
         configs: configs of the model, in which other numbers are looked up.
 
     Returns:
@@ -117,7 +131,7 @@ def plan_conversion(
         IncompleteError: a tensor that a rule needs together with others is missing.
         UnsupportedError: tensors of different dtypes would become one.
     """
-    numbers = Numbers(conversion.numbers, given, configs)
+    numbers = Numbers(conversion.numbers, convert_with, configs)
     return _Planner(conversion, tensors, numbers).plan()
 
 
@@ -171,13 +185,14 @@ class _Planner:
         """Return the plan."""
         waiting = self._groups()
         self._numbers.check()
+        # Numbers may follow from shapes in any order of the tensors: each round plans at least one more group.
         while waiting:
             unknown: UnknownNumberError | None = None
             later = []
             for group in waiting:
                 try:
                     self._add(group)
-                except UnknownNumberError as error:  # it may follow from the shape of another tensor
+                except UnknownNumberError as error:
                     unknown = unknown or error
                     later.append(group)
             if unknown is not None and len(later) == len(waiting):
@@ -197,8 +212,8 @@ class _Planner:
                 unknown.append(name)
                 continue
             rule = self._conversion.rules[match.rule]
-            index = tuple(_layer_number(match.values[placeholder], name) for placeholder in rule.stack)
-            shared = {key: value for key, value in match.values.items() if key not in rule.stack}
+            shared = dict(match.values)
+            index = tuple(_layer_number(shared.pop(placeholder), name) for placeholder in rule.stack)
             group = groups.setdefault((match.rule, tuple(sorted(shared.items()))), _Group(rule, shared))
             group.names.setdefault(index, {})[match.source] = name
         if unknown:
@@ -220,11 +235,12 @@ class _Planner:
         sizes = self._stacked_sizes(group)
         if not rule.targets:
             return
-        # In the order of the rule, and of the indices.
-        names_of = {index: [name for _, name in sorted(of.items())] for index, of in sorted(group.names.items())}
+        names_of = {}
         all_names = []
-        for names in names_of.values():
-            all_names += names
+        for index, by_source in sorted(group.names.items()):
+            names_of[index] = [by_source[source] for source in range(len(rule.sources))]
+            all_names += names_of[index]
+        # Inputs of other indices must have the shapes of the first ones, so that the operations are planned once.
         first, depth = next(iter(names_of.values())), len(rule.unstack)
         shapes = [self._inputs[name].shape for name in first]
         leading = shapes[0][:depth]
@@ -243,11 +259,11 @@ class _Planner:
     def _stacked_sizes(self, group: _Group) -> tuple[int, ...]:
         """Return the sizes of the outputs' leading dims, which are the indices in the inputs' names; most often ()."""
         for names in group.names.values():
-            missing = [pattern.text for number, pattern in enumerate(group.rule.sources) if number not in names]
-            if missing:
-                shown = next(iter(names.values()))
-                text = f"convert: the rule for this tensor needs {missing[0]!r} beside it, which the source lacks"
-                raise IncompleteError(text, name=shown)
+            for number, pattern in enumerate(group.rule.sources):
+                if number not in names:
+                    text = f"convert: the rule for this tensor needs {pattern.text!r} beside it, which the source lacks"
+                    raise IncompleteError(text, name=next(iter(names.values())))
+        # Indices are different and not negative: as many as the product of the sizes are all of them.
         sizes = tuple(max(index) + 1 for index in zip(*group.names, strict=True))
         if math.prod(sizes) > _MAX_STACKED or math.prod(sizes) != len(group.names):
             name = next(iter(group.names[min(group.names)].values()))
@@ -301,11 +317,14 @@ class _Planner:
 
     def _add_fills(self, new: str, names: Sequence[str], patches: Sequence[Patch]) -> None:
         shape = self._outputs[new].shape
+        # An output without elements has no patch, but a file must have it: that of its first input.
         if not math.prod(shape):
             self._fills[names[0]].append(Fill(new, Patch(0, full_box(shape), (), (Dim(None),) * len(shape))))
         for patch in patches:
-            fills = self._zeros if patch.source is None else self._fills[names[patch.source]]
-            fills.append(Fill(new, patch))
+            if patch.source is None:
+                self._zeros.append(Fill(new, patch))
+            else:
+                self._fills[names[patch.source]].append(Fill(new, patch))
 
     def _restore(self) -> None:
         """Add the outputs that are missing because they equal another."""
@@ -340,26 +359,31 @@ def _check_packed(rule: Rule, name: str, dtype: str, num_dims: int) -> None:
     if dtype not in PACKED:
         return
     dims = [getattr(operation, "dim", -1) for operation in rule.operations]  # transpose has none
-    if num_dims and not {-1, num_dims - 1}.intersection(dims):
-        return
-    text = f"convert: along the last dim of {dtype} several elements share bytes, so only whole rows can be moved"
-    raise UnsupportedError(text, name=name)
+    # Without dims left, the last one is unstacked.
+    if not num_dims or {-1, num_dims - 1}.intersection(dims):
+        text = f"convert: along the last dim of {dtype} several elements share bytes, so only whole rows can be moved"
+        raise UnsupportedError(text, name=name)
 
 
 def _layer_number(text: str, name: str) -> int:
     """Return the number in a name that becomes an index."""
+    # Layers 1 and 01 would be one index. Python refuses to read numbers of thousands of digits.
     if not text.isascii() or not text.isdigit() or str(int(text[:18])) != text:
         raise InvalidArgumentError(f"convert: {text!r} in this name is to be an index, and is no number", name=name)
     return int(text)
 
 
 def _moved(patch: Patch, position: tuple[int, ...], index: tuple[int, ...]) -> Patch:
-    """Return a patch whose input is at `position` of a stacked tensor, or whose output is at `index` of one."""
+    """Return a patch whose input is at `position` of a stacked tensor, or whose output is at `index` of one.
+
+    For position (5,), dim 0 of a layer runs along dim 1 of the stacked input, and begins at (5, 0) for (0,). For index
+    (5,), the output has a dim 0 of size 1 at offset 5, which runs along no dim of the layer.
+    """
     if not position and not index:
         return patch
     dims = [Dim(None)] * len(index)
     for along in patch.dims:
-        dims.append(Dim(None if along.dim is None else along.dim + len(position), along.indices))
+        dims.append(along if along.dim is None else Dim(along.dim + len(position), along.indices))
     begin = () if patch.source is None else (*position, *patch.begin)
     box = Box((*index, *patch.box.offsets), (*(1,) * len(index), *patch.box.shape))
     return Patch(patch.source, box, begin, tuple(dims))

@@ -54,7 +54,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from statexchange.conversions.names import NamePattern
 from statexchange.conversions.numbers import NumberRule, check_expression
@@ -96,25 +95,27 @@ class Rule:
         for source in self.sources[1:]:
             if source.placeholders != names:
                 raise InvalidArgumentError(f"convert: the names of 'from' {shown!r} have different placeholders")
-        given = (names - set(self.stack)) | set(self.unstack)
         if not names >= set(self.stack) or names & set(self.unstack):
             raise InvalidArgumentError(f"convert: stack or unstack does not fit the placeholders of {shown!r}")
+        # A target needs the unstacked placeholders, or all indices would get one name. Others it may leave out: two
+        # inputs that get one name then are refused by the plan, which knows whether there are two.
+        available = (names - set(self.stack)) | set(self.unstack)
         for target in self.targets:
-            if not target.placeholders <= given or not target.placeholders >= set(self.unstack):
+            if not target.placeholders <= available or not target.placeholders >= set(self.unstack):
                 raise InvalidArgumentError(f"convert: the placeholders of 'to' {target.text!r} do not fit {shown!r}")
         if not self.operations and len(self.targets) not in (0, len(self.sources)):
             text = f"convert: the rule for {shown!r} needs values, which make {len(self.targets)} tensors of"
             raise InvalidArgumentError(f"{text} {len(self.sources)}")
 
-    def inverse(self) -> Rule | None:
-        """Return the rule for the other direction; None for one that drops tensors.
+    def inverse(self) -> Rule:
+        """Return the rule for the other direction; this one must have targets.
 
         Raises:
             InvalidArgumentError: an operation has no inverse.
         """
-        if not self.targets:
-            return None
         operations = tuple(operation.inverse() for operation in reversed(self.operations))
+        # Each pair changes its sides: the sources become targets, what was unstacked is stacked, and the tensor that
+        # was not written is restored.
         restored_from, tied_to = self.tied_to, self.restored_from
         return Rule(self.targets, self.sources, operations, self.stack, self.unstack, tied_to, restored_from)
 
@@ -158,14 +159,18 @@ class ConversionRules:
     rules: tuple[Rule, ...] = field(default=())
 
     def inverse(self) -> ConversionRules:
-        """Return the conversion in the other direction; of several rules with equal targets, the first counts."""
+        """Return the conversion in the other direction, without rules that drop tensors.
+
+        Of several rules with equal targets, the first counts.
+        """
         rules = []
         seen: set[str] = set()
         for rule in self.rules:
             names = {target.text for target in rule.targets}
-            inverse = rule.inverse() if not names <= seen else None
-            if inverse is not None:
-                rules.append(inverse)
+            # A tensor may have several names, as those of an older release, which come later: they are only read. A
+            # rule without targets drops tensors, and nothing restores them.
+            if not names <= seen:
+                rules.append(rule.inverse())
             seen |= names
         return replace(self, name=f"inverse:{self.name}", rules=tuple(rules))
 
@@ -196,10 +201,11 @@ class ConversionRules:
 
 def _texts(raw: object) -> tuple[str, ...]:
     """Return a text or a list of texts as a tuple."""
-    texts: tuple[Any, ...] = tuple(raw) if isinstance(raw, list | tuple) else (raw,)
-    if not all(isinstance(text, str) for text in texts):
+    if isinstance(raw, str):
+        return (raw,)
+    if not isinstance(raw, list | tuple) or set(map(type, raw)) - {str}:
         raise InvalidArgumentError(f"convert: {excerpt(raw)} is neither a name nor a list of names")
-    return texts
+    return tuple(raw)
 
 
 def _number_rule(name: object, raw: object) -> NumberRule:

@@ -51,6 +51,7 @@ def placed_record(pieces: SpecPieces, placements: list[object], first: int) -> l
 
 def is_readable(tensors: Iterable[SpecPieces], num_digests: int) -> bool:
     """Whether readers accept the placements of these tensors, given so many digests."""
+    # As `BoxDigests` does it, whose budget is that of a file of so many digests.
     budget = Budget(DIGESTS, DIGEST_BYTES * num_digests)
     checked: set[tuple[tuple[int, ...], Placement]] = set()
     try:
@@ -109,7 +110,9 @@ class BoxDigests:
         self._placements = _placements_of(manifest)
         # Of each box there are 16 bytes: so the work may grow with these.
         self._budget = store.budget.of(self.file.path, self.file.size)
+        # Layers have tensors of the same shapes and placements, so that few are checked.
         self._checked: set[tuple[tuple[int, ...], Placement]] = set()
+        # Tensors are read in the order of their digests, each of which would be a request to an object store.
         self.file.read_ahead(_AHEAD_BYTES)
 
     def boxes_of(self, record: Mapping[str, Any]) -> PlacedBoxes:
@@ -141,8 +144,7 @@ class BoxDigests:
         """Return the digests of boxes with consecutive numbers."""
         data = bytearray(DIGEST_BYTES * count)
         self.file.read_into(memoryview(data), DIGEST_BYTES * first)
-        text = data.hex()
-        return [text[at : at + 2 * DIGEST_BYTES] for at in range(0, len(text), 2 * DIGEST_BYTES)]
+        return data.hex(" ", DIGEST_BYTES).split()
 
 
 class PlacedBoxes:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from statexchange.errors import CorruptError, ReplacedError, StateExchangeError, excerpt
 from statexchange.formats.model_files import ADAPTER_CONFIG, CONFIG
 from statexchange.formats.sections import sections_of
+from statexchange.formats.source import Section
 from statexchange.sharding.options import FLOATS
 from statexchange.sharding.paths import ADAPTER_PREFIX, is_adapter, note_on_adapters
 from statexchange.sharding.shards import TensorInfo
@@ -74,11 +75,13 @@ def config_warnings(
         files: the files of the directory, by name.
         digests: the digests of each tensor's boxes, in order, where they are known.
     """
+    if not tensors:
+        return ()
     warnings = []
     adapter, config = _parsed(files.get(ADAPTER_CONFIG)), _parsed(files.get(CONFIG))
-    if adapter is not None and tensors:
+    if adapter is not None:
         warnings += [f"{ADAPTER_CONFIG} and the tensors differ: {text}" for text in _against_adapter(adapter, tensors)]
-    if config is not None and tensors:
+    if config is not None:
         texts = list(_against_dtypes(config, tensors))
         file = config.get("transformers_weights")
         if isinstance(file, str) and file != "model.safetensors":
@@ -86,7 +89,8 @@ def config_warnings(
         model = _text_model(config, tensors)
         if model is not None:
             texts += [*_against_layers(model, tensors), *_against_vocabulary(model, tensors)]
-            texts += _against_ties(model, tensors, digests) if _ties_heads(config) else ()
+            if _ties_heads(config):
+                texts += _against_ties(model, tensors, digests)
             texts += _against_head(model, config, tensors)
         if texts:
             warnings.append(f"{CONFIG} and the tensors differ: {'; '.join(texts)}")
@@ -119,11 +123,14 @@ def source_warnings(source: Source, digests: Mapping[str, Sequence[str]] = Mappi
                 continue
     if not files:
         return ()
-    model = next((section for section in sections_of(source) if section.name == "model"), None)
+    model = Section("model", "", frozenset(source.tensor_names))
+    for section in sections_of(source):
+        if section.name == "model":
+            model = section
     tensors, digests_of_model = {}, {}
     for shard in source.described():
-        if model is None or shard.name in model.names:
-            name = shard.name if model is None else shard.name.removeprefix(model.prefix)
+        if shard.name in model.names:
+            name = shard.name.removeprefix(model.prefix)
             tensors[name] = TensorInfo(shard.dtype, shard.global_shape)
             digests_of_model[name] = digests.get(shard.name, ())
     return note_on_adapters(tensors) + config_warnings(tensors, files, digests_of_model)
@@ -149,10 +156,8 @@ def without_heads(aliases: Mapping[str, str]) -> dict[str, str]:
 
 def _parsed(content: bytes | None) -> _Config | None:
     """Return the JSON object in a config; None if there is none that can be read."""
-    if content is None:
-        return None
     try:
-        parsed = parse_json(content, CONFIG, Budget(CONFIG))
+        parsed = parse_json(content or b"", CONFIG, Budget(CONFIG))
     except CorruptError:
         return None
     return parsed if isinstance(parsed, dict) else None
@@ -212,7 +217,9 @@ def _ties_heads(config: _Config) -> bool | None:
 def _number(config: _Config, key: str) -> int | None:
     """Return a whole number in a config; None if the key has none."""
     value = config.get(key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value
 
 
 def _against_layers(model: _TextModel, tensors: _Tensors) -> Iterator[str]:
@@ -239,8 +246,8 @@ def _against_vocabulary(model: _TextModel, tensors: _Tensors) -> Iterator[str]:
     if vocab_size is None or len(shape) != 2 or tensors[model.embedding].dtype not in FLOATS:
         return
     # Some embeddings have more rows than there are tokens to predict; then the head has the vocabulary's size.
-    rows = {shape[0], *(tensors[name].shape[0] for name in filter(_HEAD.fullmatch, tensors) if tensors[name].shape)}
-    if vocab_size not in rows:
+    rows = {shape[:1], *(tensors[name].shape[:1] for name in filter(_HEAD.fullmatch, tensors))}
+    if (vocab_size,) not in rows:
         have = format_number(shape[0], "row")
         yield f"{model.where}vocab_size is {vocab_size}, and {model.embedding} has {have}"
 
@@ -293,7 +300,10 @@ def _against_adapter(adapter: _Config, tensors: _Tensors) -> Iterator[str]:
     elif not any(name.startswith(ADAPTER_PREFIX) for name in tensors) and "prompt_embeddings" not in tensors:
         yield f"names lack {ADAPTER_PREFIX!r}: PeftModel reads none of them, and load_adapter of transformers all"
     elif adapter.get("peft_type") == "LORA" and type(adapter.get("r")) is int and not adapter.get("rank_pattern"):
-        rows = {info.shape[0]: name for name, info in tensors.items() if _LORA_A.fullmatch(name) and info.shape}
+        rows = {}
+        for name in filter(_LORA_A.fullmatch, tensors):
+            for size in tensors[name].shape[:1]:
+                rows[size] = name
         if rows and adapter["r"] not in rows:
             size, name = next(iter(rows.items()))
             yield f"r is {adapter['r']}, and {name} has {format_number(size, 'row')}"

@@ -1,11 +1,15 @@
 """A source with the names and values of another model family: the same files, other tensors.
 
 A conversion maps boxes to boxes (conversions/patches.py), and a byte range may have strides. So a converted tensor is
-read from the source's files as any other tensor is, by every reader of boxes, and nothing is held whole.
+read from the source's files as any other tensor is, by every reader of boxes, and nothing is held whole::
+
+    stored       w F32 (4, 2), a box at byte 64          rule: transpose
+    converted    v F32 (2, 4), a box at byte 64 with strides (1, 2) in elements
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -91,7 +95,10 @@ class Converted:
 
     def renamed_keys(self, entries: Mapping[str, str]) -> dict[str, str]:
         """Return `entries`, whose keys are the original names, under the names that each of these fills."""
-        return {target: entry for name, entry in entries.items() for target in self.targets.get(name, ())}
+        renamed: dict[str, str] = {}
+        for name, entry in entries.items():
+            renamed |= dict.fromkeys(self.targets.get(name, ()), entry)
+        return renamed
 
     def check_digests(self) -> None:
         """Raise CorruptError if bytes differ from a digest that the converted source does not have."""
@@ -101,32 +108,34 @@ class Converted:
 
 
 def convert_source(
-    source: Source, conversion: ConversionRules, given: Mapping[str, int], configs: Sequence[KnownConfig]
+    source: Source, conversion: ConversionRules, convert_with: Mapping[str, int], configs: Sequence[KnownConfig]
 ) -> Converted:
     """Convert all tensors of a source. Not collective; reads no tensor.
 
     Args:
         source: the source.
         conversion: the rules.
-        given: numbers that the caller gave.
+        convert_with: numbers that the caller gave.
         configs: configs of the model.
 
     Raises:
         InvalidArgumentError, UnsafeError, IncompleteError, UnsupportedError: as `plan_conversion`.
         CorruptError: the source's files disagree on a tensor.
     """
-    return converted_by(source, plan_conversion(conversion, tensors_of(source), given, configs))
+    return converted_by(source, plan_conversion(conversion, tensors_of(source), convert_with, configs))
 
 
 def converted_by(source: Source, plan: ConversionPlan) -> Converted:
     """Convert all tensors of a source by a plan. Not collective; reads no tensor."""
     files = []
     unproven: list[tuple[SourceTensor, list[int]]] = []
-    zeros = plan.zeros  # which the first file has
+    zeros = plan.zeros  # of no file: the first one lists them
     for shard_file in source.files:
         files.append(_converted_file(shard_file, plan, zeros, unproven))
         zeros = ()
-    targets = {name: tuple(dict.fromkeys(fill.target for fill in fills)) for name, fills in plan.fills.items()}
+    targets = {}
+    for name, fills in plan.fills.items():
+        targets[name] = tuple(dict.fromkeys(fill.target for fill in fills))  # each once, in order
     manifest = None
     if source.manifest is not None:
         manifest = {**source.manifest, "aliases": plan.new_aliases(source.manifest.get("aliases", {}))}
@@ -156,6 +165,7 @@ def _converted_file(
     outputs: dict[str, list[tuple[Box, ByteRange]]] = {}
     for name, tensor in shard_file.tensors.items():
         fills = plan.fills[name]
+        # Tensors without elements have no boxes, and are tensors of the file all the same.
         for fill in fills:
             if not fill.patch.box.numel:
                 outputs.setdefault(fill.target, [])
@@ -169,7 +179,7 @@ def _converted_file(
                 keeps_digest = keeps_digest or converted.is_proven
             if byte_range.is_proven and not keeps_digest:
                 lost.append(index)
-        if lost and fills:
+        if lost and fills:  # what is dropped is not read
             unproven.append((tensor, lost))
     for fill in zeros:
         nbytes = fill.patch.box.numel * ITEMSIZE[plan.tensors[fill.target].dtype]
@@ -189,19 +199,21 @@ def _byte_range(stored: ByteRange, box: Box, patch: Patch, dtype: str) -> ByteRa
     """Return the byte range of a patch of a stored box."""
     source_strides = c_strides(box.shape) if stored.strides is None else stored.strides
     moved_strides = patch.strides(source_strides)
+    # A run has none, which is read faster. But of indices in another order the strides are needed.
     strides = moved_strides if patch.orders else strides_of(patch.box.shape, moved_strides)
     begin = stored.begin + patch.offset(source_strides) * ITEMSIZE[dtype]
     is_whole = patch.box.numel == box.numel
     nbytes = patch.box.numel * ITEMSIZE[dtype]
     if not is_whole or not patch.is_identity:
-        is_same = is_whole and strides is None and stored.strides is None  # as of one layer of a stacked tensor
-        digest = stored.digest if is_same else None
+        # A digest is of the bytes in C order: it holds for the same run of another shape, as one layer's of a stack.
+        keeps_digest = is_whole and strides is None and stored.strides is None
+        digest = stored.digest if keeps_digest else None
         return ByteRange(stored.file, begin, nbytes, digest, strides, orders=patch.orders)
-    moved = [new - old for new, old in zip(patch.box.offsets, box.offsets, strict=True)]
+    # The box as it is, at another place of the output.
+    moved = tuple(map(operator.sub, patch.box.offsets, box.offsets))
     parts = []
     for part, digest in stored.parts:
-        offsets = tuple(offset + distance for offset, distance in zip(part.offsets, moved, strict=True))
-        parts.append((Box(offsets, part.shape), digest))
+        parts.append((Box(tuple(map(operator.add, part.offsets, moved)), part.shape), digest))
     return ByteRange(stored.file, begin, nbytes, stored.digest, stored.strides, ListedDigests(parts))
 
 
@@ -222,15 +234,7 @@ class _Zeros(StoredFile):
 
     @property
     def version(self) -> list[str | int]:
-        """A JSON value that changes whenever the file's bytes do."""
+        """A JSON value that is equal for equal bytes, on all ranks and hosts."""
         return [self.path, self.size]
 
-    @property
-    def local_identity(self) -> list[str | int]:
-        """A JSON value that is equal on all ranks of one host."""
-        return self.version
-
-    @property
-    def shared_identity(self) -> list[str | int] | None:
-        """A JSON value that is equal on all hosts."""
-        return self.version
+    local_identity = shared_identity = version

@@ -48,9 +48,10 @@ def matches(opened: OpenedPath) -> bool:
         return False
     if _is_step(store):
         return True
-    latest = next((name for name in _LATEST if name in store.files), None)
+    latest = next(filter(store.files.__contains__, _LATEST), None)
     if latest is None:
         return False
+    # Other programs have a file called latest, too. A job may give its steps any name: global_step is the default.
     return (named_step(store, latest, _directory_of) or "").startswith("global_step") or bool(_steps(store))
 
 
@@ -81,10 +82,10 @@ def read(opened: OpenedPath) -> Source:
     """
     store = opened.store
     if not _is_step(store):
-        latest = next(name for name in _LATEST if name in store.files)
+        latest = next(filter(store.files.__contains__, _LATEST))
         store = store.below(newest_step(store, latest, _directory_of, lambda: _steps(opened.store)))
     step = Step(store)
-    # Whatever is wrong in the files of the model, neither it nor the optimizer's states are whole.
+    # Whatever is wrong in the files of the model, neither it nor the optimizer's states are whole: all are unreadable.
     with step.collecting({f"{MODEL}*": None, f"{STATE}*": None}):
         first = step.open(step.name_of("model", 0, 0), 0, "the file that describes the model is missing")
         with first.parsing():
@@ -115,10 +116,14 @@ def _add_entries(first: DeepSpeedFile) -> None:
     optimizer = rest.pop("optimizer", None)
     if type(optimizer) is dict:
         first.add_entries("optimizer.", optimizer)
+    # A job may save keys such as "model" of its own, which are not the sections of that name.
     for key in [key for key in rest if f"{key}.".startswith((MODEL, "optimizer."))]:
         rest[f"client.{key}"] = rest.pop(key)
     first.add_entries("", rest)
 
 
 def _section_of(name: str) -> SectionName:
-    return next((section for section, prefix in _PREFIXES.items() if name.startswith(prefix)), "other")
+    for section, prefix in _PREFIXES.items():
+        if name.startswith(prefix):
+            return section
+    return "other"

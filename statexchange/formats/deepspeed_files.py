@@ -213,7 +213,8 @@ class DeepSpeedFile(TorchFile):
             return None
         tensor = self._tensor("", value)
         is_run = tensor.shard.is_whole and tensor.byte_ranges[0].strides is None
-        return tensor if is_run and len(tensor.shard.global_shape) == 1 else None
+        is_flat = is_run and len(tensor.shard.global_shape) == 1
+        return tensor if is_flat else None
 
     def add_part(self, name: str, value: Any, shape: tuple[int, ...] | None, rank: int = 0, num_ranks: int = 1) -> None:
         """Add a rank's part of a tensor of this shape, as ZeRO-3 divides it: flattened, if it is not the whole.
@@ -225,6 +226,7 @@ class DeepSpeedFile(TorchFile):
             self.add_tensor(name, value)
             if shape is None or name not in self.tensors or self.tensors[name].shard.global_shape == shape:
                 return
+            # A lone rank may have it flattened, too.
             del self.tensors[name]
         flat = self.flat(value)
         begin, end, size = part_of(shape, rank, num_ranks)
@@ -238,6 +240,7 @@ class DeepSpeedFile(TorchFile):
         """Add the part of a tensor of this shape that is a run in a flat buffer."""
         self.budget.spend(_STEPS_PER_PART)
         self._check_new(name)
+        # Each box is one run of the buffer, too, and the next one begins where it ends.
         boxes, dtype, (stored,) = boxes_of_run(shape, run.begin, run.end), buffer.shard.dtype, buffer.byte_ranges
         ranges = []
         begin = stored.begin + run.at * ITEMSIZE[dtype]
@@ -273,7 +276,12 @@ def count_of(value: Any) -> int:
 
 
 def part_of(shape: tuple[int, ...], rank: int, num_ranks: int) -> tuple[int, int, int]:
-    """Return the first element and the end of a rank's part of a parameter in ZeRO-3, and its length with padding."""
+    """Return the first element and the end of a rank's part of a parameter in ZeRO-3, and its length with padding.
+
+    Example:
+        >>> part_of((5,), 1, 2)
+        (3, 5, 3)
+    """
     numel = math.prod(shape)
     size = -(-numel // num_ranks)
     return min(rank * size, numel), min((rank + 1) * size, numel), size

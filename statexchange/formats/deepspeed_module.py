@@ -49,6 +49,7 @@ class _ModelStates:
         with file.parsing():
             root = file.root
             self.shapes: dict[str, tuple[int, ...]] = {}
+            # One mapping for each of the optimizer's groups, in the order in which its parameters are flattened.
             for of_group in file.listed(root.get("param_shapes") or ()):
                 self.shapes |= file.shapes(of_group)
             self.frozen = file.shapes(root.get("frozen_param_shapes") or {})
@@ -62,6 +63,7 @@ class _ModelStates:
     @property
     def names(self) -> set[str]:
         """The names of all parameters that have elements in other files, or among the frozen ones."""
+        # One without elements is in no flat buffer: the module has it.
         return {name for name, shape in self.shapes.items() if 0 not in shape} | self.frozen.keys()
 
     def add_frozen(self) -> None:
@@ -82,7 +84,10 @@ class _ModelStates:
             elsewhere = elsewhere | {alias for alias, name in self.shared.items() if name in elsewhere}
             entries = {name: value for name, value in module.items() if name not in elsewhere}
             for name, value in entries.items():
-                flat = file.flat(value) if self._is_divided and name not in self.buffers else None
+                if not self._is_divided or name in self.buffers:
+                    continue
+                # ZeRO-3 leaves an empty tensor in place of a parameter. A buffer may be empty.
+                flat = file.flat(value)
                 if flat is not None and flat.shard.global_shape == (0,):
                     raise IncompleteError("the values of this parameter are in no file", name=name)
             file.add_entries(MODEL, entries)
@@ -99,10 +104,11 @@ def add_tensors(step: Step, first: DeepSpeedFile) -> None:
     is_universal = step.universal is not None
     # Of each layer with experts their number; old versions have one number.
     counts = first.root.get("num_experts")
-    expert_counts = [number_of(count) for count in first.listed(counts)] if type(counts) is list else []
+    expert_counts = list(map(number_of, first.listed(counts))) if type(counts) is list else []
     has_experts = not is_universal and (bool(step.names["expert"]) or max(expert_counts, default=1) > 1)
     is_zero = is_universal or first.root.get("param_shapes") is not None
     takes_master = is_zero and not has_experts
+    # Without ZeRO each rank has all, and one of them saves it.
     num_ranks = count_of(first.root.get("dp_world_size", 1)) if is_zero else 1
     if is_universal:
         stages = sorted({stage for _, stage in step.names["model"]})
@@ -110,7 +116,10 @@ def add_tensors(step: Step, first: DeepSpeedFile) -> None:
         stages = list(range(_num_stages(step, first)))
         step.world_size = num_ranks * len(stages) if is_zero else None
     all_states = [_ModelStates(step, stage, num_ranks) for stage in stages]
-    in_zero = _add_universal(step, all_states) if is_universal else set()
+    names = set().union(*(states.names for states in all_states))
+    elsewhere = names if takes_master else set()  # what is read from other files than the module's
+    if is_universal:
+        elsewhere = elsewhere | _add_universal(step, all_states)
     for states in all_states:
         if takes_master:
             if not is_universal:
@@ -118,19 +127,20 @@ def add_tensors(step: Step, first: DeepSpeedFile) -> None:
             states.add_frozen()
         # A Universal Checkpoint does not say how several files divide the module.
         if not is_universal or len(all_states) == 1:
-            states.add_module(in_zero | states.names if takes_master else set())
+            states.add_module(elsewhere)
+    # The file that has the parameter may be any rank's.
     for file in step.files.values():
         for states in all_states:
             for alias, name in states.shared.items():
                 file.add_alias(MODEL + alias, MODEL + name)
     if not is_universal and step.names["layer"]:
-        _add_layers(step, set().union(*(states.names for states in all_states)), takes_master=takes_master)
+        _add_layers(step, names, takes_master=takes_master)
     if has_experts:
         _add_experts(step, expert_counts)
     if not takes_master:
-        reason = (
-            "the parts of experts are not described" if has_experts else "without ZeRO, DeepSpeed does not name them"
-        )
+        reason = "without ZeRO, DeepSpeed does not name them"
+        if has_experts:
+            reason = "the parts of experts are not described"
         step.notes.append(f"these are the weights of the training, not the fp32 master weights: {reason}")
 
 
@@ -150,15 +160,14 @@ def _add_universal(step: Step, all_states: Sequence[_ModelStates]) -> set[str]:
 def _num_stages(step: Step, first: DeepSpeedFile) -> int:
     """Return the number of pipeline stages; raise UnsupportedError for tensor parallelism."""
     count = count_of(first.root.get("mp_world_size", 1))
-    if not step.names["layer"]:
-        stages = {stage for kind in ("model", "optimizer") for _, stage in step.names[kind]}
-        num_stages, tensor_parallel = 1, max(count, len(stages))
-    else:
+    if step.names["layer"]:  # of a pipeline, whose stages are counted there
+        num_stages, tensor_parallel = count, 1 + max(rank for _, rank in step.names["layer"])
         degrees = first.root.get("checkpoint_parallel_dimensions")
-        tensor_parallel = 1 + max(rank for _, rank in step.names["layer"])
         if type(degrees) is dict:
             tensor_parallel = max(tensor_parallel, count_of(degrees.get("tp_degree", 1)))
-        num_stages = count
+    else:
+        stages = {stage for _, stage in (*step.names["model"], *step.names["optimizer"])}
+        num_stages, tensor_parallel = 1, max(count, len(stages))
     if tensor_parallel > 1:
         text = f"files of {tensor_parallel} tensor-parallel ranks do not say how they divide the tensors"
         raise UnsupportedError(f"{text}: {CONVERTER}, and give OUT")
@@ -191,6 +200,7 @@ def _add_layers(step: Step, names: set[str], *, takes_master: bool) -> None:
             keys.setdefault(int(match[1]), set()).add(name[match.end() :])
         elif name.startswith(_TIED) and name.count(".") > 1:
             tied.add(name.split(".", 2)[2])
+    # A layer of `names` that has no file is missing.
     for layer in sorted(keys):
         name = step.names["layer"].get((layer, 0), f"layer_{layer:02d}-model_states.pt")
         elsewhere = tied | keys[layer] if takes_master else set()

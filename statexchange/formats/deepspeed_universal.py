@@ -39,15 +39,17 @@ def add_parameters(step: Step, zero: Store, names: Iterable[str], shapes: Shapes
         shapes: the shapes of parameters that must be there.
     """
     stores = {name: zero.below(name) for name in sorted(names)}
-    present: dict[str, set[str]] = {}
+    present: dict[str, frozenset[str]] = {}
     for name in {**stores, **shapes}:
-        of_name = stores[name].non_directories if name in stores else []
-        states = {file for file in of_name if file.endswith(_SUFFIX)} - {_STEP_FILE}
-        present[name] = states | {_WEIGHTS_FILE}
-    for name, files in present.items():
+        files = {_WEIGHTS_FILE}
+        if name in stores:
+            files.update(file for file in stores[name].non_directories if file.endswith(_SUFFIX))
+        present[name] = frozenset(files - {_STEP_FILE})
+    kinds = set(present.values())  # a handful, of thousands of parameters
+    for name, of_name in present.items():
         # Parameters of different optimizers may have different states, but none has a part of another's: complete is
         # the largest set of files of any parameter that contains these.
-        expected = max((fuller for fuller in present.values() if files <= fuller), key=len)
+        expected = max(filter(of_name.issubset, kinds), key=len)
         shape = shapes.get(name)
         for file_name in sorted(expected):
             key = file_name.removesuffix(_SUFFIX)

@@ -12,6 +12,12 @@ ZeRO flattens the parameters of each optimizer group into one vector.
 
 So a rank has at most one run of a parameter, and at the same place in the buffer of the weights and in those of the
 optimizer's states. Everything is checked against the shapes and the sizes of the buffers in the files.
+
+Of parameters w with 5 elements and b with 2, two ranks have these buffers (--: padding)::
+
+               rank 0         rank 1
+    ZeRO-1, 2  w0 w1 w2 w3    w4 b0 b1       the padding at the end is not saved
+    ZeRO-3     w0 w1 w2 b0    w3 w4 -- b1
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from itertools import count
+from itertools import chain, count
 from typing import NamedTuple
 
 from statexchange.errors import CorruptError, IncompleteError, InvalidArgumentError, StateExchangeError
@@ -77,11 +77,12 @@ def _directory(opened: OpenedPath) -> _Directory | None:
     if opened.file is not None or not names.keys().isdisjoint(_OF_OTHERS) or any(map(is_rank_file, names)):
         return None
     directory = store.path.rstrip("/").rpartition("/")[2]
-    marks = [*names, *(f"{directory}/{name}" for name in names)]
+    marks = [*names, *map(f"{directory}/".__add__, names)]
     for framework in FRAMEWORKS:
-        if any(re.fullmatch(framework.mark, mark) for mark in marks):
+        if any(map(re.compile(framework.mark).fullmatch, marks)):
             parts = _parts_of(framework, store)
-            if any(part.row.section in ("model", "optimizer", None) for part in parts):
+            # A mark alone, as a lone random_states_0.pkl, is not yet a job's state.
+            if not {part.row.section for part in parts}.isdisjoint(("model", "optimizer", None)):
                 return _Directory(opened, framework, parts)
     return None
 
@@ -102,15 +103,17 @@ def _parts_of(framework: Framework, store: Store) -> list[_StoredPart]:
     """Return the parts that a directory has."""
     parts: dict[SectionName | None, list[_StoredPart]] = {}
     for row in framework.rows:
+        if row.section in parts:  # stored in a way that comes first
+            continue
         names: dict[str, list[str]] = {}
-        for name in store.directories if row.is_directory else store.non_directories:
+        entries = store.directories if row.is_directory else store.non_directories
+        for name in entries:
             match = row.match(name)
             if match is not None:
-                key = match["of"] or "" if row.has("of") else name
-                names.setdefault(key, []).append(name)
-        if names and row.section not in parts:
+                names.setdefault(match.groupdict().get("of", name), []).append(name)
+        if names:
             parts[row.section] = [_StoredPart(row, tuple(of_part)) for of_part in names.values()]
-    return [part for of_section in parts.values() for part in of_section]
+    return list(chain.from_iterable(parts.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +136,19 @@ class _Directory:
         read: list[tuple[_StoredPart, Source, tuple[Section, ...]]] = []
         counts: Counter[str] = Counter()
         for part in self.parts:
+            refusal = ""
             try:
                 source = self._read(part)
             except StateExchangeError as error:
                 source = Source(self.framework.kind, self.opened, (), problems=(error,))
-            refusal = source.problems[0].message if source.problems and not source.files else ""
+            if source.problems and not source.files:
+                refusal = source.problems[0].message
             parts.append(Part(part.row.section, part.names, refusal))
             problems += source.problems
             sections = _sections_of(part, source)
             counts.update(section.name for section in sections)
             read.append((part, source, sections))
+        # Only now is it known which sections have several parts, whose names need the file's.
         sources = []
         names: dict[SectionName, set[str]] = {section: set() for section in SECTIONS if section in counts}
         for part, source, sections in read:
@@ -220,9 +226,11 @@ class _Directory:
         read_part: Callable[..., Source] = import_module(f"statexchange.formats.{reader}").read
         source = read_part(OpenedPath(store.path if file is None else store.path_of(file), store, file))
         names = source.names
-        for key in _KEYS if row.reader == "dcp" else ():
-            if names and all(name.startswith(f"{key}.") for name in names):
-                return source.renamed({name: name.removeprefix(f"{key}.") for name in names}.get)
+        if row.reader == "dcp" and names:
+            # The first key of all names, if they have one in common.
+            key = min(names).partition(".")[0]
+            if key in _KEYS and all(name.startswith(f"{key}.") for name in names):
+                return source.renamed(lambda name: name.removeprefix(f"{key}."))
         return source
 
     def _missing_parts(self) -> Iterator[StateExchangeError]:
@@ -243,7 +251,7 @@ class _Directory:
                 names.setdefault(part.row, []).extend(part.names)
         for row, of_row in names.items():
             matches = {}
-            sizes = set()
+            sizes = set()  # the numbers of ranks in the names, 0 without one
             for match in filter(None, map(row.match, of_row)):
                 if match["rank"] is not None:  # else one file for all ranks
                     matches[int(match["rank"])] = match
@@ -253,6 +261,7 @@ class _Directory:
                 yield CorruptError(f"{text}, of two saves: remove those of one", path=self.store.path)
                 continue
             missing = next(rank for rank in count() if rank not in matches)
+            # Without the number of ranks, a file that is missing after the last one goes unnoticed.
             if missing < max((0, *map(int, sizes), *matches)):
                 match = next(iter(matches.values()))
                 name = f"{match.string[: match.start('rank')]}{missing}{match.string[match.end('rank') :]}"
@@ -261,9 +270,11 @@ class _Directory:
 
     def _small_files(self) -> Store | None:
         """Return the directory in which the framework keeps config and tokenizer; None without one."""
-        if self.framework.kind == "verl":
-            return self.store.below(VERL_FILES) if VERL_FILES in self.store.directories else None
-        return self.store if self.framework.kind in ("trainer", "accelerate") else None
+        if self.framework.kind in ("trainer", "accelerate"):
+            return self.store
+        if self.framework.kind == "verl" and VERL_FILES in self.store.directories:
+            return self.store.below(VERL_FILES)
+        return None
 
     def _adapters(self) -> list[str]:
         """Return the subdirectories in which PEFT keeps adapters that have names."""
@@ -271,7 +282,7 @@ class _Directory:
 
     def _notes(self) -> tuple[str, ...]:
         """Return notes about the files and adapters of the directory that are not read."""
-        notes = unread_weights(self.store, {name for part in self.parts for name in part.names})
+        notes = unread_weights(self.store, chain.from_iterable(part.names for part in self.parts))
         adapters = self._adapters()
         if adapters:
             notes += (f"not read: the adapters in {abbreviated_names(adapters)}; to read one, give its path",)

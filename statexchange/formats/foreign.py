@@ -59,7 +59,8 @@ _DIRECTORIES = (
 
 def matches(opened: OpenedPath) -> bool:
     """Whether a path is of one of these formats, by its name or its listing."""
-    if opened.file is None and torch_file.matches(opened):  # a directory that has torch's files is read as theirs
+    # A directory that has torch's files is read as theirs: a model beside its exports, say.
+    if opened.file is None and torch_file.matches(opened):
         return False
     return _format_of(opened) is not None
 
@@ -73,17 +74,21 @@ def read(opened: OpenedPath) -> NoReturn:
     """Raise UnsupportedError with the format and the tool."""
     format_ = _format_of(opened)
     assert format_ is not None  # matches
-    files = [name for name in opened.store.non_directories if name.endswith(format_.names)]
-    listed = f"{abbreviated_names(files)}: " if opened.file is None and format_ in _FILES else ""
-    raise UnsupportedError(f"{listed}this is {format_.title}, which is not read here: {format_.tool}", path=opened.path)
+    text = f"this is {format_.title}, which is not read here: {format_.tool}"
+    if opened.file is None and format_ in _FILES:
+        files = [name for name in opened.store.non_directories if name.endswith(format_.names)]
+        text = f"{abbreviated_names(files)}: {text}"
+    raise UnsupportedError(text, path=opened.path)
 
 
 def _format_of(opened: OpenedPath) -> _Format | None:
     """Return the format of a path; None for any other path."""
-    directory_format = _directory_format(opened.store) if opened.file is None else None
+    names, directory_format = [str(opened.file)], None
+    if opened.file is None:
+        names, directory_format = opened.store.non_directories, _directory_format(opened.store)
     if directory_format is not None:
         return directory_format
-    for name in opened.store.non_directories if opened.file is None else [opened.file]:
+    for name in names:
         for format_ in _FILES:
             if name.endswith(format_.names):
                 return format_

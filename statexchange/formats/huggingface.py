@@ -125,7 +125,7 @@ def read_file(
     file = open_listed(opened.store, name)
     header = read_header(file)
     match = SHARD_NAME.fullmatch(name)
-    rank = number if match is None else int(match[1]) - 1
+    rank = number if match is None else int(match[1]) - 1  # torch counts them from 1
     shard_file = _shard_file(rank, file, header, published, placed)
     unreadable = unknown_dtypes(header, file.path)
     return Source("huggingface", opened, (shard_file,), unreadable=unreadable, metadata=header.common_metadata)
@@ -174,19 +174,22 @@ def _shard_file(
     parts = _offsets_of_parts(header, file)
     tensors = {}
     for name, entry in header.entries.items():
-        box = Box(parts[name], entry.shape) if name in parts else full_box(entry.shape)
+        box, shape = full_box(entry.shape), entry.shape
+        if name in parts:
+            box = Box(parts[name], entry.shape)
+            shape = box.ends
         try:
-            shard = Shard(name, entry.dtype, box.ends if name in parts else entry.shape, (box,))
+            shard = Shard(name, entry.dtype, shape, (box,))
         except ValueError as error:
             raise CorruptError(str(error), name=name, path=file.path) from None
         stored = ByteRange(file, entry.begin, entry.nbytes)
-        if published:
-            if name not in published:
-                text = "the manifest does not list this tensor: publish again"
-                raise CorruptError(text, name=name, path=file.path)
+        if not published:
+            tensors[name] = SourceTensor(shard, (stored,))
+        elif name in published:
             tensors[name] = published_tensor(shard, stored, published[name], placed)
         else:
-            tensors[name] = SourceTensor(shard, (stored,))
+            text = "the manifest does not list this tensor: publish again"
+            raise CorruptError(text, name=name, path=file.path)
     return ShardFile(rank, file, tensors)
 
 
@@ -210,6 +213,7 @@ def published_tensor(
         return SourceTensor(shard, (stored if parts is None else stored._replace(parts=parts),))
     records: Sequence[Any] = record.get("boxes", [])  # an empty tensor that is placed has none
     boxes = {Box(tuple(offsets), tuple(sizes)): digest for offsets, sizes, digest, _ in records}
+    # A tensor without elements has no box. Of any other the plan of a reader then finds that all of it is missing.
     if not boxes:
         return SourceTensor(replace(shard, boxes=()), ())
     if boxes.keys() == {*shard.boxes}:
@@ -236,7 +240,10 @@ def _offsets_of_parts(header: Header, file: StoredFile) -> dict[str, tuple[int, 
 
 
 def _whole(shard_files: Sequence[ShardFile]) -> list[ShardFile]:
-    """Return the files with final global shapes: each tensor reaches to the end of its last part."""
+    """Return the files with final global shapes: each tensor reaches to the end of its last part.
+
+    Parts at (0, 0) and (2, 0) of shape (2, 3) end at (2, 3) and (4, 3), so that the tensor has shape (4, 3).
+    """
     ends: dict[str, tuple[int, ...]] = {}
     for shard_file in shard_files:
         for name, tensor in shard_file.tensors.items():
@@ -278,7 +285,7 @@ def read_manifest(store: Store) -> dict[str, Any] | None:
             text = f"schema {excerpt(manifest['schema'], 60)}, but this version reads 1 and {PLACED_SCHEMA}"
             raise ValueError(text)
         aliases = manifest.get("aliases", {})
-        if not isinstance(aliases, dict) or any(not isinstance(name, str) for name in aliases.values()):
+        if not isinstance(aliases, dict) or set(map(type, aliases.values())) - {str}:
             raise TypeError("its aliases do not map names to names")
         check_file_names({name: record["file"] for name, record in manifest["tensors"].items()}, path)
         for record in manifest["tensors"].values():
@@ -293,13 +300,12 @@ def _placed(
 ) -> dict[str, PlacedBoxes]:
     """Return the boxes of the tensors that the manifest places, without reading their digests; add to `problems`."""
     placed: dict[str, PlacedBoxes] = {}
-    records = {} if manifest is None else manifest["tensors"]
-    if manifest is None or not any("placed" in record for record in records.values()):
+    if manifest is None or not any("placed" in record for record in manifest["tensors"].values()):
         return placed
     try:
         with parsing("broken manifest", path=store.path_of(MANIFEST)):
             digests = BoxDigests(store, manifest)
-            for name, record in records.items():
+            for name, record in manifest["tensors"].items():
                 if "placed" in record:
                     placed[name] = digests.boxes_of(record)
     except StateExchangeError as error:

@@ -64,8 +64,8 @@ class ListedFiles(Sequence[ShardFile]):
 
     def config_of(self, rank: int) -> str:
         """Return the config of a rank as JSON text."""
-        config: str = self._open(rank)[0].config
-        return config
+        # The ranks' own files come first in the manifest, so that a rank is the number of its file.
+        return str(self._open(rank)[0].config)
 
     def range_of(self, name: str, file: int, box: Box) -> ByteRange:
         """Return where a box of a tensor lies in a file; opens that."""
@@ -74,9 +74,11 @@ class ListedFiles(Sequence[ShardFile]):
 
     def part(self, tensor: IndexedTensor, place: Place) -> ListedTensor:
         """Return the part of a tensor at a place."""
-        boxes = self.save_index.boxes_at(place.layout, place.mesh_rank, tensor.shape)
-        if 0 in tensor.shape:  # its one box has no element, and is in no index
-            boxes = (full_box(tensor.shape),)
+        # The index has no boxes without elements.
+        if 0 in tensor.shape:
+            boxes: tuple[Box, ...] = (full_box(tensor.shape),)
+        else:
+            boxes = self.save_index.boxes_at(place.layout, place.mesh_rank, tensor.shape)
         return ListedTensor(Shard(tensor.name, tensor.dtype, tensor.shape, boxes), place.file, self)
 
     def _open(self, number: int) -> tuple[RankFile, ShardFile]:
@@ -88,6 +90,8 @@ class ListedFiles(Sequence[ShardFile]):
             except ReplacedError:
                 raise
             except StateExchangeError as error:
+                # A job may replace the save long after its manifest was read. Then a name leads to another save's file,
+                # or to none, and the caller opens the path again.
                 if self._is_replaced():
                     raise ReplacedError("replaced while it was read", path=error.path) from error
                 raise
@@ -116,7 +120,7 @@ class ListedTensor(NamedTuple):
     @property
     def byte_ranges(self) -> tuple[ByteRange, ...]:
         """The byte ranges of its boxes; opens the file."""
-        # Of boxes without elements a file may have some or none, and the index has none.
+        # Of boxes without elements a file may have some or none.
         if 0 in self.shard.global_shape:
             return (ByteRange(self.files[self.file].file, 0, 0),) * len(self.shard.boxes)
         stored = self.files[self.file].tensors[self.shard.name]

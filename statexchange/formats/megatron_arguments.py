@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from statexchange.errors import CorruptError
 from statexchange.formats.pickles import OpaqueObject
@@ -84,11 +83,12 @@ class RunArguments:
         return f"tensor parallel {self.tensor}, pipeline parallel {self.pipeline}, expert parallel {self.expert}"
 
 
-def _model_numbers(arguments: Mapping[Any, Any]) -> dict[str, int]:
+def _model_numbers(arguments: Mapping[object, object]) -> dict[str, int]:
     """Return the arguments with the model's sizes. Without grouped queries there are as many groups as heads."""
     numbers = {}
     for name in _MODEL:
         value = arguments.get(name)
+        # Truth values, such as swiglu, are 1 and 0.
         if isinstance(value, int) and 0 <= value < _MAX_NUMBER:
             numbers[name] = int(value)
     if _HEADS in numbers and (arguments.get("group_query_attention") is False or not numbers.get(_GROUPS)):
@@ -96,7 +96,7 @@ def _model_numbers(arguments: Mapping[Any, Any]) -> dict[str, int]:
     return numbers
 
 
-def _number(arguments: Mapping[Any, Any], name: str, path: str, default: int) -> int:
+def _number(arguments: Mapping[object, object], name: str, path: str, default: int) -> int:
     """Return a number of the arguments, `default` if it is 0 or None; raise CorruptError for anything else."""
     value = arguments.get(name)
     # An iteration has no limit that would matter here.
@@ -113,7 +113,7 @@ def with_sections(source: Source) -> Source:
         key = _OF_RANK.sub("", name)
         if _OPTIMIZER.match(key):
             return "optimizer"
-        section = _KEYS.get(key.partition(".")[0].partition("/")[0])
+        section = _KEYS.get(key.partition(".")[0].partition("/")[0])  # a key may be "rng_state/shard_0.0_1.1"
         return section or ("model" if name in tensors and key == name else "other")
 
     return replace(source, sections=sections_from(source.names, section_of))

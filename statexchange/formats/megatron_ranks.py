@@ -87,8 +87,11 @@ def division_of(name: str, shape: tuple[int, ...], sibling: tuple[int, ...] | No
         )
     if _gate_sibling(name) is None:
         return DimSplit(0)
+    # fc2 has as many columns as the gate has rows, and fc1 has the gate, or the gate and the other half.
     rows = shape[0] if shape else 0
-    columns = sibling[1] if sibling is not None and len(sibling) == 2 else 0
+    columns = 0
+    if sibling is not None and len(sibling) == 2:
+        columns = sibling[1]
     if rows not in (columns, 2 * columns) or not columns:
         raise UnsupportedError(
             f"its linear_fc2 does not show whether it is gated: {rows} rows here, {columns} columns there; {_LEAVE_OUT}"
@@ -162,6 +165,7 @@ def read(opened: OpenedPath, store: Store) -> Source:
     missing = "this rank's file is missing: the save did not finish, or it was not copied completely"
     for name, below in stores.items():
         try:
+            # Its rank is known when all directories are: until then its number is in messages.
             file = TorchFile.whole(open_listed(below, FILE, missing), len(files))
             of_rank = RunArguments.parse(file.root, file.path)
             arguments = arguments or of_rank
@@ -169,7 +173,8 @@ def read(opened: OpenedPath, store: Store) -> Source:
                 text = "the run's arguments or iteration differ from those of other ranks: this one is of another save"
                 raise IncompleteError(text, path=below.path, expected=str(arguments), found=str(of_rank))
             files[name] = file
-            if has_optimizer:  # its flat buffers are not read
+            # Its flat buffers are not read, but a copy of the iteration without it, or with a part, is not whole.
+            if has_optimizer:
                 open_archive(open_listed(below, _OPTIMIZER_FILE, missing)).pickle()
         except StateExchangeError as error:
             problems.append(error)
@@ -209,6 +214,7 @@ def _missing(
     if absent:
         text = f"{len(absent)} of {len(positions)} ranks are missing ({arguments}), first this one"
         problems.append(IncompleteError(text, path=store.path_of(absent[0])))
+    # Else a rank of a larger run would be left out without a word.
     for name in names:
         if name not in positions:
             text = f"a run with {arguments} has no such rank: this directory is of another save"
@@ -254,19 +260,21 @@ class _Reader:
 
     def _number_layers(self) -> list[StateExchangeError]:
         """Find the number of the first layer of each chunk; return a problem if there are not all layers."""
-        counts: dict[tuple[str, int, int], int] = {}
+        counts: dict[tuple[str, int, int], int] = {}  # by block, chunk and stage
         for rank in self._ranks:
             for layer in filter(None, map(_LAYER.match, rank.file.tensors)):
                 key = rank.chunk_of(layer)
                 counts[key] = max(counts.get(key, 0), int(layer["number"]) + 1)
         ends: Counter[str] = Counter()  # by block
         of_stage: Counter[tuple[str, int]] = Counter()  # by block and stage
+        # In this order the layers of a block follow one another: the first chunk of each stage, then the second.
         for (block, chunk, stage), count in sorted(counts.items()):
             self._first_layers[block, chunk, stage] = ends[block]
             ends[block] += count
             of_stage[block, stage] += count
         blocks = [block for block in ends if not block.startswith(_MULTI_TOKEN)]
         expected = self._arguments.model.get("num_layers")
+        # Of several blocks, as of an encoder and a decoder, the arguments do not say which has how many.
         if len(blocks) != 1 or expected in (None, ends[blocks[0]]):
             return []
         fewest = min(self._ranks, key=lambda rank: of_stage[blocks[0], rank.position.pipeline])
@@ -287,9 +295,12 @@ class _Reader:
                 self._describe(name, f"{tensor.shard.nbytes} bytes of extra state")
             else:
                 new_names[name] = self._new_name(name, rank)
+        # On one stage the output layer uses the embedding itself, and has no tensor.
         is_last = rank.position.pipeline == self._arguments.pipeline - 1
         if self._arguments.is_tied and is_last and _EMBEDDING not in new_names.values():
-            new_names = {name: _EMBEDDING if new == _OUTPUT else new for name, new in new_names.items()}
+            for name, new in new_names.items():
+                if new == _OUTPUT:
+                    new_names[name] = _EMBEDDING
         renamed = rank.file.shard_file.renamed(new_names.get)
         shapes = {name: tensor.shard.global_shape for name, tensor in renamed.tensors.items()}
         tensors: dict[str, SourceTensor] = {}

@@ -82,6 +82,7 @@ _WORLD_SIZE = re.compile(r"world_size_(?P<total>[0-9]{1,9})(?![0-9])")
 RANK = re.compile(r"(?<![A-Za-z])rank[_-]?([0-9]{1,9})(?![0-9])", re.IGNORECASE)
 # The whole name of a rank's file: a number after "rank" elsewhere may be LoRA's rank.
 _RANK_ALONE = re.compile(r"(?:pytorch_model_fsdp_(?:[0-9]+_)?)?rank[_-]?([0-9]{1,9})\.[a-z]+")
+_ADVICE_ON_UNREAD = "to read one, give its path; a merge copies one of up to 64 MiB if --files-from gives its path"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,7 @@ def _names(store: Store) -> list[str]:
 
 def preferred_file(store: Store) -> str | None:
     """Return the file or index that transformers or PEFT reads, by its name; None if there is no such file."""
-    names = store.non_directories
-    return next((name for name in _PREFERRED if name in names), None)
+    return next(filter(store.non_directories.__contains__, _PREFERRED), None)
 
 
 def model_files(opened: OpenedPath) -> ModelFiles:
@@ -130,8 +130,12 @@ def model_files(opened: OpenedPath) -> ModelFiles:
     # As in transformers, safetensors files come before those of torch.save.
     names = _names(store)
     for suffixes in (SAFETENSORS, TORCH):
-        weights = [name for name in names if name.endswith(suffixes) and state_file(name) is None]
-        indexes = [name for name in names if name.endswith(tuple(f"{suffix}{INDEX}" for suffix in suffixes))]
+        weights = [name for name in filter(is_weights, names) if name.endswith(suffixes)]
+        indexes = []
+        for name in names:
+            if name.endswith(INDEX) and name.removesuffix(INDEX).endswith(suffixes):
+                indexes.append(name)
+        # An index says which files are one model; without one their names may show it.
         candidates = [[name] for name in indexes] or _sets(weights)
         # A single file beside an index of its stem is a second save: programs differ in which of the two they read.
         candidates += [[name] for name in weights if f"{name}{INDEX}" in indexes]
@@ -152,11 +156,15 @@ def _sets(names: Iterable[str]) -> list[list[str]]:
 
     Sets "of 2" and "of 3" are two saves. Without such a total, or a word such as "rank", numbers count the files of one
     model only if they begin at 0 or 1 and have no gap: model_100 and model_200 are two steps.
+
+    Example:
+        >>> _sets(["a-1-of-2.bin", "a-2-of-2.bin", "a-1-of-3.bin", "step_100.pt", "step_200.pt"])
+        [['a-1-of-2.bin', 'a-2-of-2.bin'], ['a-1-of-3.bin'], ['step_100.pt'], ['step_200.pt']]
     """
-    by_form: dict[tuple[str, str], list[str]] = {}
+    by_form: dict[tuple[str, str | None], list[str]] = {}
     for name in names:
         total = _OF_TOTAL.search(name)
-        by_form.setdefault((_NUMBER.sub("#", name), total[1] if total is not None else ""), []).append(name)
+        by_form.setdefault((_NUMBER.sub("#", name), total and total[1]), []).append(name)
     sets = []
     for (_, total_digits), of_form in by_form.items():
         if total_digits or _RANK.search(of_form[0]) or _is_counted(of_form):
@@ -177,16 +185,20 @@ def _is_counted(names: Sequence[str]) -> bool:
 
 
 def _varying_numbers(names: Sequence[str]) -> list[list[int]]:
-    """Return the numbers at each place at which names have different ones."""
-    rows = [[int(digits) for digits in _NUMBER.findall(name)] for name in names]
-    return [sorted(column) for column in zip(*rows, strict=False) if len(set(column)) > 1]
+    """Return the numbers, in order, at each place at which names have different ones."""
+    varying = []
+    for digits in zip(*map(_NUMBER.findall, names), strict=False):
+        numbers = sorted({*map(int, digits)})
+        if len(numbers) > 1:
+            varying.append(numbers)
+    return varying
 
 
 def missing_number(names: Sequence[str]) -> int | None:
     """Return the first number that is missing if names differ in one number alone, which counts from 0 or 1."""
     varying = _varying_numbers(names)
     if len(varying) == 1:
-        numbers = sorted({*varying[0]})
+        (numbers,) = varying
         for number, present in enumerate(numbers, min(1, numbers[0])):
             if number != present:
                 return number
@@ -213,11 +225,8 @@ def is_weights(name: str) -> bool:
 def unread_weights(store: Store, names: Iterable[str]) -> tuple[str, ...]:
     """Return a note on the files of weights in a directory that are not among `names`, those that are read."""
     read = set(names)
-    unread = [name for name in _names(store) if is_weights(name) and name not in read]
-    if not unread:
-        return ()
-    advice = "to read one, give its path; a merge copies one of up to 64 MiB if --files-from gives its path"
-    return (f"not read: {abbreviated_names(unread)}; {advice}",)
+    unread = [name for name in filter(is_weights, _names(store)) if name not in read]
+    return (f"not read: {abbreviated_names(unread)}; {_ADVICE_ON_UNREAD}",) if unread else ()
 
 
 def read_listed(
@@ -265,6 +274,7 @@ def _lost_tensors(
     described: dict[str, tuple[str | None, tuple[int, ...] | None]] = {}
     for name in filter(published.__contains__, names):
         described[name] = published[name]["dtype"], tuple(published[name]["shape"])
+    # The header comes first: a copy that was interrupted has all of it.
     if not described:
         with suppress(StateExchangeError):
             header = read_header(store.open(file), whole=False)
@@ -290,7 +300,10 @@ def _misplaced(source: Source, weight_map: Mapping[str, str]) -> Iterator[Incomp
 def only_indexed(source: Source, weight_map: Mapping[str, str]) -> Source:
     """Return a source with the tensors that an index assigns to its files, and a note on the others."""
     # Of tensors of which several files have parts, the index lists one file.
-    parts = {tensor.shard.name for _, tensor in source.shards() if any(any(box.offsets) for box in tensor.shard.boxes)}
+    parts = set()
+    for _, tensor in source.shards():
+        if any(any(box.offsets) for box in tensor.shard.boxes):
+            parts.add(tensor.shard.name)
     indexed = []
     stale: list[str] = []
     for shard_file in source.files:
@@ -325,13 +338,14 @@ def read_index(store: Store, index: str, suffix: str = _SUFFIX) -> dict[str, str
     """
     path = store.path_of(index)
     raw = read_json(store.open(index))
-    metadata = raw.get("metadata") if isinstance(raw, dict) else None
+    if not isinstance(raw, dict) or not isinstance(raw.get("weight_map"), dict):
+        raise CorruptError("the index has no weight_map", path=path)
+    weight_map: dict[str, str] = raw["weight_map"]
+    metadata = raw.get("metadata")
+    # Its entries are no tensors of the model, but their differences (formats/version.py).
     if isinstance(metadata, dict) and "delta_encoding" in metadata:
         text = "the index is that of a delta of weights: give the directory weight_v... that it lay in, beside its base"
         raise UnsupportedError(text, path=path)
-    weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
-    if not isinstance(weight_map, dict):
-        raise CorruptError("the index has no weight_map", path=path)
     check_file_names(weight_map, path, suffix)
     if not weight_map:
         raise IncompleteError("the index lists no tensors: it was not written or copied whole", path=path)
@@ -351,7 +365,9 @@ def check_numbers(names: Sequence[str], store: Store) -> list[StateExchangeError
     problems: list[StateExchangeError] = []
     for (begin, end), numbers in sets.items():
         of, last = _OF_TOTAL.match(end), max(numbers)
-        first, total = (0, last + 1) if of is None else (1, int(of["total"]))
+        first, total = 0, last + 1
+        if of is not None:
+            first, total = 1, int(of["total"])
         # The number in a lone name may be LoRA's rank, unless it is all of the name.
         is_lora = of is None and len(numbers) == 1 and not _RANK_ALONE.fullmatch(begin + numbers[last] + end)
         if len(numbers) >= total or is_lora:
@@ -371,8 +387,10 @@ def check_numbers(names: Sequence[str], store: Store) -> list[StateExchangeError
 def _around_numbers(name: str) -> Iterator[tuple[str, str, str]]:
     """Yield each number in a file's name that counts files, between what is before and after it."""
     matches = list(RANK.finditer(name))
+    # Of two numbers after "rank" nothing says which of them is the rank.
     if len(matches) > 1:
         matches = []
+    # In the name of torch's shards i-of-n is the file that would be made of them: a rank need not have parts of all n.
     if not SHARD_NAME.fullmatch(name):
         matches += _COUNTED.finditer(name)
     for match in matches:
@@ -392,8 +410,9 @@ def part_of(name: str, store: Store) -> str:
         return f"one of {total} files, by its name" if total > 1 else ""
     for begin, digits, end in _around_numbers(name):
         for beside in store.non_directories:
-            if beside != name and any(around[::2] == (begin, end) for around in _around_numbers(beside)):
-                return f"one rank's, and those of others lie beside it ({excerpt(beside, 80)[1:-1]})"
+            for before, _, after in _around_numbers(beside):
+                if beside != name and (before, after) == (begin, end):
+                    return f"one rank's, and those of others lie beside it ({excerpt(beside, 80)[1:-1]})"
         if int(digits) and _RANK_ALONE.fullmatch(name):
             return f"that of rank {int(digits)}, by its name"
     return ""

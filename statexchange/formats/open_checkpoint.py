@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
@@ -121,12 +122,13 @@ class StoredTensor:
         # Not a bytearray, which would be filled with zeros first: all of it is covered by boxes.
         data = np.empty(target.numel * ITEMSIZE[self.dtype], np.uint8)
         for stored_box, stored in stored_boxes.items():
-            part = target if stored_box == target and target.numel else intersect(stored_box, target)
+            part = intersect(stored_box, target)
             if part is None:
                 continue
             digest = regions.BoxDigest(stored, stored_box, self.dtype, region=part)
             regions.read_part(stored, stored_box, part, self.dtype, data.data, target, digest)
             digest.check(self.name)
+            # A file that is written in place while it is read has bytes of two versions, which no digest shows here.
             if not digest:
                 stored.file.check_unchanged()
         dtype, shape = self.dtype, target.shape
@@ -157,15 +159,13 @@ def _box_of(box: Any, name: str) -> Box:
     """Return a box that a caller gave; raise InvalidArgumentError unless it is one, or (offsets, shape)."""
     if isinstance(box, Box):
         return box
-    try:
-        offsets, shape = (tuple(map(operator.index, sizes)) for sizes in box)
-        is_box = len(offsets) == len(shape)
-    except (TypeError, ValueError):
-        is_box = False
-    if not is_box:
-        text = f"box must be (offsets, shape), such as ((0, 0), (2, 8)), not {excerpt(box)}"
-        raise InvalidArgumentError(text, name=name)
-    return Box(offsets, shape)
+    with suppress(TypeError, ValueError):
+        offsets, shape = box
+        checked = Box(tuple(map(operator.index, offsets)), tuple(map(operator.index, shape)))
+        if len(checked.offsets) == len(checked.shape):
+            return checked
+    text = f"box must be (offsets, shape), such as ((0, 0), (2, 8)), not {excerpt(box)}"
+    raise InvalidArgumentError(text, name=name)
 
 
 def _stored_boxes(source: Source, name: str, files: Sequence[ShardFile]) -> Mapping[Box, ByteRange]:
@@ -223,7 +223,7 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
                 files.setdefault(name, []).append(shard_file)
                 stored = self._tensors.get(name)
                 if stored is None:
-                    # Found when a tensor is first read
+                    # A checkpoint may have 100,000 tensors, of which few are read: each is planned when it is.
                     boxes = cache(partial(_stored_boxes, source, name, files[name]))
                     self._tensors[name] = StoredTensor(name, shard.dtype, shard.global_shape, boxes)
                 elif (stored.dtype, stored.shape) != (shard.dtype, shard.global_shape):
@@ -243,7 +243,8 @@ class OpenCheckpoint(Mapping[str, StoredTensor]):
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return the tensor of this name, or `default`."""
-        return self._tensors.get(name, default)  # not by the error of a missing name, which looks for alike ones
+        # Not as Mapping does, by the error of `__getitem__`, which compares the name with all others.
+        return self._tensors.get(name, default)
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors

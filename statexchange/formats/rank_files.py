@@ -33,7 +33,9 @@ def matches(opened: OpenedPath) -> bool:
 
 
 def _names(opened: OpenedPath) -> list[str]:
-    return [name for name in opened.store.files if name.endswith(_SUFFIX)] if opened.file is None else []
+    if opened.file is not None:
+        return []
+    return [name for name in opened.store.files if name.endswith(_SUFFIX)]
 
 
 def read(opened: OpenedPath) -> Source:
@@ -57,9 +59,15 @@ def read(opened: OpenedPath) -> Source:
     return replace(source, world_size=len(names))
 
 
-def _numeric_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that compares digits as numbers."""
-    return [(int(piece), "") if _NUMBER.fullmatch(piece) else (-1, piece) for piece in _NUMBER.split(name)]
+def _numeric_order(name: str) -> list[tuple[str, int]]:
+    """Return a sort key that compares digits as numbers.
+
+    Example:
+        >>> _numeric_order("tp10.pt")
+        [('tp', 10), ('.pt', 0)]
+    """
+    pieces = _NUMBER.split(name)  # text and digits by turns, and text at the end
+    return list(zip(pieces[::2], map(int, (*pieces[1::2], "0")), strict=True))
 
 
 def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]]:
@@ -73,26 +81,23 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
     if layout.mesh:
         layout.check_ranks([shard_file.rank for shard_file in source.files])
     paths = {shard_file.rank: shard_file.path for shard_file in source.files}
-    names = renumber_names(
-        {shard_file.rank: {name: name for name in shard_file.tensors} for shard_file in source.files}, layout
-    )
+    old_names: dict[int, dict[str, str]] = {}
+    for shard_file in source.files:
+        old_names[shard_file.rank] = {name: name for name in shard_file.tensors}
+    names = renumber_names(old_names, layout)
     parts: dict[str, dict[int, tuple[Part, SourceTensor]]] = {}
     reductions: dict[str, str] = {}
     for shard_file in source.files:
         for name, tensor in shard_file.tensors.items():
             for part in _parts_in(shard_file, tensor, names[shard_file.rank][name], layout, reductions):
                 if shard_file.rank in parts.setdefault(part.name, {}):
-                    raise InvalidArgumentError(
-                        "the layout gives this name to two tensors of one rank",
-                        name=part.name,
-                        rank=shard_file.rank,
-                        path=shard_file.path,
-                    )
+                    text = "the layout gives this name to two tensors of one rank"
+                    raise InvalidArgumentError(text, name=part.name, rank=shard_file.rank, path=shard_file.path)
                 parts[part.name][shard_file.rank] = (part, tensor)
-    unused = [pattern for pattern in layout.rules if pattern in layout.unused]
-    if unused:
-        text = f"layout pattern {unused[0]!r} matches no tensor{did_you_mean(unused[0], parts)}"
-        raise InvalidArgumentError(text, path=source.path)
+    for pattern in layout.rules:
+        if pattern in layout.unused:
+            text = f"layout pattern {pattern!r} matches no tensor{did_you_mean(pattern, parts)}"
+            raise InvalidArgumentError(text, path=source.path)
     tensors: dict[int, dict[str, SourceTensor]] = {rank: {} for rank in paths}
     for name, rank_parts in parts.items():
         for rank, tensor in _placed(name, rank_parts, layout, paths).items():
@@ -100,7 +105,10 @@ def apply_layout(source: Source, layout: Layout) -> tuple[Source, dict[str, str]
     shard_files = []
     for shard_file in source.files:
         renamed = tensors[shard_file.rank]
-        aliases = {alias: name for alias, name in shard_file.aliases.items() if alias in renamed and name in renamed}
+        aliases = {}
+        for alias, name in shard_file.aliases.items():
+            if alias in renamed and name in renamed:
+                aliases[alias] = name
         shard_files.append(replace(shard_file, tensors=renamed, aliases=aliases))
     return replace(source, files=shard_files), reductions
 
@@ -113,9 +121,10 @@ def _check_other_ranks(source: Source, layout: Layout) -> None:
     if source.opened.file is not None and (of := part_of(source.opened.file, source.opened.store)):
         text = f"this file alone is {of}, and a layout divides tensors over all: give their directory"
         raise IncompleteError(f"{text}, {source.opened.store.path}", path=source.path)
-    present, num_ranks = {shard_file.rank for shard_file in source.files}, math.prod(layout.mesh.values())
-    absent = next((rank for rank in range(num_ranks) if rank not in present), None)
-    if layout.mesh and absent is not None and len(source.files) < num_ranks:
+    num_ranks = math.prod(layout.mesh.values())
+    if layout.mesh and len(source.files) < num_ranks:
+        present = {shard_file.rank for shard_file in source.files}
+        absent = next(rank for rank in range(num_ranks) if rank not in present)
         text = f"the layout's mesh ({layout.mesh_text}) has {num_ranks} ranks, but there are {len(source.files)}"
         advice = "give the directory with the files of all" if source.opened.file is not None else "copy their files"
         raise IncompleteError(f"{text}: {advice}", rank=absent, path=source.path)
@@ -124,23 +133,24 @@ def _check_other_ranks(source: Source, layout: Layout) -> None:
 def _parts_in(
     shard_file: ShardFile, tensor: SourceTensor, name: str, layout: Layout, reductions: dict[str, str]
 ) -> list[Part]:
+    """Return what a rank's tensor is a part of, by the layout's rule; several, as the rule may cut it into tensors.
+
+    A tensor without a rule is whole, or has the sharding that its file says. Add a rule's reduction to `reductions`.
+    """
     shard = tensor.shard
     rule = layout.rule_for(shard.name)
-    if rule is None or shard.boxes != (full_box(shard.global_shape),):
-        if rule is not None:
-            raise InvalidArgumentError(
-                f"layout rule for {rule.pattern!r} matches a tensor whose file already has its sharding",
-                name=shard.name,
-                rank=shard_file.rank,
-                path=shard_file.path,
-            )
+    if rule is None:
         return [Part(name, shard.local_shape, fixed=(shard.global_shape, shard.boxes))]
+    if shard.boxes != (full_box(shard.global_shape),):
+        text = f"layout rule for {rule.pattern!r} matches a tensor whose file already has its sharding"
+        raise InvalidArgumentError(text, name=shard.name, rank=shard_file.rank, path=shard_file.path)
     try:
         parts = rule.parts(name, shard.global_shape, shard_file.rank)
     except InvalidArgumentError as error:
         raise error.located(rank=shard_file.rank, name=name, path=shard_file.path) from None
     if rule.reduce is not None:
-        reductions |= {part.name: rule.reduce for part in parts}
+        for part in parts:
+            reductions[part.name] = rule.reduce
     return parts
 
 
@@ -149,10 +159,11 @@ def _placed(
 ) -> dict[int, SourceTensor]:
     """Return each rank's shard of one tensor with its byte ranges."""
     placed = {}
+    # A part that is fixed without a cut is of a tensor without a rule: it stays where its file says.
     unplaced = {rank: part for rank, (part, _) in rank_parts.items() if part.cuts or part.fixed is None}
     positions = place_parts(unplaced, layout.mesh, paths) if unplaced else {}
     for rank, (part, tensor) in rank_parts.items():
-        if rank not in positions:  # its file has its sharding
+        if rank not in positions:
             placed[rank] = replace(tensor, shard=replace(tensor.shard, name=name))
             continue
         global_shape, boxes = positions[rank]

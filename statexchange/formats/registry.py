@@ -172,7 +172,7 @@ def _read_once(
     """Return a section of the source at an opened path; raise ReplacedError if its files are of two versions."""
     try:
         source = read(opened, section=section)
-        problems = source.problems if wants is None else problems_of(source, wants)
+        problems = source.problems if wants is None else problems_of(source, partial(_may_want, wants))
         if strict and problems:
             raise problems[0]
     except StateExchangeError:
@@ -189,6 +189,11 @@ def _read_once(
         "opened %s as %s: %d files, %d problems", opened.path, source.kind, len(source.files), len(source.problems)
     )
     return source
+
+
+def _may_want(wants: Callable[[str], bool], name: str) -> bool:
+    """Whether a tensor may be read. A name that ends in ``*`` stands for tensors whose names are in a missing file."""
+    return name.endswith("*") or wants(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,6 +320,7 @@ def read_opened(
 ) -> Source:
     """Return a section of the source at an opened path, by the first format that matches."""
     name = _format_of(opened)
+    # A directory of checkpoints may have a file of torch.save, such as an optimizer's, beside them.
     if name is None or name == "torch_file":
         _check_is_complete(opened)
         check_none_below(opened)
@@ -325,7 +331,7 @@ def read_opened(
     source = read(opened, **{option: options[option] for option in _OPTIONS.get(name, ())})
     # First the notes: the error for a section that is not there says where the others lie.
     source = replace(source, notes=(*source.notes, *_unread_beside(opened, name)))
-    return source if section == ALL or name == _DIRECTORIES else select_section(source, section)
+    return source if name == _DIRECTORIES else select_section(source, section)
 
 
 def _unread_beside(opened: OpenedPath, name: str) -> Sequence[str]:

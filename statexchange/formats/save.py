@@ -54,6 +54,7 @@ def read(opened: OpenedPath, ranks: tuple[int, int] | None = None) -> Source:
     """
     manifest = _manifest_of(opened)
     index = None
+    # The headers are the record: where all files are opened, the index is only compared with them.
     if manifest.index:
         path, num_files = opened.store.path_of(MANIFEST), len(manifest.all_files)
         budget = opened.store.budget.of(path, len(manifest.index))
@@ -80,7 +81,7 @@ def read(opened: OpenedPath, ranks: tuple[int, int] | None = None) -> Source:
                 configs[rank] = file.config
                 with parsing("broken record of a rank's state", path=file.path):
                     states[rank] = IndexedState.from_json(file.metadata)
-        except ReplacedError:
+        except ReplacedError:  # the caller opens the path again
             raise
         except StateExchangeError as error:
             problems.append(error)
@@ -140,6 +141,7 @@ def _absent_tensors(files: Sequence[ShardFile], configs: Mapping[int, str]) -> I
             text = "this file has only parameters that do not train: give the directory"
             yield IncompleteError(text, rank=file.rank, path=file.path)
             continue
+        # The state as values.py encodes it: each tensor is {"$": "leaf", "name": ..., ...}.
         waiting: list[object] = [parse_stored(configs[file.rank], file.path, file.file.budget)]
         names = set()
         while waiting:
@@ -161,9 +163,9 @@ def _manifest_of(opened: OpenedPath) -> SaveManifest:
     try:
         return read_manifest(opened.store)
     except NotFoundError as error:
+        # An object store has no rename: there a save has its claim first and its manifest last (publish/claim.py).
         claim = claim_of(opened.store)
+        text = f"{MANIFEST} of this save is missing: copy the whole directory, with all ranks' files"
         if claim is not None:
             text = f"this save is not finished, or is being removed: {claim}"
-            raise IncompleteError(text, path=error.path) from None
-        text = f"{MANIFEST} of this save is missing: copy the whole directory, with all ranks' files"
         raise IncompleteError(text, path=error.path) from None

@@ -75,10 +75,10 @@ def sections_of(source: Source) -> tuple[Section, ...]:
         return sections
     # torch's example of a Stateful application wraps its whole state in one, {"app": ...}, and so do others.
     keys = {name.partition(".")[0] for name in tensors | values}
-    root = f"{keys.pop()}." if len(keys) == 1 else ""
-    if root[:-1] in ("", *_MODEL_KEYS, *_KEYS):
+    if len(keys) != 1 or not keys.isdisjoint(("", *_MODEL_KEYS, *_KEYS)):
         return ()
-    sections = _by_keys(tensors, values, root)
+    sections = _by_keys(tensors, values, f"{keys.pop()}.")
+    # Below an unknown key only an optimizer is certain: a model's own module may be called scheduler or step.
     return sections if any(section.name == "optimizer" for section in sections) else ()
 
 
@@ -87,8 +87,10 @@ def _values_of_save(source: Source, tensors: set[str]) -> Iterator[str]:
     if source.kind != "save" or not source.configs:
         return
     state = parse_stored(next(iter(source.configs.values())), source.path, source.budget)
+    if not isinstance(state, dict):
+        return
     keys = {_END_OF_KEY.split(name, 1)[0] for name in tensors}
-    for key, value in state.items() if isinstance(state, dict) else ():
+    for key, value in state.items():
         if _END_OF_KEY.split(key, 1)[0] not in keys:
             yield key
         if isinstance(value, dict) and "param_groups" in value:
@@ -99,12 +101,19 @@ def _by_keys(tensors: set[str], values: set[str], root: str = "") -> tuple[Secti
     """Return the sections that the first keys of the names show; () if it is not certain that this is a job's state.
 
     All names begin with `root`, which comes before these keys.
+
+    Example:
+        >>> for section in _by_keys({"net.w", "optim.state.0.exp_avg"}, {"step"}):
+        ...     print(section.name, repr(section.prefix), sorted(section.names))
+        model '' ['net.w']
+        optimizer 'optim.' ['optim.state.0.exp_avg']
+        other '' ['step']
     """
     by_key: dict[str, set[str]] = {}
     for name in tensors | values:
         by_key.setdefault(_END_OF_KEY.split(name[len(root) :], 1)[0], set()).add(name)
     by_section: dict[SectionName, set[str]] = {}
-    keys: dict[SectionName, list[str]] = {}
+    first_keys: dict[SectionName, str] = {}
     is_job = False
     for key, names in by_key.items():
         section = _section_of_key(key, by_key, root)
@@ -116,26 +125,28 @@ def _by_keys(tensors: set[str], values: set[str], root: str = "") -> tuple[Secti
         else:
             section = "other"
         by_section.setdefault(section, set()).update(names)
-        keys.setdefault(section, []).append(key)
+        first_keys.setdefault(section, key)
+    if not is_job:
+        return ()
     sections = []
-    for section in SECTIONS if is_job else ():
-        if section in by_section:
-            names = by_section[section]
-            prefix = f"{root}{keys[section][0]}."
-            # The names of a model may begin with one key themselves.
-            is_model_part = section == "model" and keys[section][0] not in _MODEL_KEYS
-            if is_model_part or {name[: len(prefix)] for name in names} != {prefix}:
-                prefix = root
-            sections.append(Section(section, prefix, frozenset(names)))
+    for section in filter(by_section.__contains__, SECTIONS):
+        names = by_section[section]
+        prefix = f"{root}{first_keys[section]}."
+        # The names of a model may begin with one key themselves.
+        is_model_part = section == "model" and first_keys[section] not in _MODEL_KEYS
+        if is_model_part or not all(name.startswith(prefix) for name in names):
+            prefix = root
+        sections.append(Section(section, prefix, frozenset(names)))
     return tuple(sections)
 
 
 def _section_of_key(key: str, by_key: Mapping[str, set[str]], root: str) -> SectionName | None:
     """Return the section that a key names, or that the names below it show; None for the model or an unknown one."""
-    parts = set()
+    parts = set()  # the keys below this one: None for any that an optimizer's state dict does not have
     for name in by_key[key]:
         match = _OF_OPTIMIZER.match(name, len(root))
         parts.add(match and match[1])
+    # Of a state dict that was saved without a key above it, "state" and "param_groups" are first keys themselves.
     is_optimizer = "param_groups" in parts and parts <= {"param_groups", "state"}
     if is_optimizer or (key == "state" and "param_groups" in by_key):
         return "optimizer"
@@ -232,20 +243,24 @@ def sections_from(
     by_section: dict[SectionName, set[str]] = {}
     for name in names:
         by_section.setdefault(section_of_name(name), set()).add(name)
-    in_order = [section for section in SECTIONS if section in by_section]
-    return tuple(Section(section, prefixes.get(section, ""), frozenset(by_section[section])) for section in in_order)
+    sections = []
+    for section in filter(by_section.__contains__, SECTIONS):
+        sections.append(Section(section, prefixes.get(section, ""), frozenset(by_section[section])))
+    return tuple(sections)
 
 
 def problems_of(source: Source, wants: Callable[[str], bool]) -> list[StateExchangeError]:
     """Return the problems of a source that may affect the tensors whose names `wants` accepts."""
-    paths = {tensor.path for tensor in source.unreadable}
-    affected = {tensor.path for tensor in source.unreadable if wants(tensor.name)}
+    # Unsupported tensors lie in files without a problem, or have nothing to do with it.
+    broken = [tensor for tensor in source.unreadable if tensor.unsupported is None]
+    paths = {tensor.path for tensor in broken}
+    affected = {tensor.path for tensor in broken if wants(tensor.name)}
     problems = []
     for problem in source.problems:
         # A problem of a file affects the tensors in it, unless it is so broken that their names are not known.
-        is_affected = problem.name is None or wants(problem.name)
         if problem.path in paths:
-            is_affected = problem.path in affected
-        if is_affected:
+            if problem.path in affected:
+                problems.append(problem)
+        elif problem.name is None or wants(problem.name):
             problems.append(problem)
     return problems

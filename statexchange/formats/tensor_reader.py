@@ -20,7 +20,7 @@ from statexchange.tensors import ITEMSIZE, array_over, converted
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from statexchange.formats.source import Source, SourceTensor
+    from statexchange.formats.source import Source
     from statexchange.sharding.plan import TensorPlan
     from statexchange.sharding.shards import Piece
 
@@ -42,14 +42,14 @@ class TensorReader:
         self._source = source
         self._tensor = tensor
         self._always_digest = always_digest
-        self._readers: list[BoxReader | _ConvertingReader] = []
-        self.itemsize = ITEMSIZE[tensor.dtype]  # bytes of an element in the widest dtype that is read or returned
-        self.read_per_byte = 1.0  # bytes that are read of a copy for each byte that is returned
-        for piece in tensor.pieces:
-            stored = source.files[piece.holder].tensors[tensor.source]
-            self.itemsize = max(self.itemsize, ITEMSIZE[stored.shard.dtype])
-            self.read_per_byte = ITEMSIZE[stored.shard.dtype] / ITEMSIZE[tensor.dtype]
-            self._readers.append(self._reader(piece, stored))
+        # A plan has no tensor of which two files have different dtypes.
+        dtype = tensor.dtype
+        for piece in tensor.pieces[:1]:
+            dtype = source.files[piece.holder].tensors[tensor.source].shard.dtype
+        self.itemsize = max(ITEMSIZE[dtype], ITEMSIZE[tensor.dtype])  # bytes of an element in the wider dtype
+        self.read_per_byte = ITEMSIZE[dtype] / ITEMSIZE[tensor.dtype]  # of a copy, for each byte that is returned
+        self._box_readers: list[tuple[int, BoxReader]] = []  # all that read, with the rank of each one's file
+        self._readers = [self._reader(piece, dtype) for piece in tensor.pieces]
 
     def windows(self, memory: memoryview, itemsize: int | None = None) -> Iterator[tuple[Box, memoryview]]:
         """Yield each window of the tensor and its bytes, which lie in `memory` until the next window.
@@ -59,10 +59,9 @@ class TensorReader:
             itemsize: the `itemsize` attribute or more, for windows equal to those of another reader.
         """
         bounce = memory[WINDOW_BYTES:]
-        nbytes = ITEMSIZE[self._tensor.dtype]
         waiting = deque(self._readers)
         for window in windows(self._tensor.shape, itemsize or self.itemsize):
-            data = memory[: window.numel * nbytes]
+            data = memory[: window.numel * ITEMSIZE[self._tensor.dtype]]
             if len(self._readers) == 1:
                 self._readers[0].copy_into(data, window, bounce)
             else:
@@ -84,30 +83,26 @@ class TensorReader:
 
     def check(self) -> None:
         """Raise CorruptError if the bytes of a box differ from its digest in the source, after the last window."""
-        name = self._tensor.source
-        for piece, reader in zip(self._tensor.pieces, self._readers, strict=True):
-            if isinstance(reader, BoxReader):
-                reader.digest.check(name, self._source.files[piece.holder].rank)
-                continue
-            for (holder, _), box_reader in zip(_copies(piece), reader.readers, strict=False):
-                box_reader.digest.check(name, self._source.files[holder].rank)
+        for rank, reader in self._box_readers:
+            reader.digest.check(self._tensor.source, rank)
 
-    def _reader(self, piece: Piece, stored: SourceTensor) -> BoxReader | _ConvertingReader:
-        """Return the reader of a piece, whose holder has it in this tensor."""
-        tensor, dtype = self._tensor, stored.shard.dtype
-        if dtype == tensor.dtype and tensor.reduce is None:
-            return self._box_reader(piece.box, stored, piece.box_index, READ_AHEAD_BYTES // len(tensor.pieces))
-        copies = [(stored, piece.box_index)]
-        for holder, box_index in piece.replicas if tensor.reduce is not None else ():
-            copies.append((self._source.files[holder].tensors[tensor.source], box_index))
+    def _reader(self, piece: Piece, dtype: str) -> BoxReader | _ConvertingReader:
+        """Return the reader of a piece whose box has this dtype in the source."""
+        tensor = self._tensor
+        copies = [(piece.holder, piece.box_index)]
+        if tensor.reduce is not None:
+            copies += piece.replicas
+        is_plain = dtype == tensor.dtype and tensor.reduce is None
+        # One window may have columns of all ranks, each of which reads ahead.
         ahead = READ_AHEAD_BYTES // (len(tensor.pieces) * len(copies))
-        readers = [self._box_reader(piece.box, *copy, ahead) for copy in copies]
-        return _ConvertingReader(readers, dtype, tensor.dtype, tensor.reduce, xxhash.xxh3_128())
-
-    def _box_reader(self, box: Box, stored: SourceTensor, box_index: int, ahead_bytes: int) -> BoxReader:
-        return BoxReader(
-            stored.byte_ranges[box_index], box, stored.shard.dtype, ahead_bytes, always_digest=self._always_digest
-        )
+        readers = []
+        for holder, index in copies:
+            file = self._source.files[holder]
+            stored = file.tensors[tensor.source].byte_ranges[index]
+            # Of values that are converted the result is digested.
+            readers.append(BoxReader(stored, piece.box, dtype, ahead, always_digest=is_plain and self._always_digest))
+            self._box_readers.append((file.rank, readers[-1]))
+        return readers[0] if is_plain else _ConvertingReader(readers, dtype, tensor.dtype, tensor.reduce)
 
 
 def prefetch(source: Source, tensors: Iterable[TensorPlan]) -> Prefetch:
@@ -126,11 +121,6 @@ def prefetch(source: Source, tensors: Iterable[TensorPlan]) -> Prefetch:
     return Prefetch(spans)
 
 
-def _copies(piece: Piece) -> list[tuple[int, int]]:
-    """Return holder and box index of each copy of a piece."""
-    return [(piece.holder, piece.box_index), *piece.replicas]
-
-
 def _fill(data: memoryview, window: Box, waiting: deque[BoxReader | _ConvertingReader], bounce: memoryview) -> None:
     """Fill one window from the readers, which are in the order of their first elements; drop finished readers."""
     last = tuple(end - 1 for end in window.ends)
@@ -145,10 +135,10 @@ def _fill(data: memoryview, window: Box, waiting: deque[BoxReader | _ConvertingR
 _REDUCE = {"max": np.maximum, "min": np.minimum}
 
 
-def reduce_into(op: str, values: Any, others: Any) -> None:
-    """Reduce `others` into the array `values` by "max" or "min", elementwise; NaN in either gives NaN."""
+def reduce_into(op: str, values: Any, copy: Any) -> None:
+    """Reduce the array `copy` into `values` by "max" or "min", elementwise; NaN in either gives NaN."""
     with np.errstate(invalid="ignore"):  # ml_dtypes warns of some NaN
-        _REDUCE[op](values, others, out=values)
+        _REDUCE[op](values, copy, out=values)
 
 
 class _ConvertingReader:
@@ -159,47 +149,45 @@ class _ConvertingReader:
         source_dtype: dtype of the copies.
         output_dtype: dtype of the output.
         reduce: "max" or "min" for several readers; None for one.
-        hasher: digests the output.
     """
 
-    def __init__(
-        self, readers: Sequence[BoxReader], source_dtype: str, output_dtype: str, reduce: str | None, hasher: Any
-    ) -> None:
-        self.readers = readers
+    def __init__(self, readers: Sequence[BoxReader], source_dtype: str, output_dtype: str, reduce: str | None) -> None:
         self.box = readers[0].box
+        self._readers = readers
         self._source_dtype = source_dtype
         self._output_dtype = output_dtype
         self._reduce = reduce
-        self._hasher = hasher
+        self._hasher = xxhash.xxh3_128()
         self.num_overflows = 0  # finite values that became infinite
 
     @property
     def bytes_left(self) -> int:
         """Bytes that are not yet read from the source."""
-        return self.readers[0].bytes_left
+        return self._readers[0].bytes_left
 
     def copy_into(self, buffer: memoryview, window: Box, bounce: memoryview) -> None:
         """Fill the window's bytes like BoxReader.copy_into; `bounce` must hold three windows in the wider dtype."""
         part = intersect(self.box, window)
         if part is None:
             return
-        nbytes, third = part.numel * ITEMSIZE[self._source_dtype], len(bounce) // 3
-        values: Any = None
-        for reader in self.readers:
-            memory = bounce[:nbytes] if values is None else bounce[third : third + nbytes]
-            reader.copy_into(memory, part, bounce[2 * third :])
-            copy = array_over(memory, self._source_dtype, part.shape)
-            if values is None:
-                values = copy
-            else:
-                reduce_into(str(self._reduce), values, copy)
-        output = values
+        third = len(bounce) // 3
+        first, *replicas = self._readers
+        values = self._read(first, part, bounce[:third], bounce[2 * third :])
+        for reader in replicas:
+            copy = self._read(reader, part, bounce[third : 2 * third], bounce[2 * third :])
+            reduce_into(str(self._reduce), values, copy)
         if self._output_dtype != self._source_dtype:
-            output, num_overflows = converted(values, self._output_dtype)
+            values, num_overflows = converted(values, self._output_dtype)
             self.num_overflows += num_overflows
-        output = np.ascontiguousarray(output)
-        self._hasher.update(output.reshape(-1).view(np.uint8))
-        array_over(buffer, self._output_dtype, window.shape)[slices_within(part, window)] = output.reshape(part.shape)
+        # The digest is that of the box alone, in its own C order: the window may be wider.
+        self._hasher.update(values.reshape(-1).view(np.uint8))
+        array_over(buffer, self._output_dtype, window.shape)[slices_within(part, window)] = values
+
+    def _read(self, reader: BoxReader, part: Box, memory: memoryview, scratch: memoryview) -> Any:
+        """Return the values of one copy as an array over `memory`."""
+        data = memory[: part.numel * ITEMSIZE[self._source_dtype]]
+        reader.copy_into(data, part, scratch)
+        return array_over(data, self._source_dtype, part.shape)
 
     def hexdigest(self) -> str:
         """Return the digest of all converted bytes."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -99,42 +99,40 @@ def read(opened: OpenedPath) -> Source:
     problems: list[StateExchangeError] = []
     if opened.file is None and not indexed:
         problems += check_numbers(names, opened.store)
-    files: list[TorchFile] = []
+    sections: dict[str, SectionName] = {}  # of the entries of files whose names show it
 
     def read_one(rank: int, name: str) -> Source:
+        # The file itself is not kept: the objects of its pickle may take far more memory than its entries.
         file = TorchFile.whole(open_listed(opened.store, name), rank)
-        del file.root  # its objects may take far more memory than the entries
-        files.append(file)
+        section = state_file(name)
+        if section is not None:
+            sections.update(dict.fromkeys(file.paths, section))
         return file.source(opened)
 
     source = read_listed("torch", opened, _ranked(names), read_one, indexed)
     problems += source.problems
     if indexed:
         source = only_indexed(source, indexed)
-    has_tensors = bool(source.unreadable) or any(file.tensors for file in files)
+    has_tensors = source.unreadable or source.tensor_names
     if opened.file is None and not has_tensors and not _BESIDE_DCP.isdisjoint(names):
         text = "no file here has a tensor: those of a DCP, .metadata and .distcp files, are missing: copy them, too"
         problems.append(IncompleteError(text, path=opened.path))
-    return replace(source, problems=problems, sections=_sections(source.names, files))
+    return replace(source, problems=problems, sections=_sections(source, sections))
 
 
-def _sections(names: Iterable[str], files: Iterable[TorchFile]) -> tuple[Section, ...]:
+def _sections(source: Source, sections: Mapping[str, SectionName]) -> tuple[Section, ...]:
     """Return the sections, if names of files show some; then all entries of other files are the model's.
 
     Raises:
         InvalidArgumentError: a tensor's name is in files of two sections.
     """
-    sections: dict[str, SectionName] = {}
-    of_files = [(file, state_file(file.path.rpartition("/")[2])) for file in files]
-    for file, section in of_files:
-        if section is not None:
-            sections |= dict.fromkeys(file.paths, section)
-    for file, section in of_files:
-        for name in filter(sections.__contains__, file.tensors):
-            if sections[name] != section:
+    for shard_file in source.files:
+        section = state_file(shard_file.name)
+        for name in shard_file.tensors:
+            if sections.get(name, section) != section:
                 text = f"the section {sections[name]!r} has this name, too, in another file: give the path of one file"
-                raise InvalidArgumentError(text, name=name, path=file.path)
-    return sections_from(names if sections else (), lambda name: sections.get(name, "model"))
+                raise InvalidArgumentError(text, name=name, path=shard_file.path)
+    return sections_from(source.names if sections else (), lambda name: sections.get(name, "model"))
 
 
 def _files_to_read(opened: OpenedPath) -> tuple[dict[str, str], list[str]]:
@@ -145,16 +143,22 @@ def _files_to_read(opened: OpenedPath) -> tuple[dict[str, str], list[str]]:
         return indexed, sorted(set(indexed.values()))
     names = list(files.names)
     if opened.file is None:
-        names += [name for name in store.non_directories if name.endswith(TORCH) and state_file(name) is not None]
+        for name in store.non_directories:
+            if name.endswith(TORCH) and state_file(name) is not None:
+                names.append(name)
     return {}, names
 
 
 def _ranked(names: Sequence[str]) -> list[tuple[int, str]]:
     """Return (rank, name) of the files to read."""
-    numbers = [RANK.findall(name) for name in names]
-    if len(names) > 1 and all(len(of_name) == 1 for of_name in numbers):
-        return sorted((int(of_name[0]), name) for of_name, name in zip(numbers, names, strict=True))
-    return list(enumerate(names))
+    ranked = []
+    for name in names:
+        digits = RANK.findall(name)
+        # The number of a lone file may be LoRA's rank, and of two numbers either may be.
+        if len(digits) != 1 or len(names) == 1:
+            return list(enumerate(names))
+        ranked.append((int(digits[0]), name))
+    return sorted(ranked)
 
 
 class TorchFile:
@@ -285,6 +289,8 @@ class TorchFile:
 
     def _sharded(self, name: str, tensor: OpaqueObject) -> SourceTensor:
         """Return the shard of a ShardedTensor, as FSDP1 saves it: its local shards have their offsets."""
+        # `_rebuild_from_type_v2` of torch has (function, class, arguments, attributes), and its function here
+        # `_rebuild_wrapper_subclass` (class, dtype, shape, ...).
         _, _, args, state = tensor.args
         shape, dtype = sizes_from_json(args[2]), dtype_of(args[1])
         boxes, byte_ranges = [], []
@@ -296,16 +302,18 @@ class TorchFile:
             view = view_of(unwrap_tensor(fields["tensor"]))
             if (view.dtype, view.shape) != (dtype, box.shape):
                 problem = "a local shard does not fit its metadata"
-                found = f"{view.dtype} {view.shape}"
-                expected = f"{dtype} {box.shape}"
-                raise CorruptError(problem, name=name, path=self.path, expected=expected, found=found)
+                present, expected = f"{view.dtype} {view.shape}", f"{dtype} {box.shape}"
+                raise CorruptError(problem, name=name, path=self.path, expected=expected, found=present)
             boxes.append(box)
             byte_ranges.append(self._archive.byte_range(view))
         return SourceTensor(Shard(name, dtype, shape, tuple(boxes)), tuple(byte_ranges))
 
     def _distributed(self, name: str, dtensor: OpaqueObject) -> SourceTensor:
-        """Return a DTensor's shard: the boxes of its placements, each with its part of the local tensor."""
-        _, _, args, state = dtensor.args
+        """Return a DTensor's shard: the boxes of its placements, each with its part of the local tensor.
+
+        Of shape (5, 4) with ``[Shard(0)]`` on rank 1 of a mesh of 2, it is the box of rows 3 and 4.
+        """
+        _, _, args, state = dtensor.args  # as above
         attributes = state[1] if type(state) is tuple else state
         shape, spec = sizes_from_json(args[2]), attributes["_spec"].state
         local = view_of(unwrap_tensor(attributes["_local_tensor"]))
@@ -315,14 +323,18 @@ class TorchFile:
         if "_coordinate_on_dim" not in mesh:
             raise UnsupportedError("its mesh does not have the coordinate of the rank that saved it")
         boxes = []
-        self.budget.spend(sum(min(split.split_factor, max(shape, default=0)) for split in splits if split is not None))
+        for split in splits:
+            if split is not None:
+                # A rank has as many runs of the dim, but no more than this has indices.
+                self.budget.spend(min(split.split_factor, max(shape, default=0)))
+        # A rank outside of the mesh has no coordinate, and no part of the tensor.
         if mesh["_coordinate_on_dim"] is not None:
             mesh_shape = _mesh_shape(mesh, splits, self.budget, self._ranks_in_order)
             boxes = local_boxes(shape, mesh_shape, sizes_from_json(mesh["_coordinate_on_dim"]), splits)
         self.budget.spend(len(boxes))
         shard = Shard(name, local.dtype, shape, tuple(box for box, _ in boxes))
         ends = [tuple(map(operator.add, local_offsets, box.shape)) for box, local_offsets in boxes]
-        expected = tuple(map(max, ends[0], *ends)) if ends else local.shape
+        expected = tuple(map(max, ends[0], *ends)) if ends else local.shape  # ends[0] twice: `max` takes no lone number
         if shard.nbytes != local.nbytes or expected != local.shape:
             problem = "its local tensor does not fit its placements"
             raise CorruptError(problem, name=name, path=self.path, expected=expected, found=local.shape)
@@ -353,7 +365,8 @@ def leaves(
     if children is None:
         if name:
             yield name, keys, value
-        elif type(value) is not dict:  # a whole file of an empty mapping has no entry
+        # The file is one value. An empty mapping has no entry.
+        elif type(value) is not dict:
             yield "tensor" if is_tensor(value) else "value", None, value
         return
     if depth and not name:  # below a key without text: names do not have its dot
@@ -427,7 +440,7 @@ def _mesh_shape(
 
 def _axes(layout: dict[str, Any]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Return, of each axis of a mesh, the sizes and the strides of its parts, the outer ones first."""
-    if "axes" in layout:
+    if "axes" in layout:  # as torch 2.13 has it; older releases have nested tuples
         pairs = [(axis.state["shape"], axis.state["stride"]) for axis in _checked_count(layout["axes"])]
     else:
         shapes, strides = _checked_count(_as_tuple(layout["shape"])), _checked_count(_as_tuple(layout["stride"]))

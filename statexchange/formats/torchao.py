@@ -25,9 +25,8 @@ def listed_weights(text: str) -> list[str] | None:
         listed = parse_json(text, "", Budget(""))
     except CorruptError:
         return None
-    if not isinstance(listed, list) or not all(isinstance(name, str) for name in listed):
-        return None
-    return listed
+    # "tensor_names" may be the metadata of any program: what is no list of names is left as it is.
+    return listed if isinstance(listed, list) and set(map(type, listed)) <= {str} else None
 
 
 def renamed_records(metadata: Mapping[str, str], rename: Callable[[str], str], path: str) -> dict[str, str]:
@@ -40,6 +39,11 @@ def renamed_records(metadata: Mapping[str, str], rename: Callable[[str], str], p
 
     Raises:
         UnsupportedError: the parts of a weight would get names that torchao does not put together.
+
+    Example:
+        >>> metadata = {"l.weight": '{"_type": "Int8Tensor"}', "tensor_names": '["l.weight"]'}
+        >>> renamed_records(metadata, lambda name: f"model.{name}", "model.safetensors")
+        {'model.l.weight': '{"_type": "Int8Tensor"}', 'tensor_names': '["model.l.weight"]'}
     """
     if TENSOR_NAMES not in metadata:
         return dict(metadata)
@@ -48,18 +52,18 @@ def renamed_records(metadata: Mapping[str, str], rename: Callable[[str], str], p
         return dict(metadata)
     new_names = {name: rename(name) for name in weights}
     for name, new_name in new_names.items():
-        old_part, new_part = (_part_of(weight, "qdata") for weight in (name, new_name))
-        if new_name != name and rename(old_part) != new_part:
-            text = (
-                f"torchao would not find the parts of this weight: {excerpt(old_part)} becomes "
-                f"{excerpt(rename(old_part))}, not {excerpt(new_part)}. Rename modules, not weights"
-            )
+        # The weight itself is no tensor of the file. Its parts are, and are renamed by their own names: one of them
+        # shows whether both renames agree.
+        part, expected = _part_of(name), _part_of(new_name)
+        if new_name != name and rename(part) != expected:
+            text = f"{excerpt(part)} becomes {excerpt(rename(part))}, not {excerpt(expected)}"
+            text = f"torchao would not find the parts of this weight: {text}. Rename modules, not weights"
             raise UnsupportedError(text, name=name, path=path)
     records = {new_names.get(key, key): value for key, value in metadata.items()}
     return {**records, TENSOR_NAMES: json.dumps(list(new_names.values()))}
 
 
-def _part_of(weight: str, part: str) -> str:
-    """Return the name of a part of a weight: of ``l.weight`` it is ``l._weight_qdata``."""
+def _part_of(weight: str) -> str:
+    """Return the name of the quantised values of a weight: of ``l.weight`` it is ``l._weight_qdata``."""
     module, dot, last = weight.rpartition(".")
-    return f"{module}{dot}_{last}_{part}"
+    return f"{module}{dot}_{last}_qdata"

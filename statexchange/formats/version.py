@@ -84,6 +84,7 @@ def key_of(source: Source) -> str:
     That of a version of ours is the digest of its manifest, which covers its bases.
     """
     key = _manifest_digest(source.opened.store)
+    # A version lists its own files before those of its base.
     return key or _key_of_files(shard_file.file for shard_file in reversed(source.files))
 
 
@@ -143,7 +144,7 @@ def read(opened: OpenedPath, *, copies: Mapping[str, str] = MappingProxyType({})
     """
     deltas: list[tuple[OpenedPath, _Delta]] = []
     at = opened
-    with contextlib.ExitStack() as bases:  # which are closed here unless all is read
+    with contextlib.ExitStack() as bases:  # which are closed here unless all is read, else with the newest version
         while (delta := _delta_of(at.store)) is not None:
             if len(deltas) == _MOST_DELTAS:
                 raise CorruptError(f"more than {_MOST_DELTAS:,} deltas follow one another", path=opened.path)
@@ -152,17 +153,21 @@ def read(opened: OpenedPath, *, copies: Mapping[str, str] = MappingProxyType({})
             at = bases.enter_context(_open_base(at, delta) if copy is None else open_path(copy))
         source = huggingface.read(at)
         key = _key_of_files(shard_file.file for shard_file in reversed(source.files))
+        used = [at]  # whose files the source has
         while deltas:
             if key in copies:  # of another program's version, whose key only the whole chain gives
-                at.close()
-                at = bases.enter_context(open_path(copies[key]))
-                source = huggingface.read(at)
+                for base in used:
+                    base.close()
+                used = [bases.enter_context(open_path(copies[key]))]
+                source = huggingface.read(used[0])
             if source.problems:
                 raise source.problems[0]
             newer, delta = deltas.pop()
-            newer.store.adopted = (at.store,)
-            source, at = _resolved(newer, delta, source), newer
+            source = _resolved(newer, delta, source)
+            used.append(newer)
             key = _key_of_files((file for file, _ in reversed(delta.files)), key)
+        # All at once: a base that adopted its own base would be closed by recursion, and a chain may be long.
+        opened.store.adopted = tuple(base.store for base in used[:-1])
         bases.pop_all()
     return source
 
@@ -248,12 +253,12 @@ def _published(store: Store, manifest: Mapping[str, Any]) -> _Delta:
         _opened_files(store, weight_map),
         int(version["number"]),
         int(version["base"]),
-        "",
-        str(version["base_manifest"]),
-        records,
-        frozenset(version["unchanged"]),
-        manifest.get("aliases", {}),
-        int(version["frame_nbytes"]),
+        checksum="",
+        base_manifest=str(version["base_manifest"]),
+        records=records,
+        unchanged=frozenset(version["unchanged"]),
+        aliases=manifest.get("aliases", {}),
+        frame_nbytes=int(version["frame_nbytes"]),
     )
 
 
@@ -263,11 +268,12 @@ def _foreign(store: Store, metadata: Mapping[str, Any], weight_map: Mapping[str,
     missing = index_metadata(0, 0).keys() - metadata.keys()
     if missing:
         raise ValueError(f"it lacks {', '.join(sorted(missing))}")
-    encoding, compression, kind = (metadata[key] for key in ("delta_encoding", "compression_format", "checksum_format"))
+    encoding, compression, kind = map(metadata.get, ("delta_encoding", "compression_format", "checksum_format"))
     if encoding != "xor" or compression != "zstd" or kind not in _CHECKSUMS:
         text = f"a delta in {excerpt(encoding)}, {excerpt(compression)} and {excerpt(kind)} is not supported"
         raise UnsupportedError(f"{text}: publish in xor, zstd and {' or '.join(_CHECKSUMS)}", path=path)
     number, base = int(metadata["version"]), int(metadata["base_version"])
+    # The base is found by its directory's name, so the names must be right.
     if _number_of(store) != number:
         raise ValueError(f"it is that of version {number}")
     files = _opened_files(store, weight_map)
@@ -281,12 +287,14 @@ def _foreign(store: Store, metadata: Mapping[str, Any], weight_map: Mapping[str,
 def _opened_files(store: Store, weight_map: Mapping[str, str]) -> list[tuple[StoredFile, Header]]:
     """Open all files of a weight map, and check that they have exactly its tensors."""
     check_file_names(weight_map, store.path)
+    tensors: dict[str, set[str]] = {}  # by file
+    for tensor, name in weight_map.items():
+        tensors.setdefault(name, set()).add(tensor)
     files = []
-    for name in sorted(set(weight_map.values())):
+    for name in sorted(tensors):
         file = open_listed(store, name, "a file of this version is missing, or not yet visible on this host")
         header = read_header(file)
-        expected = {tensor for tensor, of_file in weight_map.items() if of_file == name}
-        differing = sorted(header.entries.keys() ^ expected)
+        differing = sorted(header.entries.keys() ^ tensors[name])
         if differing:
             raise IncompleteError("the file and the list of its tensors disagree", name=differing[0], path=file.path)
         for tensor, entry in header.entries.items():
@@ -359,6 +367,7 @@ def _patched(delta: _Delta, header: Header, stored: ByteRange, base: SourceTenso
     record = delta.records.get(name, {})
     if not shard.is_whole or base.byte_ranges[0].strides is not None:
         raise UnsupportedError("the base is no checkpoint of whole tensors", name=name, path=stored.path)
+    # Another program's entry, and that of a tensor without elements, is one stretch of any number of frames.
     sizes = record.get("frames") or [stored.nbytes]
     boxes = [Box.from_json(box[:2]) for box in record.get("boxes", ())]
     change = Frames(stored, name, sizes, frame_ends(boxes, shard, delta.frame_nbytes, len(sizes)))

@@ -13,7 +13,7 @@ import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 from statexchange.errors import CorruptError, needing_extra
@@ -193,12 +193,12 @@ class PatchedFile(StoredFile):
     @property
     def version(self) -> list[str | int]:
         """A JSON value that changes whenever the bytes do."""
-        return [part for file in self._files for part in file.version]
+        return list(chain.from_iterable(file.version for file in self._files))
 
     @property
     def local_identity(self) -> list[str | int]:
         """A JSON value that is equal on all ranks of one host that opened the same files."""
-        return [part for file in self._files for part in file.local_identity]
+        return list(chain.from_iterable(file.local_identity for file in self._files))
 
     @property
     def shared_identity(self) -> list[str | int] | None:
@@ -245,6 +245,11 @@ def frame_ends(boxes: Sequence[Box], shard: Shard, frame_nbytes: int, count: int
 
     A single one is of the whole tensor. Several are those of the windows of its boxes if each box is a run of it, else
     those of the windows of the whole tensor.
+
+    Example:
+        >>> shard = Shard("w", "F32", (4, 2), (full_box((4, 2)),))
+        >>> frame_ends([Box((0, 0), (3, 2)), Box((3, 0), (1, 2))], shard, 16, 3)  # of two ranks, in windows of 16 bytes
+        [16, 24, 32]
     """
     if count == 1:
         return [shard.nbytes]
@@ -252,7 +257,9 @@ def frame_ends(boxes: Sequence[Box], shard: Shard, frame_nbytes: int, count: int
 
     itemsize = ITEMSIZE[shard.dtype]
     ends, at = [], 0
-    for box in boxes if are_runs(boxes, shard.global_shape) else [full_box(shard.global_shape)]:
+    if not are_runs(boxes, shard.global_shape):
+        boxes = [full_box(shard.global_shape)]
+    for box in boxes:
         for window in windows(box.shape, itemsize, frame_nbytes):
             at += window.numel * itemsize
             ends.append(at)

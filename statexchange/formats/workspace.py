@@ -73,10 +73,12 @@ def _below(store: Store, matches_name: Callable[[str], bool]) -> Iterator[Store]
 
 
 def _is_round(store: Store) -> bool:
-    name = store.path.rstrip("/").rpartition("/")[2]
-    if is_round_name(name) and not store.listing and not store.is_current():
+    if not is_round_name(store.path.rstrip("/").rpartition("/")[2]):
+        return False
+    # A writer removes a round when its block ends: an empty listing may be that of what is no longer there.
+    if not store.listing and not store.is_current():
         raise ReplacedError("removed while it was opened", path=store.path)
-    return is_round_name(name) and any(map(is_rank_file, store.listing))
+    return any(map(is_rank_file, store.listing))
 
 
 def read(opened: OpenedPath) -> Source:
@@ -148,6 +150,7 @@ def _read(
             raise
         except StateExchangeError as error:
             problems.append(error)
+    # Files that are listed and absent are a round that its writer has just removed, or files that were lost.
     if absent and view.was_removed(absent):
         raise ReplacedError("this round was removed while it was read", path=root.path)
     if whole_round:
@@ -167,19 +170,20 @@ def _read(
 
 def _choose(view: WorkspaceView, run: str | None, number: int | None) -> Sequence[RankName]:
     """Return the files to read: those of the newest complete round, or without one of the newest."""
-    candidates = []
+    numbers: dict[str, list[int]] = {}  # of the rounds, by their run
     for name in view.runs() if run is None else [run]:
         with suppress(NotFoundError):  # removed meanwhile
-            candidates += [(name, candidate) for candidate in view.rounds(name) if number in (None, candidate)]
-    paths = [os.path.join(view.path, name) for name in dict.fromkeys(name for name, _ in candidates)]
-    if len(paths) > 1:
-        raise InvalidArgumentError(
-            f"several runs are in this workspace: open one of {', '.join(paths)}", path=view.path
-        )
+            for candidate in view.rounds(name):
+                if number in (None, candidate):
+                    numbers.setdefault(name, []).append(candidate)
+    if len(numbers) > 1:
+        shown = ", ".join(os.path.join(view.path, name) for name in numbers)
+        raise InvalidArgumentError(f"several runs are in this workspace: open one of {shown}", path=view.path)
     rounds: list[Sequence[RankName]] = []
-    for name, candidate in candidates:
-        with suppress(NotFoundError):  # removed meanwhile
-            rounds += filter(None, [view.rank_names(name, candidate)])
+    for name, of_run in numbers.items():
+        for candidate in of_run:
+            with suppress(NotFoundError):  # removed meanwhile
+                rounds += filter(None, [view.rank_names(name, candidate)])
     if not rounds:
         if view.has_changed:
             raise ReplacedError("its rounds were removed while they were opened", path=view.path)

@@ -816,3 +816,15 @@ def test_a_number_that_is_0_or_refers_to_itself_is_an_error(tmp_path: Path, valu
     }
     with pytest.raises(InvalidArgumentError, match=r"n is|known"):
         merge_checkpoint(tmp_path, tmp_path / "out", convert=rules)
+
+
+@pytest.mark.parametrize("convert_with", [None, {"vocab_size": 0}])
+def test_a_dim_is_not_cut_off_at_0(tmp_path: Path, convert_with: dict[str, int] | None) -> None:
+    save_file({"w": np.arange(4.0)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"vocab_size": 0}')
+    rules = {
+        "numbers": {"vocab_size": {"config": "vocab_size"}},
+        "rules": [{"from": "w", "to": "a", "values": [{"unpad": {"to": "vocab_size"}}]}],
+    }
+    with pytest.raises(InvalidArgumentError, match="vocab_size is 0"):
+        merge_checkpoint(tmp_path, tmp_path / "out", convert=rules, convert_with=convert_with)

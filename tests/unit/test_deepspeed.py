@@ -468,3 +468,12 @@ def test_files_of_the_optimizer_that_are_swapped_are_refused(tmp_path: Path, kin
     second.rename(first)
     (tmp_path / "other").rename(second)
     refused(CorruptError, "swapped", job)
+
+
+@pytest.mark.parametrize("section", [None, "model", "all"])
+def test_a_missing_file_whose_names_are_unknown_is_named_whatever_the_patterns(
+    tmp_path: Path, section: str | None
+) -> None:
+    path = copy_of("experts", tmp_path)
+    (path / "global_step2/layer_0_expert_2_mp_rank_00_model_states.pt").unlink()
+    refused(IncompleteError, "expert 2", path, section=section, include=["*.weight"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from commands import CommandLine
 from safetensors.torch import load_file, save_file
+from stored import write_raw
 from tiny_models import llama
 
 import statexchange as sx
@@ -279,3 +280,17 @@ def test_a_number_in_the_name_of_a_lone_file_is_no_rank(source: Path, tmp_path: 
         assert values == {"a": 1.0}
         assert "rank" not in notes
     assert [row.status for row in scan(source)] == ["whole"]
+
+
+def test_a_tensor_that_the_index_lists_and_no_file_has_is_named_though_another_is_left_out(
+    source: Path, tmp_path: Path
+) -> None:
+    write_raw(source / "model.safetensors", {"a": ("F32", (1,), bytes(4)), "odd": ("F128", (1,), bytes(16))})
+    name = NUMBERED.format(1, 1)
+    (source / "model.safetensors").rename(source / name)
+    index(source, "model.safetensors.index.json", a=name, odd=name, lost=name)
+    with pytest.raises(sx.errors.IncompleteError, match="does not have it") as caught:
+        sx.merge_checkpoint(source, tmp_path / "out", exclude=["odd"])
+    assert caught.value.name == "lost"
+    sx.merge_checkpoint(source, tmp_path / "out", exclude=["odd", "lost"])
+    assert list(load_file(tmp_path / "out" / "model.safetensors")) == ["a"]

@@ -480,3 +480,21 @@ def test_a_lease_that_cannot_be_read_keeps_all_versions(tmp_path: Path, text: st
     (tmp_path / name).write_text(text)
     records = records_at(os.fspath(tmp_path))
     assert versions._leased(records, [name], records.modified(name) or 0.0) == {versions._ANY_VERSION}
+
+
+def test_a_chain_of_more_deltas_than_python_recurses_is_read_and_closed(tmp_path: Path) -> None:
+    rng = np.random.default_rng(9)
+    writer, tensors = SharedFormWriter(tmp_path), random_tensors(rng, 2)
+    new = changed(rng, tensors, 0.1)
+    writer.write_full(0, tensors)
+    deltas = [writer.write_delta(1, 0, tensors, new), writer.write_delta(2, 1, new, tensors)]
+    last = sys.getrecursionlimit() + 100
+    for number in range(3, last + 1):
+        delta = shutil.copytree(deltas[(number + 1) % 2], tmp_path / version_name(number))
+        index = json.loads((delta / "model.safetensors.index.json").read_text())
+        index["metadata"] |= {"version": f"{number:06d}", "base_version": f"{number - 1:06d}"}
+        (delta / "model.safetensors.index.json").write_text(json.dumps(index))
+    with sx.open_checkpoint(tmp_path / version_name(last)) as found:
+        values = {name: found[name].read().tobytes() for name in found}
+    expected = new if last % 2 else tensors
+    assert values == {name: tensor.data for name, tensor in expected.items()}
