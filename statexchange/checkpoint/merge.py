@@ -516,7 +516,7 @@ class _FileWriter:
         with ThreadPoolExecutor(threads) as pool:
             outputs = list(pool.map(self._publication.create, plans))  # a full disk is found before anything is written
             futures = []
-            # Each thread gets equally many whole files. Those that are left over are divided among all threads. One thread
+            # Each thread gets equally many whole files. Those left over are divided among all threads. One thread
             # alone can write an object, which is uploaded from its beginning to its end (`is_sequential`).
             num_last = len(plans) % threads
             for number, (plan, output) in enumerate(zip(plans, outputs, strict=True)):
