@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import CorruptError, IncompleteError
-from statexchange.exchange.rank_metadata import gather_distinct
+from statexchange.exchange.rank_metadata import decode_distinct, gather_distinct
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.messages import decode, encoded
 from statexchange.sharding.plan import RankShards, cover_sum, covers_evenly, plan_merge, plan_writers
@@ -349,8 +349,8 @@ def _in_several_groups(comm: Communicator, groups: LongTuple[_Group], records: S
     sent = gather_distinct(comm, encoded(_places_of(groups), dict[str, list[str]]))
     places: dict[str, list[str]] = {}
     with comm.phase("comparing names"):
-        for data in dict.fromkeys(sent):
-            places |= decode(data, dict[str, list[str]], "its names", sent.index(data))
+        for _, of_rank in decode_distinct(sent, dict[str, list[str]], "its names"):
+            places |= of_rank
     return _apart(places)
 
 

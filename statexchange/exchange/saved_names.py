@@ -21,8 +21,8 @@ from statexchange.conversions.patches import Dim, Patch
 from statexchange.conversions.plan import ConversionPlan, Fill
 from statexchange.errors import InvalidArgumentError, NotFoundError, UnsupportedError, excerpt
 from statexchange.exchange.pretrained import pretrained_model, with_own_classes
-from statexchange.exchange.rank_metadata import gather_distinct
-from statexchange.messages import decode, encoded
+from statexchange.exchange.rank_metadata import decode_distinct, gather_distinct
+from statexchange.messages import encoded
 from statexchange.sharding.options import ExportOptions, LoadOptions
 from statexchange.sharding.shards import Box, TensorInfo, c_strides, full_box
 from statexchange.state.describe import Description
@@ -198,9 +198,8 @@ def _names_of_all(sent: Sequence[bytes]) -> dict[str, tuple[str, ...]]:
     """Return the names by which each tensor of any rank is written, by its name in memory."""
     names: dict[str, tuple[str, ...]] = {}
     tensors: dict[str, str] = {}  # the name in memory of each written tensor
-    for data in dict.fromkeys(sent):
-        rank = sent.index(data)
-        for name, written in decode(data, dict[str, tuple[str, ...]], "its names", rank).items():
+    for rank, of_rank in decode_distinct(sent, dict[str, tuple[str, ...]], "its names"):
+        for name, written in of_rank.items():
             first = names.setdefault(name, written)
             if first != written:
                 text = (

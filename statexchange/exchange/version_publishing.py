@@ -13,7 +13,7 @@ from statexchange.exchange.export import converted_description, export_described
 from statexchange.exchange.exporting import ExportRequest
 from statexchange.exchange.published import PublishedBox, PublishedVersion, digest_of_state, published_boxes
 from statexchange.exchange.receipts import Receipts, gather_provenance
-from statexchange.exchange.version_delta import Delta, compressor, difference, sampled_share
+from statexchange.exchange.version_delta import Delta, difference, sampled_share
 from statexchange.formats.version import DELTA_SCHEMA, VERSION_KEY, index_metadata
 from statexchange.sharding.plan import Plan
 from statexchange.sharding.write_plan import WritePlan
@@ -21,7 +21,7 @@ from statexchange.state.describe import Description
 from statexchange.storage import versions
 from statexchange.storage.files import WINDOW_BYTES, digest
 
-__all__ = ["PublishReport", "PublishedVersion", "VersionOptions", "check_installed", "publish_version"]
+__all__ = ["PublishReport", "PublishedVersion", "VersionOptions", "publish_version"]
 
 _LEAST_NBYTES = 1 << 16  # a delta of a small model may be as large, as each frame has a header
 
@@ -81,11 +81,6 @@ class VersionOptions:
     frames: Literal["many", "one"]
 
 
-def check_installed() -> None:
-    """Raise MissingExtraError if deltas cannot be made here: else that would come with the first one."""
-    compressor()
-
-
 def publish_version(
     comm: Communicator,
     described: Description,
@@ -101,6 +96,7 @@ def publish_version(
     described, left_options = converted_description(comm, described, conversion, request.options)
     request = replace(request, path=path, options=left_options)
     state_digest = digest_of_state(described, left_options)
+    # `last` is there on all ranks or on none: it is set at the end of a publish that no rank has failed in.
     if last is not None and _may_be_delta(comm, last, state_digest, options):
         delta = _difference(comm, described, last, options)
         if delta is not None:
@@ -108,7 +104,7 @@ def publish_version(
     bases: dict[int, int | None] = {}
     if last is not None:
         bases = last.bases
-        last.boxes = None  # before another copy is made
+        last.boxes = None  # before another copy is made: two would be as large as the model's part here twice
     return _publish_full(comm, described, request, run, number, state_digest, bases)
 
 
@@ -120,6 +116,7 @@ def _may_be_delta(comm: Communicator, last: PublishedVersion, state_digest: str,
         is_same = is_same and last.number in versions.list_versions(options.path, last.run)
     if not all(from_all(comm, is_same, bool, "whether its state has the same tensors as before")):
         return False
+    # A reader that has no version yet reads the whole chain: it must not cost more than half a model beside the model.
     return last.chain_length + 1 < options.full_every and last.chain_nbytes <= last.full_nbytes // 2
 
 
@@ -134,8 +131,8 @@ def _difference(
     # From here on `boxes` are of both versions; if the delta is not published, the next version must be full.
     last.boxes = None
     most_nbytes = int(options.max_delta * last.full_nbytes) + _LEAST_NBYTES
-    is_one = options.frames == "one"
-    return difference(comm, described, last.plan, boxes, last.names, most_nbytes=most_nbytes, one_frame=is_one)
+    one_frame = options.frames == "one"
+    return difference(comm, described, last.plan, boxes, last.names, most_nbytes=most_nbytes, one_frame=one_frame)
 
 
 def _publish_full(
@@ -174,11 +171,13 @@ def _publish_delta(
     comm: Communicator, delta: Delta, request: ExportRequest, number: int, last: PublishedVersion
 ) -> tuple[PublishReport, PublishedVersion]:
     """Export the entries of a delta. Collective."""
+    # The ranks have digested all boxes as for a full version, by the same plan: so copies are compared as there.
     with comm.phase("comparing copies"):
         provenance = gather_provenance(comm, last.plan, delta.receipts, last.tensors)
     marks = None
     if comm.rank == 0:
         marks = _marks_of_delta(delta, provenance, number, last)
+    # The entries have the names and bytes that are written: what selects, renames or casts has been applied.
     options = replace(request.options, include=(), exclude=(), rename=(), layout=None, dtype=None)
     request = replace(request, options=options, marks=marks, model_files={})
     if delta.changed:
