@@ -250,7 +250,8 @@ def converted_description(
     comm: Communicator, described: Description, conversion: Conversion | None, options: ExportOptions
 ) -> tuple[Description, ExportOptions]:
     """Return the tensors by the names to be written, and the options that are left for them. Collective."""
-    described, converts = agreed_names(comm, described, options.new_layout(), conversion)
+    texts = None if conversion is None else conversion.texts()
+    described, converts = agreed_names(comm, described, options.new_layout(), texts)
     if not converts:
         return described, options
     converted, options = convert_live(comm, described, conversion, options)

@@ -119,6 +119,7 @@ def _exchange(
     """Send every rank's block and message to root. Collective."""
     sent_here = _RankMessage()
     blocks: list[_Sent] = []
+    # Root's own tensors are not sent: it has them.
     try:
         transport.begin(root)
         with comm.phase("sending"):
@@ -330,6 +331,7 @@ def get_configs_parallel(
     """
     tensors: dict[str, Leaf] = {}
 
+    # Tensors go as tensors, and the config's JSON names them.
     def keep(value: object, path: str) -> str | None:
         if not is_tensor(value):
             return None
@@ -353,11 +355,11 @@ def _other_configs(blocks: Sequence[_Sent], types: Mapping[str, type]) -> list[L
     for rank, (block, message) in enumerate(blocks):
         if rank != 0:
             text = decode(message, str, "the config", rank)
-            configs.append(values.decode(text, types=types, leaves=_SentTensors(block, rank)))
+            configs.append(values.decode(text, types=types, leaves=_ConfigTensors(block, rank)))
     return configs
 
 
-class _SentTensors(dict[str, TensorLike]):
+class _ConfigTensors(dict[str, TensorLike]):
     """The tensors that a rank has sent beside its config, which names them."""
 
     def __init__(self, block: Block, rank: int) -> None:

@@ -20,6 +20,7 @@ from statexchange.storage.store import ByteRange
 
 __all__ = ["TensorParts", "parts_by_name"]
 
+# So many are looked at in the time of one step of a budget (storage/store.py).
 _PLACES_PER_STEP, _PIECES_PER_STEP = 4, 8
 
 
@@ -45,6 +46,7 @@ class _Holders:
         layout = self._index.layouts[self.places[0].layout]
         if layout.placement is None or len({place.layout for place in self.places}) > 1:
             return {}
+        # Copies have equal coordinates on the split axes. A save has one of them, unless ranks had different bytes.
         mesh_shape, axes = layout.placement.mesh_shape, layout.split_axes
         if math.prod(mesh_shape[axis] for axis in axes) != len(self.places):
             return {}

@@ -16,23 +16,30 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from statexchange.checkpoint.version_retention import remove_old_versions
-from statexchange.comm.communicator import CommLike, Communicator, from_root
+from statexchange.comm.communicator import CommLike, Communicator, from_all, from_root
 from statexchange.comm.defaults import as_communicator, public_call
 from statexchange.errors import InvalidArgumentError, StateExchangeError, excerpt, without_secrets
 from statexchange.exchange.background import run_in_background, wait_for_end
 from statexchange.exchange.chosen_conversion import Conversion
 from statexchange.exchange.export import model_of
 from statexchange.exchange.exporting import ExportRequest
-from statexchange.exchange.rank_metadata import compare_options
 from statexchange.exchange.save_schedule import whole_number
-from statexchange.exchange.version_delta import compressor
 from statexchange.exchange.version_publishing import (
     PublishedVersion,
     PublishReport,
     VersionOptions,
+    check_installed,
     publish_version,
 )
-from statexchange.sharding.options import CallOptions, Cast, Convert, ExportOptions, Rename, Replicas
+from statexchange.sharding.options import (
+    CallOptions,
+    Cast,
+    Convert,
+    ExportOptions,
+    Rename,
+    Replicas,
+    check_equal_options,
+)
 from statexchange.state.describe import Description, State, describe
 from statexchange.storage.versions import begin_run, check_is_current, set_latest, versions_path
 from statexchange.tensors import collector_paused
@@ -228,9 +235,11 @@ class Publisher:
         # In the background the call has returned when the copy was taken, which was just now.
         stall_s = time.perf_counter() - began
         here = {"version": str(number), "the Publisher": str(self._versions)}
-        compare_options(comm, here, "what to publish")
+        sent = from_all(comm, here, dict[str, str], "what to publish")
+        with comm.phase("comparing what to publish"):
+            check_equal_options(sent)
         with comm.phase("beginning a version"):
-            compressor()  # raises what is not installed now, and not at the first delta
+            check_installed()
             if comm.rank == 0:
                 # Not before the first publish: a trainer that fails before it leaves no run behind.
                 self._run = self._run or begin_run(self.path)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import CorruptError, InvalidArgumentError, MismatchError
@@ -197,25 +197,18 @@ class _Naming:
     sources: Mapping[str, str]
 
 
-class _Conversion(Protocol):
-    """A conversion of live state, of which its options are of interest here."""
-
-    def texts(self) -> dict[str, str]:
-        """Return the options that must be equal on all ranks, as text by name."""
-
-
 def agreed_names(
-    comm: Communicator, described: Description, layout: Layout, conversion: _Conversion | None
+    comm: Communicator, described: Description, layout: Layout, conversion: Mapping[str, str] | None
 ) -> tuple[Description, bool]:
     """Return the description with the names that a layout renumbers, and whether any rank has a conversion. Collective.
 
-    `conversion` is that of this rank, if it has one; it is not applied.
+    `conversion` are the options of this rank's conversion as text by name, None without one; it is not applied.
     """
     renumbers = any(rule.renumber for rule in layout.rules.values())
     # Compared, since all ranks renumber or none: new numbers follow from the names of all ranks.
     options = {"whether the layout renumbers": str(renumbers)}
     if conversion is not None:
-        options |= conversion.texts()
+        options |= conversion
     sources: dict[str, str] = {}
     if renumbers:
         sources = {name: described.sources.get(name, name) for name in described.tensors}

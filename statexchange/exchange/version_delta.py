@@ -9,6 +9,7 @@ that rank joins the boxes and compresses the whole.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -127,9 +128,10 @@ def difference(
         compared = _Comparing(comm, described, plan, boxes, most_nbytes)
     nbytes = 0
     changed_anywhere: set[int] = set()
-    for report in from_all(comm, compared.report(), _Report, "what has changed"):
-        nbytes += report.nbytes
-        changed_anywhere.update(report.changed)
+    here = (sorted(compared.changed), compared.nbytes)
+    for numbers, rank_nbytes in from_all(comm, here, tuple[list[int], int], "what has changed"):
+        nbytes += rank_nbytes
+        changed_anywhere.update(numbers)
     if nbytes > most_nbytes:
         return None
     # A tensor of which one rank's box has changed is in the delta as a whole: with the frames of the other boxes, which
@@ -153,14 +155,6 @@ def difference(
     return Delta(Description(tensors), boxes, compared.receipts, changed, total, checksums, frames)
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """The numbers of the tensors that have changed on a rank, and the bytes of their frames."""
-
-    changed: Sequence[int]
-    nbytes: int
-
-
 class _ChangedBox(NamedTuple):
     """A box of a changed tensor that a rank writes.
 
@@ -182,7 +176,13 @@ def _are_equal(new: NDArray[np.uint8], old: NDArray[np.uint8]) -> bool:
 
 
 class _Comparing:
-    """This rank's comparison: the frames of the boxes that have changed, and the digests of all."""
+    """This rank's comparison: the frames of the boxes that have changed, and the digests of all.
+
+    Attributes:
+        changed: the numbers of the tensors that have changed here.
+        nbytes: the bytes of the frames of windows that have changed.
+        receipts: the digests of all boxes after the change.
+    """
 
     def __init__(
         self,
@@ -195,13 +195,13 @@ class _Comparing:
         self._plan = plan
         self._boxes = boxes
         self._frames: list[list[bytes]] = []  # of each box
-        self._changed: set[int] = set()  # the numbers of tensors
-        # Frames of windows that have not changed, by their size. Most have not, and these are compressed once.
-        self._zeros: dict[int, bytes] = {}
         self._compress = compressor()
-        self.receipts = Receipts()
+        # The frame of a window that has not changed, as most have not: there are two or three sizes of windows.
+        self._frame_of_zeros = functools.cache(lambda nbytes: self._compress(np.zeros(nbytes, np.uint8)))
         self._most_nbytes = most_nbytes
-        self._nbytes = 0
+        self.changed: set[int] = set()
+        self.nbytes = 0
+        self.receipts = Receipts()
         staging = Staging()
         in_order = iter(boxes)
         for number, tensor, piece, _ in planned_pieces(plan, comm.rank):
@@ -236,26 +236,16 @@ class _Comparing:
                 # Only a box that has changed needs a new digest: from the first window that differs on.
                 # What is before has not changed, and is hashed as it was published.
                 hasher = hasher or xxhash.xxh3_128(published.data[:at].data)
-                if self._nbytes <= self._most_nbytes:  # what is more is a full version, for which no frame is needed
+                if self.nbytes <= self._most_nbytes:  # what is more is a full version, for which no frame is needed
                     frames.append(self._compress(np.bitwise_xor(new, old)))
-                    self._nbytes += len(frames[-1])
+                    self.nbytes += len(frames[-1])
                 old[...] = new
             if hasher is not None:
                 hasher.update(part)
             at += len(part)
         if hasher is not None:
             published.digest, published.sums = hasher.digest(), None
-            self._changed.add(published.number)
-
-    def _frame_of_zeros(self, nbytes: int) -> bytes:
-        """Return the frame of a window that has not changed."""
-        if nbytes not in self._zeros:
-            self._zeros[nbytes] = self._compress(np.zeros(nbytes, np.uint8))
-        return self._zeros[nbytes]
-
-    def report(self) -> _Report:
-        """Return what the other ranks need first."""
-        return _Report(sorted(self._changed), self._nbytes)
+            self.changed.add(published.number)
 
     def of_tensors(self, numbers: Sequence[int]) -> Iterator[tuple[PublishedBox, list[bytes]]]:
         """Yield this rank's boxes of some tensors with their frames, in the order of the plan."""

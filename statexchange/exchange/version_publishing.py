@@ -13,7 +13,7 @@ from statexchange.exchange.export import converted_description, export_described
 from statexchange.exchange.exporting import ExportRequest
 from statexchange.exchange.published import PublishedBox, PublishedVersion, digest_of_state, published_boxes
 from statexchange.exchange.receipts import Receipts, gather_provenance
-from statexchange.exchange.version_delta import Delta, difference, sampled_share
+from statexchange.exchange.version_delta import Delta, compressor, difference, sampled_share
 from statexchange.formats.version import DELTA_SCHEMA, VERSION_KEY, index_metadata
 from statexchange.sharding.plan import Plan
 from statexchange.sharding.write_plan import WritePlan
@@ -21,7 +21,7 @@ from statexchange.state.describe import Description
 from statexchange.storage import versions
 from statexchange.storage.files import WINDOW_BYTES, digest
 
-__all__ = ["PublishReport", "PublishedVersion", "VersionOptions", "publish_version"]
+__all__ = ["PublishReport", "PublishedVersion", "VersionOptions", "check_installed", "publish_version"]
 
 _LEAST_NBYTES = 1 << 16  # a delta of a small model may be as large, as each frame has a header
 
@@ -79,6 +79,11 @@ class VersionOptions:
     full_every: int
     max_delta: float
     frames: Literal["many", "one"]
+
+
+def check_installed() -> None:
+    """Raise MissingExtraError if deltas cannot be made here: else that would come with the first one."""
+    compressor()
 
 
 def publish_version(

@@ -15,6 +15,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -152,7 +153,6 @@ class _Writing:
     def __init__(self, comm: Communicator, described: Description, plan: WritePlan, nodes: Sequence[int]) -> None:
         self._comm = comm
         self._described = described
-        self._write_staging, self._send_staging = Staging(), Staging(_MESSAGE_BYTES)
         self._node_ranks: dict[int, list[int]] = {}
         for rank, node in enumerate(comm.nodes):
             self._node_ranks.setdefault(node, []).append(rank)
@@ -226,6 +226,16 @@ class _Writing:
             else:
                 self._receive(item, opened)
         return self._receipts
+
+    # At the first box that needs one: most lie on the host as the file has them.
+
+    @cached_property
+    def _write_staging(self) -> Staging:
+        return Staging()
+
+    @cached_property
+    def _send_staging(self) -> Staging:
+        return Staging(_MESSAGE_BYTES)
 
     def _supply(self, item: _WriteItem, opened: _Files) -> None:
         """Write, send or only digest a box of this rank."""
