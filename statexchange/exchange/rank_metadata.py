@@ -252,7 +252,7 @@ def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[S
 
     A spec that all ranks of its mesh give is listed for the first of them only, unless another rank has a tensor of
     this name. It stands for the boxes of all: of "w" of shape (4, 3), cut by rows on 2 ranks, rank 0 has the spec and
-    rank 1 nothing. Where rank 2 has a "w", too, ranks 0 and 1 have boxes: (0, 0)+(2, 3) and (2, 0)+(2, 3).
+    rank 1 nothing. Where rank 2 has a "w", too, ranks 0 and 1 have boxes: [0:2, 0:3] and [2:4, 0:3].
     """
     agreed = _agreed_specs(metadata)
     # Ranks with equal metadata share one object. Thousands of them may have a model on a mesh, with nothing to list.

@@ -351,7 +351,7 @@ def _joined(
 def _entry(name: str, nbytes: int, parts: Sequence[_Part]) -> LocalTensor:
     """Return an entry of a delta with this rank's parts of it, as an export takes it: a row of bytes.
 
-    Of frames of 31, 18 and 20 bytes this rank has the last two: its box of the tensor of shape (69,) is (31,)+(38,).
+    Of frames of 31, 18 and 20 bytes this rank has the last two: its box of the tensor of shape (69,) is [31:69].
     """
     boxes, arrays, memories = [], [], []
     for begin, frames in parts:
