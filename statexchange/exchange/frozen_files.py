@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import StateExchangeError, TargetExistsError, without_secrets
+from statexchange.errors import PeerError, StallError, StateExchangeError, TargetExistsError, without_secrets
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.formats.source import ShardFile
 from statexchange.sharding.shards import Shard
@@ -158,8 +158,8 @@ class FrozenFiles:
                 _check(self._folder, last, comm)
             member = join_build(target.path, target.key, MANIFEST)
             version = member.link(name, path, last.identity, comm.progress)
-        except TargetExistsError:  # another publisher has taken over the target: this save is over
-            raise
+        except (PeerError, StallError, TargetExistsError):  # this save is over: another rank has failed, or a
+            raise  # publisher has taken over the target
         except StateExchangeError as error:  # the file is written, as if there were no earlier save
             _log.warning("%s is not linked, but written again: %s", without_secrets(path), error)
             return None
