@@ -340,6 +340,7 @@ def _report(
 ) -> ExportReport:
     plan = root.plan
     files = [*small_files]
+    # By what was written, and not by what is there: another publisher may replace the directory at any time.
     for file, output in zip(plan.files, root.publication.outputs, strict=True):
         files.append((file.name, len(output.header) + file.data_nbytes))
     return ExportReport(

@@ -32,6 +32,7 @@ __all__ = [
     "parse_metadata",
     "rank_shards",
     "reductions_of",
+    "tensors_of",
 ]
 
 T = TypeVar("T")
@@ -153,12 +154,17 @@ def _parsed(data: bytes, rank: int) -> RankMetadata:
     return decode(data, RankMetadata, "the description of its state", rank, RankMetadata.check)
 
 
+def tensors_of(described: Description) -> dict[str, TensorInfo]:
+    """Return the dtype and global shape of each tensor of this rank."""
+    tensors = {}
+    for name, local in described.tensors.items():
+        tensors[name] = TensorInfo(local.shard.dtype, local.shard.global_shape)
+    return tensors
+
+
 def all_tensors(comm: Communicator, described: Description) -> dict[str, TensorInfo]:
     """Return the dtype and global shape of each tensor of any rank. Collective."""
-    tensors_here = {}
-    for local in described.tensors.values():
-        tensors_here[local.shard.name] = TensorInfo(local.shard.dtype, local.shard.global_shape)
-    sent = gather_distinct(comm, encoded(tensors_here, dict[str, TensorInfo]))
+    sent = gather_distinct(comm, encoded(tensors_of(described), dict[str, TensorInfo]))
     tensors: dict[str, TensorInfo] = {}
     with comm.phase("comparing its tensors"):
         for rank, of_rank in decode_distinct(sent, dict[str, TensorInfo], "its tensors"):

@@ -21,7 +21,7 @@ from statexchange.conversions.patches import Dim, Patch
 from statexchange.conversions.plan import ConversionPlan, Fill
 from statexchange.errors import InvalidArgumentError, NotFoundError, UnsupportedError, excerpt
 from statexchange.exchange.pretrained import pretrained_model, with_own_classes
-from statexchange.exchange.rank_metadata import decode_distinct, gather_distinct
+from statexchange.exchange.rank_metadata import decode_distinct, gather_distinct, tensors_of
 from statexchange.messages import encoded
 from statexchange.sharding.options import ExportOptions, LoadOptions
 from statexchange.sharding.shards import Box, TensorInfo, c_strides, full_box
@@ -55,9 +55,7 @@ class SavedNames:
                 pattern matches names in memory, and none that is written.
         """
         with comm.phase("naming its tensors"):
-            tensors = {}
-            for name, local in described.tensors.items():
-                tensors[name] = TensorInfo(local.shard.dtype, local.shard.global_shape)
+            tensors = tensors_of(described)
             parts = self._parts({name: info.shape for name, info in tensors.items()})
         # Stages of one model have other tensors: one may be traced where another is not, and all need the same names.
         kind = ""

@@ -123,6 +123,7 @@ def open_upload(
     target = from_root(comm, target, _Target, "the target")
     # Any host can upload.
     nodes = assign_hosts(plan, comm.nodes, [True] * comm.world_size)
+    # One rank makes the files of a host: a file without a name is opened by its maker's descriptor alone.
     maker = comm.nodes.index(comm.node_rank)  # the first rank of this host
     names = [os.path.basename(file.path) for file in plan.files]
     scratch_files: dict[int, _Scratch] = {}
