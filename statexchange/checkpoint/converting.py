@@ -43,9 +43,12 @@ def converted_selection(
     assert conversion is not None
     names = source.tensor_names
     options.check_include(names)
+    # Rules are for the model's own names: what is not selected need not have one, and wrappers' parts are no names.
     wanted = frozenset(filter(options.wants, names))
     selected = section_of(source, Section("model", "", wanted)).unwrapped()
-    written = [] if config is None else config_of(f"{CONFIG} of files_from", config)
+    written = []
+    if config is not None:
+        written = config_of(f"{CONFIG} of files_from", config)
     configs = [*written, *configs_beside(source)]
     if is_copied and not written:
         written = config_files_beside(source)

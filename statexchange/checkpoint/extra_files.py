@@ -41,6 +41,7 @@ __all__ = [
     "source_files",
 ]
 
+# Small files are read into memory whole. What is larger is no config or tokenizer, and is named in a note.
 _MAX_BYTES = 64 << 20  # of a file, and of all files in subdirectories
 _MAX_DEPTH, _MAX_ENTRIES = 3, 1000  # of subdirectories
 _DTYPE_KEYS = ("dtype", "torch_dtype")  # of transformers 5, and of older versions
@@ -75,19 +76,14 @@ def extra_files(
         InvalidArgumentError: a name is not a plain file name, or is a file of the checkpoint itself.
     """
     files = dict(model_files)
+    # A config that the caller gives is written as it is: the caller may want another dtype at inference.
     if updates_dtype and CONFIG in files:
         files[CONFIG] = _with_dtype(files[CONFIG], plan)
-    reserved = {
-        "",
-        ".",
-        "..",
-        MANIFEST,
-        DIGESTS,
-        index_name(plan),
-        *(file.name for file in plan.files),
-        single_file_name(plan),
-    }
+    # The single file's name, too, if there are several files: readers would take it for the whole model.
+    reserved = {"", ".", "..", MANIFEST, DIGESTS, index_name(plan), single_file_name(plan)}
+    reserved.update(file.name for file in plan.files)
     for name in caller_files:
+        # At a URL the claim of a publisher has a name of this kind (storage/publish/claim.py).
         if name in reserved or "\0" in name or name.startswith(".statexchange"):
             raise InvalidArgumentError(
                 f"files_from: {name!r} is not a plain file name, or is one that the checkpoint itself writes"
@@ -172,15 +168,18 @@ def source_files(source: Source) -> tuple[dict[str, bytes], tuple[str, ...]]:
         has_config = source.kind in KINDS_BESIDE_CONFIGS and not {CONFIG, ADAPTER_CONFIG}.isdisjoint(store.listing)
         if opened.file is not None or not (has_config or source.kind == "huggingface"):
             return {}, ()
-    base = f"{store.path.rstrip('/')}/"
-    read = {name for part in source.parts for name in part.names}
-    read |= {file.path.removeprefix(base).partition("/")[0] for file in source.files}
     chosen, left = _choose(store)
     files = {}
     for name, file in chosen.items():
         with _left_out(left, name):
             files[name] = file.read_all()
-    left = {name: reason for name, reason in left.items() if name not in read}
+    # What is read as a part of the checkpoint is not left out: files of tensors, or the directories that they are in.
+    base = f"{store.path.rstrip('/')}/"
+    for shard_file in source.files:
+        left.pop(shard_file.path.removeprefix(base).partition("/")[0], None)
+    for part in source.parts:
+        for name in part.names:
+            left.pop(name, None)
     if not left:
         return files, ()
     return files, (f"not copied from {without_secrets(store.path)}: {abbreviated_list(left)}",)
@@ -192,7 +191,7 @@ def _left_out(left: dict[str, str], name: str) -> Iterator[None]:
     try:
         yield
     except ReplacedError:
-        raise
+        raise  # a file of another checkpoint that has come to this path must not lie beside tensors of this one
     except StateExchangeError as error:
         left[name] = error.message
 
@@ -205,14 +204,20 @@ def _choose(store: Store) -> tuple[dict[str, StoredFile], dict[str, str]]:
         if not _NOT_COPIED.fullmatch(name):
             with _left_out(left, name):
                 files[name] = store.open(name)
-    large = {name: file.size for name, file in files.items() if file.size > _MAX_BYTES}
-    left |= {name: format_bytes(files.pop(name).size) for name in large}
+    for name, file in list(files.items()):
+        if file.size > _MAX_BYTES:
+            left[name] = format_bytes(file.size)
+            del files[name]
+    if not files:
+        return files, left  # no model's directory, and those below are not its parts
     room = _MAX_BYTES
-    # Without a small file this is not a model's directory, and those below are not its parts.
-    for name, kind in store.listing.items() if files else ():
+    for name, kind in store.listing.items():
+        if kind == "file":
+            continue
+        # A directory is copied as a whole or not at all: half of a tokenizer is worse than none.
         below: dict[str, StoredFile] = {}
         with _left_out(left, name):
-            below = _files_below(store, name, _MAX_DEPTH) if kind != "file" else {}
+            below = _files_below(store, name, _MAX_DEPTH)
         nbytes = sum(file.size for file in below.values())
         if nbytes > room:
             left[name] = format_bytes(nbytes)
@@ -231,9 +236,10 @@ def _files_below(store: Store, name: str, depth: int) -> dict[str, StoredFile]:
         raise UnsafeError("no directory or regular file")
     below = store.below(name)
     if name.startswith("."):
+        # Nobody misses a directory of a tool, such as git; a note names one that may be a model.
         if CONFIG in below.listing:
             raise UnsafeError("hidden")
-        return {}  # a directory of a tool, such as git
+        return {}
     if _OF_JOB.fullmatch(name):
         raise UnsafeError("of a job")
     if MANIFEST in below.listing:
@@ -250,11 +256,15 @@ def _files_below(store: Store, name: str, depth: int) -> dict[str, StoredFile]:
 
 
 def _with_dtype(config: bytes, plan: Plan) -> bytes:
-    """Return a config.json with the floating dtype that most bytes of the plan have; unchanged if it is broken."""
+    """Return a config.json with the floating dtype that most bytes of the plan have; unchanged if it is broken.
+
+    ``{"dtype": "float32"}`` becomes ``{"dtype": "bfloat16"}`` beside tensors that were cast to bfloat16.
+    """
     nbytes: Counter[str] = Counter()
     for tensor in plan.tensors.values():
         if tensor.dtype in FLOATS:
             nbytes[tensor.dtype] += tensor.nbytes
+    # A broken config is copied as it is: the tensors are right without it, and a merge of hours must not fail of it.
     try:
         parsed = parse_json(config, CONFIG, Budget(CONFIG))
     except CorruptError:
@@ -262,7 +272,7 @@ def _with_dtype(config: bytes, plan: Plan) -> bytes:
     if not nbytes or not isinstance(parsed, dict):
         return config
     dtype = LONG_NAMES[max(nbytes, key=nbytes.__getitem__)]
-    if not any(key in parsed for key in _DTYPE_KEYS):
+    if parsed.keys().isdisjoint(_DTYPE_KEYS):
         parsed[_DTYPE_KEYS[0]] = dtype
     _set_dtype(parsed, dtype)
     return (json.dumps(parsed, indent=2) + "\n").encode()

@@ -223,6 +223,7 @@ def merge_checkpoint(
         raise InvalidArgumentError("threads must be a number from 1 on, not 0")
     options = ExportOptions.of({**arguments, "layout": read_layout(layout)})
     request = _Request(target_path(path), call, options, began)
+    # A job may replace its newest checkpoint in the moment in which it is opened. Twice in a row is no accident.
     try:
         return _merge(*open_selected(source, call, options), request)
     except ReplacedError:
@@ -235,7 +236,7 @@ def copy_source(opened: Source, path: str, on_progress: Callable[[int, int], Non
     Not collective. The result depends on the tensors alone, and not on the files in which they lay: so it has the same
     bytes on all hosts.
     """
-    call = CallOptions(section="all", on_progress=on_progress)
+    call = CallOptions(section="all", on_progress=on_progress)  # what was opened is written, whatever it is
     nbytes = sum(tensor.shard.nbytes for _, tensor in opened.shards())
     # Files are written side by side: several also of a small model, and not too many of a large one.
     options = ExportOptions(max_shard_size=max(_COPIED_SHARD_BYTES, nbytes // _MOST_COPIED_SHARDS))
@@ -296,13 +297,13 @@ def _merge(opened: Source, reductions: Mapping[str, str], request: _Request) -> 
         selected = select(opened, reductions, request.options)
         output = _plan(opened, selected, request)
         call, target, plan, notes = request.call, request.path, output.plan, output.notes
-        extra, metadata, overwrite, resume = output.extra, output.metadata, call.overwrite, call.resume
+        extra, metadata = output.extra, output.metadata
         reused: tuple[str, ...] = ()
         _check_apart(opened, target)
         if call.dry_run:
-            check_publication(target, plan, extra=extra, metadata=metadata, overwrite=overwrite)
+            check_publication(target, plan, extra=extra, metadata=metadata, overwrite=call.overwrite)
             if output.compared is not None:
-                notes += notes_on_model(plan, output.compared, {})
+                notes += notes_on_model(plan, output.compared, {})  # digests are known only after the tensors are read
         else:
             with Publication(
                 target,
@@ -310,12 +311,13 @@ def _merge(opened: Source, reductions: Mapping[str, str], request: _Request) -> 
                 source=opened.kind,
                 extra=extra,
                 metadata=metadata,
-                overwrite=overwrite,
-                reuse=not request.is_copy,
-                resume=resume,
+                overwrite=call.overwrite,
+                reuse=not request.is_copy,  # the digest of a copy's plan does not cover the files: it has no basis
+                resume=call.resume,
             ) as publication:
                 target, reused = publication.build.path, tuple(sorted(publication.build.finished))
                 provenance = _FileWriter(selected.source, plan, publication, call).write()
+                # What a conversion puts together from several boxes was read without a check against their digests.
                 if selected.converted is not None:
                     selected.converted.check_digests()
                 # Before the commit: a copy of a file that was changed in place is half old and half new.
@@ -349,12 +351,14 @@ def _plan(opened: Source, selected: Selection, request: _Request) -> _Output:
         # The note of one of several files says where the others are.
         notes = opened.notes if opened.opened.file is not None else ()
         raise error.located(path=error.path or opened.path, advice="; ".join(notes)) from None
+    # A conversion gives other names: to which of them an alias would belong, nobody can tell.
     if opened.manifest is not None and selected.converted is None:
         plan = replace(plan, aliases={**_published_aliases(opened.manifest, plan, left_options), **plan.aliases})
     if not plan.num_tensors:
         raise _nothing_to_merge(opened, request.call.section)
     if options.replicas == "equal":
         _check_copies(selected.source, plan, left_options)
+    # ZeRO's float32 masters are merged, and the config beside them says bfloat16 or float16.
     updates_dtype = bool(options.dtype) or opened.kind == "deepspeed"
     extra = extra_files(selected.caller_files.contents, plan, selected.files, updates_dtype=updates_dtype)
     metadata, metadata_notes = kept_metadata(opened, left_options)
@@ -409,7 +413,10 @@ _RECORD_VERSION = 2  # of what `_write_part` records of a file: an older one is 
 
 
 def _basis(source: Source, options: ExportOptions, reductions: Mapping[str, str]) -> str:
-    """Return a digest of all that the output depends on, except names: options, headers, file sizes and times."""
+    """Return a digest of all that the output depends on, except names: options, headers, file sizes and times.
+
+    A killed merge is resumed only with the same one. Names are in the plan, whose digest covers this basis, too.
+    """
     described: list[object] = [_RECORD_VERSION, options.replicas, options.dtype, sorted(reductions.items())]
     if isinstance(source.files, EvenFiles):
         specs = [[spec.name, spec.dtype, spec.global_shape, spec.placement] for spec in source.specs.values()]
@@ -435,15 +442,26 @@ def _planned(source: Source, plan: Plan) -> tuple[PlannedTensor, ...]:
     for file in plan.files:
         for tensor in file.tensors:
             holders, _ = holders_of(tensor.pieces, with_copies=False)
-            ranks = tuple(sorted({source.files[holder].rank for holder in holders}))
-            shape = element_shape(tensor.dtype, tensor.shape)
-            row = (tensor.name, tensor.source, tensor.dtype, shape, file.name, len(tensor.pieces), ranks)
-            planned.append(PlannedTensor(*row))
+            ranks = {source.files[holder].rank for holder in holders}
+            planned.append(
+                PlannedTensor(
+                    name=tensor.name,
+                    source=tensor.source,
+                    dtype=tensor.dtype,
+                    shape=element_shape(tensor.dtype, tensor.shape),
+                    file=file.name,
+                    num_boxes=len(tensor.pieces),
+                    ranks=tuple(sorted(ranks)),
+                )
+            )
     return tuple(planned)
 
 
 def _check_copies(source: Source, plan: Plan, options: ExportOptions) -> None:
-    """Raise ReplicaError unless all copies of each box are equal, and selected tied tensors equal each other."""
+    """Raise ReplicaError unless all copies of each box are equal, and selected tied tensors equal each other.
+
+    Before the first byte is written: the plan reads the copies that it does not write for this alone.
+    """
     for tensor in plan.tensors.values():
         if has_copies(tensor.pieces):
             check_tensor_copies(source, tensor, advice_on_copies(source, tensor))
@@ -492,7 +510,7 @@ class _FileWriter:
         plans = []
         for plan in self._plan.files:
             if plan.name in self._publication.build.finished:
-                # What `_write_part` recorded.
+                # What `_write_part` recorded. The file itself is not read again: the record came after its last byte.
                 for tensor, record in zip(plan.tensors, self._publication.build.finished[plan.name], strict=True):
                     ranks, digests, num_overflows = record
                     provenance[tensor.name] = Provenance(ranks, bytes.fromhex(digests), num_overflows)
@@ -503,7 +521,8 @@ class _FileWriter:
         with ThreadPoolExecutor(threads) as pool:
             outputs = list(pool.map(self._publication.create, plans))  # a full disk is found before anything is written
             futures = []
-            # Each thread gets equally many whole files. Those that are left over are divided among all threads.
+            # Each thread gets equally many whole files. Those left over are divided among all threads. One thread
+            # alone can write an object, which is uploaded from its beginning to its end (`is_sequential`).
             num_last = len(plans) % threads
             for number, (plan, output) in enumerate(zip(plans, outputs, strict=True)):
                 is_divided = number >= len(plans) - num_last and not output.is_sequential
@@ -514,16 +533,19 @@ class _FileWriter:
                 for future in as_completed(futures):
                     provenance |= future.result()
             except BaseException:
-                self._stop.set()  # the other threads end at their next window
+                self._stop.set()  # the other threads end at their next window; the pool waits for them
                 raise
         return provenance
 
     def _write_part(self, file: _OpenFile, tensors: Sequence[TensorPlan]) -> dict[str, Provenance]:
         """Write some tensors of a file, and finish the file if these are the last; return the boxes of all if so."""
         memory = memoryview(bytearray(MEMORY_BYTES))
+        # One buffer and one queue of reads ahead for each thread: these are the memory of a merge.
         ahead = prefetch(self._source, tensors)
         for tensor in tensors:
             file.provenance[tensor.name] = self._write_tensor(tensor, file.output, memory, ahead.advance)
+        # Whoever writes the last part makes the file durable, and only then records it: a record without its bytes
+        # would be resumed.
         with self._lock:
             file.num_left -= 1
             if file.num_left:
@@ -545,6 +567,7 @@ class _FileWriter:
             if self._stop.is_set():
                 raise RuntimeError("another file of this merge failed")
             self._count(len(data))
+            # A cast or a conversion reads more or fewer bytes than are written.
             advance(int(len(data) * reader.read_per_byte))
             output.write(data, at)
             at += len(data)
@@ -563,9 +586,13 @@ _LEAST_PART_BYTES, _MOST_PARTS = 4 << 20, 8
 
 
 def _parts(file: FilePlan, count: int) -> list[Sequence[TensorPlan]]:
-    """Divide the tensors of a file into at most `count` runs of about equally many bytes."""
+    """Divide the tensors of a file into at most `count` runs of about equally many bytes.
+
+    Four tensors of 10, 10, 20 and 40 MiB are two parts: the first three, and the last.
+    """
     count = max(1, min(count, _MOST_PARTS, file.data_nbytes // _LEAST_PART_BYTES))
     begins = [tensor.begin for tensor in file.tensors]
+    # The first tensors that begin at or after each n-th of the file: one that is larger than that leaves empty runs.
     cuts = [bisect.bisect_left(begins, file.data_nbytes * number // count) for number in range(count)]
     parts: list[Sequence[TensorPlan]] = []
     for first, end in itertools.pairwise([*cuts, len(begins)]):

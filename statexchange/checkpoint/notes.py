@@ -74,20 +74,23 @@ def kept_metadata(source: Source, options: ExportOptions) -> tuple[dict[str, str
 
     torchao's records of its weights get the names that `options` give to the tensors.
     """
-    metadata = source.metadata
+    metadata = dict(source.metadata)
+    old_format, new_format = metadata.pop("format", None), FORMAT_METADATA["format"]
     if options.rename:
         metadata = torchao.renamed_records(metadata, options.renamed, source.path)
-    others = {key: value for key, value in metadata.items() if key != "format"}
-    written = {key: value for key, value in others.items() if _is_text(key) and _is_text(value)}
     reasons = dict.fromkeys(source.differing, "files differ")
-    reasons |= {key: "not valid text" for key in others if key not in written}
+    written = dict(FORMAT_METADATA)
+    for key, value in metadata.items():
+        if _is_text(key) and _is_text(value):
+            written[key] = value
+        else:
+            reasons[key] = "not valid text"
     notes = []
     if reasons:
         notes.append(f"metadata keys that are not kept: {abbreviated_list(reasons)}")
-    old_format, new_format = source.metadata.get("format"), FORMAT_METADATA["format"]
     if old_format not in (None, new_format):
         notes.append(f"the metadata key format becomes {new_format!r}; it was {excerpt(old_format, 60)}")
-    return {**FORMAT_METADATA, **written}, tuple(notes)
+    return written, tuple(notes)
 
 
 def _is_text(value: str) -> bool:
@@ -119,13 +122,14 @@ def notes_on_names(plan: Plan, files: Collection[str], *, is_converted: bool) ->
     names = [tensor.source for tensor in plan.tensors.values()]
     notes = []
     of_optimizer = list(filter(_OPTIMIZER_STATE.fullmatch, names))
+    # Who merges an optimizer alone means to: only a mixture is a surprise.
     if 0 < len(of_optimizer) < len(names):
         finding = f"{len(of_optimizer):,} of {len(names):,} tensors look like optimizer state"
         advice = 'exclude (--exclude), or in a job\'s state section="model" (--section model), leaves them out'
         notes.append(f"{finding}, such as {of_optimizer[0]}: {advice}")
     if not {CONFIG, ADAPTER_CONFIG}.intersection(files):
         notes += _note_on_missing_config(plan.tensors)
-    # Built-in conversions are of models with layers.
+    # Built-in conversions are of models with layers: for other names their tables need not be read.
     if not is_converted and any(".layers." in f".{name}" for name in plan.tensors):
         notes += _note_on_foreign_names(list(plan.tensors))
     return tuple(notes)
@@ -144,7 +148,7 @@ def _note_on_missing_config(names: Collection[str]) -> Iterator[str]:
 
 def _note_on_foreign_names(names: Collection[str]) -> Iterator[str]:
     """Yield a note if a built-in conversion to names of transformers has a rule for the name of every tensor."""
-    from statexchange.conversions.choice import conversion_of
+    from statexchange.conversions.choice import conversion_of  # reads the rules of each family
 
     conversion = conversion_of(names)
     if conversion is not None:
@@ -222,20 +226,24 @@ def notes_on_equal_parts(layout: Layout, joined: Iterable[JoinedParts]) -> tuple
 
     They are most often copies of data parallelism, and the tensor then has too many rows. This is no proof, as experts
     that were made of one dense layer are equal too, so it is not refused. Zeros, ones and scalars prove nothing.
+
+    Ranks 0 to 3 hold "w" by ``{"dim": 0}``. If ranks 0 and 2 have equal bytes, and 1 and 3 have, the note says "ranks
+    [0, 2], [1, 3] have equal parts": two copies of two parts were joined to four.
     """
     if layout.mesh or not layout.rules:
         return ()
     repeated: dict[str, tuple[list[list[int]], list[str]]] = {}  # by pattern: equal ranks, names
     for parts in joined:
+        rule = layout.rule_for(parts.name)
+        # Moments of parts may well be equal where the parts are not; those of copies come with their parameter.
+        if rule is None or rule.boxes is not None or ".state." in parts.name:
+            continue
         groups: dict[tuple[str, ...], list[int]] = {}
         for rank, digests in sorted(parts.digests.items()):
             groups.setdefault(tuple(digests), []).append(rank)
-        rule = layout.rule_for(parts.name)
+        # One rank without an equal is enough: copies of data parallelism have equals for all parts.
         are_copied = len(parts.digests) > 1 and all(len(ranks) > 1 for ranks in groups.values())
-        # Moments of parts may well be equal where the parts are not; those of copies come with their parameter.
-        if rule is None or rule.boxes is not None or not are_copied or ".state." in parts.name:
-            continue
-        if not all(_is_constant(text, numel, parts.dtype) for text, numel in parts.numel.items()):
+        if are_copied and not all(_is_constant(text, numel, parts.dtype) for text, numel in parts.numel.items()):
             repeated.setdefault(rule.pattern, (list(groups.values()), []))[1].append(parts.name)
     notes = []
     for pattern, (equal_ranks, names) in repeated.items():
@@ -252,14 +260,14 @@ def _is_constant(start: str, numel: int, dtype: str) -> bool:
 
     if numel <= 1:
         return True
+    # The tensor's bytes are not here any more, only their digest: so constants of its size are hashed.
     contents = [b"\0" * ITEMSIZE[dtype]]
     if dtype not in PACKED:
         contents.append(numpy_dtype(dtype).type(1).tobytes())
+    num_windows, num_left = divmod(numel, _WINDOW)
     for element in contents:
-        # Hash window by window: a constant of the size of a tensor may not fit into memory.
-        window = element * min(numel, _WINDOW)
-        rest = element * (numel % _WINDOW if numel > _WINDOW else 0)
-        if digest(*[window] * max(1, numel // _WINDOW), rest).startswith(start):
+        # One window many times over: a constant of the size of a tensor may not fit into memory.
+        if digest(*[element * _WINDOW] * num_windows, element * num_left).startswith(start):
             return True
     return False
 
@@ -282,12 +290,11 @@ def note_on_extra_state(names: Iterable[str], options: ExportOptions) -> tuple[s
 
 def note_on_overflows(counts: Mapping[str, int]) -> tuple[str, ...]:
     """Return a note about finite elements that a cast has made infinite; `counts` has their number by tensor."""
-    counts = {name: count for name, count in counts.items() if count}
-    if not counts:
-        return ()
     total = sum(counts.values())
+    if not total:
+        return ()
     became = "1 finite value became infinite" if total == 1 else f"{total:,} finite values became infinite"
-    named = abbreviated_list({name: f"{count:,}" for name, count in counts.items()})
+    named = abbreviated_list({name: f"{count:,}" for name, count in counts.items() if count})
     return (f"{became} as they were cast, in {named}: a dtype with a wider range keeps them, such as bfloat16",)
 
 
@@ -300,9 +307,12 @@ def notes_on_tensors(rank_shards: Sequence[RankShards], plan: Plan, options: Exp
         options: the options of the plan.
     """
     tensors = list(plan.tensors.values())
+    notes = []
+    # ZeRO-3 leaves weights of shape [0] in a state dict that is taken without gathering them.
     empty = {tensor.name: tensor.shape for tensor in tensors if 0 in tensor.shape}
-    text = empty_weights_text(empty) if empty else ""
-    notes = [text] if text else []
+    if empty and (text := empty_weights_text(empty)):
+        notes.append(text)
+    # By default nothing is left out or cast, so that an export of 50,000 tensors need not look for what follows.
     if options.dtype or options.include or options.exclude:
         dtypes = {shard.name: shard.dtype for holder in rank_shards for shard in holder.shards}
         notes += _notes_on_scales(tensors, dtypes, options)
@@ -314,13 +324,14 @@ def notes_on_tensors(rank_shards: Sequence[RankShards], plan: Plan, options: Exp
 def _notes_on_scales(tensors: Sequence[TensorPlan], dtypes: Mapping[str, str], options: ExportOptions) -> Iterable[str]:
     """Yield a note if quantised weights are selected without their scales, zero points or the like."""
     packed = {tensor.source for tensor in tensors if is_packed_weight(tensor.source, dtypes[tensor.source])}
+    # Scales have the name of the weight ("fc.weight.absmax" of bitsandbytes) or of its module ("fc.weight_scale").
     owners = packed | {name.rpartition(".")[0] for name in packed}
-    lacking = {}
+    missing = {}
     for name, dtype in dtypes.items():
         if not options.wants(name) and _SCALES.search(name) and _SCALES.split(name)[0] in owners:
-            lacking[name] = dtype
-    if lacking:
-        yield f"quantised weights cannot be read without tensors that are left out: {abbreviated_list(lacking)}"
+            missing[name] = dtype
+    if missing:
+        yield f"quantised weights cannot be read without tensors that are left out: {abbreviated_list(missing)}"
 
 
 def _notes_on_casts(tensors: Sequence[TensorPlan], dtypes: Mapping[str, str], options: ExportOptions) -> Iterable[str]:
@@ -329,6 +340,7 @@ def _notes_on_casts(tensors: Sequence[TensorPlan], dtypes: Mapping[str, str], op
     floats = []
     for tensor in tensors:
         name, dtype = tensor.source, dtypes[tensor.source]
+        # A float that is not written in the dtype that was asked for is the scale of a quantised weight.
         if dtype in FLOATS and tensor.dtype == options.output_dtype(name, dtype):
             floats.append(tensor)
         elif dtype in FLOATS or (is_packed_weight(name, dtype) and options.casts(name)):
@@ -345,6 +357,7 @@ def _note_on_narrowed(floats: Sequence[TensorPlan], dtypes: Mapping[str, str]) -
 
     These are in a wider dtype than most elements of the source, or writers of their family keep the name in float32.
     """
+    # Elements are counted, and not tensors: a model has more norms than weights, but few elements are in norms.
     elements: Counter[str] = Counter()
     for tensor in floats:
         elements[dtypes[tensor.source]] += tensor.nbytes // ITEMSIZE[tensor.dtype]

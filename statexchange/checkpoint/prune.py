@@ -132,21 +132,21 @@ def prune_saves(
     for check in checks:
         if check.step not in whole:
             reason = f"broken, does not count: {check.state}"
-            rows.append(
-                PruneRow(check.step, (check.path,), check.nbytes, False, "not removed", reason, check.problems[0])
-            )
-    _check_metric(retention, whole, root)
+            row = PruneRow(check.step, (check.path,), check.nbytes, False, "not removed", reason, check.problems[0])
+            rows.append(row)
+    _check_metric(retention, whole, root)  # before anything is removed
     sizes = {check.step: check.nbytes or 0 for check in checks}
     total = sum(sizes[step] for step in retention.obsolete(whole))
     reasons = retention.reasons(whole)
     done = 0
+    # Oldest first: if this is killed, the newest saves are those that are left.
     for step in whole:
         folder = without_secrets(os.path.join(root, step_name(step)))
         row = PruneRow(step, (folder,), sizes[step], False, "kept", "")
         if step in reasons:
             rows.append(replace(row, reason=reasons[step]))
             continue
-        removed = _remove(root, row, dry_run=dry_run)
+        removed = _remove(root, row, dry_run=dry_run)  # one that cannot be removed does not keep others
         done += sizes[step]
         if on_progress is not None:
             on_progress(done, total)
@@ -160,10 +160,10 @@ def _check_metric(retention: Retention, saves: dict[int, SaveManifest], path: st
     """Raise InvalidArgumentError if saves would be removed because no save has the metric that chooses the best."""
     if retention.best is None or not saves:
         return
-    known = sorted({name for manifest in saves.values() for name in manifest.metrics})
-    if retention.best[0] not in known:
-        there = f"they have {', '.join(known)}" if known else "they have none"
-        raise InvalidArgumentError(f"no save here has the metric {retention.best[0]!r}: {there}", path=path)
+    names = sorted(set[str]().union(*(manifest.metrics for manifest in saves.values())))
+    if retention.best[0] not in names:
+        text = f"no save here has the metric {retention.best[0]!r}: they have {', '.join(names) or 'none'}"
+        raise InvalidArgumentError(text, path=path)
 
 
 def _remove(root: str, row: PruneRow, *, dry_run: bool) -> PruneRow | None:
@@ -206,15 +206,19 @@ def _clear(root: str, *, dry_run: bool) -> Iterable[PruneRow]:
         except StateExchangeError as error:
             problem = error
     after = before if dry_run else unfinished_steps(root)
-    left = {build.nonce for builds in after.values() for build in builds}
+    left: set[str] = set()
+    for builds in after.values():
+        left.update(build.nonce for build in builds)
     rows = []
     for step, builds in sorted(before.items()):
         for build in builds:
             row = PruneRow(step, build.paths, build.nbytes, True, "not removed", _reason(build, root, step))
+            # `cleared`: at a URL, also those of processes that were not known to be dead before they were watched.
             if build.nonce in cleared or (build.state == "dead" and (dry_run or build.nonce not in left)):
                 row = replace(row, action="removed")
             elif build.state == "dead":
                 row = replace(row, problem=problem)
+            # One that is neither there nor removed was committed meanwhile, or removed by another process.
             if build.nonce in left or row.action == "removed":
                 rows.append(row)
     return rows

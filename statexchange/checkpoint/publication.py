@@ -88,7 +88,9 @@ class ReplaceableFiles:
 
     def __call__(self, store: Store) -> Sequence[str]:
         """Return the files of the checkpoint; raise UnsafeError if the directory has any other entry."""
-        version = store.open(MANIFEST).version if MANIFEST in store.listing else []
+        version: list[str | int] = []
+        if MANIFEST in store.listing:
+            version = store.open(MANIFEST).version
         if not version or version != self._version:
             self._version, self._listed = version, listed_files(store)
         listed = self._listed
@@ -121,6 +123,7 @@ class _Draft:
     def __init__(
         self, plan: Plan, extra: Mapping[str, bytes], metadata: Mapping[str, str], marks: VersionMarks | None = None
     ) -> None:
+        # A version always has an index, also of one file: that is where readers of versions look for its number.
         index = index_name(plan) if marks is None else VERSION_INDEX
         if marks is None or marks.checksums is None:
             self.headers = _headers_of(LongTuple([plan]), tuple(metadata.items()))
@@ -160,7 +163,8 @@ class _Placed(NamedTuple):
 def _placed(planned: LongTuple[Plan], most_listed: int) -> _Placed:
     """Return the tensors that are placed: all on a mesh, if the plan has many boxes.
 
-    Of fewer boxes all are listed, so that older versions read the manifest, too.
+    Of fewer boxes all are listed, so that older versions read the manifest, too. 50 tensors of 1,000 boxes each are
+    placed: ``{"w0": 0, "w1": 1000, ...}`` and 50,000 digests.
     """
     first: dict[str, int] = {}
     on_meshes = []
@@ -172,6 +176,7 @@ def _placed(planned: LongTuple[Plan], most_listed: int) -> _Placed:
                 first[tensor.name] = num_placed
                 on_meshes.append(tensor.pieces)
                 num_placed += len(tensor.pieces)
+    # Readers refuse placements whose boxes cost them too much work, by the budget for a file of this many digests.
     if num_boxes <= most_listed or not is_readable(on_meshes, num_placed):
         return _Placed({}, 0, num_boxes)
     return _Placed(first, num_placed, num_boxes - num_placed)
@@ -271,10 +276,10 @@ class Publication:
         Raises:
             TargetExistsError: another publisher was first.
         """
-        texts = self._draft.texts
-        for name, data in texts.items():
+        written = []
+        for name, data in self._draft.texts.items():
             self.build.put(name, data)
-        written = [(name, len(data)) for name, data in texts.items()]
+            written.append((name, len(data)))
         placed = self._draft.placed
         sealed: SealedFile | None = None
         if placed.first:
@@ -282,6 +287,7 @@ class Publication:
             written.append((DIGESTS, sealed.nbytes))
         marked = {} if self._marks is None else self._marks.manifest
         manifest = manifest_text(self._plan, provenance, self._draft.names, self._source, placed, sealed, marked)
+        # A delta names its base by this digest, so that it is not applied to another version of the same number.
         if self._marks is not None:
             self.manifest_digest = digest(manifest)
         self.build.commit(MANIFEST, manifest)
@@ -324,7 +330,10 @@ def _headers_of(planned: LongTuple[Plan], metadata: tuple[tuple[str, str], ...])
 
 
 def _headers_of_delta(plan: Plan, checksums: Mapping[str, str]) -> dict[str, bytes]:
-    """Return the header of each file of a delta, which has the checksums of its tensors alone as its metadata."""
+    """Return the header of each file of a delta, which has the checksums of its tensors alone as its metadata.
+
+    Other programs read these headers (formats/version.py), and take each key of the metadata for a tensor's name.
+    """
     headers = {}
     for file in plan.files:
         tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in file.tensors]
@@ -373,9 +382,15 @@ def index_name(plan: Plan) -> str | None:
 
 
 def index_text(plan: Plan, marks: VersionMarks | None = None) -> bytes:
-    """Return Hugging Face's index, which maps tensor names to files."""
-    weight_map = {tensor.name: file.name for file in plan.files for tensor in file.tensors}
+    """Return Hugging Face's index, which maps tensor names to files.
+
+    ``{"metadata": {"total_size": 48}, "weight_map": {"w": "model-00001-of-00002.safetensors", ...}}``
+    """
+    weight_map = {}
+    for file in plan.files:
+        weight_map.update({tensor.name: file.name for tensor in file.tensors})
     metadata = {} if marks is None else dict(marks.index)
+    # The index of a delta has exactly the keys that other programs expect, and the size is none of them.
     if marks is None or marks.checksums is None:
         metadata["total_size"] = plan.nbytes
     record = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
@@ -404,6 +419,12 @@ def manifest_text(
 
     Raises:
         UnsafeError: the manifest would be larger than readers accept.
+
+    Example:
+        ::
+
+            {"schema": 1, ..., "tensors": {"w": {"file": "model.safetensors", "dtype": "F32", "shape": [4, 3],
+              "source": "module.w", "boxes": [[[0, 0], [2, 3], "<digest>", 0], [[2, 0], [2, 3], "<digest>", 1]]}}}
     """
     tensors = {}
     placements: list[object] = []
@@ -426,6 +447,7 @@ def manifest_text(
         "aliases": dict(plan.aliases),
         "tensors": tensors,
     }
+    # The schema is new only where an older version could not read the manifest.
     if digests_file is not None:
         digests = {DIGESTS: digests_file.to_json()}
         manifest |= {"schema": PLACED_SCHEMA, "placements": placements, DIGESTS_KEY: digests}
@@ -448,9 +470,9 @@ def sealed_manifest_text(
         UnsafeError: the manifest would be larger than readers accept.
     """
     records = {}
-    for name, (file, shard, box_digest) in tensors.items():
+    for name, (file_name, shard, box_digest) in tensors.items():
         records[name] = {
-            "file": file,
+            "file": file_name,
             "dtype": shard.dtype,
             "shape": list(shard.global_shape),
             "source": name,
@@ -463,7 +485,7 @@ def sealed_manifest_text(
         "files": [],
         "aliases": dict(aliases),
         "tensors": records,
-        SEALED: {one.name: one.to_json() for one in sealed},
+        SEALED: {file.name: file.to_json() for file in sealed},
     }
     return _encoded(record)
 
@@ -472,6 +494,7 @@ def _encoded(record: Mapping[str, Any]) -> bytes:
     """Return a manifest as JSON; raise UnsafeError if readers would refuse it."""
     text = json.dumps(record, separators=(",", ":"), ensure_ascii=False)
     data = text.encode()
+    # By the readers' own checks: what is published here can be read.
     try:
         check_size(len(data), MAX_MANIFEST_BYTES, MANIFEST)
         check_parsed_size(text, MANIFEST, Budget(MANIFEST))
@@ -484,7 +507,7 @@ def _encoded(record: Mapping[str, Any]) -> bytes:
 def listed_boxes(tensor: TensorPlan, provenance: Provenance) -> list[list[object]]:
     """Return the boxes of a tensor for a manifest, each as (offsets, shape, digest, rank)."""
     boxes: list[list[object]] = []
-    # Not by `hex_digests`: most tensors have one box, and each call counts.
+    # Not by `hex_digests`: most tensors have one box, and each call counts where there are 50,000 tensors.
     text, at = provenance.digests.hex(), 0
     for box, rank in zip(boxes_of(tensor.pieces), provenance.ranks, strict=True):
         boxes.append([*box, text[at : at + _HEX_DIGITS], int(rank)])

@@ -104,10 +104,11 @@ def seal_checkpoint(
     CallOptions.of(locals())  # checks them
     folder = _directory_of(resolve_path(path, "a checkpoint"))
     with open_path(folder) as opened:
+        # Refused before hours of reading; `publish` refuses one that appears meanwhile.
         if MANIFEST in opened.store.listing and not overwrite:
             text = f"it has a {MANIFEST} already; overwrite=True (--overwrite) replaces it"
             raise TargetExistsError(text, path=opened.store.path)
-        target = AddedFile(opened.store, MANIFEST)
+        target = AddedFile(opened.store, MANIFEST)  # raises now if nothing may be written here
         sealing = _Sealing(opened, on_progress)
         if not dry_run:
             manifest = sealing.manifest()
@@ -128,18 +129,17 @@ def _directory_of(path: str) -> str:
     if holds_saves(path):
         raise UnsupportedError("saves have digests of their own: statexchange verify checks them", path=path)
     with open_source(path, strict=False) as source:
+        if source.kind in _HAVE_DIGESTS:
+            text = f"a {source.kind} has digests of its own: statexchange verify checks them"
+            raise UnsupportedError(text, path=source.path)
         if source.kind != "huggingface":
-            if source.kind in _HAVE_DIGESTS:
-                text = f"a {source.kind} has digests of its own: statexchange verify checks them"
-            else:
-                text = (
-                    f"only safetensors files can be sealed, and this is {source.kind}: "
-                    "statexchange merge writes a checkpoint with digests"
-                )
+            text = f"only safetensors files can be sealed, and this is {source.kind}"
+            text += ": statexchange merge writes a checkpoint with digests"
             raise UnsupportedError(text, path=source.path)
         file = source.opened.file
         if file is None:
             return directory_of(path)
+        # The manifest is read as that of all tensors in the directory.
         others = [name for name in source.opened.store.files if name.endswith(".safetensors") and name != file]
         if others:
             text = f"its directory has other safetensors files, such as {others[0]!r}: seal the directory"
@@ -159,12 +159,14 @@ class _Sealing:
     def __init__(self, opened: OpenedPath, on_progress: Callable[[int, int], None] | None) -> None:
         self._on_progress = on_progress
         self._done = 0
+        # By the index and headers alone: the manifest that is replaced may be the one that is wrong.
         source = huggingface.read(opened, uses_manifest=False)
         for error in (*source.problems, *source.unsupported.values()):
             raise error
         self.tensors = _whole_tensors(source)
         self._aliases = _aliases_of(opened, self.tensors)
         self._header_nbytes: dict[str, int] = {}
+        # A file's header ends where its first tensor begins: the format has no gaps.
         for file, tensor in self.tensors.values():
             begin = tensor.byte_ranges[0].begin
             self._header_nbytes[file] = min(begin, self._header_nbytes.get(file, begin))
@@ -178,14 +180,16 @@ class _Sealing:
         """Read all bytes and return the manifest."""
         tensors: dict[str, tuple[str, Shard, str]] = {}
         for name, (file, tensor) in self.tensors.items():
+            # `always`: from the bytes, also where a digest is recorded.
             tensors[name] = (file, tensor.shard, tensor.read_digest(0, always=True).hexdigest())
             self._count(tensor.shard.nbytes)
         sealed: list[SealedFile] = []
         for name, opened_file in self._files.items():
             nbytes = self._header_nbytes.get(name, opened_file.size)
             sealed.append(seal_file(opened_file, name, nbytes, self._count))
+        # After the last read. An opened file that is replaced by a rename does not change: so names are looked at, too.
         for opened_file in [*self._files.values(), *(shard_file.file for shard_file in self._shard_files)]:
-            opened_file.check_unchanged()
+            opened_file.check_current()
         return sealed_manifest_text(tensors, sealed, self._aliases)
 
     def _count(self, nbytes: int) -> None:
@@ -206,6 +210,7 @@ def _whole_tensors(source: Source) -> dict[str, tuple[str, SourceTensor]]:
             text = f"{tensors[shard.name][0]} has a tensor of this name, too: a manifest lists each name once"
             raise UnsupportedError(text, name=shard.name, path=shard_file.path)
         tensors[shard.name] = (file, tensor)
+    # Readers that go by the index do not see such a tensor, and those that go by the manifest would.
     for shard_file in source.files:
         for name in read_header(shard_file.file).entries:
             if name not in shard_file.tensors:
@@ -226,19 +231,25 @@ def _aliases_of(opened: OpenedPath, tensors: Mapping[str, object]) -> dict[str, 
     except CorruptError as error:
         advice = f"the names of tied tensors in it would be lost; remove {MANIFEST} to seal without them"
         raise error.located(advice=advice) from error
-    aliases = manifest.get("aliases", {}) if manifest is not None else {}
+    if manifest is None:
+        return {}
+    # The files may have been changed since: only names that still have no tensor of their own are aliases.
+    aliases = manifest.get("aliases", {})
     return {alias: name for alias, name in aliases.items() if name in tensors and alias not in tensors}
 
 
 def _check_unchanged(folder: str, opened: OpenedPath) -> None:
     """Raise ReplacedError if files were added to the directory, or removed from it, since it was opened."""
+    before = set(opened.store.files)
     try:
         with open_path(folder) as again:
-            before, after = ({name for name in one.store.files if not is_temporary(name)} for one in (opened, again))
+            after = set(again.store.files)
     except NotFoundError:
         raise ReplacedError("removed while it was read", path=folder) from None
-    if before != after:
-        name = min(before ^ after)
+    # A temporary file is of a process that writes the manifest, too, or was killed while it did (storage/atomic.py).
+    changed = [name for name in before ^ after if not is_temporary(name)]
+    if changed:
+        name = min(changed)
         what = "added" if name in after else "removed"
         text = f"{name!r} was {what} while it was read: seal it when nothing writes there"
         raise ReplacedError(text, path=opened.store.path)

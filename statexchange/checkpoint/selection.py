@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Selection", "open_selected", "read_layout", "select"]
 
-# First parts of names in a whole model. A name with one of these after "model." shows that "model." is a wrapper.
+# First parts of names in a whole model. A name with one of these after "model." shows that "model." is a wrapper:
+# "model.lm_head.weight" has a wrapper, and "model.layers.0.mlp.weight" of transformers has none.
 _TOPS = ("model.", "lm_head.", "transformer.", "module.")
 
 
@@ -68,6 +69,8 @@ def open_selected(
     """Return a section of the source, sharded by the layout if there is one, and the reductions by tensor name."""
     section = call.section
     has_patterns = bool(options.layout is not None or options.include or options.exclude or options.rename)
+    # Patterns are written for the names that `info` shows, with their sections' prefixes. A conversion's patterns match
+    # a model's names, so there the section is chosen as without patterns.
     if section is None and has_patterns and options.convert is None:
         section = MODEL_OF_PARTS
     if options.layout is None:
@@ -75,6 +78,7 @@ def open_selected(
         source = open_source(path, section=section, wants=wants)
     else:
         source = open_with(path, _read_plain, strict=True, section=section)
+    # A framework's directory of which no part is a model's: without this, its optimizer would be merged as one.
     names = [section.name for section in source.sections]
     if section == MODEL_OF_PARTS and names and "model" not in names:
         source.close()
@@ -93,7 +97,10 @@ def _read_plain(opened: OpenedPath, *, section: str | None) -> Source:
 
 def select(opened: Source, reductions: Mapping[str, str], options: ExportOptions) -> Selection:
     """Select the tensors, convert them if that was asked for, and find the files that belong to them."""
-    files, file_notes = ({}, ()) if options.files_from == () else source_files(opened)
+    files: dict[str, bytes] = {}
+    file_notes: tuple[str, ...] = ()
+    if options.files_from != ():  # an empty sequence: copy none
+        files, file_notes = source_files(opened)
     caller_files = read_caller_files(options.files_from)
     source, converted = opened, None
     if options.converts:
@@ -114,7 +121,7 @@ def select(opened: Source, reductions: Mapping[str, str], options: ExportOptions
     if is_adapter(list(names), has_config=ADAPTER_CONFIG in files):
         left_options = replace(left_options, filename_pattern=options.filename_pattern or ADAPTER_PATTERN)
     elif ADAPTER_CONFIG in files:
-        # Beside a whole model it would make transformers look for an adapter: not copied, only compared.
+        # Beside a whole model it would make transformers look for an adapter's weights: not copied, only compared.
         compared_files = {ADAPTER_CONFIG: files.pop(ADAPTER_CONFIG)}
     return Selection(
         source, left_options, reductions, caller_files, files, compared_files, converted, notes, file_notes
@@ -130,9 +137,10 @@ def _unwrapping_options(source: Source, options: ExportOptions) -> tuple[ExportO
     notes += options.notes_on_rename({renamed(name, rules) for name in names})
     if rules:
         return replace(options, rename=_unwrapping(rules, options.rename)), (note_on_wrappers(names, rules), *notes)
-    inner = [name.removeprefix("model.") for name in names if name.startswith("model.")]
-    if inner and len(inner) == len(names) and not options.rename:
-        is_whole_model = any(name.startswith(_TOPS) for name in inner)
+    # Only said, not done: some models have names of their own that begin with "model.", and renamed tensors would not
+    # load.
+    if names and not options.rename and all(name.startswith("model.") for name in names):
+        is_whole_model = any(name.removeprefix("model.").startswith(_TOPS) for name in names)
         if is_whole_model or source.kind == "dcp":  # DCP checkpoints are often saved as {"model": ...}
             # Without the section, the pattern would match names with the section's prefix.
             section = "" if source.selected is None else f"--section {source.selected} "
@@ -143,7 +151,10 @@ def _unwrapping_options(source: Source, options: ExportOptions) -> tuple[ExportO
 
 
 def _unwrapping(rules: Sequence[tuple[str, str]], rename: Rename) -> Rename:
-    """Return a `rename` that removes the parts of wrappers first."""
+    """Return a `rename` that removes the parts of wrappers first.
+
+    With the rule (``^module\\.``, "") and a caller's ("fc", "linear"), "module.fc.weight" becomes "linear.weight".
+    """
     if not callable(rename):
         return (*rules, *rename)
     inner: Callable[[str], str] = rename

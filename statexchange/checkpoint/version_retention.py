@@ -22,11 +22,14 @@ def _obsolete_versions(
     path: str, run: str, bases: Mapping[int, int | None], keep: int, kept: Collection[int]
 ) -> dict[str, list[int]]:
     """Return by run the versions that need not stay and are not retired yet: `kept` are those of this run that stay."""
-    of_run = [number for number in versions.list_versions(path, run) if number in bases and number not in kept]
+    # The last is the current run: ids sort by the order in which runs began.
     earlier_runs = versions.list_runs(path)[:-1]
     if len(bases) < keep:
         del earlier_runs[-1:]  # a reader may still have a version of the run before
-    return {**{earlier: versions.list_versions(path, earlier) for earlier in earlier_runs}, run: of_run}
+    obsolete = {earlier: versions.list_versions(path, earlier) for earlier in earlier_runs}
+    # What is not in `bases` is unfinished, or was published since they were read.
+    obsolete[run] = [number for number in versions.list_versions(path, run) if number in bases and number not in kept]
+    return obsolete
 
 
 def remove_old_versions(path: str, run: str, bases: Mapping[int, int | None], keep: int) -> None:
@@ -46,9 +49,11 @@ def remove_old_versions(path: str, run: str, bases: Mapping[int, int | None], ke
     kept = versions.kept_versions(bases, keep)
     for of_run, numbers in _obsolete_versions(path, run, bases, keep, kept).items():
         versions.retire(path, of_run, numbers)
-    for of_run in versions.list_runs(path):  # what killed publishers have left
+    # What killed publishers have left. A trainer may publish while `statexchange prune` is here: its build stays.
+    for of_run in versions.list_runs(path):
         whole = [versions.version_name(number) for number in kept if of_run == run]
         publish.clear_all(f"{path}/{of_run}", versions.VERSION_PREFIX, MANIFEST, whole)
+    # Not those that were retired just now: their grace, in which readers may still write leases, has begun.
     versions.sweep_retired(path, MANIFEST, ReplaceableFiles(), grace_s=GRACE_S)
     versions.clear_runs(path)
 
@@ -100,7 +105,7 @@ def prune_versions(path: str, keep: int, *, dry_run: bool = False) -> list[Prune
         raise NotFoundError("there are no versions of a Publisher here", path=path)
     bases: dict[int, int | None] = {}
     for number in versions.list_versions(path, run):
-        # A trainer may remove it meanwhile.
+        # A trainer may remove it meanwhile, and what it is writing is not counted among the newest.
         with suppress(NotFoundError, ReplacedError), open_path(versions.version_path(path, run, number)) as opened:
             if not is_unfinished(opened.store):
                 facts = delta_facts(opened)

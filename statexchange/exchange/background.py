@@ -28,7 +28,7 @@ __all__ = ["run_in_background", "wait_for_end"]
 Report = TypeVar("Report")
 
 _log = logging.getLogger(__name__)
-_ALIGN_BYTES = 64
+_ALIGN_BYTES = 64  # of copies side by side in one buffer: a multiple of any element's size, and of a cache line
 
 
 def run_in_background(
@@ -45,8 +45,11 @@ def run_in_background(
     """
     site = call_site()
     state = _backgrounds.get(comm)
-    failure = None if state is None else state.take_failure()
+    failure: BaseException | None = None
+    if state is not None:
+        failure = state.take_failure()
     if state is None or state.comm.is_closed:  # `is_closed` is equal on all ranks only after the wait above
+        # A communicator of its own: messages of the thread must not meet those that the program sends meanwhile.
         copy = comm.duplicate()
         copy.hand_over()
         state = _backgrounds[comm] = _Background(copy)
@@ -58,6 +61,7 @@ def run_in_background(
     except Exception as error:  # noqa: BLE001 (the thread raises it, on all ranks)
         snapshot = error
     except BaseException as error:
+        # An interrupt or exit: this rank sends no snapshot, and the other ranks' threads must not wait for it.
         state.comm.close(error)
         raise
 
@@ -154,10 +158,13 @@ class _Background:
             else:
                 result.set_result(report)
 
-        self._pool.submit(run)
+        self._pool.submit(run)  # of one thread: works come one after another, in the order that all ranks have
 
     def snapshot(self, described: Description) -> Description:
-        """Return the description over copies of its tensors; tied tensors are copied once."""
+        """Return the description over copies of its tensors; tied tensors are copied once.
+
+        All copies lie in one buffer, which the next snapshot uses again: pinning memory takes longer than copying.
+        """
         unique: dict[object, TensorLike] = {}
         for local in described.tensors.values():
             for tensor in local.tensors:
@@ -218,8 +225,11 @@ def _copied(tensor: TensorLike, memory: torch.Tensor) -> TensorLike:
 
 def _synchronize(tensors: Iterable[TensorLike]) -> None:
     """Wait until copies from GPUs are complete."""
-    for device in {str(tensor.device) for tensor in tensors if not isinstance(tensor, np.ndarray)}:
-        if device.startswith("cuda"):
-            import torch
+    devices = set()
+    for tensor in tensors:
+        if not isinstance(tensor, np.ndarray) and tensor.is_cuda:
+            devices.add(tensor.device)
+    for device in devices:
+        import torch
 
-            torch.cuda.current_stream(device).synchronize()
+        torch.cuda.current_stream(device).synchronize()

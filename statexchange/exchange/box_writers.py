@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import CorruptError, IncompleteError
-from statexchange.exchange.rank_metadata import gather_distinct
+from statexchange.exchange.rank_metadata import decode_distinct, gather_distinct
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.messages import decode, encoded
 from statexchange.sharding.plan import RankShards, cover_sum, covers_evenly, plan_merge, plan_writers
@@ -122,7 +122,7 @@ class _Group(NamedTuple):
             return self.record
         units = []
         for unit in self.units:
-            units.append(_digest_of(" ".join(digests[tensor.shard.name]) for tensor in unit))
+            units.append(_digest_of([" ".join(digests[tensor.shard.name]) for tensor in unit]))
         return replace(self.record, units=tuple(units))
 
 
@@ -148,11 +148,13 @@ def share_writing(
     layouts = LongTuple([local.layout for local in tensors])
     tied, not_trained = LongTuple(aliases.items()), frozenset(frozen)
     if comm.world_size == 1:
+        # There are no copies, but one rank's own boxes may overlap, or leave a gap, by a layout or a chunk list.
         groups = _groups(shards, layouts, tied, not_trained)
         _prove_cover(comm, shards, _cover_record(groups, frozenset(), frozenset()))
         return Shares(tensors, {})
     with comm.phase("digesting its tensors", timeout_s=stall_timeout_s), collector_paused():
         groups = _groups(shards, layouts, tied, not_trained)
+        # Of what lies on a mesh no bytes are needed to choose a writer: the mesh itself says who has copies.
         plain = [local for local in tensors if _kind_of(local.shard, local.layout) in (_WHOLE, _PARTS)]
         digests = digests_of(shard_data(plain, Staging()), comm.progress)
         here = [group.digested(digests) for group in groups]
@@ -170,8 +172,12 @@ def share_writing(
                 left_to_others.add(name)
     written = [local for local in tensors if local.shard.name not in left_to_others]
     _prove_cover(comm, shards, _cover_record(groups, frozenset(left_to_others), frozenset(in_several)))
-    if any(record.has_declared_copies for of_rank in records for record in of_rank):
+    declared = False
+    for of_rank in records:
+        declared = declared or any(record.has_declared_copies for record in of_rank)
+    if declared:  # on any rank: the phase is collective
         with comm.phase("digesting its copies", timeout_s=stall_timeout_s), collector_paused():
+            # For declared_copies.py: the writer's digests come from its writing, and the others' from here.
             copies = [local for local in tensors if local.shard.name in left_to_others - digests.keys()]
             digests |= digests_of(shard_data(copies, Staging()), comm.progress)
     return Shares(written, digests)
@@ -180,6 +186,10 @@ def share_writing(
 @dataclass(frozen=True, slots=True)
 class _CoverRecord:
     """A record of what a rank writes, for the proof that each element is there once.
+
+    Of "w" of shape (4, 3), cut by rows on a mesh of 2 ranks, rank 0 writes the box with the first element, and the
+    group has this tensor alone: `begun` is {group: (1, 1)} there and {group: (0, 1)} on rank 1. By a layout instead,
+    rank 0 has "w" in `firsts`, and rank 1 has nothing but its share of the `total`.
 
     Attributes:
         total: the `cover_sum` of the boxes that it writes, as text.
@@ -214,6 +224,8 @@ def _cover_record(
             if shard.name not in left_to_others:
                 written.append(shard)
                 num_firsts = _num_firsts(shard.boxes)
+            # A whole tensor, which every rank writes or leaves to one with equal bytes, needs no proof, and one
+            # without elements has none to lose.
             if 0 in shard.global_shape or (group.record.kind == _WHOLE and place not in in_several):
                 continue
             if group.record.mesh and place not in in_several:
@@ -238,7 +250,11 @@ def _hashes(shard: Shard) -> tuple[str, str]:
 @functools.lru_cache(1024)  # a model has many tensors of few shapes and placements
 def _num_firsts(boxes: tuple[Box, ...]) -> int:
     """Return how many of the boxes have the first element of their tensor."""
-    return sum(1 for box in boxes if box.numel and not any(box.offsets))
+    count = 0
+    for box in boxes:
+        if box.numel and not any(box.offsets):
+            count += 1
+    return count
 
 
 def _are_there_once(records: Sequence[_CoverRecord]) -> bool:
@@ -260,10 +276,11 @@ def _are_there_once(records: Sequence[_CoverRecord]) -> bool:
             expected[names] = num_tensors
     # Other parts may come from anywhere: two ranks may cut one tensor in two ways, or one may have the whole.
     begun_names = {name for name, _ in firsts}
-    is_each_once = len(begun_names) == len(firsts) and begun_names.isdisjoint(name for name, _ in wholes)
+    if begun != expected or len(begun_names) < len(firsts) or not begun_names.isdisjoint(name for name, _ in wholes):
+        return False
+    # A rank that has none of a tensor's elements knows the tensor all the same: somebody must write it.
     present = {*firsts, *wholes}
-    are_any_lost = any(not present.issuperset(record.empty) for record in records)
-    return begun == expected and is_each_once and not are_any_lost
+    return all(present.issuperset(record.empty) for record in records)
 
 
 def _prove_cover(comm: Communicator, shards_here: Sequence[Shard], record: _CoverRecord) -> None:
@@ -275,7 +292,10 @@ def _prove_cover(comm: Communicator, shards_here: Sequence[Shard], record: _Cove
     sent = gather_distinct(comm, encoded([*shards_here], list[Shard]), root=0)
     with comm.phase("proving that each element is saved"):
         by_rank = [decode(data, list[Shard], "its boxes", rank) for rank, data in enumerate(sent)]
-        partial = {shard.name for shards in by_rank for shard in shards if not shard.is_whole}
+        # Whole tensors are each rank's own, and may differ in shape between ranks.
+        partial: set[str] = set()
+        for shards in by_rank:
+            partial.update(shard.name for shard in shards if not shard.is_whole)
         holders = []
         for rank, shards in enumerate(by_rank):
             holders.append(RankShards(rank, [shard for shard in shards if shard.name in partial]))
@@ -349,8 +369,8 @@ def _in_several_groups(comm: Communicator, groups: LongTuple[_Group], records: S
     sent = gather_distinct(comm, encoded(_places_of(groups), dict[str, list[str]]))
     places: dict[str, list[str]] = {}
     with comm.phase("comparing names"):
-        for data in dict.fromkeys(sent):
-            places |= decode(data, dict[str, list[str]], "its names", sent.index(data))
+        for _, of_rank in decode_distinct(sent, dict[str, list[str]], "its names"):
+            places |= of_rank
     return _apart(places)
 
 
@@ -364,7 +384,10 @@ def _in_several_of(groups: LongTuple[_Group]) -> set[str]:
 
 
 def _apart(places: Mapping[str, Sequence[str]]) -> set[str]:
-    """Return the places that are also in another group, from those of each group."""
+    """Return the places that are also in another group, from those of each group.
+
+    Two stages of a pipeline have "layers.0.w" in groups of other names: this place is apart, and each rank writes it.
+    """
     groups_of: dict[str, set[str]] = {}
     for names, of_group in places.items():
         for place in of_group:
@@ -401,11 +424,14 @@ def _differing(
     digests_here: dict[str, list[str]] = {}
     for group in groups:
         differing = units.get(group.record.key, ())
-        tensors = [tensor for number in sorted(differing) for tensor in group.units[number]]
+        tensors: list[_Tensor] = []
+        for number in sorted(differing):
+            tensors += group.units[number]
         if tensors:
             compared.append((group.record, tensors))
             key = str(group.record.key)
             digests_here[key] = [" ".join(digests_of_boxes[tensor.shard.name]) for tensor in tensors]
+    # Of the units that differ only: a model has thousands of tensors, and statistics of batches are few.
     digests = from_all(comm, digests_here, dict[str, list[str]], "the digests of its tensors")
     places: set[str] = set()
     for record, tensors in compared:

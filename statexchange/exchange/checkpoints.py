@@ -125,6 +125,7 @@ class Checkpoints:
         self._schedule = SaveSchedule(every_steps, every_s, on_signal, agree_every)
         self._call = CallOptions(memory=memory, stall_timeout_s=stall_timeout_s)
         self._memory = MemoryCopies(self.path, stall_timeout_s) if memory else None
+        # A copy in memory is made of whole files of the ranks, one each.
         self._frozen = FrozenFiles() if link and not memory and self._saves.can_link else None
         self._comm = comm
         self._layout = layout
@@ -258,6 +259,7 @@ class Checkpoints:
             report = save_state("Checkpoints.save", state, shown, request, comm, background=background)
         if isinstance(report, Future):
             self._last = report
+            # Now, too, and not only when the thread has published: else the next step would save again.
             self._schedule.note_save()
         return report
 
@@ -307,8 +309,8 @@ class Checkpoints:
         unknown = sorted(options.keys() - _LOAD_OPTIONS)
         if unknown:  # even if there is nothing to load yet: else it would fail only at the first restart
             text = f"load takes no option {unknown[0]!r}, only step, {', '.join(_LOAD_OPTIONS)}"
-            own = " (comm, layout and stall_timeout_s are those of Checkpoints)"
-            raise InvalidArgumentError(text + own, path=self.path)
+            text += " (comm, layout and stall_timeout_s are those of Checkpoints)"
+            raise InvalidArgumentError(text, path=self.path)
         with public_call("Checkpoints.load"):
             comm = as_communicator(self._comm)
             began = time.perf_counter()
@@ -418,9 +420,10 @@ class Checkpoints:
         with public_call("Checkpoints.delete"):
             comm = as_communicator(self._comm)
             # Ranks that differ in `memory` differ in this name, and get an error before anything is removed.
-            with comm.phase(
-                "choosing the save" if self._memory is None else "choosing the save and its copy in memory"
-            ):
+            phase = "choosing the save"
+            if self._memory is not None:
+                phase = "choosing the save and its copy in memory"
+            with comm.phase(phase):
                 wait_for_end(self._last)
                 number = whole_number(step, "step")
             with comm.phase("removing the save"):

@@ -56,6 +56,7 @@ class RowComparison:
         if is_packed and dtype != stored.dtype:  # values of packed dtypes are not computed
             return sums
         for window, data in Staging().parts(tensor, dtype):
+            # The window in the whole tensor, of which the checkpoint may have other boxes.
             whole = Box(tuple(map(operator.add, box.offsets, window.offsets)), window.shape)
             read = stored.read(whole)
             if is_packed:
@@ -70,7 +71,10 @@ class RowComparison:
 def joined(
     name: str, parts: Sequence[Compared], stored: tuple[str, tuple[int, ...]] | None, tolerance: float | None
 ) -> TensorDiff:
-    """Return the comparison of one tensor from the parts of all ranks; `stored` are its dtype and shape there."""
+    """Return the comparison of one tensor from the parts of all ranks; `stored` are its dtype and shape there.
+
+    If rank 0's rows are equal and one of 6 elements of rank 1's rows differs, 1 of 12 differs.
+    """
     if not parts:
         assert stored is not None  # the name comes from a, from b or from both
         return TensorDiff(name, "only in b", None, stored[0], None, stored[1])

@@ -21,7 +21,7 @@ from statexchange.storage.files import digest
 
 __all__ = ["compare_copies", "may_have_copies"]
 
-_HASH_BYTES = 8
+_HASH_BYTES = 8  # of 128 bits: among 2**20 boxes two have one hash with a probability of 3e-8
 _RECORD_BYTES = 3 * _HASH_BYTES
 _ADVICE = (
     "the layout or mesh says that these are copies: give tensors of different pipeline stages different names, and "
@@ -45,8 +45,9 @@ def may_have_copies(local: LocalTensor, world_size: int) -> bool:
         return bool(local.layout.mesh) or local.shard.boxes != (full_box(local.shard.global_shape),)
     placement = local.layout.placement
     assert placement is not None
+    # Ranks along an axis that splits no dim have the same boxes.
     axes = zip(placement.mesh_shape, placement.splits, strict=True)
-    return any(size > 1 for size, split in axes if split is None)
+    return any(size > 1 and split is None for size, split in axes)
 
 
 def _spans_all(local: LocalTensor, world_size: int) -> bool:
@@ -93,6 +94,7 @@ class _DeclaredCopies:
         alike: dict[str, list[_BoxDigest]] = {}
         for name, local in self._placed.tensors.items():
             shard, is_part = local.shard, self._parts.tensors[name].part is not None
+            # A layout's part is known by the description before `place_parts`: now it is a box like any other.
             if not is_part and not may_have_copies(local, self._comm.world_size):
                 continue
             for box, box_digest in zip(shard.boxes, self._digests[name], strict=True):
@@ -112,8 +114,11 @@ class _DeclaredCopies:
 
     def compare(self) -> None:
         """Raise ReplicaError, on all ranks, if copies differ. Collective."""
-        sent = b"".join(key + _hash(boxes[0].name) + _start(boxes) for key, boxes in self._boxes.items())
-        self._sent = to_root(self._comm, sent, "the digests of copies")
+        records = []
+        for key, boxes in self._boxes.items():
+            records.append(key + _hash(boxes[0].name) + _start(boxes))
+        self._sent = to_root(self._comm, b"".join(records), "the digests of copies")
+        # The first alone: one error says enough, and its boxes' digests are all that is sent for it.
         difference = from_root(self._comm, self._first_difference(), tuple[bytes, int, int] | None, "copies")
         if difference is not None:
             self._raise_replica_error(*difference)
@@ -137,7 +142,9 @@ class _DeclaredCopies:
     def _raise_replica_error(self, key: bytes, rank: int, other: int) -> NoReturn:
         """Gather the digests of the two ranks' boxes, and raise the error for the first that differs. Collective."""
         # A record has the first digits only, and one may stand for many boxes: the two ranks send all that is in it.
-        boxes = self._boxes.get(key, []) if self._comm.rank in (rank, other) else []
+        boxes: list[_BoxDigest] = []
+        if self._comm.rank in (rank, other):
+            boxes = self._boxes.get(key, [])
         sent = from_all(self._comm, boxes, list[_BoxDigest], "the digests of copies")
         for first, second in zip(sent[rank], sent[other], strict=True):
             if first.digest != second.digest:

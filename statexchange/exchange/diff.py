@@ -95,9 +95,13 @@ def diff_checkpoints(
             options, call = ExportOptions.of(arguments), CallOptions.of(arguments)
             conversion = chosen_conversion(options, a, None)
             saved = describe_save(a, layout, LoadOptions(), communicator.rank)
+            # The conversion of `save_pretrained` is not for all: what the checkpoint has under the name in memory is
+            # compared as it is. A layout's rules are for these names, too.
             names = None
             if not isinstance(conversion, ChosenConversion):
-                conversion, names = None, None if layout is not None else conversion
+                if layout is None:
+                    names = conversion
+                conversion = None
                 if section is None and isinstance(a, Mapping):
                     call = replace(call, section="all")  # the names of a job's state begin with its sections
         return diff_live(communicator, saved, (conversion, names), options, call, b)

@@ -182,6 +182,7 @@ def export_checkpoint(
         began = None if background else time.perf_counter()
         call, options = CallOptions.of(arguments), ExportOptions.of(arguments)
         tensors: State = state
+        # Of a PEFT model the base is not written: it lies where it was loaded from.
         if "peft" in sys.modules and is_adapter_model(state):
             tensors = adapter_state(state)
             if filename_pattern is None:
@@ -211,6 +212,7 @@ def model_of(state: State, options: ExportOptions, comm: Communicator) -> tuple[
     # A model can only be one of transformers or PEFT, which imports transformers, if that has been imported.
     if not options.converts and "transformers" not in sys.modules:
         return {}, None
+    # Root's files are written, and its config decides: other ranks' models may be parts, and need not have one.
     files: dict[str, bytes] = {}
     config: bytes | None = None
     if comm.rank == 0:
@@ -250,7 +252,8 @@ def converted_description(
     comm: Communicator, described: Description, conversion: Conversion | None, options: ExportOptions
 ) -> tuple[Description, ExportOptions]:
     """Return the tensors by the names to be written, and the options that are left for them. Collective."""
-    described, converts = agreed_names(comm, described, options.new_layout(), conversion)
+    texts = None if conversion is None else conversion.texts()
+    described, converts = agreed_names(comm, described, options.new_layout(), texts)
     if not converts:
         return described, options
     converted, options = convert_live(comm, described, conversion, options)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from statexchange.checkpoint.extra_files import extra_files, read_caller_files
+from statexchange.checkpoint.extra_files import CallerFiles, extra_files, read_caller_files
 from statexchange.checkpoint.notes import note_on_extra_state, notes_on_tensors, notes_on_written
 from statexchange.checkpoint.publication import Provenance, Publication, VersionMarks
 from statexchange.comm.communicator import Communicator, from_root
@@ -40,7 +40,7 @@ from statexchange.units import format_shares, format_transfer
 
 __all__ = ["ExportReport", "ExportRequest", "Exported", "RootExport", "Written", "agree_on_plan", "publish"]
 
-_MOST_KEPT = 8  # ranks with different metadata, of which a plan is kept for the next export
+_MOST_KEPT = 8  # ranks with different metadata, of which a plan is kept for the next export: to compare many takes long
 
 _log = logging.getLogger(__name__)
 
@@ -191,6 +191,8 @@ def agree_on_plan(
             root = _planned(parse_metadata(metadata, comm.rank, metadata_here), request, options, building)
             folder = root.publication.build.building_path
             data = root.write_plan().data
+    # As bytes of their own, which are equal at the next export of the same tensors: they are parsed once. The folder's
+    # name is random each time.
     sent = comm.all_gather_bytes(data, operation="the plan")[0]
     folder = from_root(comm, folder, str, "the directory under construction")
     with comm.phase("reading the plan"):
@@ -216,11 +218,14 @@ def _plan_of(
     by_rank = []
     for rank, shards in enumerate(rank_shards(metadata, layout)):
         aliases = metadata[rank].aliases
-        by_rank.append(RankShards(rank, shards, without_heads(aliases) if is_untied else aliases))
+        if is_untied:
+            aliases = without_heads(aliases)
+        by_rank.append(RankShards(rank, shards, aliases))
     plan = plan_merge(by_rank, options, reductions=reductions_of(metadata))
     if not plan.num_tensors:
-        has_tensors = any(holder.shards for holder in by_rank)
-        reason = "include and exclude leave out every tensor" if has_tensors else "no rank's state has a tensor"
+        reason = "no rank's state has a tensor"
+        if any(holder.shards for holder in by_rank):
+            reason = "include and exclude leave out every tensor"
         raise InvalidArgumentError(f"there is nothing to export: {reason}")
     return plan, notes_on_tensors(by_rank, plan, options)
 
@@ -239,10 +244,13 @@ def _planned(
     building: contextlib.ExitStack,
 ) -> RootExport:
     """Plan, claim the target, and create the files. Root only."""
-    has_files = request.options.files_from is not None or bool(request.model_files)
-    caller_files = read_caller_files(request.options.files_from) if has_files else None
-    # transformers would give a head that its config does not tie, and that no file has, random values.
-    is_untied = caller_files is not None and unties_heads(caller_files.config(request.model_files))
+    extra: dict[str, bytes] = {}
+    caller_files: CallerFiles | None = None
+    is_untied = False
+    if request.options.files_from is not None or request.model_files:
+        caller_files = read_caller_files(request.options.files_from)
+        # transformers would give a head that its config does not tie, and that no file has, random values.
+        is_untied = unties_heads(caller_files.config(request.model_files))
     # A function that renames may answer otherwise than at the last export. The rules of a layout are not compared, and
     # many different ranks would be kept for nothing.
     is_kept = not callable(options.rename) and options.layout is None and len(set(map(id, metadata))) <= _MOST_KEPT
@@ -255,7 +263,6 @@ def _planned(
         extra_state += rank_metadata.extra_state
     if extra_state:
         notes += note_on_extra_state(extra_state, request.options)
-    extra: dict[str, bytes] = {}
     if caller_files is not None:
         extra = extra_files(caller_files.contents, plan, request.model_files, updates_dtype=True)
     if request.marks is not None and request.marks.checksums is not None:
@@ -333,6 +340,7 @@ def _report(
 ) -> ExportReport:
     plan = root.plan
     files = [*small_files]
+    # By what was written, and not by what is there: another publisher may replace the directory at any time.
     for file, output in zip(plan.files, root.publication.outputs, strict=True):
         files.append((file.name, len(output.header) + file.data_nbytes))
     return ExportReport(

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from statexchange.comm.communicator import Communicator
-from statexchange.errors import StateExchangeError, TargetExistsError, without_secrets
+from statexchange.errors import PeerError, StallError, StateExchangeError, TargetExistsError, without_secrets
 from statexchange.exchange.staging import Staging, shard_data
 from statexchange.formats.source import ShardFile
 from statexchange.sharding.shards import Shard
@@ -89,15 +89,15 @@ def frozen_parameters(
     A tied tensor has the key of its kept name, so that all its names are in one file.
     """
     frozen: dict[str, list[LocalTensor]] = {}
-    others = []
+    trained = []
     for local in tensors:
         name = local.shard.name
         key = keys.get(aliases.get(name, name))
         if key is None:
-            others.append(local)
+            trained.append(local)
         else:
             frozen.setdefault(key, []).append(local)
-    return frozen, others
+    return frozen, trained
 
 
 class FrozenFiles:
@@ -133,7 +133,10 @@ class FrozenFiles:
             last = self._last.get(key)
             file = None
             if last is not None and last.shards == _shards_of(tensors):
-                digests = {**digests, **_missing_digests(tensors, digests, comm)}
+                # What was compared with other ranks has been read, and is not read again.
+                unread = [local for local in tensors if local.shard.name not in digests]
+                with collector_paused():
+                    digests = {**digests, **digests_of(shard_data(unread, Staging()), comm.progress)}
                 if all(list(last.digests[name]) == list(digests[name]) for name in last.shards):
                     file = self._linked(last, name, target, comm)
             files[key] = file or _written(name, key, tensors, digests, target, comm)
@@ -155,13 +158,14 @@ class FrozenFiles:
                 _check(self._folder, last, comm)
             member = join_build(target.path, target.key, MANIFEST)
             version = member.link(name, path, last.identity, comm.progress)
-        except TargetExistsError:  # another publisher has taken over
-            raise
+        except (PeerError, StallError, TargetExistsError):  # this save is over: another rank has failed, or a
+            raise  # publisher has taken over the target
         except StateExchangeError as error:  # the file is written, as if there were no earlier save
             _log.warning("%s is not linked, but written again: %s", without_secrets(path), error)
             return None
         if version is None:
             return None
+        # A link is the same inode. A copy that a store has made is an object of its own.
         identity = last.identity
         if version:
             identity = [last.listed.nbytes, version]
@@ -171,15 +175,6 @@ class FrozenFiles:
 
 def _shards_of(tensors: Sequence[LocalTensor]) -> dict[str, Shard]:
     return {local.shard.name: local.shard for local in tensors}
-
-
-def _missing_digests(
-    tensors: Sequence[LocalTensor], digests: Mapping[str, Sequence[str]], comm: Communicator
-) -> dict[str, list[str]]:
-    """Read the tensors that have no digest yet, and return their digests."""
-    unread = [local for local in tensors if local.shard.name not in digests]
-    with collector_paused():
-        return digests_of(shard_data(unread, Staging()), comm.progress)
 
 
 def _written(
@@ -198,6 +193,7 @@ def _written(
     with collector_paused():
         shards = shard_data(tensors, Staging())
     file = join_build(target.path, target.key, MANIFEST).write_tensors(name, shards, metadata, comm.progress)
+    # Another rank may have left its copy to this one because of these digests (box_writers.py).
     file.content.check_unchanged(digests)
     identity: Sequence[str | int] = [file.content.nbytes, file.version]
     if not file.version:
@@ -213,12 +209,15 @@ def _files_of(folder: str, comm: Communicator) -> dict[str, FrozenFile]:
     try:
         with open_path(folder) as opened:
             manifest = read_manifest(opened.store)
-            for listed in manifest.frozen if manifest.world_size == comm.world_size else ():
+            if manifest.world_size != comm.world_size:
+                return files
+            for listed in manifest.frozen:
                 if listed.rank == comm.rank:
                     file = open_rank_file(opened.store, manifest, listed)
                     digests = {}
                     for name, byte_ranges in file.byte_ranges.items():
                         digests[name] = [str(byte_range.digest) for byte_range in byte_ranges]
+                    # This process has not seen the bytes that have these digests: they are read before a link.
                     key, identity = str(file.metadata.get(_KEY)), file.file.local_identity
                     files[key] = FrozenFile(listed, identity, "", file.shards, digests, is_checked=False)
     except StateExchangeError as error:

@@ -69,7 +69,9 @@ def _block_of_root(tensors: Mapping[str, TensorLike]) -> Block:
 
     def build(entry: TensorMetadata) -> TensorLike:
         tensor = tensors[entry.name]
-        return tensor if isinstance(tensor, np.ndarray) or tensor.device.type == "cpu" else tensor.cpu()
+        if isinstance(tensor, np.ndarray) or tensor.device.type == "cpu":
+            return tensor
+        return tensor.cpu()
 
     return Block(metadata_of(tensors), build)
 
@@ -119,6 +121,7 @@ def _exchange(
     """Send every rank's block and message to root. Collective."""
     sent_here = _RankMessage()
     blocks: list[_Sent] = []
+    # Root's own tensors are not sent: it has them.
     try:
         transport.begin(root)
         with comm.phase("sending"):
@@ -128,18 +131,17 @@ def _exchange(
         received = comm.all_gather_bytes(encoded(sent_here, _RankMessage), root=root, operation="sending to root")
         with comm.phase("receiving"):
             messages: dict[int, _RankMessage] = {}
-            for rank, data in enumerate(received):
+            for rank, data in enumerate(received):  # on root alone
                 if rank != root:
-                    messages[rank] = decode(
-                        data, _RankMessage, "the description of its tensors", rank, _RankMessage.check
-                    )
+                    what = "the description of its tensors"
+                    messages[rank] = decode(data, _RankMessage, what, rank, _RankMessage.check)
             if comm.rank == root:
                 sent = {rank: (of_rank.metadata, of_rank.address) for rank, of_rank in messages.items()}
                 for rank, block in transport.receive(sent).items():
                     blocks.append((block, messages[rank].message))
                 blocks.insert(root, (_block_of_root(tensors), message))
     except BaseException:
-        transport.end(None)
+        transport.end(None)  # no agreement was reached: nobody may use this memory or these files
         raise
     return blocks
 
@@ -231,6 +233,7 @@ def gather_state(
         communicator.check_root(root)
         for local in describe(state).tensors.values():
             shard = local.shard
+            # A tensor for each box: what a rank holds of one is no run of it, and root gets views of each box.
             for index, (box, tensor) in enumerate(zip(shard.boxes, local.tensors, strict=True)):
                 name = shard.name if len(local.tensors) == 1 else f"{shard.name}#{index}"
                 tensors[name] = tensor
@@ -330,6 +333,7 @@ def get_configs_parallel(
     """
     tensors: dict[str, Leaf] = {}
 
+    # Tensors go as tensors, and the config's JSON names them.
     def keep(value: object, path: str) -> str | None:
         if not is_tensor(value):
             return None
@@ -353,11 +357,11 @@ def _other_configs(blocks: Sequence[_Sent], types: Mapping[str, type]) -> list[L
     for rank, (block, message) in enumerate(blocks):
         if rank != 0:
             text = decode(message, str, "the config", rank)
-            configs.append(values.decode(text, types=types, leaves=_SentTensors(block, rank)))
+            configs.append(values.decode(text, types=types, leaves=_ConfigTensors(block, rank)))
     return configs
 
 
-class _SentTensors(dict[str, TensorLike]):
+class _ConfigTensors(dict[str, TensorLike]):
     """The tensors that a rank has sent beside its config, which names them."""
 
     def __init__(self, block: Block, rank: int) -> None:

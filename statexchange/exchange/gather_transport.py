@@ -12,17 +12,17 @@ import numpy as np
 
 from statexchange.comm.communicator import Communicator, from_root
 from statexchange.errors import InvalidArgumentError, MismatchError, NotFoundError, UnsupportedError
-from statexchange.exchange.staging import Staging
+from statexchange.exchange.staging import Staging, shard_data
 from statexchange.messages import decode, encode
 from statexchange.sharding.shards import Shard, full_box
 from statexchange.shared_memory import Arena
-from statexchange.state.types import Leaf
+from statexchange.state.describe import LocalTensor
 from statexchange.storage.atomic import new_nonce
 from statexchange.storage.files import make_path, private_directory
 from statexchange.storage.location import OpenedPath, directory_of, is_remote, open_path, resolve_path, seal
 from statexchange.storage.publish import clear_all, join_build, open_build
 from statexchange.storage.publish.build import NO_PLAN, Build
-from statexchange.storage.tensorfile import MANIFEST, SCHEMA, RankFile, ShardData, rank_file_names, rank_of_file
+from statexchange.storage.tensorfile import MANIFEST, SCHEMA, RankFile, rank_file_names, rank_of_file
 from statexchange.tensors import ITEMSIZE, TensorLike, array_over, from_bytes, memory_of, same_memory, torch_dtype
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Block", "TensorMetadata", "Transport", "WorkspaceLike", "metadata_of", "transport_for"]
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # of tensors in a block: a multiple of any element's size, and of a cache line
 _GATHER = "gather-"  # the names of builds in a workspace begin so
 
 
@@ -53,7 +53,11 @@ class TensorMetadata:
 
 
 def metadata_of(tensors: Mapping[str, TensorLike]) -> list[TensorMetadata]:
-    """Return metadata with offsets into one block; a tied tensor has its first name as alias and no bytes."""
+    """Return metadata with offsets into one block; a tied tensor has its first name as alias and no bytes.
+
+    Of float32 tensors "a" of 3 elements, "b" of 2, and "c", which is "a", the offsets are 0 and 64, and "c" has the
+    alias "a".
+    """
     metadata: list[TensorMetadata] = []
     first_names: dict[tuple[object, ...], str] = {}
     offset = 0
@@ -65,11 +69,14 @@ def metadata_of(tensors: Mapping[str, TensorLike]) -> list[TensorMetadata]:
         if not isinstance(tensor, np.ndarray):
             kind = "parameter" if type(tensor).__name__ == "Parameter" else "tensor"
             requires_grad = bool(tensor.requires_grad)
+        # None for a tensor that cannot be compared by its memory, as an empty one.
         key = same_memory(tensor)
         # A Parameter and its plain data are two objects over one memory.
-        first = name if key is None else first_names.setdefault((*key, kind, requires_grad), name)
-        alias = None if first == name else first
-        shape = tuple(int(size) for size in tensor.shape)
+        alias = None
+        if key is not None:
+            first = first_names.setdefault((*key, kind, requires_grad), name)
+            alias = first if first != name else None
+        shape = tuple(map(int, tensor.shape))
         entry = TensorMetadata(name, memory_of(tensor, name).dtype, shape, kind, requires_grad, alias, offset)
         metadata.append(entry)
         if alias is None:
@@ -97,12 +104,12 @@ class _ArenaNote:
 
 def _rebuild(entry: TensorMetadata, data: bytearray | NDArray[np.uint8]) -> TensorLike:
     """Return a tensor or array of the kind that was sent, over `data`."""
-    tensor: Leaf = from_bytes(data, entry.dtype, entry.shape, as_numpy=entry.kind == "numpy")
+    tensor = from_bytes(data, entry.dtype, entry.shape, as_numpy=entry.kind == "numpy")
     if entry.kind == "parameter":
         import torch
 
-        tensor = torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
-    elif entry.requires_grad:
+        return torch.nn.Parameter(tensor, requires_grad=entry.requires_grad)
+    if entry.requires_grad:
         tensor.requires_grad_()
     rebuilt: TensorLike = tensor
     return rebuilt
@@ -136,7 +143,7 @@ class Block:
         self._build = None
 
 
-_SentTensors: TypeAlias = tuple[Sequence[TensorMetadata], object]
+_Sent: TypeAlias = tuple[Sequence[TensorMetadata], object]
 """The metadata of a rank's tensors, and the address of their bytes, which `send` has returned."""
 
 
@@ -156,6 +163,7 @@ class _MemoryTransport:
         if not total:
             # Nothing to copy, so that there is no arena to which root would attach.
             return None
+        # The arena of an earlier gather, once root views it no more: new memory costs a page fault for each page.
         self._arena = self._comm.arenas.acquire(total)
         for entry in metadata:
             if entry.alias is None and entry.nbytes:
@@ -163,7 +171,7 @@ class _MemoryTransport:
                 self._comm.progress()
         return encode(_ArenaAddress(**self._arena.address), _ArenaAddress)
 
-    def receive(self, sent: Mapping[int, _SentTensors]) -> dict[int, Block]:
+    def receive(self, sent: Mapping[int, _Sent]) -> dict[int, Block]:
         """Return views of other ranks' tensors, by rank."""
         return {rank: self._attached(metadata, address, rank) for rank, (metadata, address) in sent.items()}
 
@@ -171,6 +179,7 @@ class _MemoryTransport:
         base = np.empty(0, dtype=np.uint8)
         if address is not None:
             arena = decode(address, _ArenaAddress, "the address of its memory", rank)
+            # What a rank has sent is checked before memory is viewed by it.
             for entry in metadata:
                 if entry.alias is None and entry.offset + entry.nbytes > arena.nbytes:
                     raise MismatchError("a tensor lies outside of its memory", name=entry.name, rank=rank)
@@ -242,10 +251,11 @@ class _FileTransport:
                 if not is_remote(self._workspace):
                     # Before the build, which would make it for others to read.
                     make_path(self._workspace)
+                # Below /dev/shm, where anybody may have made a directory of this name.
                 if self._in_memory:
                     with private_directory(os.path.dirname(self._workspace)):
                         pass
-                clear_all(self._workspace, _GATHER, MANIFEST)
+                clear_all(self._workspace, _GATHER, MANIFEST)  # what killed gathers have left
                 name = f"{_GATHER}{new_nonce()}"
                 path = os.path.join(self._workspace, name)
                 names = [*rank_file_names(self._comm.world_size), MANIFEST]
@@ -257,18 +267,19 @@ class _FileTransport:
 
     def send(self, tensors: Mapping[str, TensorLike], metadata: Sequence[TensorMetadata]) -> object:
         """Write this rank's tensors as one durable file; return its size and version."""
-        comm, staging = self._comm, Staging()
-        shards = []
+        comm = self._comm
+        whole = []
         for entry in metadata:
             if entry.alias is None:
-                shards.append(_shard_data(tensors[entry.name], entry, staging))
+                shard = Shard(entry.name, entry.dtype, entry.shape, (full_box(entry.shape),))
+                whole.append(LocalTensor(shard, (tensors[entry.name],)))
         path = os.path.join(self._workspace, self._place.name)
         name = rank_file_names(comm.world_size)[comm.rank]
         file_metadata = seal({"schema": SCHEMA, "config": "null", **self._expected(comm.rank)})
         try:
             self._check_place()
             member = join_build(path, self._place.key, MANIFEST)
-            written = member.write_tensors(name, shards, file_metadata, comm.progress)
+            written = member.write_tensors(name, shard_data(whole, Staging()), file_metadata, comm.progress)
         except NotFoundError as error:
             raise _unseen(error, comm.rank) from None
         return encode(_FileAddress(written.content.nbytes, written.version), _FileAddress)
@@ -277,7 +288,7 @@ class _FileTransport:
         """Return what the file of a rank says of itself."""
         return {"save": self._place.name, "rank": rank, "world_size": self._comm.world_size}
 
-    def receive(self, sent: Mapping[int, _SentTensors]) -> dict[int, Block]:
+    def receive(self, sent: Mapping[int, _Sent]) -> dict[int, Block]:
         """Open other ranks' files, by rank."""
         assert self._build is not None  # on root
         if not sent:
@@ -286,6 +297,7 @@ class _FileTransport:
         addresses = {}
         for rank, (_, address) in sent.items():
             addresses[rank] = decode(address, _FileAddress, "the address of its file", rank)
+        # A client of NFS may not see yet what another has written: this waits for it, or raises.
         try:
             self._build.add_all({names[rank]: address.version for rank, address in addresses.items()})
         except NotFoundError as error:
@@ -343,12 +355,6 @@ class _FileAddress(NamedTuple):
 
     nbytes: int
     version: str
-
-
-def _shard_data(tensor: TensorLike, entry: TensorMetadata, staging: Staging) -> ShardData:
-    """Return a whole tensor as a shard, whose bytes are produced on request through `staging`."""
-    shard = Shard(entry.name, entry.dtype, entry.shape, (full_box(entry.shape),))
-    return ShardData(shard, lambda _: (part for _, part in staging.parts(tensor, entry.dtype)))
 
 
 WorkspaceLike: TypeAlias = str | os.PathLike[str] | None

@@ -22,6 +22,7 @@ from statexchange.storage.store import ByteRange
 
 __all__ = ["SpecParts", "TensorParts", "parts_by_name"]
 
+# So many are looked at in the time of one step of a budget (storage/store.py).
 _PLACES_PER_STEP, _PIECES_PER_STEP = 4, 8
 
 
@@ -35,6 +36,7 @@ class _Holders:
     def __init__(self, files: ListedFiles, places: Sequence[Place]) -> None:
         self.places = places
         self._index = files.save_index
+        self._layout = files.save_index.layouts[places[0].layout]  # of all parts, if each is there once
         self._is_exact: dict[tuple[int, ...], bool] = {}
         self._cut_dims: dict[tuple[int, ...], frozenset[int]] = {}
         self._place_of = self._places_by_coordinate()
@@ -44,10 +46,11 @@ class _Holders:
 
         There are none unless the files have each part of one placement, and none twice.
         """
-        layout = self._index.layouts[self.places[0].layout]
-        if layout.placement is None or len({place.layout for place in self.places}) > 1:
+        placement = self._layout.placement
+        if placement is None or len({place.layout for place in self.places}) > 1:
             return {}
-        mesh_shape, axes = layout.placement.mesh_shape, layout.split_axes
+        # Copies have equal coordinates on the split axes. A save has one of them, unless ranks had different bytes.
+        mesh_shape, axes = placement.mesh_shape, self._layout.split_axes
         if math.prod(mesh_shape[axis] for axis in axes) != len(self.places):
             return {}
         place_of: dict[tuple[int, ...], Place] = {}
@@ -58,8 +61,7 @@ class _Holders:
 
     @property
     def _placement(self) -> Placement:
-        """The placement of all parts, if each is there once."""
-        placement = self._index.layouts[self.places[0].layout].placement
+        placement = self._layout.placement
         assert placement is not None
         return placement
 
@@ -67,13 +69,12 @@ class _Holders:
         """Whether each element of a tensor of `shape` lies in one of these places, and in no second one."""
         if not self._place_of:
             return False
-        layout = self._index.layouts[self.places[0].layout]
         # torch.chunk cuts a dim without a rest. Only pieces that are dealt out in turn might leave one.
-        if layout.is_plain:
+        if self._layout.is_plain:
             return True
         if shape not in self._is_exact:
             # A few characters may stand for thousands of pieces on each of many ranks.
-            self._index.budget.spend(layout.num_pieces * len(self.places) // _PIECES_PER_STEP)
+            self._index.budget.spend(self._layout.num_pieces * len(self.places) // _PIECES_PER_STEP)
             try:
                 self._is_exact[shape] = covers_exactly(shape, self._placement)
             except ValueError as error:

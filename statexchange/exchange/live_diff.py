@@ -41,7 +41,7 @@ def diff_live(
         path: the checkpoint.
     """
     conversion, names = conversions
-    # The patterns are for the names after the conversion.
+    # Without the patterns, which are for the names after the conversion.
     placing = ExportOptions(layout=options.layout)
     described, _ = converted_description(comm, saved.described, conversion, placing)
     has_layout = any(from_all(comm, placing.layout is not None, bool, "its layout"))
@@ -63,8 +63,7 @@ def diff_live(
             compared = RowComparison(comm, call.tolerance).compare(live, stored)
     parts: dict[str, list[Compared]] = {}
     nbytes = 0
-    sent = from_all(comm, compared, tuple[dict[str, Compared], int], "its comparison")
-    for of_rank, rank_nbytes in sent:
+    for of_rank, rank_nbytes in from_all(comm, compared, tuple[dict[str, Compared], int], "its comparison"):
         nbytes += rank_nbytes
         for name, part in of_rank.items():
             parts.setdefault(name, []).append(part)

@@ -6,7 +6,6 @@ The world size, mesh and placements of the live state may be other than those of
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import time
@@ -209,14 +208,13 @@ def _load(request: LoadRequest, comm: Communicator, pause: contextlib.ExitStack)
         # Before ranks convert it: they compare the files, and each may convert them in its own way.
         if comm.world_size > 1:
             has_layout, in_job = check_same_source(source, request, comm)
-        finding = functools.partial(_finding, source.path, comm, timeout_s)
-        with finding():
+        with _finding(source.path, request, comm):
             loaded = source_content(request, source, comm)
             if not has_layout:
                 plan = _plan(request, loaded)
                 items = _items(_targets(plan, loaded, comm.rank), loaded)
         if has_layout:
-            plan, items = _plan_with_layout(request, loaded, comm, finding)
+            plan, items = _plan_with_layout(request, loaded, comm)
         # Last of the checks: a shape that differs says more than the names that differ because of it.
         if comm.world_size > 1 or plan.missing or plan.unexpected or plan.is_empty:
             compare_names(comm, plan, loaded)
@@ -248,9 +246,9 @@ def _load(request: LoadRequest, comm: Communicator, pause: contextlib.ExitStack)
 
 
 @contextlib.contextmanager
-def _finding(path: str, comm: Communicator, timeout_s: float) -> Iterator[None]:
+def _finding(path: str, request: LoadRequest, comm: Communicator) -> Iterator[None]:
     """Open a phase in which what is read is found in the source at `path`, which errors then name."""
-    with comm.phase("finding its tensors", timeout_s=timeout_s), located(path):
+    with comm.phase("finding its tensors", timeout_s=request.call.stall_timeout_s), located(path):
         yield
 
 
@@ -265,23 +263,19 @@ def _plan(request: LoadRequest, loaded: LoadSource) -> LoadPlan:
     return plan
 
 
-def _plan_with_layout(
-    request: LoadRequest,
-    loaded: LoadSource,
-    comm: Communicator,
-    finding: Callable[[], contextlib.AbstractContextManager[None]],
-) -> tuple[LoadPlan, list[ReadItem]]:
+def _plan_with_layout(request: LoadRequest, loaded: LoadSource, comm: Communicator) -> tuple[LoadPlan, list[ReadItem]]:
     """Return the plan, and what is read, where any rank has a layout. Collective.
 
     The names and boxes of a layout's parts follow from the parts of all ranks, so that each of the two exchanges lies
     between phases.
     """
+    path = loaded.matching.path
     loaded.matching.renumbered = renumbered_names(comm, loaded.live, loaded.matching)
-    with finding():
+    with _finding(path, request, comm):
         plan = _plan(request, loaded)
         targets = _targets(plan, loaded, comm.rank)
     targets = _placed(targets, loaded.matching, comm)
-    with finding():
+    with _finding(path, request, comm):
         return plan, _items(targets, loaded)
 
 

@@ -64,6 +64,7 @@ class _OpenedSource:
         content: list[object] = [source.kind, source.run, source.round, source.manifest]
         local = []
         files = source.files
+        # The files of a save with an index are not open, and need not be opened for this.
         if isinstance(files, ListedFiles):
             # The manifest names the id of each file, which is compared where the file is opened.
             content.append(source.save)
@@ -196,21 +197,21 @@ def settle_names(plan: LoadPlan, loaded: LoadSource) -> None:
     """
     source, names = loaded.converted.source, loaded.matching.names
     unreadable: dict[str, UnsupportedError] = {}
-    others = []
+    unexpected = []
     for stored, error in source.unsupported.items():
         name = names.name(stored)
         unreadable[name] = error
         if names.options.wants(name) and name not in plan.missing:
-            others.append(name)
+            unexpected.append(name)
     for name in plan.missing:
         for refused, error in unreadable.items():
             if name == refused or name in paths_above(refused):
                 raise error
     # Where nothing fits, an entry that cannot be read, as a whole module, may be what was meant.
-    if others and plan.missing and not plan.targets:
-        raise unreadable[others[0]]
+    if unexpected and plan.missing and not plan.targets:
+        raise unreadable[unexpected[0]]
     if not loaded.matching.has_tree:
-        plan.unexpected += others
+        plan.unexpected += unexpected
     if loaded.converted.adapter is not None:  # the base model has its weights already
         plan.missing = [name for name in plan.missing if name in loaded.converted.adapter]
     # An export leaves extra state out.

@@ -124,16 +124,16 @@ def source_content(request: LoadRequest, source: Source, comm: Communicator) -> 
 
 def _left_out(matching: Matching, source: Source, own_rank: int | None) -> frozenset[str]:
     """Return the paths of what a save was asked to leave out, and has from no rank, by the names of the state."""
-    left_out: set[str] = set()
+    candidates: set[str] = set()
     for rank, paths in source.left_out.items():
         if own_rank in (None, rank):
-            left_out.update(map(matching.names.path, paths))
-    lacking = set()
-    for path in left_out:
+            candidates.update(map(matching.names.path, paths))
+    absent = set()
+    for path in candidates:
         # In the place of an item of a list is an empty mapping.
         if all(is_empty_mapping(entry.leaf) for entry in matching.entries.below(path)):
-            lacking.add(path)
-    return frozenset(lacking)
+            absent.add(path)
+    return frozenset(absent)
 
 
 def _check_layout(matching: Matching) -> None:

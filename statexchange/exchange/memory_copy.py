@@ -98,6 +98,7 @@ class MemoryCopies:
             build: Build | None = None
             with comm.phase("opening the copy in memory"):
                 if comm.local_rank == 0:
+                    # Its own ranks' files, and those of the host before, which sends to this one.
                     kept = {*ranks_here, *hosts[comm.node_rank - 1]}
                     build = building.enter_context(begin_copy(path, save, {names[rank]: sizes[rank] for rank in kept}))
             folder = from_all(comm, "" if build is None else build.building_path, str, "its directory")[ranks_here[0]]
@@ -106,6 +107,7 @@ class MemoryCopies:
             if len(hosts) > 1:
                 with comm.phase("copying to the next host", timeout_s=self._stall_timeout_s):
                     _send_all(_to_next_host(hosts, names, sizes), folder, folder, comm)
+            # Only now, after phases in which no rank has failed: all files of each host are whole.
             with comm.phase("publishing the copy in memory"):
                 if build is not None:
                     commit_copy(build, path, save)
@@ -129,17 +131,20 @@ class MemoryCopies:
                     _log.warning("%s: cannot look for copies in memory: %s", self._shown, error)
         answers = from_all(comm, here, dict[str, int], "its copies")
         hosts = _ranks_by_host(comm)
-        held = [answers[ranks[0]] for ranks in hosts]
-        if not any(held):
+        copies = [answers[ranks[0]] for ranks in hosts]
+        if not any(copies):
             yield items, 0
             return
-        sizes = _sizes_of(items)
-        # A file of another size is no copy of the one on disk.
-        present = {name for name, size in sizes.items() if held[comm.node_rank].get(name) == size}
-        folders = dict.fromkeys(present, copy_path(source.save))
+        folders: dict[str, str] = {}
+        absent: dict[str, int] = {}
+        for name, size in _sizes_of(items).items():
+            # A file of another size is no copy of the one on disk.
+            if copies[comm.node_rank].get(name) == size:
+                folders[name] = copy_path(source.save)
+            else:
+                absent[name] = size
         with contextlib.ExitStack() as opened:
-            lacking = {name: size for name, size in sizes.items() if name not in present}
-            folders |= self._fetched(source.save, lacking, held, hosts, comm, opened)
+            folders |= self._fetched(source.save, absent, copies, hosts, comm, opened)
             with comm.phase("opening copies in memory"):
                 in_memory = _open_all(folders, opened)
                 copied = [_from_memory(item, in_memory) for item in items]
@@ -147,6 +152,7 @@ class MemoryCopies:
                 for item in copied:
                     _check(item, in_memory, comm)
             yield copied, len(in_memory)
+            # Another job's copy writes over the pages of a file, which keeps its inode: its time shows it.
             with comm.phase("looking at copies in memory again"):
                 for file in in_memory.values():
                     file.check_unchanged()
@@ -154,22 +160,26 @@ class MemoryCopies:
     def _fetched(
         self,
         save: str,
-        lacking: Mapping[str, int],
-        held: Sequence[Mapping[str, int]],
+        absent: Mapping[str, int],
+        copies: Sequence[Mapping[str, int]],
         hosts: Sequence[Sequence[int]],
         comm: Communicator,
         opened: contextlib.ExitStack,
     ) -> dict[str, str]:
         """Get files from other hosts, until `opened` ends; return the directory of each. Collective.
 
-        What no other host has, and what this one has no room for, is read from disk.
+        What no other host has, and what this one has no room for, is read from disk. `copies` has the sizes of the
+        files that each host has.
         """
-        answers = from_all(comm, lacking, dict[str, int], "the files that its host lacks")
+        answers = from_all(comm, absent, dict[str, int], "the files that its host lacks")
         wanted: list[dict[str, int]] = []  # by host, for each file that it lacks a host that has it
         for node, ranks in enumerate(hosts):
+            sizes: dict[str, int] = {}
+            for rank in ranks:
+                sizes |= answers[rank]
             wanted.append({})
-            for name, size in [item for rank in ranks for item in answers[rank].items()]:
-                nodes = [other for other, files_there in enumerate(held) if files_there.get(name) == size]
+            for name, size in sizes.items():
+                nodes = [holder for holder, of_host in enumerate(copies) if of_host.get(name) == size]
                 if nodes:
                     wanted[-1][name] = nodes[node % len(nodes)]  # hosts that lack one file get it from different ones
         if not any(wanted):
@@ -177,22 +187,25 @@ class MemoryCopies:
         folder = ""
         with comm.phase("looking for room"):
             if comm.local_rank == 0 and wanted[comm.node_rank]:
-                nbytes = sum(held[source][name] for name, source in wanted[comm.node_rank].items())
+                nbytes = sum(copies[source][name] for name, source in wanted[comm.node_rank].items())
                 try:
                     folder = opened.enter_context(begin_fetch(nbytes)).building_path
                 except StorageError as error:
                     _log.warning("%s: files of other hosts' copies are read from disk: %s", self._shown, error)
         folders = from_all(comm, folder, str, "its directory")
+        # Each rank makes the same list, and takes part in the transfers that name it.
         transfers: list[_Transfer] = []
         for node, ranks in enumerate(hosts):
             for name, source in wanted[node].items():
                 if folders[ranks[0]]:
                     src, dst = _one_of(hosts[source], len(transfers)), _one_of(ranks, len(transfers))
-                    transfers.append(_Transfer(name, held[source][name], src, dst))
+                    transfers.append(_Transfer(name, copies[source][name], src, dst))
         folder = folders[hosts[comm.node_rank][0]]
         with comm.phase("fetching copies in memory", timeout_s=self._stall_timeout_s):
             _send_all(transfers, copy_path(save), folder, comm)
-        return dict.fromkeys(wanted[comm.node_rank], folder) if folder else {}
+        if not folder:  # no room
+            return {}
+        return dict.fromkeys(wanted[comm.node_rank], folder)
 
     def drop(self, path: str, comm: Communicator) -> None:
         """Remove the copies of the save at `path`, which may be gone. Collective; a failure is a warning."""
@@ -233,7 +246,10 @@ def _one_of(ranks: Sequence[int], number: int) -> int:
 
 
 def _to_next_host(hosts: Sequence[Sequence[int]], names: Sequence[str], sizes: Sequence[int]) -> list[_Transfer]:
-    """Return the transfers of each rank's file to the next host; even hosts send first, while others receive."""
+    """Return the transfers of each rank's file to the next host; even hosts send first, while others receive.
+
+    Of hosts with the ranks (0, 1) and (2, 3): 0 to 2, 1 to 3, then 2 to 0, 3 to 1.
+    """
     transfers = []
     for node in (*range(0, len(hosts), 2), *range(1, len(hosts), 2)):
         for rank in hosts[node]:
@@ -322,7 +338,11 @@ def _send(transfer: _Transfer, path: str, comm: Communicator) -> StateExchangeEr
 
 def _sizes_of(items: Sequence[ReadItem]) -> dict[str, int]:
     """Return the files from which a load reads, with their sizes."""
-    return {_name_of(stored): stored.file.size for item in items for stored in item.boxes.values()}
+    sizes = {}
+    for item in items:
+        for stored in item.boxes.values():
+            sizes[_name_of(stored)] = stored.file.size
+    return sizes
 
 
 def _name_of(stored: ByteRange) -> str:
@@ -359,5 +379,6 @@ def _check(item: ReadItem, in_memory: Mapping[str, StoredFile], comm: Communicat
 
 
 def _is_read_in_part(box: Box, item: ReadItem) -> bool:
+    """Whether the reading cannot compare a stored box with its digest, which is that of all of it."""
     overlaps = [intersect(box, target) for target in item.local.shard.boxes]
     return any(part not in (None, box) for part in overlaps)

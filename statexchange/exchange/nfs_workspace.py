@@ -55,8 +55,11 @@ class NFSWorkspace:
         if run is not None and not isinstance(run, str):
             raise InvalidArgumentError(f"run must be text or None, not {excerpt(run)}")
         # ModelOpt's callers pass "" for the current directory, which no other path of ours may be.
-        path = os.curdir if workspace_path == "" else workspace_path
-        self._workspace = Workspace(path) if path is not None else None
+        if workspace_path == "":
+            workspace_path = os.curdir
+        self._workspace: Workspace | None = None
+        if workspace_path is not None:
+            self._workspace = Workspace(workspace_path)
         self._run = run
         self._is_run_given = run is not None
         self._round: int | None = None
@@ -89,9 +92,11 @@ class NFSWorkspace:
         rank, world_size = _position()
         run = self._writing_run()
         # Counted from here on: a listing on NFS may lack the round that this rank has just written.
-        self._round = workspace.next_round(run, rank) if self._round is None else self._round + 1
-        staging = Staging()
-        shards = shard_data(describe(weights).tensors.values(), staging)
+        if self._round is None:
+            self._round = workspace.next_round(run, rank)
+        else:
+            self._round += 1
+        shards = shard_data(describe(weights).tensors.values(), Staging())
         written = workspace.write(
             shards,
             run=run,
@@ -171,8 +176,8 @@ class NFSWorkspace:
             # reported only after two equal listings.
             # On NFS a listing may be of an older state than the next one.
             is_stable = not was_dropped and observed == last_observed
-            waited_s = time.monotonic() - began
-            if waited_s >= (timeout_s if is_stable else max(timeout_s, _STABLE_VIEW_S)):
+            limit_s = timeout_s if is_stable else max(timeout_s, _STABLE_VIEW_S)
+            if time.monotonic() - began >= limit_s:
                 break
             time.sleep(0.05 if is_stable else 0.001)
             last_observed = observed
@@ -228,9 +233,11 @@ class _NoTensors(dict[str, object]):
 
 def _position() -> tuple[int, int]:
     """Return (rank, world size) of the communicator or of torch.distributed, else those of the launcher."""
-    launch = detect_launch()
     size = defaults.get_world_size()
-    return (defaults.get_rank(), size) if size > 1 else (launch.rank, launch.world_size)
+    if size > 1:
+        return defaults.get_rank(), size
+    launch = detect_launch()
+    return launch.rank, launch.world_size
 
 
 def _find(view: WorkspaceView, run: str | None, rank: int, number: int | None) -> tuple[RankName | None, object]:
@@ -241,12 +248,13 @@ def _find(view: WorkspaceView, run: str | None, rank: int, number: int | None) -
     if run is None:
         run = _reading_run(view)
     rounds = view.rounds(run) if number is None else [number]
+    # All that was looked at: two equal listings show that NFS has no newer one to show.
     listed: list[object] = [run, *rounds]
     for candidate in reversed(rounds):
         try:
             names = view.rank_names(run, candidate)
         except NotFoundError:
-            continue
+            continue  # swept since the rounds were listed
         listed += names
         for name in names:
             if name.rank == rank:
@@ -259,13 +267,15 @@ def _runs_here() -> list[str]:
 
     They are its communicator's, that of torch's default group, and its launcher's job.
     """
-    comm, job = defaults.current(), detect_launch().job
-    candidates = [None if comm is None else comm.run]
+    comm = defaults.current()
+    candidates: list[str | None] = []
+    if comm is not None:
+        candidates.append(comm.run)
     if defaults.torch_default_group() is not None:
         from statexchange.comm.backends.torch_groups import run_of_default_group  # late: torch is imported here
 
         candidates.append(run_of_default_group())
-    candidates.append(job)
+    candidates.append(detect_launch().job)
     return [run for run in candidates if run is not None]
 
 

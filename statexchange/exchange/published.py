@@ -2,7 +2,8 @@
 
 **Checksum.** adler32 of bytes d at positions i of n is ``(b << 16) | a`` with ``a = 1 + sum(d)`` and ``b = n +
 sum((n - i) * d)``, modulo 65521 (RFC 1950). Both sums are over any set of runs in any order, so each rank adds those of
-its boxes.
+its boxes. Of the bytes 1, 2, 3, 4 rank 0 has the first two: it adds 3 and 4 * 1 + 3 * 2 = 10, and rank 1 adds 7 and
+2 * 3 + 1 * 4 = 10, so that a = 1 + 10 and b = 4 + 20.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class PublishedBox:
             itemsize, total = ITEMSIZE[tensor.dtype], _nbytes_of(tensor)
             first = second = 0
             for begin, part in box_runs(self.box, c_strides(tensor.shape), itemsize, self.data.data):
+                # zlib takes a run for all of the data: without its 1 and its len(part), and moved to where it begins.
                 checksum = zlib.adler32(part)
                 of_run = (checksum & 0xFFFF) - 1
                 first += of_run
@@ -141,11 +143,9 @@ def published_boxes(
     for number, tensor, piece, receipt in planned_pieces(plan, comm.rank):
         if not piece.is_written:
             continue
-        data = np.empty(piece.box.numel * ITEMSIZE[tensor.dtype], np.uint8)
-        at = 0
-        for _, part in staging.parts(local_box(described, tensor.source, piece.box_index), tensor.dtype):
-            data[at : at + len(part)] = np.frombuffer(part, np.uint8)
-            at += len(part)
+        live = local_box(described, tensor.source, piece.box_index)
+        data = staging.bytes_of(live, tensor.dtype, comm.progress)
+        # The next delta is applied to what was published: a copy of other bytes would give all readers wrong weights.
         if xxhash.xxh3_128_digest(data.data) != receipts.digests[receipt]:
             raise ReplacedError("this tensor was changed while it was published", name=tensor.source)
         boxes.append(PublishedBox(number, piece.box, piece.box_index, data, receipts.digests[receipt]))
@@ -154,6 +154,7 @@ def published_boxes(
 
 def planned_pieces(plan: WritePlan, rank: int) -> Iterator[tuple[int, WriteTensor, RankPiece, int]]:
     """Yield each piece that a rank writes or compares: its tensor's number, the tensor, the piece, its receipt."""
+    # As `_Writing` in writing.py counts them: a receipt for each piece that is written or compared, in this order.
     receipt = 0
     for number, tensor in enumerate(plan.tensors):
         if tensor.reduce is not None:

@@ -186,6 +186,7 @@ class Publisher:
                     wait_for_end(self._last)
 
             def prepare() -> tuple[Description, Callable[[Description, Communicator], PublishReport]]:
+                # Here and not before: in the background the last publish has ended only now.
                 number = self._next_number(version)
                 options = self._options
                 files, conversion = model_of(state, options, comm)
@@ -216,7 +217,7 @@ class Publisher:
             if number <= last.number:
                 text = f"version {number} has been published, or is passed: the next one is {last.number + 1}"
             raise InvalidArgumentError(text, path=self.path)
-        if number >= 10**12:
+        if number >= 10**12:  # no name of a version has more digits
             raise InvalidArgumentError(f"version must be below 10**12, not {number}")
         return number
 
@@ -231,6 +232,7 @@ class Publisher:
     ) -> PublishReport:
         """Convert and publish described tensors; `timing`: when the call began, and whether it has returned."""
         began, is_background = timing
+        # In the background the call has returned when the copy was taken, which was just now.
         stall_s = time.perf_counter() - began
         here = {"version": str(number), "the Publisher": str(self._versions)}
         sent = from_all(comm, here, dict[str, str], "what to publish")
@@ -239,12 +241,14 @@ class Publisher:
         with comm.phase("beginning a version"):
             check_installed()
             if comm.rank == 0:
+                # Not before the first publish: a trainer that fails before it leaves no run behind.
                 self._run = self._run or begin_run(self.path)
                 check_is_current(self.path, self._run)
         run = from_root(comm, self._run, str, "the run")
         report, published = publish_version(
             comm, described, conversion, request, self._versions, run, number, self._published
         )
+        # The version is there: whatever fails from here on, the next one has another number.
         self._published = published
         with comm.phase("removing old versions"):
             if comm.rank == 0:
@@ -255,6 +259,7 @@ class Publisher:
 
     def _finish(self, published: PublishedVersion) -> None:
         """Let ``latest`` name the version, and remove old ones. Root only."""
+        # Last of all: readers of other programs that see the name in ``latest`` find a whole version.
         try:
             set_latest(self.path, published.run, published.number)
             remove_old_versions(self.path, published.run, published.bases, self._versions.keep)
@@ -274,5 +279,5 @@ class Publisher:
         return self
 
     def __exit__(self, kind: object, *exception: object) -> None:
-        if kind is None:
+        if kind is None:  # else the failure inside the block counts
             self.close()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import TypeVar
 
 from statexchange.comm.communicator import Communicator, from_all
 from statexchange.errors import CorruptError, InvalidArgumentError, MismatchError
@@ -26,12 +26,16 @@ __all__ = [
     "all_tensors",
     "check_metadata",
     "compare_options",
+    "decode_distinct",
     "gather_distinct",
     "local_box",
     "parse_metadata",
     "rank_shards",
     "reductions_of",
+    "tensors_of",
 ]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +64,16 @@ class RankMetadata:
     @classmethod
     def of(cls, described: Description, options: Mapping[str, str]) -> RankMetadata:
         """Return the metadata of a description: the same object as for an equal one before, most often."""
-        locals_ = described.tensors.values()
-        tensors = LongTuple([(local.shard, local.layout, local.part, local.reduce) for local in locals_])
-        aliases, given = LongTuple(described.aliases.items()), LongTuple(options.items())
-        return _metadata_of(tensors, aliases, described.unused, described.extra_state, given)
+        tensors = []
+        for local in described.tensors.values():
+            tensors.append((local.shard, local.layout, local.part, local.reduce))
+        return _metadata_of(
+            LongTuple(tensors),
+            LongTuple(described.aliases.items()),
+            described.unused,
+            described.extra_state,
+            LongTuple(options.items()),
+        )
 
     @cached_property
     def data(self) -> bytes:
@@ -106,20 +116,32 @@ def _metadata_of(
 def gather_distinct(comm: Communicator, data: bytes, root: int | None = None) -> list[bytes]:
     """Return every rank's data on `root`, [] elsewhere; with None on all ranks. Collective.
 
-    Of several ranks with equal data only the first sends it.
+    Of several ranks with equal data only the first sends it: if ranks 0 to 2 have a, b and a, ranks 0 and 1 send, and
+    the result is [a, b, a].
     """
     # First the digests alone: with one model on a mesh of thousands of ranks, the data of one rank is all that travels.
     digests = comm.all_gather_bytes(digest(data).encode(), operation="the comparison of descriptions")
     sender: dict[bytes, int] = {}  # the first rank with each digest
     for rank, rank_digest in enumerate(digests):
         sender.setdefault(rank_digest, rank)
-    is_sender = sender[digests[comm.rank]] == comm.rank
-    sent = comm.all_gather_bytes(data if is_sender else b"", root=root, operation="the gathering of descriptions")
-    return [sent[sender[rank_digest]] for rank_digest in digests] if sent else []
+    if sender[digests[comm.rank]] != comm.rank:
+        data = b""
+    sent = comm.all_gather_bytes(data, root=root, operation="the gathering of descriptions")
+    if not sent:  # not on root
+        return []
+    return [sent[sender[rank_digest]] for rank_digest in digests]
+
+
+def decode_distinct(sent: Sequence[bytes], kind: type[T], what: str) -> Iterator[tuple[int, T]]:
+    """Yield what `gather_distinct` has gathered, each value once, with the first rank that has it."""
+    for data in dict.fromkeys(sent):
+        rank = sent.index(data)
+        yield rank, decode(data, kind, what, rank)
 
 
 def parse_metadata(sent: Sequence[bytes], rank_here: int, metadata_here: RankMetadata) -> list[RankMetadata]:
     """Decode what `gather_distinct` has gathered; equal metadata is parsed once, and this rank's own not at all."""
+    # The very object for this rank, too: what was made of it for the last export is found by it.
     parsed = {sent[rank_here]: metadata_here}
     for rank, data in enumerate(sent):
         if data not in parsed:
@@ -132,17 +154,21 @@ def _parsed(data: bytes, rank: int) -> RankMetadata:
     return decode(data, RankMetadata, "the description of its state", rank, RankMetadata.check)
 
 
+def tensors_of(described: Description) -> dict[str, TensorInfo]:
+    """Return the dtype and global shape of each tensor of this rank."""
+    tensors = {}
+    for name, local in described.tensors.items():
+        tensors[name] = TensorInfo(local.shard.dtype, local.shard.global_shape)
+    return tensors
+
+
 def all_tensors(comm: Communicator, described: Description) -> dict[str, TensorInfo]:
     """Return the dtype and global shape of each tensor of any rank. Collective."""
-    tensors_here = {}
-    for local in described.tensors.values():
-        tensors_here[local.shard.name] = TensorInfo(local.shard.dtype, local.shard.global_shape)
-    sent = gather_distinct(comm, encoded(tensors_here, dict[str, TensorInfo]))
+    sent = gather_distinct(comm, encoded(tensors_of(described), dict[str, TensorInfo]))
     tensors: dict[str, TensorInfo] = {}
     with comm.phase("comparing its tensors"):
-        for data in dict.fromkeys(sent):
-            rank = sent.index(data)
-            for name, info in decode(data, dict[str, TensorInfo], "its tensors", rank).items():
+        for rank, of_rank in decode_distinct(sent, dict[str, TensorInfo], "its tensors"):
+            for name, info in of_rank.items():
                 first = tensors.setdefault(name, info)
                 if first != info:
                     text = "this rank's dtype or shape differs from another's"
@@ -177,24 +203,18 @@ class _Naming:
     sources: Mapping[str, str]
 
 
-class _Conversion(Protocol):
-    """A conversion of live state, of which its options are of interest here."""
-
-    def texts(self) -> dict[str, str]:
-        """Return the options that must be equal on all ranks, as text by name."""
-
-
 def agreed_names(
-    comm: Communicator, described: Description, layout: Layout, conversion: _Conversion | None
+    comm: Communicator, described: Description, layout: Layout, conversion: Mapping[str, str] | None
 ) -> tuple[Description, bool]:
     """Return the description with the names that a layout renumbers, and whether any rank has a conversion. Collective.
 
-    `conversion` is that of this rank, if it has one; it is not applied.
+    `conversion` are the options of this rank's conversion as text by name, None without one; it is not applied.
     """
     renumbers = any(rule.renumber for rule in layout.rules.values())
+    # Compared, since all ranks renumber or none: new numbers follow from the names of all ranks.
     options = {"whether the layout renumbers": str(renumbers)}
     if conversion is not None:
-        options |= conversion.texts()
+        options |= conversion
     sources: dict[str, str] = {}
     if renumbers:
         sources = {name: described.sources.get(name, name) for name in described.tensors}
@@ -237,7 +257,8 @@ def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[S
     """Return each rank's shards, with the parts of layout rules placed in their whole tensors.
 
     A spec that all ranks of its mesh give is listed for the first of them only, unless another rank has a tensor of
-    this name.
+    this name. It stands for the boxes of all: of "w" of shape (4, 3), cut by rows on 2 ranks, rank 0 has the spec and
+    rank 1 nothing. Where rank 2 has a "w", too, ranks 0 and 1 have boxes: [0:2, 0:3] and [2:4, 0:3].
     """
     agreed = _agreed_specs(metadata)
     # Ranks with equal metadata share one object. Thousands of them may have a model on a mesh, with nothing to list.
@@ -256,7 +277,10 @@ def rank_shards(metadata: Sequence[RankMetadata], layout: Layout) -> list[list[S
     seen: set[int] = set()
     for rank, rank_metadata in enumerate(metadata):
         of_rank: list[Shard | ShardingSpec] = []
-        for described in kept[id(rank_metadata)] if id(rank_metadata) in seen else rank_metadata.shards:
+        described_shards = rank_metadata.shards
+        if id(rank_metadata) in seen:  # the first of these ranks has listed the agreed specs
+            described_shards = kept[id(rank_metadata)]
+        for described in described_shards:
             shard = described.shard
             if described.part is not None:
                 shard = Shard(shard.name, shard.dtype, *positions[shard.name][rank])
@@ -276,7 +300,8 @@ def _agreed_specs(metadata: Sequence[RankMetadata]) -> dict[Shard | ShardingSpec
 
     All ranks of the mesh, which lists them in order, give the same spec, and no other rank has a tensor of its name.
     """
-    # By identity, as equal metadata is one object: to compare it with itself would take seconds for 100,000 tensors.
+    # By identity, as equal metadata is one object (`parse_metadata`): to compare it with itself would take seconds for
+    # 100,000 tensors.
     ranks_of: dict[int, list[int]] = {}
     for rank, rank_metadata in enumerate(metadata):
         ranks_of.setdefault(id(rank_metadata), []).append(rank)
@@ -296,9 +321,11 @@ def _agreed_specs(metadata: Sequence[RankMetadata]) -> dict[Shard | ShardingSpec
             continue
         key = tuple(givers[name]), spec.ranks, spec.placement.num_ranks
         if key not in are_meshes:
-            ranks = sorted(rank for number in givers[name] for rank in ranks_of[number])
+            ranks: list[int] = []
+            for number in givers[name]:
+                ranks += ranks_of[number]
             # In their order, so that the first copy of a piece is that of the lowest rank.
-            are_meshes[key] = ranks == list(spec.ranks or range(spec.placement.num_ranks))
+            are_meshes[key] = sorted(ranks) == list(spec.ranks or range(spec.placement.num_ranks))
         if are_meshes[key]:
             agreed[spec] = min(ranks_of[number][0] for number in givers[name])
     return agreed

@@ -129,6 +129,7 @@ class StoredTensors:
                 saved = SavedTensor(name, spec.dtype, spec.global_shape, listed.cut_dims)
                 self.by_name[name] = _StoredTensor(saved, (), None, listed)
             parts: dict[str, list[_SavedPart]] = {}
+            # This rank's own file first, then by ranks: the first part of a box is the one that is read.
             for shard_file in sorted(source.files_without_specs, key=lambda file: self._order(file.rank)):
                 path, label = shard_file.path, source.label_of(shard_file)
                 for name, tensor in shard_file.tensors.items():
@@ -140,6 +141,7 @@ class StoredTensors:
             self.aliases |= source.manifest.get("aliases", {})
         self.aliases |= aliases
         self.names = frozenset(self.by_name)
+        # As text: to decode the trees of all ranks takes longer. A name with this word in it does no harm.
         has_leaves = any('"leaf"' in text for text in source.configs.values())
         self.has_tree = has_leaves or (bool(source.configs) and not self.names)
         # A tied tensor is written once. A saved tree has all its names, and errors give the one that is loaded.
@@ -205,18 +207,19 @@ class StoredTensors:
                 problem = self._disagreement(name, parts[0], part)
             for box in shard.boxes:
                 if box.shape != shape and 0 not in box.shape:
-                    sizes = enumerate(zip(box.shape, shape, strict=False))
-                    cut_dims.update([dim for dim, (size, whole) in sizes if size != whole])
+                    for dim, (size, whole) in enumerate(zip(box.shape, shape, strict=False)):
+                        if size != whole:
+                            cut_dims.add(dim)
         return _StoredTensor(SavedTensor(name, first.dtype, shape, frozenset(cut_dims), problem), parts, None)
 
-    def _disagreement(self, name: str, one: _SavedPart, other: _SavedPart) -> StateExchangeError:
+    def _disagreement(self, name: str, part: _SavedPart, other: _SavedPart) -> StateExchangeError:
         """Return the error for two parts of different dtypes or shapes. It is raised only if the tensor is loaded."""
-        first, second = one.tensor.shard, other.tensor.shard
+        first, second = part.tensor.shard, other.tensor.shard
         are_whole = first.is_whole and second.is_whole
         # Ranks may have had plain tensors of different shapes, and on their own number each would get its own back.
         if are_whole and self.source.world_size not in (None, self._comm.world_size):
             shapes = f"{first.dtype} {list(first.global_shape)} and {second.dtype} {list(second.global_shape)} here"
-            text = differing_text(shapes, [name], one.label, other.label)
+            text = differing_text(shapes, [name], part.label, other.label)
             return ReplicaError(text, name=name, rank=other.rank, path=other.path)
         return CorruptError(
             "two files disagree on dtype or shape",
@@ -228,6 +231,9 @@ class StoredTensors:
 
     def boxes_of(self, stored: _StoredTensor, needed: Sequence[Box]) -> Mapping[Box, ByteRange]:
         """Return the byte ranges of the boxes of a tensor, at least of all that overlap the boxes that are needed.
+
+        Two ranks have saved the halves of "w" of shape (4, 3). For the box [1:3, 0:3] both are returned:
+        ``{[0:2, 0:3]: 24 bytes of rank 0's file, [2:4, 0:3]: 24 bytes of rank 1's}``.
 
         Copies without digests, as in torch's files, are read and compared.
 
@@ -249,6 +255,7 @@ class StoredTensors:
     def _boxes_of_listed(self, name: str, listed: TensorParts, needed: Sequence[Box]) -> Mapping[Box, ByteRange]:
         if listed.holders.is_exact(listed.tensor.shape):
             return listed.boxes(needed)
+        # Not cut by one placement: whole copies, each rank's own, or parts of several meshes.
         rank, first, _ = next(listed.parts())
         if first.shard.is_whole and (rank == self.own_rank or self._takes_root):
             return {first.shard.boxes[0]: first.byte_ranges[0]}
@@ -262,7 +269,7 @@ class StoredTensors:
         for part in parts:
             for number, box in enumerate(part.tensor.shard.boxes):
                 if 0 in box.shape:
-                    continue
+                    continue  # it covers nothing, and overlaps nothing
                 holders.setdefault(box, []).append(part.label)
                 if box not in firsts:
                     firsts[box] = part, number
@@ -276,6 +283,7 @@ class StoredTensors:
                 if part.tensor.digest_of(number, self._comm.progress) != digests[box]:
                     text = differing_text(f"different values for region {box}", [name], first.label, part.label)
                     raise ReplicaError(text, name=name, rank=part.rank, path=part.path)
+        # Before anything is read: a part that is missing would leave old values in the live tensor.
         try:
             prove_cover(name, parts[0].tensor.shard.global_shape, holders)
         except (CorruptError, IncompleteError) as error:
@@ -362,9 +370,8 @@ class _Part(NamedTuple):
                 if intersect(box, self.box) is not None:
                     content.append(f"{box} {_content(stored)}")
         # Each rank has its own file first among the holders, so that the order says nothing.
-        return WantedBox(
-            item.name, self.box, item.local.shard.dtype, xxh3_128_hexdigest(" ".join(sorted(content)).encode())
-        )
+        digest = xxh3_128_hexdigest(" ".join(sorted(content)).encode())
+        return WantedBox(item.name, self.box, item.local.shard.dtype, digest)
 
 
 def _content(stored: ByteRange) -> str:
@@ -440,7 +447,11 @@ def _needed_in_job(wanted_here: Sequence[WantedBox], comm: Communicator) -> dict
 
 
 def _messages(reader: int, ranks: Sequence[int], comm: Communicator, *, reads_cache: bool) -> list[tuple[int, int]]:
-    """Return the messages, (src, dst), by which a box comes to this rank, and from it to other ranks."""
+    """Return the messages, (src, dst), by which a box comes to this rank, and from it to other ranks.
+
+    Ranks 0 and 1 are on one host, 2 and 3 on another, and 0 reads: the messages are (0, 1), (0, 2) and (2, 3). With
+    `reads_cache` rank 1 reads the page cache instead. Between the hosts the box travels once.
+    """
     messages = []
     senders = {comm.nodes[reader]: reader}  # by host
     for rank in ranks:
@@ -448,7 +459,8 @@ def _messages(reader: int, ranks: Sequence[int], comm: Communicator, *, reads_ca
         if rank == reader or (reads_cache and node == comm.nodes[reader]):
             continue
         src = senders.setdefault(node, rank)
-        src = reader if src == rank else src
+        if src == rank:  # the first of its host, which sends the box on
+            src = reader
         if comm.rank in (src, rank):  # those of all of a thousand ranks would fill the memory
             messages.append((src, rank))
     return messages
@@ -473,7 +485,10 @@ def read_all(
     parts = _parts_of(items)
     to_read, first_parts = parts, dict[WantedBox, _Part]()
     if messages:
-        received = {wanted for wanted, of_box in messages.items() if any(dst == comm.rank for _, dst in of_box)}
+        received = set()
+        for wanted, of_box in messages.items():
+            if any(dst == comm.rank for _, dst in of_box):
+                received.add(wanted)
         to_read, first_parts = _to_read(parts, received)
     reading = _Reading(parts, comm, on_progress)
     try:
@@ -602,7 +617,7 @@ class _Reading:
         self._total = 0
         self._on_progress = on_progress
         self._prefetch: Prefetch  # made by `run`
-        self._staging: Staging | None = None
+        self._staging: Staging | None = None  # most tensors need none
         self._changed: set[int] = set()  # ids of the items of which a byte may have changed
         # How much of each item, by its id, is neither read and checked nor received. A tensor's boxes lie in the files
         # of several ranks, so that some may be filled when another one's bytes turn out to differ.
@@ -814,9 +829,8 @@ def _neighbours(pieces: Sequence[_Piece], limits: _Limits) -> list[list[_Piece]]
 
 def _check_same_values(group: Sequence[_Part], comm: Communicator) -> None:
     """Raise ReplicaError if the source has different values for parts whose memory overlaps."""
-    first, *others = group
-    if all(_is_same(first, other) for other in others):
-        return
+    if all(_is_same(group[0], part) for part in group[1:]):
+        return  # a tied tensor, most often: filled twice from the same bytes
     for part in group:
         # The memory has what was read into it last. Filled with the values of this part again, it must not change.
         before = _digest_of_memory(part, comm)
@@ -828,7 +842,7 @@ def _check_same_values(group: Sequence[_Part], comm: Communicator) -> None:
             raise
         if _digest_of_memory(part, comm) != before:
             name = part.item.name
-            names = sorted({other.item.name for other in group} - {name})
+            names = sorted({member.item.name for member in group} - {name})
             sharing = excerpt(names[0]) if names else "another part of itself"
             raise ReplicaError(
                 f"it shares memory with {sharing}, for which the source has other values: exclude one of the two, or "

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Receipts", "compares_copies", "gather_provenance"]
 
-_ROUND_ROWS = 1 << 20
+_ROUND_ROWS = 1 << 20  # digests that root has at a time: 16 MiB, and their ranks and counts in arrays
 
 
 @dataclass(slots=True)
@@ -93,7 +93,9 @@ def gather_provenance(
 def _total_overflows(comm: Communicator, receipts: Receipts) -> dict[int, int]:
     """Return on root the overflows of all ranks by the number of the tensor; {} elsewhere. Collective."""
     total: dict[int, int] = {}
-    data = encoded(receipts.overflows, dict[int, int]) if receipts.overflows else b""
+    data = b""  # most often there are none, and a job has thousands of ranks
+    if receipts.overflows:
+        data = encoded(receipts.overflows, dict[int, int])
     for rank, of_rank in enumerate(to_root(comm, data, "overflows")):
         if of_rank:
             for number, num_overflows in decode(of_rank, dict[int, int], "its overflows", rank).items():
@@ -110,6 +112,9 @@ def _assigned(
     compares: bool,
 ) -> dict[str, Provenance]:
     """Compare the digests of copies, and assign those of writers to the tensors of a round.
+
+    Of two pieces, written by ranks 0 and 1, the first has a copy on rank 1. The rows are of the ranks 0, 1, 1, and the
+    counts 2, 1. Rank 0 has sent a, rank 1 a and b: in the plan's order these are a, a, b. The first two are equal.
 
     Args:
         sent: the digests of each rank.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,11 +14,12 @@ from statexchange.exchange.staging import Staging
 from statexchange.formats.tensor_reader import reduce_into
 from statexchange.sharding.write_plan import BoxReduction
 from statexchange.state.describe import Description, LocalTensor
-from statexchange.tensors import TensorLike, array_over, checked_dtype, from_bytes, own_bytes
+from statexchange.tensors import array_over, checked_dtype, from_bytes, own_bytes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 __all__ = ["reduce_copies"]
-
-_Bytes: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.uint8]]"
 
 _MESSAGE_BYTES = 4 << 20
 
@@ -26,19 +27,21 @@ _MESSAGE_BYTES = 4 << 20
 def reduce_copies(comm: Communicator, described: Description, reductions: Sequence[BoxReduction]) -> Description:
     """Return the description with reduced values for the boxes that this rank writes. Collective.
 
-    `reductions` must be equal on all ranks. Copies are reduced in their order and in the dtype that they have.
-    The live state does not change. Memory: the size of this rank's reduced boxes, and of a copy that this rank itself
-    adds or sends if it lies on a GPU or is strided.
+    `reductions` must be equal on all ranks. Copies are reduced in their order and in the dtype that they have: by "max"
+    the copies [1.0, 4.0] and [3.0, 2.0] become [3.0, 4.0]. The live state does not change. Memory: the size of this
+    rank's reduced boxes, and of a copy that this rank itself adds or sends if it lies on a GPU or is strided.
     """
     tensors = dict(described.tensors)
     # All ranks walk the copies in one order, so that each send meets its receive, and no two ranks wait for each other.
     for reduction in reductions:
         name, index = reduction.name, reduction.index
-        result: _Bytes | None = None
+        result: NDArray[np.uint8] | None = None
         for src, copy_index in reduction.copies:
             if comm.rank == reduction.holder:
+                # Only the rank that writes the box needs a copy of it: it reduces in place.
                 if result is None:
-                    result = _copied(comm, local_box(described, name, index), _dtype_of(tensors[name]))
+                    dtype = _dtype_of(tensors[name])
+                    result = Staging().bytes_of(local_box(described, name, index), dtype, comm.progress)
                 copy = None if src != comm.rank else _bytes(comm, described, name, copy_index)
                 _reduce(comm, reduction.op, _dtype_of(tensors[name]), result, copy, src)
             elif comm.rank == src:
@@ -50,13 +53,17 @@ def reduce_copies(comm: Communicator, described: Description, reductions: Sequen
     return replace(described, tensors=tensors)
 
 
-def _reduce(comm: Communicator, op: str, dtype: str, result: _Bytes, copy: _Bytes | None, src: int) -> None:
+def _reduce(
+    comm: Communicator, op: str, dtype: str, result: NDArray[np.uint8], copy: NDArray[np.uint8] | None, src: int
+) -> None:
     """Reduce a copy of the rank `src` into `result`; it is received in parts if this rank does not have it."""
     for part in _parts(comm, len(result)):
-        others = np.empty_like(result[part]) if copy is None else copy[part]
         if copy is None:
-            comm.recv(others, src)
-        reduce_into(op, array_over(result[part], dtype, (-1,)), array_over(others, dtype, (-1,)))
+            received = np.empty_like(result[part])
+            comm.recv(received, src)
+        else:
+            received = copy[part]
+        reduce_into(op, array_over(result[part], dtype, (-1,)), array_over(received, dtype, (-1,)))
 
 
 def _parts(comm: Communicator, nbytes: int) -> Iterator[slice]:
@@ -66,24 +73,14 @@ def _parts(comm: Communicator, nbytes: int) -> Iterator[slice]:
         comm.progress()
 
 
-def _bytes(comm: Communicator, described: Description, name: str, index: int) -> _Bytes:
+def _bytes(comm: Communicator, described: Description, name: str, index: int) -> NDArray[np.uint8]:
     """Return a box's bytes as an array, in the dtype that it has."""
     tensor = local_box(described, name, index)
     memory = own_bytes(tensor)
     if memory is not None:
         # Dense and on the host: no copy, as the caller only reads it.
         return np.frombuffer(memory, np.uint8)
-    return _copied(comm, tensor, _dtype_of(described.tensors[name]))
-
-
-def _copied(comm: Communicator, tensor: TensorLike, dtype: str) -> _Bytes:
-    """Return a copy of a tensor's bytes, made in parts: a rank that shows no progress is not waited for that long."""
-    data, at = np.empty(int(tensor.nbytes), np.uint8), 0
-    for _, part in Staging().parts(tensor, dtype):
-        data[at : at + len(part)] = part
-        at += len(part)
-        comm.progress()
-    return data
+    return Staging().bytes_of(tensor, _dtype_of(described.tensors[name]), comm.progress)
 
 
 def _dtype_of(local: LocalTensor) -> str:
@@ -91,8 +88,9 @@ def _dtype_of(local: LocalTensor) -> str:
     return checked_dtype(local.tensors[0], local.shard.name)
 
 
-def _with_bytes(local: LocalTensor, index: int, data: _Bytes) -> LocalTensor:
+def _with_bytes(local: LocalTensor, index: int, data: NDArray[np.uint8]) -> LocalTensor:
     """Return `local` with other bytes for one of its boxes."""
+    # Without `memory`, which is of the live tensors: what is written comes from `tensors` then.
     as_numpy = isinstance(local.tensors[index], np.ndarray)
     tensor = from_bytes(data, _dtype_of(local), local.shard.boxes[index].shape, as_numpy=as_numpy)
     return local._replace(tensors=(*local.tensors[:index], tensor, *local.tensors[index + 1 :]), memory=())

@@ -182,15 +182,16 @@ def _save(saved: SavedState, request: SaveRequest, comm: Communicator, began: fl
             # Where a part lies in its whole follows only from the parts of all ranks.
             described = place_parts(comm, described, saved.rules)
         shares = Shares(list(described.tensors.values()), {})
+        # One rank alone writes all that it has. Its parts of tensors must be all parts of them.
         if comm.world_size > 1 or described.has_parts:
             limit_s = request.call.stall_timeout_s
             shares = share_writing(comm, shares.written, described.aliases, saved.frozen, limit_s)
-        others = shares.written
+        written = shares.written
         frozen: dict[str, list[LocalTensor]] = {}
         frozen_files: dict[str, FrozenFile] = {}
         if request.frozen is not None:
-            frozen, others = frozen_parameters(others, saved.frozen, described.aliases)
-        file = write_rank_file(Shares(others, shares.digests), saved, request, starts[0], comm)
+            frozen, written = frozen_parameters(written, saved.frozen, described.aliases)
+        file = write_rank_file(Shares(written, shares.digests), saved, request, starts[0], comm)
         if request.frozen is not None:
             with comm.phase("saving parameters that do not train", timeout_s=request.call.stall_timeout_s):
                 target = frozen_target(request, starts[0], described.aliases)

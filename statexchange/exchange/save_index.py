@@ -99,6 +99,7 @@ def messages_of_rank(
         shards_of_files.append(tuple(shards))
         layouts.append(tuple(described.tensors[shard.name].layout for shard in shards_of_files[-1]))
     state = {"aliases": dict(saved.described.aliases), **saved.owners}
+    # All but the values is remembered from the last save: a step changes values, and no tensor's place.
     shared, own = _groups_of(LongTuple(shards_of_files), LongTuple(layouts), json.dumps(state), rank)
     return shared, encoded(replace(own, values=digest(saved.common.encode())), _Own)
 
@@ -130,7 +131,10 @@ def _groups_of(
             seen[id(place)][1].append(IndexedTensor(shard.name, shard.dtype, shard.global_shape))
     shared, of_mesh_places = _listed(of_mesh, len(files))
     listed, places = _listed(plain, len(files))
-    own = _Own("", of_mesh_places, places, encoded(listed, list[Group]) if listed else b"")
+    groups_here = b""
+    if listed:
+        groups_here = encoded(listed, list[Group])
+    own = _Own("", of_mesh_places, places, groups_here)
     return encoded(_Shared(shared, IndexedState.from_json(json.loads(state))), _Shared), own
 
 
@@ -152,7 +156,11 @@ def _placed(placement: Placement, mesh_ranks: tuple[int, ...], rank: int) -> tup
 
 
 def joined(sent_shared: Sequence[bytes], sent_own: Sequence[bytes]) -> tuple[str, int]:
-    """Return the text of the index of what all ranks have sent, and the number of its files."""
+    """Return the text of the index of what all ranks have sent, and the number of its files.
+
+    Files of frozen parameters come last, as in the manifest: of ranks 0 and 1 with one such file each, the order is
+    0, 1, 0's frozen one, 1's frozen one.
+    """
     shared: dict[bytes, _Shared] = {}
     plain: dict[bytes, list[Group]] = {b"": []}
     states: dict[bytes, int] = {}

@@ -37,8 +37,11 @@ class SaveSchedule:
         on_signal: str | Sequence[str] | None,
         agree_every: int,
     ) -> None:
-        self._every_steps = None if every_steps is None else whole_number(every_steps, "every_steps", least=1)
-        self._every_s = None if every_s is None else check_timeout(every_s, "every_s")
+        if every_steps is not None:
+            every_steps = whole_number(every_steps, "every_steps", least=1)
+        if every_s is not None:
+            every_s = check_timeout(every_s, "every_s")
+        self._every_steps, self._every_s = every_steps, every_s
         self._agree_every = whole_number(agree_every, "agree_every", least=1)
         self._saved_at = time.monotonic()
         self._signals = _Signals(on_signal)
@@ -102,6 +105,8 @@ class _Signals:
             raise InvalidArgumentError("on_signal needs the main thread: make this Checkpoints there")
         for name in self.names:
             number = signal.Signals[name]
+            # Python runs a handler in the main thread, between two bytecodes: so it may only note the signal, and the
+            # save is made where the training loop asks.
             self._previous[number] = signal.getsignal(number)
             signal.signal(number, self._note)
 
@@ -114,6 +119,7 @@ class _Signals:
                 with contextlib.suppress(SystemExit, KeyboardInterrupt):
                     before(number, frame)
             return
+        # A child or a closed job: end as if this handler had never been here.
         signal.signal(number, before)
         signal.raise_signal(number)
 

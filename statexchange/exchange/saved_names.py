@@ -21,8 +21,8 @@ from statexchange.conversions.patches import Dim, Patch
 from statexchange.conversions.plan import ConversionPlan, Fill
 from statexchange.errors import InvalidArgumentError, NotFoundError, UnsupportedError, excerpt
 from statexchange.exchange.pretrained import pretrained_model, with_own_classes
-from statexchange.exchange.rank_metadata import gather_distinct
-from statexchange.messages import decode, encoded
+from statexchange.exchange.rank_metadata import decode_distinct, gather_distinct, tensors_of
+from statexchange.messages import encoded
 from statexchange.sharding.options import ExportOptions, LoadOptions
 from statexchange.sharding.shards import Box, TensorInfo, c_strides, full_box
 from statexchange.state.describe import Description
@@ -30,7 +30,7 @@ from statexchange.state.describe import Description
 __all__ = ["SavedNames", "saved_names"]
 
 _log = logging.getLogger(__name__)
-_SHOWN = 3
+_SHOWN = 3  # names in a message
 
 
 class _UntracedError(Exception):
@@ -55,15 +55,17 @@ class SavedNames:
                 pattern matches names in memory, and none that is written.
         """
         with comm.phase("naming its tensors"):
-            tensors = {}
-            for name, local in described.tensors.items():
-                tensors[name] = TensorInfo(local.shard.dtype, local.shard.global_shape)
+            tensors = tensors_of(described)
             parts = self._parts({name: info.shape for name, info in tensors.items()})
         # Stages of one model have other tensors: one may be traced where another is not, and all need the same names.
-        kind = "" if self.model is None else type(self.model).__name__
+        kind = ""
+        if self.model is not None:
+            kind = type(self.model).__name__
         untraced = comm.all_gather_object(kind if parts is None else "")
+        if kind in untraced:
+            parts = None
         with comm.phase("naming its tensors"):
-            plan = _plan_to_save(tensors, None if kind in untraced else parts)
+            plan = _plan_to_save(tensors, parts)
         names = {name: [fill.target for fill in fills] for name, fills in plan.fills.items()}
         sent = gather_distinct(comm, encoded(names, dict[str, tuple[str, ...]]), root=0)
         with comm.phase("comparing the names"):
@@ -89,6 +91,7 @@ class SavedNames:
             InvalidArgumentError: a pattern matches names of parts, and none in memory; or the source has further parts
                 of a tensor, which has another shape there.
         """
+        # What is not a part of a tensor in memory stays as it is.
         outputs = dict(stored)
         fills = {name: [Fill(name, _whole(info.shape))] for name, info in stored.items()}
         by_name: dict[str, dict[str, Patch]] = {}
@@ -98,7 +101,7 @@ class SavedNames:
         parts: dict[str, tuple[str, ...]] = {}  # the tensor in memory, by the stored names of its parts
         for name, patches in by_name.items():
             kept = [saved for saved in patches if saved in stored]
-            if name in stored or not kept:
+            if name in stored or not kept:  # it is stored as it is in memory, or `match` names it as missing
                 continue
             parts |= dict.fromkeys(kept, (name,))
             if not options.wants(name):
@@ -114,6 +117,7 @@ class SavedNames:
                     )
                     raise NotFoundError(text, name=name)
             dtypes = {stored[saved].dtype: saved for saved in patches}
+            # A cast to the wider one would be a guess: the load refuses other dtypes elsewhere, too.
             if len(dtypes) > 1:
                 listed = ", ".join(f"{saved} is {dtype}" for dtype, saved in sorted(dtypes.items()))
                 text = f"tensors of different dtypes would become one: {listed}; merge with dtype (--dtype) first"
@@ -151,8 +155,12 @@ class SavedNames:
 
         So the source has more experts than the model in memory, whose tensor would be filled with the first of them.
         """
-        fused = {name for name, patches in by_name.items() if len(patches) > 1 and options.wants(name)}
-        longer = {name: (shape[0] + 1, *shape[1:]) if name in fused else shape for name, shape in shapes.items()}
+        longer = dict(shapes)
+        fused = set()
+        for name, patches in by_name.items():
+            if len(patches) > 1 and options.wants(name):
+                fused.add(name)
+                longer[name] = (shapes[name][0] + 1, *shapes[name][1:])
         try:
             parts = _traced(self.model, longer) if fused else {}
         except _UntracedError:  # such a tensor cannot be
@@ -169,7 +177,8 @@ def _plan_to_save(tensors: Mapping[str, TensorInfo], parts: Mapping[str, tuple[s
     """Return the plan that writes these parts; without them, each tensor as it is."""
     outputs: dict[str, TensorInfo] = {}
     fills: dict[str, list[Fill]] = {name: [] for name in tensors}
-    for saved, (name, patch) in (parts or _whole_tensors({name: one.shape for name, one in tensors.items()})).items():
+    parts = parts or _whole_tensors({name: info.shape for name, info in tensors.items()})
+    for saved, (name, patch) in parts.items():
         outputs[saved] = TensorInfo(tensors[name].dtype, patch.box.shape)
         fills[name].append(Fill(saved, patch))
     return ConversionPlan(outputs, fills, single=frozenset(outputs))
@@ -198,9 +207,8 @@ def _names_of_all(sent: Sequence[bytes]) -> dict[str, tuple[str, ...]]:
     """Return the names by which each tensor of any rank is written, by its name in memory."""
     names: dict[str, tuple[str, ...]] = {}
     tensors: dict[str, str] = {}  # the name in memory of each written tensor
-    for data in dict.fromkeys(sent):
-        rank = sent.index(data)
-        for name, written in decode(data, dict[str, tuple[str, ...]], "its names", rank).items():
+    for rank, of_rank in decode_distinct(sent, dict[str, tuple[str, ...]], "its names"):
+        for name, written in of_rank.items():
             first = names.setdefault(name, written)
             if first != written:
                 text = (
@@ -217,7 +225,9 @@ def _names_of_all(sent: Sequence[bytes]) -> dict[str, tuple[str, ...]]:
 
 def _check_patterns(options: ExportOptions | LoadOptions, names: Mapping[str, Sequence[str]], where: str) -> None:
     """Raise InvalidArgumentError for a pattern that matches names in `names`, but none of those that these become."""
-    new_names = {new for news in names.values() for new in news}
+    new_names: set[str] = set()
+    for news in names.values():
+        new_names.update(news)
     for option in ("include", "exclude"):
         for pattern in getattr(options, option):
             matches = type(options)(include=pattern).wants
@@ -233,6 +243,11 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[str, Patch]]:
+    """Return, for each name in a file, the tensor in memory and its part, by running the conversion of transformers.
+
+    "experts.gate_up_proj" of shape (8, 6, 4), of which the file has 8 "experts.N.gate_proj.weight" of shape (3, 4):
+    that of expert 2 is a view of storage offset 48, from which `_patch` finds that it begins at (2, 0, 0).
+    """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -256,13 +271,14 @@ def _traced(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tupl
         except Exception as error:
             raise _UntracedError(f"raises {excerpt(error)}") from error
     parts = {}
-    traced = dict.fromkeys(shapes, 0)
+    traced = dict.fromkeys(shapes, 0)  # elements
     for saved_name, tensor in saved.items():
         name = by_storage.get(tensor.untyped_storage()._cdata)  # noqa: SLF001
         if name is None:
             raise _UntracedError(f"joins tensors, or computes values, to write {saved_name}")
         parts[saved_name] = (name, _patch(saved_name, tensor, shapes[name]))
         traced[name] += tensor.numel()
+    # Fewer would be lost, and more be written twice: either is a conversion that this tracing does not understand.
     for name, shape in shapes.items():
         if traced[name] != math.prod(shape):
             raise _UntracedError(f"does not write each element of {name} once")
@@ -278,6 +294,7 @@ def _patch(name: str, view: Any, shape: tuple[int, ...]) -> Patch:
         rest -= begin[-1] * stride
     dims = []
     for size, stride in zip(view.shape, view.stride(), strict=True):
+        # By its stride each dim of the view runs along one of the tensor; dims of one element have any stride.
         along = [dim for dim, dense in enumerate(strides) if dense == stride and shape[dim] >= size]
         if size == 1:
             dims.append(Dim(None))
@@ -295,7 +312,11 @@ def _whole(shape: tuple[int, ...]) -> Patch:
 
 
 def _inverse(patch: Patch) -> Patch:
-    """Return the patch of the whole from a part: dims and begin change their sides."""
+    """Return the patch of the whole from a part: dims and begin change their sides.
+
+    The part of shape (3, 4) that begins at (2, 0, 0) of a tensor of 3 dims, the first of which it does not have, fills
+    the box [2:3, 0:3, 0:4] from its beginning (0, 0).
+    """
     target = patch.input_box
     dims = [Dim(None)] * len(patch.begin)
     for dim, along in enumerate(patch.dims):

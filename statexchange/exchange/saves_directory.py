@@ -80,7 +80,9 @@ class SavesDirectory:
         """Return the metrics of a save as numbers; warn on rank 0 if it lacks the one of `best`."""
         if metrics is not None and not isinstance(metrics, Mapping):
             raise InvalidArgumentError(f"metrics must be numbers by name, as {{'loss': 0.25}}, not {excerpt(metrics)}")
-        checked = {str(name): _metric(name, value) for name, value in (metrics or {}).items()}
+        checked = {}
+        for name, value in (metrics or {}).items():
+            checked[str(name)] = _metric(name, value)
         best = self._retention.best
         if best is not None and best[0] not in checked and rank == 0:  # only its metrics are stored
             text = "%s: step %d is saved without the metric %r, so it is never the best: pass metrics={%r: ...}"
@@ -92,21 +94,23 @@ class SavesDirectory:
     def prepare(self, step: int, job: str, *, overwrite: bool) -> None:
         """Clean up after killed jobs, warn of steps of another job, and refuse a step that is saved."""
         if not is_remote(self.path) and not os.path.isdir(self.path):
+            # Now, and not after the tensors have been written.
             check_can_be_made(self.path, NotFoundError("no such directory", path=self.path))
             self._known = set()
         else:
+            # Manifests of steps that were seen whole before are not read again: a job may keep thousands of saves.
             seen = self._foreign | (self._known or set())
             clear_leftovers(self.path, without=seen - {step})
             saves = read_saves(self.path, without=seen - {step})
             if self._known is None:
                 self._known = set(saves)
-            for other in sorted(set(saves) - self._known - self._foreign):
-                manifest = saves[other]
-                if isinstance(manifest, SaveManifest) and manifest.job == self._begun.get(other):
-                    self._known.add(other)  # the save was interrupted after it had been published
+            for new in sorted(set(saves) - self._known - self._foreign):
+                manifest = saves[new]
+                if isinstance(manifest, SaveManifest) and manifest.job == self._begun.get(new):
+                    self._known.add(new)  # the save was interrupted after it had been published
                 else:
-                    self._foreign.add(other)
-                    self._warn_of_other_job(other, manifest)
+                    self._foreign.add(new)
+                    self._warn_of_other_job(new, manifest)
             if step in saves and not overwrite:
                 text = (
                     f"step {step} is saved already: load the newest save before training, or, if the job has gone back "
@@ -128,7 +132,10 @@ class SavesDirectory:
 
     def superseded(self, step: int) -> list[str]:
         """Return the ids of the saves that the save of this step supersedes."""
-        return sorted({*self._superseded, *(self._later.values() if self._goes_back(step) else ())})
+        ids = set(self._superseded)
+        if self._goes_back(step):
+            ids.update(self._later.values())
+        return sorted(ids)
 
     def note_saved(self, step: int) -> None:
         """Record a published save, and remove those that are not kept."""
@@ -184,6 +191,7 @@ class SavesDirectory:
         try:
             checks = check_saves(self.path, checked=self._checked, trusted=(current,))
             for step in self._retention.obsolete(whole_saves(checks)):
+                # Another job's saves count for what is kept, and are never removed.
                 if step != current and step in known:
                     self._remove(step)
         except (StateExchangeError, OSError) as error:  # the other ranks do not wait for this
@@ -231,11 +239,12 @@ class SavesDirectory:
     ) -> int | None:
         if wanted is not None:
             if wanted not in saves:
-                there = f"there are steps {steps_text(saves)}" if saves else "there is none"
-                raise NotFoundError(f"there is no save of step {wanted}: {there}", path=self.path)
+                listed = f"there are steps {steps_text(saves)}" if saves else "there is none"
+                raise NotFoundError(f"there is no save of step {wanted}: {listed}", path=self.path)
             return wanted
         if saves:
             return newest_step(saves)
+        # A mistyped path must not look like the first start of a job.
         check_only_saves(self.path)
         if not missing_ok:
             raise NotFoundError("there is no save here yet", path=self.path)
@@ -272,7 +281,10 @@ class SavesDirectory:
         if self._retention.best is None:
             text = "best() needs a metric: pass Checkpoints one, such as best=('loss', 'min')"
             raise InvalidArgumentError(text, path=self.path)
-        manifests = {step: one for step, one in read_saves(self.path).items() if isinstance(one, SaveManifest)}
+        manifests = {}
+        for step, manifest in read_saves(self.path).items():
+            if isinstance(manifest, SaveManifest):  # and no error
+                manifests[step] = manifest
         return self._retention.best_step(manifests)
 
     def delete(self, step: int) -> None:

@@ -200,6 +200,7 @@ def exchange_starts(request: SaveRequest, saved: SavedState, build: Build | None
         unmatched=saved.selection.unmatched,
         unused=saved.selection.unused,
     )
+    # One exchange for all that ranks have to know of each other: a save of a small model consists of such waits.
     starts = from_all(comm, start, _Start, "the start of the save")
     check_equal_options([start.options for start in starts], request.path)
     # A pattern may be for the tensors of one pipeline stage: it must match on some rank.
@@ -234,6 +235,7 @@ def expect_frozen_files(
             names.append(frozen_file_name(rank, comm.world_size, number))
     if not names:  # on all ranks
         return
+    # So that the next save removes them if this one is killed.
     with comm.phase("opening the target", timeout_s=request.call.stall_timeout_s):
         if build is not None:
             build.expect(names)
@@ -255,7 +257,7 @@ def write_rank_file(
             file = member.write_tensors(name, shards, metadata, comm.progress)
         except NotFoundError as error:
             raise _unseen(comm.rank, 0, request.path, comm) from error
-        # What another rank relies on must be what was compared.
+        # What another rank relies on must be what was compared: live tensors may change while they are written.
         if shares.digests:
             file.content.check_unchanged(shares.digests)
         return file
@@ -300,8 +302,18 @@ def publish(
         if build is not None:
             # On NFS a client may not see yet what another has written: a save is whole only if root sees all of it.
             _check_seen(build, written, comm)
-            of_all = tuple(sizes), request.step, request.metrics, tuple(files), index, tuple(request.superseded())
-            build.commit(MANIFEST, SaveManifest(start.save, request.job, time.time(), *of_all).to_bytes())
+            manifest = SaveManifest(
+                start.save,
+                request.job,
+                time.time(),
+                tuple(sizes),
+                request.step,
+                request.metrics,
+                tuple(files),
+                index,
+                tuple(request.superseded()),
+            )
+            build.commit(MANIFEST, manifest.to_bytes())
     if request.frozen is not None:
         request.frozen.note_published(request.path, frozen)
     return Published(tuple(rank_nbytes), linked_nbytes)

@@ -7,6 +7,7 @@ GPU copies into or out of one while the host works on the other.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,6 +35,7 @@ from statexchange.tensors import (
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
 __all__ = ["Staging", "shard_data"]
 
@@ -95,6 +97,15 @@ class Staging:
             previous = current
         if previous is not None:
             yield self._finished(previous, cast)
+
+    def bytes_of(self, tensor: TensorLike, dtype: str, progress: Callable[[], object]) -> NDArray[np.uint8]:
+        """Return a copy of the bytes that `parts` yields; `progress` is called after each part. Not collective."""
+        data, at = np.empty(math.prod(tensor.shape) * ITEMSIZE[dtype], np.uint8), 0
+        for _, part in self.parts(tensor, dtype):
+            data[at : at + len(part)] = part
+            at += len(part)
+            progress()  # other ranks do not wait long for one that shows no progress
+        return data
 
     def targets(self, tensor: TensorLike, dtype: str) -> Iterator[tuple[Box, memoryview]]:
         """Yield memory for a tensor's elements in C order, part by part; fill each before requesting the next.

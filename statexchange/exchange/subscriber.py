@@ -142,13 +142,16 @@ class Subscriber:
             pause = _POLL_S
             while True:
                 with comm.phase("looking for a version"):
+                    # Before the look, so that it is looked once after the end: with timeout_s=0, too.
                     is_late = time.monotonic() >= end
+                    # Root alone, whose answer counts for all: each host might see another newest version.
                     search = find_version(self._path, newer_than, number) if comm.rank == 0 else Search()
                     if comm.rank == 0 and search.version is None and is_late:
                         raise self._nothing_new(newer_than, number, timeout_s, search.reason)
                 found = from_root(comm, search.version, Version | None, "the version")
                 if found is not None and self._is_seen(comm, found):
                     return found
+                # Only root's clock counts: ranks that decide by their own would leave the loop in different turns.
                 with comm.phase("waiting for a version"):
                     if comm.rank == 0 and found is not None and is_late:
                         text = f"version {found.number} is not whole on all hosts after {timeout_s:g} s"
@@ -160,7 +163,7 @@ class Subscriber:
         """Whether the first rank of each host sees a whole version. Collective."""
         is_seen = True
         with comm.phase("looking for the version on this host"):
-            if comm.local_rank == 0 and comm.rank != 0:
+            if comm.local_rank == 0 and comm.rank != 0:  # root has seen it
                 try:
                     open_version(self._path, version).close()
                 except NOT_YET:
@@ -223,6 +226,7 @@ class Subscriber:
                         raise InvalidArgumentError(f"stage takes a Version that wait returned, not {excerpt(version)}")
                     if comm.local_rank == 0:
                         staged = self._staged(comm, version, holding)
+                # The other ranks of a host find it in the cache, and hold it themselves: any of them may close first.
                 with comm.phase("opening the staged version"):
                     path, is_checkpoint = staged or self._staged(comm, version, holding)
                 return StagedVersion(version, path, holding.pop_all(), comm, is_checkpoint=is_checkpoint)
@@ -233,8 +237,10 @@ class Subscriber:
         The cache of this host makes it, unless it is there; without a cache it is read where it lies.
         """
         if self._cache is None:
+            # The lease lasts as long as the staged version, whose bytes are read only when they are loaded.
             with open_leased(self._path, version, holding, {}) as source:
                 return version_path(self._path, version.run, version.number), source.kind == "huggingface"
+        # What is staged needs no lease any more: it is whole on this host.
         with contextlib.ExitStack() as leases:
             open_with_lease = functools.partial(open_leased, self._path, version, leases)
             name = version_name(version.number)

@@ -28,7 +28,7 @@ from statexchange.storage import files
 
 __all__ = ["Upload", "open_upload"]
 
-_PART_BYTES = 8 << 20
+_PART_BYTES = 8 << 20  # read and uploaded at a time, and progress is shown after each
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class Upload:
         """Upload each file by one rank of the host that has written it; return on root their versions. Collective."""
         versions: dict[str, str] = {}
         with comm.phase("uploading", timeout_s=call.stall_timeout_s):
+            # Each rank of the host uploads every n-th of its files, so that all upload at once.
             turn = comm.nodes[: comm.rank].count(comm.node_rank)
             for number in list(self.scratch_files)[turn :: comm.nodes.count(comm.node_rank)]:
                 versions[self.names[number]] = self._put(number, comm.progress)
@@ -79,6 +80,7 @@ class Upload:
         with comm.phase("collecting what was uploaded"):
             for rank, data in enumerate(by_rank):
                 versions_by_name |= decode(data, dict[str, str], "the uploaded files", rank)
+            # Root commits what it knows the versions of: a file that nobody has uploaded must not be missing silently.
             if comm.rank == 0 and versions_by_name.keys() != set(self.names):
                 name = min(set(self.names) - versions_by_name.keys())
                 raise IncompleteError("no rank has uploaded this file", path=f"{self.target.url}/{name}")
@@ -119,7 +121,9 @@ def open_upload(
             sizes = [len(header) + file.data_nbytes for header, file in zip(root.headers, root.plan.files, strict=True)]
             target = _Target(url, root.publication.build.share(), root.headers, sizes)
     target = from_root(comm, target, _Target, "the target")
+    # Any host can upload.
     nodes = assign_hosts(plan, comm.nodes, [True] * comm.world_size)
+    # One rank makes the files of a host: a file without a name is opened by its maker's descriptor alone.
     maker = comm.nodes.index(comm.node_rank)  # the first rank of this host
     names = [os.path.basename(file.path) for file in plan.files]
     scratch_files: dict[int, _Scratch] = {}
@@ -142,6 +146,7 @@ def _make(name: str, header: bytes, nbytes: int, building: contextlib.ExitStack)
     folder = ""
     try:
         folder = tempfile.gettempdir()
+        # O_TMPFILE, where the file system has it: no name is left behind, even by kill -9.
         opened = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 (`building` closes it)
         fd = building.enter_context(opened).fileno()
         os.truncate(fd, nbytes)
@@ -152,6 +157,7 @@ def _make(name: str, header: bytes, nbytes: int, building: contextlib.ExitStack)
         raise StorageError.of(error, "make a temporary file", path=folder or None).located(advice=advice) from error
     path = f"{folder}, set by TMPDIR, for {name}"
     files.pwrite_all(fd, header, 0, path)
+    # Device and inode show another rank that the descriptor is still that of this file.
     stat = os.fstat(fd)
     return _Scratch(WriteFile(path, False, f"/proc/{os.getpid()}/fd/{fd}", (stat.st_dev, stat.st_ino)), nbytes)
 

@@ -41,6 +41,7 @@ _CLOSE_S = 5.0  # for which a reader that closes waits for others, which may hav
 
 def _in_use(path: str) -> int:
     """Return a descriptor whose lock keeps a staged version from being removed until it is closed."""
+    # A lock and no count of readers in a file: the system takes it back from a reader that is killed.
     fd = os.open(f"{path}{_USED}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(fd, fcntl.LOCK_SH)
     return fd
@@ -92,6 +93,7 @@ class VersionCache:
             files.make_path(self.path, 0o700)
             with files.private_directory(self.path):
                 pass
+            # First in use, then looked for: what is found is not removed after that.
             holding.callback(os.close, _in_use(path))
             if os.path.isdir(path):  # and it stays, as it is in use now
                 return path
@@ -172,6 +174,7 @@ class VersionCache:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 with contextlib.suppress(NotFoundError):
                     publish.remove(path, MANIFEST, ReplaceableFiles())
+                # Last: a reader that waits for this lock finds no version, and makes it anew (`stage`).
                 os.unlink(f"{path}{_USED}")
             except BlockingIOError:
                 continue

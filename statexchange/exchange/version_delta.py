@@ -9,6 +9,7 @@ that rank joins the boxes and compresses the whole.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,12 +30,11 @@ from statexchange.sharding.shards import Box, Shard
 from statexchange.sharding.write_plan import WritePlan, WriteTensor
 from statexchange.state.describe import Description, LocalTensor
 from statexchange.storage.regions import windows
-from statexchange.tensors import ITEMSIZE, array_over, memory_of
+from statexchange.tensors import ITEMSIZE, memory_of
 
 __all__ = ["Delta", "compressor", "difference", "sampled_share"]
 
-_SAMPLES = 32
-_U8 = "U8"
+_SAMPLES = 32  # about so many boxes of a rank, and of each a window, are compressed for an estimate
 
 
 def sampled_share(comm: Communicator, described: Description, plan: WritePlan, boxes: Sequence[PublishedBox]) -> float:
@@ -45,6 +45,7 @@ def sampled_share(comm: Communicator, described: Description, plan: WritePlan, b
     nbytes = compressed = 0
     with comm.phase("comparing a sample"):
         compress, staging = compressor(), Staging()
+        # Spread over the model: its first tensors, such as the embedding's, are no sample of the others.
         for published in boxes[:: 1 + len(boxes) // _SAMPLES]:
             tensor = plan.tensors[published.number]
             live = local_box(described, tensor.source, published.box_index)
@@ -52,11 +53,14 @@ def sampled_share(comm: Communicator, described: Description, plan: WritePlan, b
                 changed = np.bitwise_xor(np.frombuffer(part, np.uint8), published.data[: len(part)])
                 nbytes += len(part)
                 compressed += len(compress(changed))
-                break
+                break  # the first window alone
     total = sum(len(published.data) for published in boxes)
-    sampled = from_all(comm, [nbytes, compressed, total], list[int], "its sample")
-    expected = sum(rank_total * size / of for of, size, rank_total in sampled if of)
-    return expected / max(1, sum(rank_total for _, _, rank_total in sampled))
+    expected = all_bytes = 0.0
+    for sampled, size, rank_total in from_all(comm, [nbytes, compressed, total], list[int], "its sample"):
+        all_bytes += rank_total
+        if sampled:
+            expected += rank_total * size / sampled
+    return expected / max(1, all_bytes)
 
 
 class _WrittenBox(NamedTuple):
@@ -122,10 +126,17 @@ def difference(
     """
     with comm.phase("comparing with the last version"):
         compared = _Comparing(comm, described, plan, boxes, most_nbytes)
-    report = from_all(comm, compared.report(), _Report, "what has changed")
-    if sum(rank_report.nbytes for rank_report in report) > most_nbytes:
+    nbytes = 0
+    changed_anywhere: set[int] = set()
+    here = (sorted(compared.changed), compared.nbytes)
+    for numbers, rank_nbytes in from_all(comm, here, tuple[list[int], int], "what has changed"):
+        nbytes += rank_nbytes
+        changed_anywhere.update(numbers)
+    if nbytes > most_nbytes:
         return None
-    changed = sorted(set().union(*(rank_report.changed for rank_report in report)))
+    # A tensor of which one rank's box has changed is in the delta as a whole: with the frames of the other boxes, which
+    # are of zeros.
+    changed = sorted(changed_anywhere)
     joins = {number for number in changed if one_frame or not _are_rows(plan.tensors[number])}
     with comm.phase("adding up checksums"):
         boxes_here = compared.boxes_of(changed)
@@ -142,14 +153,6 @@ def difference(
     checksums = {number: checksum_of(plan.tensors[number], sums[number]) for number in changed}
     total = sum(map(sum, frames.values()))
     return Delta(Description(tensors), boxes, compared.receipts, changed, total, checksums, frames)
-
-
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """The numbers of the tensors that have changed on a rank, and the bytes of their frames."""
-
-    changed: Sequence[int]
-    nbytes: int
 
 
 class _ChangedBox(NamedTuple):
@@ -173,7 +176,13 @@ def _are_equal(new: NDArray[np.uint8], old: NDArray[np.uint8]) -> bool:
 
 
 class _Comparing:
-    """This rank's comparison: the frames of the boxes that have changed, and the digests of all."""
+    """This rank's comparison: the frames of the boxes that have changed, and the digests of all.
+
+    Attributes:
+        changed: the numbers of the tensors that have changed here.
+        nbytes: the bytes of the frames of windows that have changed.
+        receipts: the digests of all boxes after the change.
+    """
 
     def __init__(
         self,
@@ -186,12 +195,13 @@ class _Comparing:
         self._plan = plan
         self._boxes = boxes
         self._frames: list[list[bytes]] = []  # of each box
-        self._changed: set[int] = set()  # the numbers of tensors
-        self._zeros: dict[int, bytes] = {}  # frames by the size of the window
         self._compress = compressor()
-        self.receipts = Receipts()
+        # The frame of a window that has not changed, as most have not: there are two or three sizes of windows.
+        self._frame_of_zeros = functools.cache(lambda nbytes: self._compress(np.zeros(nbytes, np.uint8)))
         self._most_nbytes = most_nbytes
-        self._nbytes = 0
+        self.changed: set[int] = set()
+        self.nbytes = 0
+        self.receipts = Receipts()
         staging = Staging()
         in_order = iter(boxes)
         for number, tensor, piece, _ in planned_pieces(plan, comm.rank):
@@ -203,6 +213,7 @@ class _Comparing:
                 self._compare(published, staging.parts(live, tensor.dtype), comm)
                 self.receipts.digests.append(published.digest)
             else:
+                # Another rank writes this copy: only its digest is needed, for the comparison of copies.
                 hasher = xxhash.xxh3_128()
                 for _, part in staging.parts(live, tensor.dtype):
                     hasher.update(part)
@@ -223,27 +234,18 @@ class _Comparing:
                 frames.append(self._frame_of_zeros(len(part)))
             else:
                 # Only a box that has changed needs a new digest: from the first window that differs on.
+                # What is before has not changed, and is hashed as it was published.
                 hasher = hasher or xxhash.xxh3_128(published.data[:at].data)
-                if self._nbytes <= self._most_nbytes:  # what is more is a full version, for which no frame is needed
+                if self.nbytes <= self._most_nbytes:  # what is more is a full version, for which no frame is needed
                     frames.append(self._compress(np.bitwise_xor(new, old)))
-                    self._nbytes += len(frames[-1])
+                    self.nbytes += len(frames[-1])
                 old[...] = new
             if hasher is not None:
                 hasher.update(part)
             at += len(part)
         if hasher is not None:
             published.digest, published.sums = hasher.digest(), None
-            self._changed.add(published.number)
-
-    def _frame_of_zeros(self, nbytes: int) -> bytes:
-        """Return the frame of a window that has not changed."""
-        if nbytes not in self._zeros:
-            self._zeros[nbytes] = self._compress(np.zeros(nbytes, np.uint8))
-        return self._zeros[nbytes]
-
-    def report(self) -> _Report:
-        """Return what the other ranks need first."""
-        return _Report(sorted(self._changed), self._nbytes)
+            self.changed.add(published.number)
 
     def of_tensors(self, numbers: Sequence[int]) -> Iterator[tuple[PublishedBox, list[bytes]]]:
         """Yield this rank's boxes of some tensors with their frames, in the order of the plan."""
@@ -289,6 +291,7 @@ def _placed(
             frames = next(frames_here)[1] if rank == comm.rank else []
             written.append(_WrittenBox(int(rank), next(in_order[rank]).sizes, frames))
         if number in joins:
+            # Another rank for each tensor, as one decompresses and compresses all of it.
             owner = written[turn % len(written)].rank
             frames = _joined(comm, tensor, written, owner, one_frame=one_frame)
             if comm.rank == owner:
@@ -317,7 +320,9 @@ def _joined(
 ) -> list[bytes]:
     """Return on `owner` the frames of a whole tensor, to which the other ranks send the differences of their boxes."""
     itemsize = ITEMSIZE[tensor.dtype]
-    whole: Any = np.empty(tensor.shape, np.dtype((np.void, itemsize))) if comm.rank == owner else None
+    whole: Any = None
+    if comm.rank == owner:
+        whole = np.empty(tensor.shape, np.dtype((np.void, itemsize)))  # numpy need not know the dtype to place boxes
     for (rank, sizes, box_frames), box in zip(written, boxes_of(tensor.pieces), strict=True):
         data = b"".join(box_frames)
         if rank == comm.rank and rank != owner:
@@ -328,7 +333,7 @@ def _joined(
             data = received.tobytes()
         if comm.rank == owner:
             content = decompressed(data)
-            target = tuple(slice(begin, end) for begin, end in zip(box.offsets, box.ends, strict=True))
+            target = tuple(map(slice, box.offsets, box.ends))
             whole[target] = np.frombuffer(content, whole.dtype).reshape(box.shape)
     if comm.rank != owner:
         return []
@@ -344,11 +349,14 @@ def _joined(
 
 
 def _entry(name: str, nbytes: int, parts: Sequence[_Part]) -> LocalTensor:
-    """Return an entry of a delta with this rank's parts of it."""
+    """Return an entry of a delta with this rank's parts of it, as an export takes it: a row of bytes.
+
+    Of frames of 31, 18 and 20 bytes this rank has the last two: its box of the tensor of shape (69,) is [31:69].
+    """
     boxes, arrays, memories = [], [], []
     for begin, frames in parts:
-        array = array_over(bytearray(b"".join(frames)), _U8, (sum(map(len, frames)),))
+        array = np.frombuffer(bytearray(b"".join(frames)), np.uint8)
         boxes.append(Box((begin,), array.shape))
         arrays.append(array)
         memories.append(memory_of(array, name))
-    return LocalTensor(Shard(name, _U8, (nbytes,), tuple(boxes)), tuple(arrays), tuple(memories))
+    return LocalTensor(Shard(name, "U8", (nbytes,), tuple(boxes)), tuple(arrays), tuple(memories))

@@ -101,6 +101,7 @@ def publish_version(
     described, left_options = converted_description(comm, described, conversion, request.options)
     request = replace(request, path=path, options=left_options)
     state_digest = digest_of_state(described, left_options)
+    # `last` is there on all ranks or on none: it is set at the end of a publish that no rank has failed in.
     if last is not None and _may_be_delta(comm, last, state_digest, options):
         delta = _difference(comm, described, last, options)
         if delta is not None:
@@ -108,7 +109,7 @@ def publish_version(
     bases: dict[int, int | None] = {}
     if last is not None:
         bases = last.bases
-        last.boxes = None  # before another copy is made
+        last.boxes = None  # before another copy is made: two would be as large as the model's part here twice
     return _publish_full(comm, described, request, run, number, state_digest, bases)
 
 
@@ -120,6 +121,7 @@ def _may_be_delta(comm: Communicator, last: PublishedVersion, state_digest: str,
         is_same = is_same and last.number in versions.list_versions(options.path, last.run)
     if not all(from_all(comm, is_same, bool, "whether its state has the same tensors as before")):
         return False
+    # A reader that has no version yet reads the whole chain: it must not cost more than half a model beside the model.
     return last.chain_length + 1 < options.full_every and last.chain_nbytes <= last.full_nbytes // 2
 
 
@@ -134,8 +136,8 @@ def _difference(
     # From here on `boxes` are of both versions; if the delta is not published, the next version must be full.
     last.boxes = None
     most_nbytes = int(options.max_delta * last.full_nbytes) + _LEAST_NBYTES
-    is_one = options.frames == "one"
-    return difference(comm, described, last.plan, boxes, last.names, most_nbytes=most_nbytes, one_frame=is_one)
+    one_frame = options.frames == "one"
+    return difference(comm, described, last.plan, boxes, last.names, most_nbytes=most_nbytes, one_frame=one_frame)
 
 
 def _publish_full(
@@ -174,11 +176,13 @@ def _publish_delta(
     comm: Communicator, delta: Delta, request: ExportRequest, number: int, last: PublishedVersion
 ) -> tuple[PublishReport, PublishedVersion]:
     """Export the entries of a delta. Collective."""
+    # The ranks have digested all boxes as for a full version, by the same plan: so copies are compared as there.
     with comm.phase("comparing copies"):
         provenance = gather_provenance(comm, last.plan, delta.receipts, last.tensors)
     marks = None
     if comm.rank == 0:
         marks = _marks_of_delta(delta, provenance, number, last)
+    # The entries have the names and bytes that are written: what selects, renames or casts has been applied.
     options = replace(request.options, include=(), exclude=(), rename=(), layout=None, dtype=None)
     request = replace(request, options=options, marks=marks, model_files={})
     if delta.changed:

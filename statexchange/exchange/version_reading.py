@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -61,6 +61,7 @@ def find_version(path: str, newer_than: Version | None, number: int | None) -> S
         NotFoundError: the version of this number is not kept.
     """
     reason = ""
+    # The newest run first; "" is the one run of another program's directory.
     for run in reversed(list_runs(path) or [""]):
         numbers = list_versions(path, run)
         candidates = numbers
@@ -69,14 +70,15 @@ def find_version(path: str, newer_than: Version | None, number: int | None) -> S
         for candidate in reversed(candidates):
             if newer_than is not None and newer_than.run == run and candidate <= newer_than.number:
                 break
-            found = Version(without_secrets(version_path(path, run, candidate)), run, candidate)
+            version = Version(without_secrets(version_path(path, run, candidate)), run, candidate)
             try:
-                with open_version(path, found) as source:
-                    return Search(Version(found.path, run, candidate, version_format.key_of(source)), reason)
+                # Headers of all files that it is based on are read: what is returned can be staged.
+                with open_version(path, version) as source:
+                    return Search(replace(version, key=version_format.key_of(source)), reason)
             except NOT_YET as error:
                 reason = reason or f"version {candidate} is not whole here: {error}"
         if newer_than is not None and newer_than.run == run:
-            break
+            break  # versions of earlier runs are older still
         oldest = next((listed for listed in numbers if _has_been_published(path, run, listed)), None)
         if oldest is None:  # a run that has only begun has no version yet: those of the run before it still count
             continue
@@ -117,5 +119,6 @@ def open_leased(path: str, version: Version, leases: contextlib.ExitStack, copie
         NotFoundError: it was retired.
         IncompleteError, CorruptError: it is not whole.
     """
+    # The lease first: what is opened before it may be removed while it is read. Bases of a version stay with it.
     leases.callback(Lease(path, version.run, version.number).end)
     return open_version(path, version, copies)

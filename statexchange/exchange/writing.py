@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 __all__ = ["write_files"]
 
-_SYNC_EVERY_BYTES = 256 << 20
-_MESSAGE_BYTES = 8 << 20
-_MAX_OPEN = 64  # files of one rank
+_SYNC_EVERY_BYTES = 256 << 20  # a rank shows no progress while it syncs: not all of its bytes at once
+_MESSAGE_BYTES = 8 << 20  # a rank that waits for a message sees progress only after each
+_MAX_OPEN = 64  # files of one rank: an export may have thousands, and the limit of a process is often 1,024
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +91,7 @@ def write_files(
     """
     if "://" in plan.files[0].path:  # a URL: a local path is absolute, and has no empty part
         upload = open_upload(comm, plan, request.path, root, building)
+        # The temporary files have their headers already.
         receipts = _write_boxes(comm, described, upload.plan, upload.nodes, [], request)
         return Written(receipts, upload.nodes, upload.run(comm, request.call))
     nodes = [0] * len(plan.files)
@@ -135,6 +136,7 @@ def _write_boxes(
         if writing.is_shared:
             remote_headers = from_root(comm, headers, list[bytes], "the headers")
         with _Files(plan.files, comm, writing.total, call.on_progress) as opened:
+            # Root writes those of its own host's files last, when it finishes them (exporting.py).
             for number, header in enumerate(remote_headers):
                 if nodes[number] != comm.nodes[0] and comm.rank == writing.first_of(nodes[number]):
                     opened.write_header(number, header)
@@ -182,6 +184,7 @@ class _Writing:
                 dst = -1
                 if piece.is_written:
                     dst = rank if node == node_here else self._peer_of(rank, node)
+                # Its place among the receipts is taken now: boxes are written in another order than the plan's.
                 receipt = len(self._receipts.digests)
                 item = _WriteItem(tensor, number, piece.number, piece.box, piece.box_index, rank, dst, receipt)
                 self._receipts.digests.append(b"")
@@ -207,8 +210,8 @@ class _Writing:
             return None
         here = self._comm.node_rank
         senders = np.zeros(self._comm.world_size, np.bool_)
-        for node, ranks in self._node_ranks.items():
-            for rank in ranks if node != here else ():
+        for rank, node in enumerate(self._comm.nodes):
+            if node != here:
                 senders[rank] = self._peer_of(rank, here) == self._comm.rank
         return senders
 
@@ -246,6 +249,7 @@ class _Writing:
                 self._receipts.digests[item.receipt] = opened.write_run(item, begin, run_bytes(memory.tensor))
                 return
         hasher = xxhash.xxh3_128()
+        # Messages have the windows that `_receive` expects.
         staging = self._write_staging if item.dst in (item.src, -1) else self._send_staging
         for window, data in staging.parts(tensor, item.tensor.dtype):
             # Before the write, while the data is in the processor's cache.
@@ -343,7 +347,7 @@ class _Files:
 
     def _fd(self, number: int, file: WriteFile) -> int:
         """Return the descriptor of a file; close the least recently used ones beyond a limit."""
-        fd = self._fds.pop(number, -1)
+        fd = self._fds.pop(number, -1)  # and put back at the end: the first is the least recently used one
         if fd < 0:
             while len(self._fds) >= _MAX_OPEN:
                 self._close(next(iter(self._fds)))
@@ -358,6 +362,7 @@ class _Files:
                 files.sync_file(fd, file.path)
 
     def _sync(self) -> None:
+        # What is closed was synced then, so that these are all files with dirty pages of this rank.
         for number, fd in self._fds.items():
             if not self._files[number].link:
                 files.sync_file(fd, self._files[number].path)

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 
 import statexchange as sx
 from statexchange.checkpoint.prune import prune_saves
+from statexchange.errors import PeerError
 from statexchange.report.saves import list_saves
 from statexchange.report.verify import verify, verify_saves
 from statexchange.storage.publish import objects
@@ -530,3 +531,16 @@ def test_a_job_killed_at_any_event_of_a_save_with_copies_goes_on_from_a_whole_sa
             assert all(report.findings == () for _, report in verify_saves(url)), number
             assert [key for key in uploads_in(s3) if key.startswith(f"{number}/")] == [], number
     assert newest == {10, 20}
+
+
+def test_the_failure_of_another_rank_is_no_reason_to_write_a_file_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise PeerError(1, "saving", "its disk is full")
+
+    save_adapters(str(tmp_path), 10)
+    monkeypatch.setattr("statexchange.exchange.frozen_files._check", fail)
+    with caplog.at_level(logging.WARNING, "statexchange"), pytest.raises(PeerError):
+        sx.Checkpoints(tmp_path).save(adapter_of(20), 20)
+    assert "written again" not in caplog.text

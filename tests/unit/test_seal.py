@@ -427,3 +427,18 @@ def test_an_interrupted_seal_leaves_nothing(tmp_path: Path) -> None:
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (130, "error: interrupted\n")
     assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+def test_a_file_that_is_replaced_by_a_rename_while_it_is_sealed_is_an_error(folder: Path, tmp_path: Path) -> None:
+    name = "model-00001-of-00002.safetensors"
+    changed = tmp_path / "changed"
+    changed.write_bytes((folder / name).read_bytes())
+    flip_bit(changed, -1)
+
+    def disturb(done: int, total: int) -> None:
+        if done == total and changed.exists():
+            changed.rename(folder / name)
+
+    with pytest.raises(ReplacedError):
+        seal_checkpoint(folder, on_progress=disturb)
+    assert MANIFEST not in os.listdir(folder)
