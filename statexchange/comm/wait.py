@@ -3,7 +3,8 @@
 No wait of this package blocks in a native call, except in a helper thread (gloo.py, torch_groups.py), and for 1 ms
 where Gloo's connections are closed. A wait tests its condition, and between two tests it checks its monitor. It raises
 PeerError when the monitor reports a failure, and StallError at its deadline. The deadline is put off while any rank
-reports progress, so it bounds the time without progress, not the whole time. After a minute without progress the log
+reports progress, and begins anew with each condition (`until`): it bounds the time without progress, not the whole time
+of a call. So a rank that comes late takes no time from the data that follow. After a minute without progress the log
 names the ranks that are missing, so that nobody has to wait for the deadline to learn of them.
 """
 
@@ -128,11 +129,8 @@ class Wait:
             text = absence_text(late, self.operation, round(idle_s, 1))
             _log.warning("waiting for late ranks (StallError after %g s without progress): %s", self.timeout_s, text)
 
-    def restart(self) -> None:
-        """Put off the deadline, as what was awaited so far has come."""
-        self._restart_at(time.monotonic())
-
     def _restart_at(self, now: float) -> None:
+        """Put off the deadline, as of now."""
         self._progress_at = now
         self._has_looked_for_late_ranks = False
 
@@ -155,6 +153,7 @@ class Wait:
             if done():
                 return
         began = time.monotonic()
+        self._restart_at(began)
         for _ in range(pace.yields):
             if done():
                 return

@@ -92,13 +92,21 @@ class GlooBackend(Backend):
     def _complete(self, wait: Wait, *posts: Callable[[], Any]) -> None:
         """Start all works, then wait for all. While a work is under way it holds its tensors."""
         works: list[Any] = []
+        num_completed = 0
+
+        def are_completed() -> bool:
+            nonlocal num_completed
+            while num_completed < len(works) and works[num_completed].is_completed():
+                works[num_completed].wait()  # completed: this only raises what went wrong
+                num_completed += 1
+            return num_completed == len(works)
+
         try:
             with torch_errors(wait):
                 for post in posts:
                     works.append(post())
-                for work in works:
-                    wait.until(work.is_completed)
-                    work.wait()  # completed: this only raises what went wrong
+                # One deadline for all works, not one for each: Gloo's own timeouts have begun for all of them.
+                wait.until(are_completed)
         except BaseException as error:
             _ended_groups.append((os.getpid(), self._group, works))
             if isinstance(error, AbandonedError):

@@ -205,7 +205,6 @@ class ControlPage(FailureMonitor):
         try:
             for row in self._rows_of_others:
                 if words[row + _ARRIVED] < count:
-                    wait.restart()
                     wait.until(self._are_all_here, self._pace, self)
                     break
         except BaseException:
