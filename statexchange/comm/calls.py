@@ -67,15 +67,25 @@ def note_joined() -> None:
         public.is_joined = True
 
 
-def absence_text(missing: Sequence[int], operation: str, timeout_s: float) -> str:
-    """Return the message for ranks that have not reached `operation`; `missing` is () if they are not known.
+def absence_text(missing: Sequence[int], operation: str, timeout_s: float, silent: Sequence[int] = ()) -> str:
+    """Return the message for ranks for which `operation` waited in vain.
 
-    Until all ranks have completed a step of the public call, the message says that these have not made the call.
+    Until all ranks have completed a step of the public call, the message says that they have not made the call.
+
+    Args:
+        missing: these ranks; () if they are not known, or if all have come and their data have not.
+        operation: a description of the awaited call.
+        timeout_s: how long it waited.
+        silent: ranks that are stopped or cut off. Those of them that are missing may have come before they were.
     """
     public = under_way.get()
+    stopped = [rank for rank in missing if rank in silent]
+    if stopped:
+        causes = "their processes are stopped, or their hosts are cut off"
+        return f"ranks {stopped} do not respond, after {timeout_s:g} s in {operation}: {causes}"
     if public is None or public.is_joined:
-        subject = f"ranks {list(missing)} did not reach" if missing else "not all ranks reached"
-        return f"{subject} {operation} in {timeout_s:g} s"
+        problem = f"ranks {list(missing)} did not reach {operation}" if missing else f"{operation} did not complete"
+        return f"{problem} in {timeout_s:g} s"
     subject = "not all ranks have"
     if missing:
         *others, last = map(str, missing)

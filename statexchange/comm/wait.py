@@ -119,14 +119,14 @@ class Wait:
                 self._has_looked_for_late_ranks = True
                 self._log_late_ranks(idle_s)
         if now - self._progress_at > self.timeout_s:
-            raise self.stall_error(monitors[0].missing_ranks())
+            raise self.stall_error(monitors[0].missing_ranks(), monitors[0].silent_ranks())
 
     def _log_late_ranks(self, idle_s: float) -> None:
         """Log which ranks are missing, if that is known; on the lowest rank that waits for them."""
         # Not the monitor that is asked first: that of a host has numbers of its own for the ranks.
         late = self.monitor.late_ranks()
         if late:
-            text = absence_text(late, self.operation, round(idle_s, 1))
+            text = absence_text(late, self.operation, round(idle_s, 1), self.monitor.silent_ranks())
             _log.warning("waiting for late ranks (StallError after %g s without progress): %s", self.timeout_s, text)
 
     def _restart_at(self, now: float) -> None:
@@ -134,9 +134,9 @@ class Wait:
         self._progress_at = now
         self._has_looked_for_late_ranks = False
 
-    def stall_error(self, missing: Sequence[int]) -> StallError:
-        """Return the error for ranks that have not come in time; `missing` is () if they are not known."""
-        text = absence_text(missing, self.operation, self.timeout_s)
+    def stall_error(self, missing: Sequence[int], silent: Sequence[int] = ()) -> StallError:
+        """Return the error for ranks that have not come in time; the arguments are those of `absence_text`."""
+        text = absence_text(missing, self.operation, self.timeout_s, silent)
         return StallError(text, missing=tuple(missing), rank=missing[0] if missing else None)
 
     def until(self, done: Callable[[], object], pace: Pace = _PACE, watched: FailureMonitor | None = None) -> None:

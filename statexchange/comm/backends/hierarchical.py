@@ -71,7 +71,8 @@ class _Steps(OuterMonitor):
                 raise
             # A rank's leader may be missing only because it waits for another host, so the world's monitor comes first.
             seen = tuple(ranks[rank] for rank in error.missing if rank < len(ranks))
-            raise self._wait.stall_error(self._wait.monitor.missing_ranks() or seen) from error
+            world = self._wait.monitor
+            raise self._wait.stall_error(world.missing_ranks() or seen, world.silent_ranks()) from error
 
 
 class HierarchicalBackend(Backend):

@@ -246,8 +246,11 @@ class ControlPage(FailureMonitor):
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Return the ranks that have not arrived at this rank's barrier, else those whose process is stopped."""
-        stopped = [r for r in range(self.world_size) if process_is_stopped(self._get(r, _PID))]
-        return tuple(self._behind() or stopped)
+        return tuple(self._behind()) or self.silent_ranks()
+
+    def silent_ranks(self) -> tuple[int, ...]:
+        """Return the ranks whose process is stopped."""
+        return tuple(r for r in range(self.world_size) if process_is_stopped(self._get(r, _PID)))
 
     def _departure_error(self, rank: int) -> StateExchangeError:
         slot = self._slot(rank, 2)

@@ -151,11 +151,18 @@ class FailureDetector(FailureMonitor):
 
     def missing_ranks(self) -> tuple[int, ...]:
         """Return the ranks that are in an earlier collective than this one, or silent. Not collective."""
-        view = self._view
-        if time.monotonic() - view.updated > self._silent_s:
-            return self._suspects()
-        behind = {rank for rank, number in enumerate(view.op_numbers) if number < self._op_number}
-        return tuple(sorted((behind | set(view.silent)) - {self._topology.rank}))
+        missing = set(self.silent_ranks())
+        if not self._is_uninformed():
+            missing.update(rank for rank, number in enumerate(self._view.op_numbers) if number < self._op_number)
+        return tuple(sorted(missing - {self._topology.rank}))
+
+    def silent_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that have sent nothing for several periods. Not collective."""
+        return self._suspects() if self._is_uninformed() else tuple(self._view.silent)
+
+    def _is_uninformed(self) -> bool:
+        """Whether no status of the group has come for so long that the last one tells nothing about the present."""
+        return time.monotonic() - self._view.updated > self._silent_s
 
     def report_failure(self, error: StateExchangeError) -> None:
         """Report why this communicator has failed; the first report counts. Not collective; blocks 1 s at most."""

@@ -89,7 +89,7 @@ class Member(FailureDetector):
             self._connection.flush()
             if not self._connection.has_unsent:
                 self._connection.send(["at", self._op_number, self._progress])
-        is_silent = time.monotonic() - self._view.updated > self._silent_s and not self._host_answers
+        is_silent = self._is_uninformed() and not self._host_answers
         if (self._connection is None or is_silent) and time.monotonic() - self._attempted_at > _RECONNECT_S:
             self._reconnect()
 

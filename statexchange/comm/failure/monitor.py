@@ -60,6 +60,13 @@ class FailureMonitor:
         """Return the ranks that are known not to have reached this rank's call; () if none is known."""
         return ()
 
+    def silent_ranks(self) -> tuple[int, ...]:
+        """Return the ranks whose processes are stopped or whose hosts are cut off, as far as known.
+
+        They may have reached this rank's call.
+        """
+        return ()
+
     def late_ranks(self) -> tuple[int, ...]:
         """Return the missing ranks on the lowest rank that waits for them, which reports them; () on the others."""
         missing = self.missing_ranks()
@@ -143,6 +150,10 @@ class PeerMonitor(OuterMonitor):
     def missing_ranks(self) -> tuple[int, ...]:
         """Return the peer."""
         return (self._peer,)
+
+    def silent_ranks(self) -> tuple[int, ...]:
+        """Return what the group's monitor returns, which has the same numbers for the ranks."""
+        return self._outer.silent_ranks()
 
 
 # A group that is being formed has no monitor yet. Until it has, the one of its parent group watches its ranks.
