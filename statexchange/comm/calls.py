@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 from statexchange import values
 
@@ -109,7 +108,7 @@ class Call:
 
     __slots__ = ("failure", "public", "site", "text")
 
-    def __init__(self, step: str, failure: dict[str, Any] | None = None) -> None:
+    def __init__(self, step: str, failure: dict[str, object] | None = None) -> None:
         public = under_way.get()
         self.public = None if public is None else public.name
         self.text = step_text(step)
@@ -129,7 +128,7 @@ class Call:
         return fingerprint_of(self.text)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096)  # a training loop makes the same calls in every step
 def fingerprint_of(text: str) -> int:
     """Return a hash of `text`, of 64 bits."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
@@ -157,6 +156,7 @@ def call_site() -> str:
     public = under_way.get()
     if public is not None and public.site is not None:
         return public.site
+    # Not by traceback or inspect, which read source files: this is called for each asynchronous call.
     frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 (the documented way to it)
     while frame is not None and _is_internal(frame.f_code.co_filename):
         frame = frame.f_back
@@ -184,4 +184,5 @@ def is_autograd_thread() -> bool:
     torch = sys.modules.get("torch")
     if torch is None or torch._C._current_graph_task_id() == -1:  # noqa: SLF001 (torch has no other way)
         return False
+    # Python makes a _DummyThread for a thread that it has not started, as those of the engine.
     return isinstance(threading.current_thread(), threading._DummyThread)  # noqa: SLF001 (nor has threading)

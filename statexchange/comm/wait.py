@@ -160,7 +160,10 @@ class Wait:
             if time.monotonic() - began > pace.yielding_s:
                 break
             yield_core()
-        monitors = {watched or self.monitor: True, self.monitor: True}  # the one that is asked first comes first
+        monitors = [self.monitor]
+        # First, as it watches the very ranks that `done` waits for: it names those that are missing.
+        if watched not in (None, self.monitor):
+            monitors.insert(0, watched)
         while not done():
-            self._poll(list(monitors))
+            self._poll(monitors)
             time.sleep(min((time.monotonic() - began) / _NAPS_PER_WAIT, _LONGEST_NAP_S))

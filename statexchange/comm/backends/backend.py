@@ -109,7 +109,7 @@ class Backend(ABC):
         """Return the backend that moves tensors between hosts: this one, or one that is made over it. Collective."""
         return self
 
-    def as_caller(self) -> contextlib.AbstractContextManager[Any]:
+    def as_caller(self) -> contextlib.AbstractContextManager[object]:
         """Return a context that gives another thread the state of this one: torch's inference mode. Not collective."""
         import torch
 

@@ -27,7 +27,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,10 @@ from statexchange.comm.wait import Wait
 from statexchange.comm.work import Work
 from statexchange.errors import StallError
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import Work as NativeWork
+
 __all__ = ["GlooBackend"]
 
 _SMALL_BYTES = 1 << 18  # of all ranks together; up to this size one step, above it several
@@ -55,7 +59,7 @@ _BLOCK_BYTES = 8 << 20
 _NEVER_SENT_TAG = 3  # messages have tags 0 to 2
 _WIDE = (torch.float32, torch.float64)
 _waiting_threads: dict[threading.Thread, GlooBackend] = {}  # threads that wait inside Gloo, see `_wait_in_thread`
-_ended_groups: list[tuple[int, Any, list[Any]]] = []  # process, group, works under way: see `_free_ended_groups`
+_ended_groups: list[tuple[int, object, list[Any]]] = []  # process, group, works under way: see `_free_ended_groups`
 
 
 class GlooBackend(Backend):
@@ -68,7 +72,7 @@ class GlooBackend(Backend):
 
     name = "gloo"
 
-    def __init__(self, store: Any, rank: int, names: Sequence[int], timeout_s: float, bootstrap: Backend) -> None:
+    def __init__(self, store: Store, rank: int, names: Sequence[int], timeout_s: float, bootstrap: Backend) -> None:
         """Make the group; errors name rank i as `names[i]`. Collective.
 
         `store` must not have been used for this before. `bootstrap`, of the same ranks, makes groups of some of them,
@@ -89,9 +93,9 @@ class GlooBackend(Backend):
         self._is_broken_off = True
         self._break_off_lock = threading.RLock()  # another thread of the parent may hold the old one
 
-    def _complete(self, wait: Wait, *posts: Callable[[], Any]) -> None:
+    def _complete(self, wait: Wait, *posts: Callable[[], NativeWork | Work[object]]) -> None:
         """Start all works, then wait for all. While a work is under way it holds its tensors."""
-        works: list[Any] = []
+        works: list[NativeWork | Work[object]] = []
         num_completed = 0
 
         def are_completed() -> bool:
@@ -207,7 +211,7 @@ class GlooBackend(Backend):
         if data.numel():
             self._transfer(lambda: self._group.recv([data], src, tag), wait)
 
-    def _transfer(self, post: Callable[[], Any], wait: Wait) -> None:
+    def _transfer(self, post: Callable[[], NativeWork], wait: Wait) -> None:
         try:
             self._complete(wait, lambda: self._wait_in_thread(post(), wait))
         except StallError:

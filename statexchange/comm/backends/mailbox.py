@@ -48,6 +48,7 @@ class Mailbox:
         for piece in self._pieces(data, tag):
             self._until(lambda: self._counts[posted] - self._counts[taken] < num_places, wait)
             self._place(tag, self._counts[posted], wait)[: len(piece)] = piece
+            # After the piece: the receiver that reads the count reads the piece, too, as stores keep their order.
             self._counts[posted] += 1
         self._until(lambda: self._counts[posted] == self._counts[taken], wait)
 
@@ -57,7 +58,7 @@ class Mailbox:
         for piece in self._pieces(data, tag):
             self._until(lambda: self._counts[posted] > self._counts[taken], wait)
             piece[:] = self._place(tag, self._counts[taken], wait)[: len(piece)]
-            self._counts[taken] += 1
+            self._counts[taken] += 1  # after the copy: the sender may now write there again
 
     def _pieces(self, data: Any, tag: int) -> list[Any]:
         if tag != _DATA_TAG:
@@ -73,10 +74,14 @@ class Mailbox:
         return self._ring[(number & 1) * _CHUNK_BYTES :][:_CHUNK_BYTES]
 
     def _open_ring(self, wait: Wait) -> memoryview:
-        """Make the ring, as the sender; open it, as the receiver of data that has come."""
+        """Make the ring, as the sender; open it, as the receiver of data that has come.
+
+        The receiver finds the address: the sender has written it before it posted its first data.
+        """
         slot = self._memory[_ADDRESS_BEGIN:]
         if not self._is_sender:
             return self._page.attach(json.loads(bytes(slot)), self._peer, wait).view
+        # Not with the mailbox: most pairs of ranks send each other nothing.
         self._arena = Arena.create(2 * _CHUNK_BYTES)
         slot[:] = json.dumps(self._arena.address).encode().ljust(len(slot))
         return self._arena.view
@@ -95,7 +100,7 @@ class Mailbox:
         wait.until(is_done)
 
     def close(self) -> None:
-        """Release the ring, if this rank has made it."""
+        """Release the ring."""
+        self._ring = None
         if self._arena is not None:
-            self._ring = None
             self._arena.close()

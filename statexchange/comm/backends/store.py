@@ -28,6 +28,8 @@ from statexchange.comm.wait import Wait
 from statexchange.errors import StallError
 
 if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
     from statexchange.comm.tcp_store import Server
 
 __all__ = ["StoreBootstrap", "over_group"]
@@ -42,7 +44,7 @@ class StoreBootstrap(Backend):
 
     def __init__(
         self,
-        store: Any,
+        store: Store,
         rank: int,
         names: Sequence[int],
         prefix: str = "statexchange",
@@ -53,7 +55,7 @@ class StoreBootstrap(Backend):
         Nothing else may use keys of `store` that begin with `prefix`. `server`, if this process serves the store, is
         closed with this backend.
         """
-        self._store = store
+        self._store: Any = store  # `set` also takes bytes, which its type hint does not tell
         self._names = names
         self._prefix = prefix
         self._server = server

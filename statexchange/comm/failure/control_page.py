@@ -144,11 +144,12 @@ class ControlPage(FailureMonitor):
         slots = self._slots_of_all()
         lengths = list(map(_length_in, slots))
         messages = [bytearray() for _ in slots]
-        for begin in range(0, max(*lengths, 1), _PIECE_BYTES):
+        # All ranks take part in the barriers of the longest message, also those whose own one has ended.
+        for begin in range(0, max(lengths), _PIECE_BYTES):
             if begin:
                 self._post(payload, begin)
                 self.sync(wait)
-                slots = self._slots_of_all()
+                slots = self._slots_of_all()  # the other ones: the barrier's number has changed
             if root in (None, self.rank):
                 for rank, length in enumerate(lengths):
                     messages[rank] += slots[rank][_LENGTH_BYTES:][: max(length - begin, 0)]
@@ -200,6 +201,7 @@ class ControlPage(FailureMonitor):
     def sync(self, wait: Wait) -> None:
         """Return when all ranks are here: a barrier without a comparison, for the inside of a collective."""
         count = self._count = self._count + 1
+        # Without `_get` and `_set`: a call with a small tensor is hardly more than this.
         words = self._words
         words[self._own_row + _ARRIVED] = count
         try:
@@ -283,6 +285,7 @@ class ControlPage(FailureMonitor):
         if error is not None:
             record = json.dumps(to_record(error, self.rank, "its own code")).encode()
             if len(record) > _PIECE_BYTES:
+                # An error of the user's code may have any length. In ASCII, 1000 characters are few bytes as JSON.
                 short = PeerError(self.rank, "its own code", ascii(error)[:1000])
                 record = json.dumps(to_record(short, self.rank, "its own code")).encode()
             _write_slot(self._slot(self.rank, 2), len(record), record)
@@ -310,9 +313,12 @@ def open_control_page(
     """
     arena: Arena | None = None
     page: ControlPage | None = None
-    with contextlib.suppress(StateExchangeError):  # the others get null: all fall back together
-        arena = Arena.create(ControlPage.nbytes(world_size)) if rank == 0 else None
-    address = json.loads(all_gather_bytes(json.dumps(None if arena is None else arena.address).encode())[0])
+    offer = None
+    if rank == 0:
+        with contextlib.suppress(StateExchangeError):  # the others get null: all fall back together
+            arena = Arena.create(ControlPage.nbytes(world_size))
+            offer = arena.address
+    address = json.loads(all_gather_bytes(json.dumps(offer).encode())[0])
     if address is not None:
         with contextlib.suppress(StateExchangeError):
             page = ControlPage(attach(address).view, rank, world_size)  # its row has the process id from now on
@@ -321,5 +327,7 @@ def open_control_page(
         arena.close()
     if page is None or not have_all_attached:
         return None
-    can_see_all = all(map(page.can_see, range(world_size)))  # not across PID namespaces
-    return None if any(all_gather_bytes(b"" if can_see_all else b"a hidden process")) else page
+    hidden = b""
+    if not all(map(page.can_see, range(world_size))):  # as across PID namespaces
+        hidden = b"a hidden process"
+    return None if any(all_gather_bytes(hidden)) else page

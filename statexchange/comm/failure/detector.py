@@ -140,6 +140,7 @@ class FailureDetector(FailureMonitor):
         if failure is not None:
             # The record of a death has no phase: name the call in which this rank waits.
             raise from_record(failure if failure.get("phase") != "" else {**failure, "phase": operation})
+        # A copy, as the detector thread may add to it. A rank that left in a later call has completed this one.
         for rank, (last_op, cause) in tuple(self._view.departed.items()):
             if last_op < self._op_number and rank != self._topology.rank:
                 raise self._peer_error(rank, operation, cause)
@@ -204,7 +205,7 @@ class FailureDetector(FailureMonitor):
             done = threading.Event()
             self._requests.put((request, done))
             self._wake_thread()
-            done.wait(_REPORT_S)
+            done.wait(_REPORT_S)  # the caller may exit next, and the report would be lost
 
     def _wake_thread(self) -> None:
         with contextlib.suppress(OSError):  # a full buffer: the thread will wake up anyway
@@ -238,6 +239,7 @@ class FailureDetector(FailureMonitor):
         """Handle the input that arrives within `wait_s`, then the requests of this rank's own threads."""
         for key, _ in self._selector.select(wait_s):
             if key.fileobj is self._wakeup_receiver:
+                # One read takes all bytes: several requests may have been made since the last one.
                 with contextlib.suppress(BlockingIOError):
                     self._wakeup_receiver.recv(1 << 12)
             else:
@@ -261,14 +263,14 @@ class FailureDetector(FailureMonitor):
         """Report processes that have ended without a goodbye, when their grace is over."""
         now = time.monotonic()
         for rank, since in list(self._seen_dead_at.items()):
-            if rank in self._view.departed:
+            if rank in self._view.departed:  # its goodbye has come in the meantime
                 del self._seen_dead_at[rank]
             elif now - since >= _GRACE_S:
                 self._post_failure(to_record(self._peer_error(rank, "", self._cause_of_death(rank)), rank, ""))
                 del self._seen_dead_at[rank]
 
     def _post_failure(self, record: dict[str, Any]) -> None:
-        self._failure = self._failure or record
+        self._failure = self._failure or record  # also without the coordinator, which may be gone
         self._post(["failure", record])
 
     def disown(self) -> None:
